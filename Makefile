@@ -1,0 +1,63 @@
+# What a newcomer types. Everything but the installing is done by scripts/, which come back here for it.
+PYTHON ?= python3
+NAME   ?= channels
+ARGS   ?=
+
+VENV   := .venv
+PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+# An editable install: Python files are seen as they are, so only these ask for a new one.
+BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard native/*.h native/*.cpp)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test bench check clean
+
+help:
+	@echo "make serve    install what the demonstration needs, and run it"
+	@echo "make check    formatting, lint, types"
+	@echo "make test     every test; scripts/test KIND runs one kind"
+	@echo "make bench    measure; NAME=channels says what, ARGS='…' how"
+	@echo "make clean    remove what was built and installed here"
+	@echo "PYTHON=/path/to/python3 chooses the interpreter for $(VENV) (3.10 or newer)"
+
+serve: $(VENV)/stamp-demo
+	@$(VENV)/bin/penstock demo $(ARGS)
+
+test: $(VENV)/stamp-dev
+	@scripts/test all $(ARGS)
+
+bench:
+	@scripts/bench $(NAME) $(ARGS)
+
+check: $(VENV)/stamp-dev
+	@scripts/check
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# stamp-X: penstock[X] is installed and its core is as new as the sources.
+$(VENV)/stamp-%: $(VENV)/stamp-backend $(BUILT_FROM)
+	@echo "installing penstock[$*] into $(VENV) (the first time takes a minute)" >&2
+	@$(PIP) install --no-build-isolation --editable '.[$*]'
+	@touch $@
+
+# The build backend lives in the venv too: with build isolation every install would compile everything again.
+# Asked twice, because only the backend itself knows whether it also wants cmake and ninja.
+$(VENV)/stamp-backend: $(VENV)/stamp-venv pyproject.toml
+	@$(VENV)/bin/python scripts/build-requires | $(PIP) install --requirement /dev/stdin
+	@$(VENV)/bin/python scripts/build-requires | $(PIP) install --requirement /dev/stdin
+	@touch $@
+
+$(VENV)/stamp-venv:
+	@'$(PYTHON)' -c '' || \
+	    { echo "$(PYTHON) does not run: apt-get install python3, or say make PYTHON=/path/to/python3" >&2; exit 1; }
+	@'$(PYTHON)' -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "Penstock needs Python 3.10 or newer, and $(PYTHON) is older: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@'$(PYTHON)' -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "$(PYTHON) cannot make a virtual environment: apt-get install python3-venv" >&2; exit 1; }
+	@'$(PYTHON)' -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null || \
+	    { echo "$(PYTHON) came without its C headers: apt-get install python3-dev" >&2; exit 1; }
+	@command -v "$${CXX:-c++}" >/dev/null || \
+	    { echo "there is no C++ compiler, and Penstock's core is compiled: apt-get install g++" >&2; exit 1; }
+	@'$(PYTHON)' -m venv --clear $(VENV)
+	@touch $@

@@ -1,0 +1,107 @@
+"""What comes out: records as JSON lines, tables for people, and what the numbers were measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def short(value: float) -> str:
+    """Three digits that matter; thousands as k and M."""
+    if value == 0:
+        return "0"
+    for unit, factor in (("M", 1e6), ("k", 1e4)):
+        if abs(value) >= factor:
+            scaled = value / (1e6 if unit == "M" else 1e3)
+            return f"{scaled:.3g}{unit}" if scaled < 1000 else f"{scaled:.0f}{unit}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def short_nbytes(nbytes: int) -> str:
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= factor and nbytes % factor == 0:
+            return f"{nbytes // factor} {unit}"
+    return f"{nbytes} B"
+
+
+def tidy(value: Any) -> Any:
+    """No digits that say nothing."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else round(value, 4)
+    return value
+
+
+class Output:
+    """Records as JSON lines on stdout (and in a file), tables for people; with JSON on stdout, tables on stderr."""
+
+    def __init__(self, bench: str, *, is_json: bool, folder: Path | None) -> None:
+        self._bench = bench
+        self._is_json = is_json
+        self._people: TextIO = sys.stderr if is_json else sys.stdout
+        self._file: TextIO | None = None
+        self.records: list[dict[str, Any]] = []
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / f"{bench}.jsonl").open("w")
+
+    def record(self, case: str, impl: str, **figures: Any) -> None:
+        record = {
+            "bench": self._bench,
+            "case": case,
+            "impl": impl,
+            **{key: tidy(each) for key, each in figures.items()},
+        }
+        self.records.append(record)
+        line = json.dumps(record)
+        if self._is_json:
+            print(line, flush=True)
+        if self._file is not None:
+            print(line, file=self._file, flush=True)
+
+    def say(self, text: str = "") -> None:
+        print(text, file=self._people, flush=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> None:
+        heads = ["", *columns]
+        lines = [[name, *cells] for name, cells in rows]
+        widths = [max(len(line[index]) for line in [heads, *lines]) for index in range(len(heads))]
+        self.say(f"\n{title}")
+        for line in [heads, *lines]:
+            cells = [
+                line[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+            ]
+            self.say("  " + "   ".join(cells).rstrip())
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    model = platform.processor() or platform.machine()
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu_model": model,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "commit": _commit(),
+    }
+
+
+def _commit() -> str:
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    return answer.stdout.strip() or "unknown"

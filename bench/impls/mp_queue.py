@@ -1,0 +1,61 @@
+"""`multiprocessing.Queue`: one for each receiver, and one that all receivers put their replies into."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+from bench.impls import Meet, Seat, Wires
+
+F_GETPIPE_SZ = 1032
+
+
+def check() -> None:
+    """Part of the standard library."""
+
+
+def lay(receivers: int, scratch: Path) -> Wires:
+    context = multiprocessing.get_context("spawn")
+    queues: list[Queue[bytes]] = [context.Queue() for _ in range(receivers)]
+    replies: Queue[bytes] = context.Queue()
+    return Wires([(queues, replies), *((each, replies) for each in queues)])
+
+
+class Sender:
+    def __init__(self, wire: tuple[list[Queue[bytes]], Queue[bytes]], seat: Seat, meet: Meet) -> None:
+        self._queues, self._replies = wire
+        self.send = self._queues[0].put if len(self._queues) == 1 else self._send
+
+    def expect(self, nbytes: int) -> None:
+        pass
+
+    def _send(self, frame: bytes) -> None:
+        for each in self._queues:
+            each.put(frame)
+
+    def gather(self) -> None:
+        for _ in self._queues:
+            self._replies.get()
+
+    def reserved_nbytes(self) -> int:
+        pipes = [each._reader.fileno() for each in (*self._queues, self._replies)]  # type: ignore[attr-defined]
+        return sum(fcntl.fcntl(pipe, F_GETPIPE_SZ) for pipe in pipes)
+
+    def close(self) -> None:
+        for each in self._queues:
+            each.close()
+
+
+class Receiver:
+    def __init__(self, wire: tuple[Queue[bytes], Queue[bytes]], seat: Seat, meet: Meet) -> None:
+        queue, self._replies = wire
+        self.receive = queue.get
+        self.reply = self._replies.put
+
+    def expect(self, nbytes: int) -> None:
+        pass
+
+    def close(self) -> None:
+        self._replies.close()

@@ -1,0 +1,113 @@
+// channel.h: what both ends of every channel see: lanes, cursors, receivers, and what is told of an end that went.
+#pragma once
+#include <deque>
+
+#include "pool.h"
+
+namespace penstock {
+
+struct Part {
+    const void* at;
+    u64 nbytes;
+};
+
+inline u32 make_mode(CursorMode mode, u32 epoch) { return static_cast<u32>(mode) | (epoch & EPOCH_MASK) << 2; }
+inline CursorMode mode_of(u32 mode) { return static_cast<CursorMode>(mode & 3); }
+
+class Channel {
+   public:
+    explicit Channel(std::shared_ptr<Attachment> by)
+        : by(std::move(by)),
+          g(this->by->segment().geometry()),
+          pool(*this->by),
+          head(*this->by->segment().at<ChannelHeader>(g.channel)) {
+        if (g.shape.kind != static_cast<u32>(SegmentKind::channel))
+            throw Error(Fault::layout_mismatch, "this segment is not a channel");
+    }
+    // Before anybody else sees the segment: every receiver is expected, and counted from the first record on.
+    static void lay_out(Segment& segment) {
+        const Geometry& g = segment.geometry();
+        for (u32 lane = 0; lane < g.shape.lanes; ++lane)
+            for (u32 r = 0; r < g.shape.receivers; ++r)
+                segment.at<Cursor>(g.cursors)[lane * g.shape.receivers + r].mode.store(
+                    make_mode(CursorMode::counted, 0));
+    }
+
+    Lane& lane(u32 index) const { return by->segment().at<Lane>(g.lanes)[index]; }
+    ReceiverSlot& receiver(u32 index) const { return by->segment().at<ReceiverSlot>(g.receivers)[index]; }
+    Cursor& cursor(u32 lane, u32 receiver) const {
+        return by->segment().at<Cursor>(g.cursors)[lane * g.shape.receivers + receiver];
+    }
+    u64 ring_offset(u32 lane, u64 position) const {
+        return g.data + lane * g.shape.lane_nbytes + (position & (g.shape.lane_nbytes - 1));
+    }
+    bool is_inbox() const { return g.shape.style == 3; }
+    u32 changes() const { return by->segment().header().changes.load(std::memory_order_acquire); }
+    void changed() { by->segment().header().changes.fetch_add(1, std::memory_order_acq_rel); }
+
+    // Wakes the receivers whose bits these are through their event loops.
+    void wake_receivers(u64 bits) {
+        for (; bits != 0; bits &= bits - 1) {
+            u32 r = static_cast<u32>(__builtin_ctzll(bits));
+            if (r < g.shape.receivers) by->wake_async(end_of(receiver(r).word.load()).slot);
+        }
+    }
+    void ring_room(u32 index, Shared<u64>* wakes) {
+        if (ring(lane(index).room, wakes, 1) != 0) by->wake_async(end_of(lane(index).word.load()).slot);
+    }
+    // Who had this end, for an error: its slot may belong to somebody else by now.
+    std::string describe(End end) const {
+        if (end.slot >= g.shape.max_peers || (by->peer(end.slot).epoch.load() & EPOCH_MASK) != end.peer_epoch)
+            return "a peer whose place has been taken since";
+        return by->describe(end.slot);
+    }
+    Error died(const char* role, u32 index, End end) const {
+        bool is_known =
+            end.slot < g.shape.max_peers && (by->peer(end.slot).epoch.load() & EPOCH_MASK) == end.peer_epoch;
+        std::string name = "?", how = "how is not known", held = "what it held was given back";
+        i64 pid = 0;
+        if (is_known) {
+            PeerSlot& peer = by->peer(end.slot);
+            name = by->name_of(end.slot);
+            pid = pid_of(peer.identity.load());
+            how = how_in_words(peer.how.load());
+            held = format("%llu blocks (%s), given back", static_cast<unsigned long long>(peer.reaped_blocks.load()),
+                          in_units(peer.reaped_nbytes.load()).c_str());
+        }
+        return Error(Fault::peer_died, format("%s %u of '%s', '%s' (pid %lld), died: %s; it held %s", role, index,
+                                              by->segment().name().c_str(), name.c_str(), static_cast<long long>(pid),
+                                              how.c_str(), held.c_str()))
+            .with("name", name)
+            .with("pid", pid)
+            .with("how", how)
+            .with("held", held);
+    }
+    // An end is claimed by one compare-and-swap of its word; an end of a peer that is being reaped is not yet free.
+    bool claim(Shared<u64>& word, bool may_follow_closed, u64& before, u32& epoch) {
+        before = word.load(std::memory_order_acquire);
+        End end = end_of(before);
+        if (end.state == EndState::live) return false;
+        if (end.state == EndState::closed && !may_follow_closed) return false;
+        if (end.state == EndState::dead && end.slot < g.shape.max_peers) {
+            PeerSlot& peer = by->peer(end.slot);
+            if (state_of(peer.identity.load()) == PeerState::dying &&
+                (peer.epoch.load() & EPOCH_MASK) == end.peer_epoch)
+                return false;
+        }
+        epoch = (end.epoch + 1) & EPOCH_MASK;
+        u64 seen = before;
+        return word.compare_exchange_strong(seen, make_word({EndState::live, by->slot(), by->epoch(), epoch}),
+                                            std::memory_order_acq_rel);
+    }
+
+    std::shared_ptr<Attachment> by;
+    const Geometry& g;
+    Pool pool;
+    ChannelHeader& head;
+};
+
+inline void count(Shared<u64>& counter, u64 by = 1) {
+    counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_relaxed);
+}
+
+}  // namespace penstock

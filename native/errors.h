@@ -1,0 +1,72 @@
+// errors.h: how the core says that something went wrong, before anybody knows about Python.
+#pragma once
+#include <cstdarg>
+#include <cstdio>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "layout.h"
+
+namespace penstock {
+
+// One name for each class in penstock/errors.py; bindings.cpp has the table.
+enum class Fault {
+    closed,
+    end_of_channel,
+    would_block,
+    timeout,
+    peer_died,
+    memory_exhausted,
+    stale_ref,
+    layout_mismatch,
+    value,
+    os,
+    record_corrupt
+};
+
+class Error : public std::exception {
+   public:
+    Error(Fault fault, std::string text) : fault(fault), text(std::move(text)) {}
+    Error& with(const char* key, i64 value) {
+        numbers.emplace_back(key, value);
+        return *this;
+    }
+    Error& with(const char* key, std::string value) {
+        words.emplace_back(key, std::move(value));
+        return *this;
+    }
+    const char* what() const noexcept override { return text.c_str(); }
+
+    Fault fault;
+    std::string text;
+    std::vector<std::pair<const char*, i64>> numbers;
+    std::vector<std::pair<const char*, std::string>> words;
+};
+
+__attribute__((format(printf, 1, 2))) inline std::string format(const char* pattern, ...) {
+    char text[512];
+    va_list arguments;
+    va_start(arguments, pattern);
+    std::vsnprintf(text, sizeof text, pattern, arguments);
+    va_end(arguments);
+    return text;
+}
+
+inline std::string in_units(u64 nbytes) {
+    const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    double value = static_cast<double>(nbytes);
+    int unit = 0;
+    while (value >= 1024 && unit < 4) value /= 1024, ++unit;
+    return unit == 0 ? format("%llu B", static_cast<unsigned long long>(nbytes))
+                     : format("%.1f %s", value, units[unit]);
+}
+
+inline std::string in_seconds(u64 ns) {
+    if (ns < 1'000'000) return format("%.0f us", static_cast<double>(ns) / 1e3);
+    if (ns < 1'000'000'000) return format("%.1f ms", static_cast<double>(ns) / 1e6);
+    return format("%.1f s", static_cast<double>(ns) / 1e9);
+}
+
+}  // namespace penstock

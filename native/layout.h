@@ -1,0 +1,272 @@
+// layout.h: every byte that processes share, drawn once. Nothing here waits, maps or allocates.
+//
+//   a segment (one anonymous file)
+//   0        4096      ...                                          data_offset                       total
+//   ┌────────┬─────────┬────────────┬────────┬─────────┬───────────┬─────────┬─────────────────────────┐
+//   │ Header │ Peers   │ PoolHeader │ Blocks │ Channel │ Lanes     │ rings   │ pool bytes              │
+//   │        │ × peers │ + entries  │ + rows │ Header  │ Receivers │ × lanes │ (lent out as blocks)    │
+//   │        │         │            │        │         │ Cursors   │         │                         │
+//   └────────┴─────────┴────────────┴────────┴─────────┴───────────┴─────────┴─────────────────────────┘
+//   └──────────────── control: read and written by all ────────────┘└─ data: written by senders and ────┘
+//                                                                      takers, mapped read-only by others
+//
+// MUST: whoever reads a number from here copies it once, checks the copy, and uses the copy (no double fetch).
+// MUST: a field has one writer, or is changed by compare-and-swap, or under the lock that its comment names.
+#pragma once
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace penstock {
+
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+using i64 = std::int64_t;
+
+inline constexpr u64 MAGIC = 0x4b434f54534e4550;  // "PENSTOCK", little endian
+inline constexpr u32 LAYOUT_VERSION = 1;
+inline constexpr u64 PAGE = 4096;
+inline constexpr u32 MAX_PEERS = 128;
+inline constexpr u32 MAX_LANES = 64;      // one bit each in a u64
+inline constexpr u32 MAX_RECEIVERS = 64;  // one bit each in a u64
+inline constexpr u32 MAX_BLOCKS = 1u << 16;
+inline constexpr u64 MAX_NBYTES = 1ull << 44;  // 16 TiB: keeps every sum of two sizes far from overflow
+inline constexpr u64 LINE = 64;
+inline constexpr u32 NAME_NBYTES = 32;
+inline constexpr u32 GRANULES = 32768;  // a pool that grows claims its pages in at most so many pieces
+
+template <class T>
+using Shared = std::atomic<T>;
+static_assert(Shared<u32>::is_always_lock_free && Shared<u64>::is_always_lock_free);
+static_assert(sizeof(Shared<u32>) == 4 && sizeof(Shared<u64>) == 8);
+
+enum class SegmentKind : u32 { raw = 1, pool = 2, channel = 3 };
+
+// What a segment is made of. Written once before anybody else can see the segment; every attacher copies it, checks the
+// copy (Geometry in segment.h) and computes all offsets from that, so nothing written here later can move a pointer.
+struct Shape {
+    u32 kind;
+    u32 max_peers;
+    u32 max_blocks;
+    u32 has_grants;
+    u32 lanes;
+    u32 receivers;
+    u32 latency;         // Latency in wait.h
+    u32 receiver_death;  // 0: a send that finds a dead receiver raises once; 1: goes on without it
+    u32 sender_death;    // the same for a receiver that finds a dead sender (inbox)
+    u32 style;           // 1 ring, 2 broadcast, 3 inbox: for names only
+    u64 page;            // what data is aligned to: 4096, or the huge page
+    u64 lane_nbytes;     // a power of two
+    u64 inline_limit;    // longer records go to the pool
+    u64 pool_nbytes;
+    u64 granule_nbytes;  // 0: the pool was claimed at creation
+    u64 raw_nbytes;
+};
+static_assert(sizeof(Shape) == 88);
+
+struct Header {
+    u64 magic;
+    u32 version;
+    u32 fingerprint;  // of the sizes of all structs below
+    u64 nonce;        // random: a ticket or ref of another segment does not fit
+    u64 pid_namespace;
+    u64 created_ns;
+    u64 numa_node_plus_one;
+    Shape shape;
+    char name[NAME_NBYTES];
+    alignas(LINE) Shared<u32> peers_version;  // moved by every join, leave and reap
+    Shared<u32> changes;                      // moved whenever an end of the channel comes, goes or dies
+};
+static_assert(sizeof(Header) <= PAGE);
+
+// ── peers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+// identity is one word, so that a slot is claimed, and its owner named, in one step: who dies right after the claim can
+// be found. state:4 | pid:22 | start:38 (clock ticks since boot, from /proc/PID/stat: tells a reused pid apart).
+enum class PeerState : u32 { free = 0, live = 1, dying = 2, dead = 3, left = 4 };
+
+struct alignas(LINE) PeerSlot {
+    Shared<u64> identity;   // claimed by CAS from free, dead or left; live -> dying -> dead by whoever reaps
+    Shared<u32> epoch;      // counts the peers that have had this slot
+    Shared<u32> how;        // 0 unknown, else 1 + wait status
+    Shared<u64> joined_ns;  // these six: written by the owner
+    Shared<u64> bell_ino;   // of the pipe below; 0: none
+    Shared<u32> bell_fd;    // write end of the pipe that wakes the owner's event loop, in the owner's table
+    Shared<u32> thread;     // of the owner, when it joined (for stack dumps by outsiders)
+    char name[NAME_NBYTES];
+    Shared<u64> reaped_ns;  // these four: written by the reaper, before dead
+    Shared<u64> reaped_blocks;
+    Shared<u64> reaped_nbytes;
+    Shared<u64> reaps;  // peers that the owner has reaped
+};
+static_assert(sizeof(PeerSlot) == 128);
+
+// ── bell: where everybody waits (wait.h) ───────────────────────────────────────────────────────────────────────────
+struct alignas(LINE) Bell {
+    Shared<u32> rings;  // the futex word; moved by ringers
+    u32 unused;
+    Shared<u64> parked;        // a bit per waiter asleep in the futex; set and cleared by the waiter (and its reaper)
+    Shared<u64> parked_async;  // a bit per waiter asleep in an event loop; likewise
+    Shared<u64> wanted;        // a waiter for room: the position from which waking it is worth while (a hint)
+};
+static_assert(sizeof(Bell) == 64);
+
+// ── pool ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+// The truth about memory is the set of blocks whose state is live, with their extents, and their rows of counts.
+// entries[] (which extents are taken, in the order of their offsets) is derived, and rebuilt when a holder of the
+// pool's lock died. A word of a lock: 0, or owner slot + 1 (bits 0-7) | waiters (8) | tag of the owner's epoch (9-31).
+enum class BlockState : u32 { free = 0, live = 1, returned = 2 };
+
+struct Entry {
+    u64 offset;
+    u64 extent;
+    u32 block;
+    u32 unused;
+};
+
+struct alignas(LINE) PoolHeader {
+    Shared<u32> lock;  // LOCK pool: entries, entry_count, next_block, block states free -> live and returned -> free
+    Shared<u32> entry_count;
+    Shared<u32> next_block;             // where the search for a free block number begins
+    Shared<u32> swept_returns;          // value of returns when entries was last swept
+    alignas(LINE) Shared<u32> returns;  // moved by everybody who gives the last lease of a block back
+    Shared<u32> unused;
+    Shared<u64> claimed_nbytes;
+    alignas(LINE) Bell memory;        // who waits for a block to come back; a bit per peer, modulo 64, see Pool::take
+    alignas(LINE) Shared<u64> takes;  // counters
+    Shared<u64> taken_nbytes_total;
+    Shared<u64> exhaustions;
+    Shared<u64> recoveries;
+    Shared<u64> stale_refs;
+    Shared<u64> granules[GRANULES / 64];  // a bit per piece whose pages are claimed
+};
+
+struct alignas(LINE) Block {
+    Shared<u32> lock;   // LOCK block: state live -> returned, rows, grant_units, pending
+    Shared<u32> state;  // BlockState
+    Shared<u32> generation;
+    Shared<u32> grant_units;  // sum of the grant rows; derived, recomputed when a holder of the lock died
+    Shared<u64> offset;       // in the pool's bytes; these three: written by the taker while the block is free
+    Shared<u64> extent;
+    Shared<u64> nbytes;
+    Shared<u64> pending;           // channel: receivers that have not yet opened the record lying here
+    Shared<u64> pending_position;  // ... its position in that lane: at or after committed means: never published
+    Shared<u32> pending_lane;
+    Shared<u32> taker;
+    Shared<u64> taken_ns;
+    // rows follow: u32 held[max_peers]; if has_grants u16 grants[max_peers (from)][max_peers (to)]
+};
+static_assert(sizeof(Block) == 128);
+
+// ── channel ────────────────────────────────────────────────────────────────────────────────────────────────────────
+// A lane is the byte ring of one sender; every receiver has a cursor in it. ring: 1 lane, 1 receiver.
+// broadcast: 1 lane, N receivers. inbox: N lanes, 1 receiver. An end's word: state:8 | slot:8 |
+// epoch of the peer in that slot:24 | epoch of the end:24.
+enum class EndState : u32 { expected = 0, live = 1, closed = 2, dead = 3, open = 4 };  // open: may come, not waited for
+enum class CursorMode : u32 { out = 0, counted = 1, joining = 2 };
+
+// The ring of a lane, positions growing to the right (they never wrap; the index is position modulo lane_nbytes):
+//
+//     released (slowest receiver)          read position (of one receiver)         committed
+//   ────────┬────────────────────────────────┬─────────────────────────────────────────┬──────────── free ───
+//           │ read, perhaps still leased     │ committed, not yet read                 │ being written
+//
+// MUST: committed - released <= lane_nbytes for every counted cursor; a record never crosses the end of the ring.
+struct Record {
+    u64 position;  // its own: a record that is not where it says is not a record
+    u64 committed_ns;
+    u64 sequence;
+    u32 length;
+    u16 kind;   // RecordKind
+    u16 epoch;  // low bits of the sender's epoch: a new sender's first record is told apart
+};
+static_assert(sizeof(Record) == 32);
+inline constexpr u64 RECORD_ALIGN = 32;
+enum class RecordKind : u16 { bytes = 1, spilled = 2, skip = 3 };
+
+struct SpilledRef {  // what a spilled record carries instead of its bytes
+    u32 block;
+    u32 generation;
+    u64 offset;
+    u64 nbytes;
+};
+
+struct alignas(LINE) Waits {  // counters of one end; written by that end only
+    Shared<u64> records;
+    Shared<u64> nbytes;
+    Shared<u64> spins;  // waits that ended while spinning
+    Shared<u64> parks;  // waits that slept
+    Shared<u64> wakes;  // wake-ups given to others
+    Shared<u64> longest_ns;
+    Shared<u64> since_ns;         // waiting since; 0: not waiting
+    Shared<u64> furthest_nbytes;  // sender: most bytes in flight; receiver: most bytes behind
+};
+static_assert(sizeof(Waits) == 64);
+
+struct alignas(LINE) Lane {
+    Shared<u64> committed;  // moved by the sender only; all before it may be read
+    Shared<u32> cpu;        // where the sender was when it last committed: do not spin on its own core
+    u32 unused;
+    Shared<u64> sequence;            // records committed
+    Shared<u64> last_ns;             // when
+    alignas(LINE) Shared<u64> word;  // the sender: EndState, slot, epoch
+    Shared<u64> joining;             // receivers that wait to be counted; set by them, cleared by the sender
+    Shared<u64> spills;
+    Shared<u64> exhaustions;
+    Shared<u64> refused;      // WouldBlock and Timeout given to the sender
+    Shared<u64> ended;        // the word of the sender before this one
+    alignas(LINE) Bell room;  // where the sender waits: bit 0
+    Waits waits;
+};
+static_assert(sizeof(Lane) == 256);
+
+struct alignas(LINE) ReceiverSlot {
+    Shared<u64> word;  // the receiver: EndState, slot, epoch
+    Shared<u64> unused;
+    alignas(LINE) Waits waits;
+};
+static_assert(sizeof(ReceiverSlot) == 128);
+
+struct alignas(LINE) Cursor {  // one receiver in one lane
+    Shared<u64> released;      // moved by the receiver; all before it may be overwritten
+    Shared<u32> mode;  // CursorMode:2 | epoch of the receiver:24 (so that a slow reaper cannot mean its successor)
+    Shared<u32> unused;
+    Shared<u64> sequence;  // records read
+};
+static_assert(sizeof(Cursor) == 64);
+
+struct alignas(LINE) ChannelHeader {
+    alignas(LINE) Bell bell;          // where receivers wait: a bit per receiver
+    alignas(LINE) Shared<u64> ready;  // inbox: lanes that may have something to read
+};
+
+inline constexpr u32 layout_fingerprint() {
+    u32 h = 2166136261u;
+    const u64 sizes[] = {LAYOUT_VERSION,
+                         sizeof(Header),
+                         sizeof(Shape),
+                         sizeof(PeerSlot),
+                         sizeof(Bell),
+                         sizeof(Entry),
+                         sizeof(PoolHeader),
+                         sizeof(Block),
+                         sizeof(Record),
+                         sizeof(SpilledRef),
+                         sizeof(Waits),
+                         sizeof(Lane),
+                         sizeof(ReceiverSlot),
+                         sizeof(Cursor),
+                         sizeof(ChannelHeader),
+                         offsetof(Header, shape),
+                         offsetof(Header, peers_version),
+                         offsetof(Lane, word),
+                         offsetof(PoolHeader, granules)};
+    for (u64 s : sizes) h = (h ^ static_cast<u32>(s)) * 16777619u;
+    return h;
+}
+
+inline u64 round_up(u64 n, u64 to) { return (n + to - 1) / to * to; }
+
+}  // namespace penstock

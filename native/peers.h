@@ -1,0 +1,491 @@
+// peers.h: who is attached to a segment, who died, and locks that survive their holder.
+// Leaves to reap.h: what a dead peer held. A death is seen through a pidfd, by one thread per process that sleeps until
+// there is one; so it is found even when nobody sends, and costs nothing until then.
+#pragma once
+#include <poll.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/wait.h>
+
+#include <map>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "segment.h"
+#include "wait.h"
+
+#ifndef P_PIDFD
+#define P_PIDFD 3
+#endif
+
+namespace penstock {
+
+inline int pidfd_open(int pid) { return static_cast<int>(::syscall(SYS_pidfd_open, pid, 0u)); }
+inline bool is_readable(int fd) {
+    pollfd one{fd, POLLIN, 0};
+    return ::poll(&one, 1, 0) == 1;
+}
+
+// A descriptor of the very process that has this identity, or -1: it is gone. The pidfd is opened first and the start
+// time compared after, so that a pid that was given to somebody else in between does not deceive.
+inline int open_process(u64 identity) {
+    int fd = pidfd_open(pid_of(identity));
+    if (fd < 0) return -1;
+    if ((start_ticks(pid_of(identity)) & START_MASK) != start_of(identity) || is_readable(fd)) {
+        ::close(fd);
+        return -1;
+    }
+    return fd;
+}
+inline bool is_gone(u64 identity) {
+    int fd = open_process(identity);
+    if (fd >= 0) ::close(fd);
+    return fd < 0;
+}
+
+// 1 + wait status, where it can be known: from our own child without reaping it, or from a kernel that tells (6.15).
+inline u32 how_it_ended(int pidfd) {
+    siginfo_t info{};
+    if (::waitid(static_cast<idtype_t>(P_PIDFD), static_cast<id_t>(pidfd), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
+        info.si_pid != 0)
+        return 1u +
+               (info.si_code == CLD_EXITED ? static_cast<u32>(info.si_status) << 8 : static_cast<u32>(info.si_status));
+    struct {
+        u64 mask, cgroup;
+        u32 numbers[14];
+        int exit_code;
+        u32 more[8];
+    } told{};
+    told.mask = 1u << 3;  // PIDFD_INFO_EXIT
+    constexpr unsigned long PIDFD_GET_INFO = _IOC(_IOC_READ | _IOC_WRITE, 0xFF, 11, 64);
+    static_assert(offsetof(decltype(told), exit_code) >= 60);
+    u8 raw[128]{};
+    std::memcpy(raw, &told.mask, 8);
+    if (::ioctl(pidfd, PIDFD_GET_INFO, raw) == 0) {
+        u64 mask;
+        int code;
+        std::memcpy(&mask, raw, 8);
+        std::memcpy(&code, raw + 60, 4);
+        if ((mask & (1u << 3)) != 0) return 1u + static_cast<u32>(code);
+    }
+    return 0;
+}
+
+inline std::string how_in_words(u32 how) {
+    if (how == 0) return "how is not known";
+    int status = static_cast<int>(how - 1);
+    if (WIFSIGNALED(status)) {
+        const char* name = ::sigabbrev_np(WTERMSIG(status));
+        return format("killed by SIG%s", name == nullptr ? "?" : name);
+    }
+    return format("exited with status %d", WEXITSTATUS(status));
+}
+
+class Attachment;
+void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_become);  // reap.h
+void wake_everybody(Attachment& by);                                               // reap.h
+void recover_pool(Attachment& by);                                                 // pool.h
+
+// One per process: sleeps in epoll on the pidfds of all peers of all segments of this process.
+class Watcher {
+   public:
+    static Watcher& instance();
+    void watch(Attachment* attachment);   // brings the list up to date with the segment's table
+    void forget(Attachment* attachment);  // returns when no reaping for it is under way
+
+   private:
+    struct Watched {
+        int pidfd;
+        std::set<Attachment*> attachments;
+    };
+    void loop();
+    std::mutex mutex_;
+    std::map<u64, Watched> watched_;  // by identity
+    int epoll_ = -1;
+    bool is_started_ = false;
+};
+
+// This process in a segment: a slot in its table. Everything that touches shared state goes through one.
+class Attachment : public std::enable_shared_from_this<Attachment> {
+   public:
+    static std::shared_ptr<Attachment> join(std::shared_ptr<Segment> segment, const std::string& name) {
+        std::shared_ptr<Attachment> self(new Attachment(std::move(segment)));
+        self->claim(name);
+        self->resync();
+        wake_everybody(*self);  // whoever sleeps learns that there is one more to watch
+        return self;
+    }
+    // Looks without joining: for inspection from outside. Nothing that changes shared state may be called on it.
+    static std::shared_ptr<Attachment> observe(std::shared_ptr<Segment> segment) {
+        std::shared_ptr<Attachment> self(new Attachment(std::move(segment)));
+        self->is_observer_ = true;
+        return self;
+    }
+    ~Attachment() {
+        if (is_ours() && !is_observer_ && is_joined_) {
+            Watcher::instance().forget(this);
+            leave();
+        }
+        for (auto& bell : bells_)
+            if (bell.fd >= 0) ::close(bell.fd);
+        if (bell_pipe_[0] >= 0) ::close(bell_pipe_[0]);
+        if (bell_pipe_[1] >= 0) ::close(bell_pipe_[1]);
+    }
+
+    bool is_ours() const { return forks_ == fork_generation(); }
+    void require_ours() const {
+        if (!is_ours())
+            throw Error(
+                Fault::closed,
+                format(
+                    "this end of '%s' belongs to the process before fork(), pid %d: open one of your own from a ticket",
+                    segment_->name().c_str(), pid_of(identity_)));
+    }
+    Segment& segment() const { return *segment_; }
+    const std::shared_ptr<Segment>& shared_segment() const { return segment_; }
+    const Shape& shape() const { return segment_->geometry().shape; }
+    u32 slot() const { return slot_; }
+    u32 epoch() const { return epoch_; }
+    PeerSlot& peer(u32 slot) const { return segment_->at<PeerSlot>(segment_->geometry().peers)[slot]; }
+    bool is_live(u32 slot) const {
+        return slot < shape().max_peers &&
+               state_of(peer(slot).identity.load(std::memory_order_acquire)) == PeerState::live;
+    }
+
+    // Cheap: has anybody come or gone since this process last looked? If so, look.
+    bool is_stale() const {
+        return segment_->header().peers_version.load(std::memory_order_relaxed) !=
+               seen_version_.load(std::memory_order_relaxed);
+    }
+    void refresh() {
+        if (__builtin_expect(is_stale(), 0)) resync();
+    }
+    void resync() {
+        seen_version_.store(segment_->header().peers_version.load(std::memory_order_acquire),
+                            std::memory_order_relaxed);
+        Watcher::instance().watch(this);
+    }
+
+    // ── a lock whose holder may die (LOCK pool, LOCK block) ──
+    // Returns true if the holder died holding it: then what it protects must be repaired from the truth, by the caller.
+    // Throws Timeout naming the holder at the deadline. The hold is short; only a stopped or starved holder makes it
+    // long.
+    bool lock(Shared<u32>& word, u64 deadline) {
+        u32 mine = (slot_ + 1) | (epoch_ << 9);
+        u32 seen = 0;
+        if (__builtin_expect(word.compare_exchange_strong(seen, mine, std::memory_order_acquire), 1))
+            return false;  // ORDER lock
+        for (int i = 0; i < 100; ++i) {
+            pause_cpu();
+            seen = 0;
+            if (word.compare_exchange_weak(seen, mine, std::memory_order_acquire)) return false;
+        }
+        u64 started = now_ns();
+        for (u64 look_ns = started;;) {
+            seen = word.load(std::memory_order_relaxed);
+            if (seen == 0) {
+                // others may sleep: keep the bit, so that our unlock wakes one
+                if (word.compare_exchange_strong(seen, mine | WAITERS, std::memory_order_acquire)) return false;
+                continue;
+            }
+            u32 owner = (seen & 0xff) - 1;
+            u64 now = now_ns();
+            if (now - look_ns >= 1'000'000 || (seen & 0xff) == 0 || owner >= shape().max_peers) {
+                look_ns = now;
+                if (is_abandoned(owner) &&
+                    word.compare_exchange_strong(seen, mine | WAITERS, std::memory_order_acquire))
+                    return true;
+            }
+            if (now >= deadline) {
+                std::string who = owner < shape().max_peers ? describe(owner) : "nobody";
+                throw Error(Fault::timeout, format("a lock of '%s' is held by %s for %s", segment_->name().c_str(),
+                                                   who.c_str(), in_seconds(now - started).c_str()));
+            }
+            if ((seen & WAITERS) == 0 && !word.compare_exchange_strong(seen, seen | WAITERS, std::memory_order_relaxed))
+                continue;
+            futex_wait(&word, seen | WAITERS, std::min(deadline, now + 1'000'000));
+        }
+    }
+    void unlock(Shared<u32>& word) {
+        u32 before = word.exchange(0, std::memory_order_release);  // ORDER lock
+        if ((before & WAITERS) != 0) futex_wake(&word, 1);
+    }
+    // For the reaper: if the dead peer holds the word, take it over.
+    bool take_over(Shared<u32>& word, u32 slot) {
+        u32 seen = word.load(std::memory_order_acquire);
+        return (seen & 0xff) == slot + 1 &&
+               word.compare_exchange_strong(seen, (slot_ + 1) | WAITERS | (epoch_ << 9), std::memory_order_acquire);
+    }
+
+    // ── deaths ──
+    // Whoever sees one does it; many may, at the same time: every step is idempotent, and checks that the slot is still
+    // this identity's under the lock it works under.
+    void reap(u64 identity) {
+        identity = with_state(identity, PeerState::live);
+        for (u32 slot = 0; slot < shape().max_peers; ++slot) {
+            u64 found = peer(slot).identity.load(std::memory_order_acquire);
+            if (with_state(found, PeerState::live) != identity) continue;
+            if (state_of(found) == PeerState::live) {
+                PENSTOCK_POINT("reap.begun");
+                peer(slot).identity.compare_exchange_strong(found, with_state(identity, PeerState::dying),
+                                                            std::memory_order_seq_cst);
+                found = peer(slot).identity.load(std::memory_order_acquire);
+            }
+            if (found != with_state(identity, PeerState::dying)) continue;
+            reap_holdings(*this, slot, found, EndState::dead);
+            u64 dying = found;
+            if (peer(slot).identity.compare_exchange_strong(dying, with_state(identity, PeerState::dead),
+                                                            std::memory_order_seq_cst)) {
+                this->peer(slot_).reaps.fetch_add(1, std::memory_order_relaxed);
+            }
+            segment_->header().peers_version.fetch_add(1, std::memory_order_release);
+            segment_->header().changes.fetch_add(1, std::memory_order_release);
+            wake_everybody(*this);
+        }
+    }
+    void note_how(u64 identity, u32 how) {
+        if (how == 0) return;
+        for (u32 slot = 0; slot < shape().max_peers; ++slot)
+            if (with_state(peer(slot).identity.load(), PeerState::live) == with_state(identity, PeerState::live))
+                peer(slot).how.store(how);
+    }
+
+    std::string name_of(u32 slot) const {
+        char name[NAME_NBYTES];
+        std::memcpy(name, peer(slot).name, NAME_NBYTES);
+        name[NAME_NBYTES - 1] = 0;
+        return name;
+    }
+    // "'worker 2' (pid 4711, stopped)"
+    std::string describe(u32 slot) const {
+        u64 identity = peer(slot).identity.load();
+        char state = 0;
+        u64 start = start_ticks(pid_of(identity), &state);
+        const char* how = "";
+        if (state_of(identity) == PeerState::left)
+            how = ", left";
+        else if ((start & START_MASK) != start_of(identity) || state_of(identity) != PeerState::live || state == 'Z')
+            how = ", dead";
+        else if (state == 'T' || state == 't')
+            how = ", stopped";
+        return format("'%s' (pid %d%s)", name_of(slot).c_str(), pid_of(identity), how);
+    }
+
+    // ── event loops ──
+    // The read end of a pipe that others write a byte into when something this process waits for in a loop has come.
+    int bell_fd() {
+        std::lock_guard guard(bells_mutex_);
+        if (bell_pipe_[0] < 0) {
+            if (::pipe2(bell_pipe_, O_NONBLOCK | O_CLOEXEC) != 0)
+                throw Error(Fault::os, format("pipe: %s", std::strerror(errno)));
+            struct stat status{};
+            ::fstat(bell_pipe_[1], &status);
+            peer(slot_).bell_fd.store(static_cast<u32>(bell_pipe_[1]), std::memory_order_relaxed);
+            peer(slot_).bell_ino.store(status.st_ino, std::memory_order_release);  // ORDER bell pipe
+        }
+        return bell_pipe_[0];
+    }
+    void wake_async(u32 slot) {
+        if (slot >= shape().max_peers) return;
+        u64 ino = peer(slot).bell_ino.load(std::memory_order_acquire);  // ORDER bell pipe
+        if (ino == 0) return;
+        std::lock_guard guard(bells_mutex_);
+        if (slot == slot_ && bell_pipe_[1] >= 0) return poke(bell_pipe_[1]);
+        if (bells_.size() <= slot) bells_.resize(slot + 1);
+        OtherBell& bell = bells_[slot];
+        if (bell.ino != ino) {
+            if (bell.fd >= 0) ::close(bell.fd);
+            bell = {ino, -1};
+            u64 identity = peer(slot).identity.load();
+            std::string path =
+                format("/proc/%d/fd/%u", pid_of(identity), peer(slot).bell_fd.load(std::memory_order_relaxed));
+            struct stat status{};
+            if (::stat(path.c_str(), &status) == 0 && S_ISFIFO(status.st_mode) && status.st_ino == ino) {
+                bell.fd = ::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC);
+                if (bell.fd >= 0 && (::fstat(bell.fd, &status) != 0 || status.st_ino != ino)) {
+                    ::close(bell.fd);
+                    bell.fd = -1;
+                }
+            }
+            if (bell.fd < 0) bell.ino = 0;  // gone, or not yet to be had: try again next time
+        }
+        if (bell.fd >= 0) poke(bell.fd);
+    }
+
+    std::vector<std::pair<u32, u32>> deferred;  // releases that found their block locked by a stopped peer (pool.h)
+    std::mutex deferred_mutex;
+
+   private:
+    explicit Attachment(std::shared_ptr<Segment> segment) : segment_(std::move(segment)), forks_(fork_generation()) {}
+
+    static constexpr u32 WAITERS = 1u << 8;
+    struct OtherBell {
+        u64 ino = 0;
+        int fd = -1;
+    };
+
+    static void poke(int fd) {  // full is as good as written: the reader has yet to look
+        char byte = 0;
+        ssize_t done = ::write(fd, &byte, 1);
+        (void)done;
+    }
+
+    void claim(const std::string& name) {
+        identity_ = own_identity();
+        for (bool reuse : {false, true}) {
+            for (u32 slot = 0; slot < shape().max_peers; ++slot) {
+                u64 found = peer(slot).identity.load(std::memory_order_acquire);
+                PeerState state = state_of(found);
+                bool is_usable = reuse ? state == PeerState::dead || state == PeerState::left
+                                       : state == PeerState::free && found == 0;
+                if (!is_usable ||
+                    !peer(slot).identity.compare_exchange_strong(found, identity_, std::memory_order_acq_rel))
+                    continue;
+                PENSTOCK_POINT("join.claimed");
+                slot_ = slot;
+                is_joined_ = true;
+                PeerSlot& own = peer(slot);
+                epoch_ = own.epoch.fetch_add(1, std::memory_order_acq_rel) + 1;
+                own.bell_ino.store(0);
+                own.how.store(0);
+                own.joined_ns.store(now_ns());
+                own.reaps.store(0);
+                own.thread.store(static_cast<u32>(::syscall(SYS_gettid)));
+                std::string shown = name.empty() ? format("pid %d", pid_of(identity_)) : name;
+                std::strncpy(own.name, shown.c_str(), NAME_NBYTES - 1);
+                own.name[NAME_NBYTES - 1] = 0;
+                segment_->header().peers_version.fetch_add(1, std::memory_order_release);
+                return;
+            }
+        }
+        throw Error(Fault::memory_exhausted,
+                    format("segment '%s' has %u peers and no place for one more: raise max_peers",
+                           segment_->name().c_str(), shape().max_peers))
+            .with("asked", 1)
+            .with("free", 0);
+    }
+    void leave() {
+        PENSTOCK_POINT("leave.begun");
+        reap_holdings(*this, slot_, identity_, EndState::closed);
+        peer(slot_).bell_ino.store(0);
+        u64 live = identity_;
+        peer(slot_).identity.compare_exchange_strong(live, with_state(identity_, PeerState::left),
+                                                     std::memory_order_seq_cst);
+        segment_->header().peers_version.fetch_add(1, std::memory_order_release);
+        segment_->header().changes.fetch_add(1, std::memory_order_release);
+        wake_everybody(*this);
+    }
+    bool is_abandoned(u32 owner) const {
+        if (owner >= shape().max_peers) return true;  // nobody: the word was not written by us
+        u64 identity = peer(owner).identity.load(std::memory_order_acquire);
+        if (state_of(identity) == PeerState::live) return is_gone(identity);
+        return true;
+    }
+
+    std::shared_ptr<Segment> segment_;
+    u64 forks_;
+    bool is_observer_ = false, is_joined_ = false;
+    u32 slot_ = 0;
+    u32 epoch_ = 0;
+    u64 identity_ = 0;
+    std::atomic<u32> seen_version_{0};
+    std::mutex bells_mutex_;
+    std::vector<OtherBell> bells_;
+    int bell_pipe_[2] = {-1, -1};
+};
+
+// ── watcher ────────────────────────────────────────────────────────────────────────────────────────────────────────
+inline Watcher& Watcher::instance() {
+    static std::mutex making;
+    static Watcher* one = nullptr;
+    static u64 made_in = 0;
+    static int registered = ::pthread_atfork(nullptr, nullptr, [] { new (&making) std::mutex; });
+    (void)registered;
+    std::lock_guard guard(making);
+    if (one == nullptr || made_in != fork_generation()) {  // a child has no threads of its parent's: it begins anew
+        one = new Watcher;
+        made_in = fork_generation();
+    }
+    return *one;
+}
+
+inline void Watcher::watch(Attachment* attachment) {
+    std::vector<u64> gone;
+    {
+        std::lock_guard guard(mutex_);
+        if (!is_started_) {
+            is_started_ = true;
+            epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
+            sigset_t all, before;
+            sigfillset(&all);
+            ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
+            std::thread([this] { loop(); }).detach();
+            ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        }
+        for (u32 slot = 0; slot < attachment->shape().max_peers; ++slot) {
+            u64 identity = attachment->peer(slot).identity.load(std::memory_order_acquire);
+            PeerState state = state_of(identity);
+            if (state != PeerState::live && state != PeerState::dying) continue;
+            identity = with_state(identity, PeerState::live);
+            if (identity == own_identity()) continue;
+            auto known = watched_.find(identity);
+            if (known == watched_.end()) {
+                int pidfd = open_process(identity);
+                if (pidfd < 0) {
+                    gone.push_back(identity);
+                    continue;
+                }
+                known = watched_.emplace(identity, Watched{pidfd, {}}).first;
+                epoll_event event{};
+                event.events = EPOLLIN;
+                event.data.u64 = identity;
+                ::epoll_ctl(epoll_, EPOLL_CTL_ADD, pidfd, &event);
+            }
+            known->second.attachments.insert(attachment);
+        }
+    }
+    for (u64 identity : gone) attachment->reap(identity);
+}
+
+inline void Watcher::forget(Attachment* attachment) {
+    std::lock_guard guard(mutex_);
+    for (auto at = watched_.begin(); at != watched_.end();) {
+        at->second.attachments.erase(attachment);
+        if (!at->second.attachments.empty()) {
+            ++at;
+            continue;
+        }
+        ::close(at->second.pidfd);  // closing takes it out of epoll
+        at = watched_.erase(at);
+    }
+}
+
+inline void Watcher::loop() {
+    for (;;) {
+        epoll_event events[16];
+        int n = ::epoll_wait(epoll_, events, 16, -1);
+        for (int i = 0; i < n; ++i) {
+            std::lock_guard guard(mutex_);
+            auto found = watched_.find(events[i].data.u64);
+            if (found == watched_.end()) continue;
+            u32 how = how_it_ended(found->second.pidfd);
+            for (Attachment* attachment : found->second.attachments) {
+                attachment->note_how(found->first, how);
+                try {
+                    attachment->reap(found->first);
+                } catch (const Error&) {
+                    // A lock is held by a stopped peer: whoever needs that lock next reaps on its way (resync).
+                    attachment->segment().header().peers_version.fetch_add(1);
+                }
+            }
+            ::close(found->second.pidfd);
+            watched_.erase(found);
+        }
+    }
+}
+
+}  // namespace penstock

@@ -1,0 +1,604 @@
+// pool.h: lends out blocks of variable size. Any peer takes, any peer opens; who holds what is counted per block and
+// peer.
+//
+// A block:   free ──take──► live ──last lease and grant given back──► returned ──next take sweeps──► free
+//
+// The truth is in the blocks: state, extent, held[peer], grants[from][to], pending. Every change of a count is one
+// store under the block's lock, so whoever dies in between leaves nothing half done. What is derived (entries: the
+// taken extents in the order of their offsets; grant_units) is rebuilt by whoever takes over the lock of a dead holder.
+// Releasing needs no lock of the pool, so nobody waits for an allocation to give memory back.
+#pragma once
+#include "peers.h"
+
+namespace penstock {
+
+struct Extent {  // a checked, local copy of where a block lies
+    u32 block = 0;
+    u32 generation = 0;
+    u64 offset = 0;
+    u64 nbytes = 0;
+};
+
+struct PoolStats {
+    u64 nbytes = 0, taken_nbytes = 0, free_nbytes = 0, largest_free_nbytes = 0, claimed_nbytes = 0;
+    u64 blocks = 0, takes = 0, taken_nbytes_total = 0, exhaustions = 0, recoveries = 0, stale_refs = 0;
+    struct Holder {
+        u32 slot;
+        u64 blocks, nbytes, granted;
+    };
+    std::vector<Holder> holders;
+};
+
+class Pool {
+   public:
+    static constexpr u64 LOCK_NS = 5'000'000'000;  // a lock held longer than this is an error that names the holder
+    static constexpr u64 RELEASE_NS = 20'000'000;  // a release does not wait longer: it is done later
+    static constexpr u64 SMALL = 64;               // smaller than a 64th of the pool: taken from the low end of a gap
+
+    explicit Pool(Attachment& by)
+        : by_(by),
+          g_(by.segment().geometry()),
+          head_(*by.segment().at<PoolHeader>(g_.pool)),
+          entries_(by.segment().at<Entry>(g_.entries)) {}
+
+    Block& block(u32 index) const { return *by_.segment().at<Block>(g_.blocks + index * g_.block_stride); }
+    Shared<u32>* held(u32 index) const {
+        return by_.segment().at<Shared<u32>>(g_.blocks + index * g_.block_stride + sizeof(Block));
+    }
+    Shared<u16>* grants(u32 index, u32 from) const {
+        u64 row = g_.blocks + index * g_.block_stride + sizeof(Block) + round_up(4ull * g_.shape.max_peers, LINE);
+        return by_.segment().at<Shared<u16>>(row + 2ull * from * g_.shape.max_peers);
+    }
+    PoolHeader& header() const { return head_; }
+    u64 nbytes() const { return g_.shape.pool_nbytes; }
+
+    // ── take ──
+    // A live block of which this peer holds one lease. False: there is no room now. Throws MemoryExhausted when there
+    // can never be, or when the machine has no memory for a pool that grows.
+    bool try_take(u64 nbytes, Extent& out) {
+        by_.refresh();
+        finish_deferred();
+        u64 extent = round_up(std::max<u64>(nbytes, 1), LINE);
+        if (extent > this->nbytes()) {
+            head_.exhaustions.fetch_add(1, std::memory_order_relaxed);
+            throw exhausted(nbytes);
+        }
+        if (by_.lock(head_.lock, now_ns() + LOCK_NS)) rebuild();
+        PENSTOCK_POINT("pool.locked");
+        Unlock unlock{by_, head_.lock};
+        if (head_.swept_returns.load(std::memory_order_relaxed) != head_.returns.load(std::memory_order_acquire))
+            sweep();
+        u32 count = std::min(head_.entry_count.load(std::memory_order_relaxed), g_.shape.max_blocks);
+        u64 best = NEVER, best_offset = 0, at = 0;
+        u32 best_index = 0;
+        for (u32 i = 0; i <= count; ++i) {  // the smallest gap that fits
+            u64 end = i < count ? entries_[i].offset : this->nbytes();
+            if (end > this->nbytes() || end < at) {  // only something that wrote where it must not
+                rebuild();
+                return false;
+            }
+            u64 gap = end - at;
+            if (gap >= extent && gap < best) {
+                best = gap;
+                best_offset = at;
+                best_index = i;
+                if (gap == extent) break;
+            }
+            if (i < count) {
+                u64 taken = entries_[i].extent;
+                at = taken <= this->nbytes() ? entries_[i].offset + taken : NEVER / 2;
+            }
+        }
+        u32 index = best == NEVER || count >= g_.shape.max_blocks ? NONE : free_block();
+        if (index == NONE) return false;
+        // Small ones from the low end of a gap, large ones from the high end: they do not cut each other's room. A pool
+        // that grows fills from below, so that it claims as little as it can.
+        if (g_.shape.granule_nbytes == 0 && extent >= this->nbytes() / SMALL) best_offset += best - extent;
+        Block& b = block(index);
+        u32 generation = b.generation.load(std::memory_order_relaxed) + 1;
+        b.generation.store(generation, std::memory_order_relaxed);
+        b.offset.store(best_offset, std::memory_order_relaxed);
+        b.extent.store(extent, std::memory_order_relaxed);
+        b.nbytes.store(nbytes, std::memory_order_relaxed);
+        b.pending.store(0, std::memory_order_relaxed);
+        b.grant_units.store(0, std::memory_order_relaxed);
+        b.taker.store(by_.slot(), std::memory_order_relaxed);
+        b.taken_ns.store(now_ns(), std::memory_order_relaxed);
+        for (u32 p = 0; p < g_.shape.max_peers; ++p) held(index)[p].store(0, std::memory_order_relaxed);
+        held(index)[by_.slot()].store(1, std::memory_order_relaxed);
+        b.state.store(static_cast<u32>(BlockState::live), std::memory_order_release);  // ORDER block: the fields before
+        PENSTOCK_POINT("pool.live");
+        std::memmove(entries_ + best_index + 1, entries_ + best_index, (count - best_index) * sizeof(Entry));
+        entries_[best_index] = {best_offset, extent, index, 0};
+        head_.entry_count.store(count + 1, std::memory_order_relaxed);
+        PENSTOCK_POINT("pool.inserted");
+        head_.takes.fetch_add(1, std::memory_order_relaxed);
+        head_.taken_nbytes_total.fetch_add(nbytes, std::memory_order_relaxed);
+        unlock.now();
+        out = {index, generation, best_offset, nbytes};
+        claim(out, extent);
+        return true;
+    }
+
+    // Sleeps until some block has come back since `seen` was read from returns().
+    Woken wait_for_return(u32 seen, u64 deadline, Spinner& spinner, Waits& waits, const std::atomic<bool>& is_closing) {
+        return wait<false>(head_.memory, 1ull << (by_.slot() % 64), deadline, spinner, waits, nullptr, [&] {
+            return head_.returns.load(std::memory_order_acquire) != seen || by_.is_stale() ||
+                   is_closing.load(std::memory_order_relaxed);
+        });
+    }
+    u32 returns() const { return head_.returns.load(std::memory_order_acquire); }
+
+    // ── leases and grants ──
+    // One more lease for this peer, by a reference that somebody sent. Throws StaleRef unless it names a live block of
+    // this generation and lies within it. A grant made to us is used up first.
+    void open(const Extent& ref) {
+        by_.refresh();
+        finish_deferred();
+        Held guard(*this, checked(ref));
+        require(ref);
+        Shared<u32>& own = held(ref.block)[by_.slot()];
+        if (g_.shape.has_grants != 0) {
+            for (u32 from = 0; from < g_.shape.max_peers; ++from) {
+                Shared<u16>& grant = grants(ref.block, from)[by_.slot()];
+                u16 many = grant.load(std::memory_order_relaxed);
+                if (many == 0) continue;
+                own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+                PENSTOCK_POINT("open.half");
+                grant.store(static_cast<u16>(many - 1), std::memory_order_relaxed);
+                Shared<u32>& units = block(ref.block).grant_units;
+                units.store(units.load(std::memory_order_relaxed) - 1, std::memory_order_relaxed);
+                return;
+            }
+        }
+        own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    }
+    // Opens what a channel granted to one of its receivers: see pend().
+    void open_pending(const Extent& ref, u32 receiver) {
+        Held guard(*this, checked(ref));
+        require(ref);
+        Block& b = block(ref.block);
+        u64 pending = b.pending.load(std::memory_order_relaxed);
+        if ((pending >> receiver & 1) == 0) throw stale(ref, "was not granted to this receiver");
+        Shared<u32>& own = held(ref.block)[by_.slot()];
+        own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        PENSTOCK_POINT("open.half");
+        b.pending.store(pending & ~(1ull << receiver), std::memory_order_relaxed);
+    }
+    // Lets `to` open the block later, whatever happens to our lease meanwhile. The grant ends with the first open by
+    // `to`, and with the death or leaving of either side. We must hold a lease or an unused grant ourselves.
+    void grant(const Extent& ref, u32 to) {
+        by_.refresh();
+        Held guard(*this, checked(ref));
+        require(ref);
+        if (g_.shape.has_grants == 0)
+            throw Error(Fault::value, "this pool belongs to a channel: only the channel grants its blocks");
+        if (!by_.is_live(to))
+            throw Error(Fault::peer_died,
+                        format("no grant to %s",
+                               to < g_.shape.max_peers ? by_.describe(to).c_str() : "a peer that does not exist"));
+        if (!has_right(ref.block, by_.slot()))
+            throw stale(ref, "is not held by this peer, which so has nothing to share");
+        Shared<u16>& many = grants(ref.block, by_.slot())[to];
+        if (many.load(std::memory_order_relaxed) == 0xffff)
+            throw Error(Fault::memory_exhausted,
+                        format("65535 grants of block %u to %s are unused", ref.block, by_.describe(to).c_str()))
+                .with("asked", 1)
+                .with("free", 0);
+        Shared<u32>& units = block(ref.block).grant_units;
+        units.store(units.load(std::memory_order_relaxed) + 1,
+                    std::memory_order_relaxed);  // derived: may be too high, never too low
+        PENSTOCK_POINT("share.half");
+        many.store(static_cast<u16>(many.load(std::memory_order_relaxed) + 1), std::memory_order_relaxed);
+    }
+    // Takes unused grants of ours back (a message that could not be sent after all). Returns whether there was one.
+    bool revoke(const Extent& ref, u32 to) {
+        bool is_last = false;
+        {
+            Held guard(*this, checked(ref));
+            require(ref);
+            if (g_.shape.has_grants == 0 || to >= g_.shape.max_peers) return false;
+            Shared<u16>& many = grants(ref.block, by_.slot())[to];
+            if (many.load(std::memory_order_relaxed) == 0) return false;
+            many.store(static_cast<u16>(many.load(std::memory_order_relaxed) - 1), std::memory_order_relaxed);
+            Shared<u32>& units = block(ref.block).grant_units;
+            units.store(units.load(std::memory_order_relaxed) - 1, std::memory_order_relaxed);
+            is_last = return_if_last(ref.block);
+        }
+        if (is_last) announce_return();
+        return true;
+    }
+    // For a channel's sender: the receivers in `mask` will open the block through the record at `position`. Our own
+    // lease keeps it alive until the record is committed; a death before that is seen by position >= committed.
+    template <class Mask>
+    void pend(const Extent& ref, u32 lane, u64 position, Mask&& mask) {
+        Held guard(*this, ref.block);
+        Block& b = block(ref.block);
+        b.pending_lane.store(lane, std::memory_order_relaxed);
+        b.pending_position.store(position, std::memory_order_relaxed);
+        b.pending.store(mask(),
+                        std::memory_order_relaxed);  // under the lock: a receiver that dies now is cleared after
+    }
+    // Gives one lease of this peer back. Never throws, never waits long.
+    void release(u32 index, u32 generation) noexcept {
+        try {
+            if (!release_within(index, generation, now_ns() + RELEASE_NS)) return;
+        } catch (...) {
+            std::lock_guard guard(by_.deferred_mutex);
+            by_.deferred.emplace_back(index, generation);
+        }
+    }
+    void finish_deferred() {
+        if (__builtin_expect(by_.deferred.empty(), 1)) return;
+        std::vector<std::pair<u32, u32>> again;
+        {
+            std::lock_guard guard(by_.deferred_mutex);
+            again.swap(by_.deferred);
+        }
+        for (auto [index, generation] : again) release(index, generation);
+    }
+
+    // ── what the reaper does with one block ──
+    // Gives back what the peer in `slot` holds and what it granted and was granted; clears the receivers that died with
+    // it; withdraws a record that it never committed. `is_still`: the slot is still that peer's.
+    template <class Still, class Committed>
+    void give_back(u32 index, u32 slot, u64 dead_receivers, Still&& is_still, Committed&& is_committed, u64& blocks,
+                   u64& nbytes) {
+        Block& b = block(index);
+        bool is_last = false;
+        {
+            if (by_.take_over(b.lock, slot)) {
+                recover_block(index);
+            } else if (static_cast<BlockState>(b.state.load(std::memory_order_acquire)) != BlockState::live) {
+                return;
+            } else if (by_.lock(b.lock, now_ns() + LOCK_NS / 10)) {
+                recover_block(index);
+            }
+            Unlock unlock{by_, b.lock};
+            if (static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) != BlockState::live || !is_still())
+                return;
+            u32 had = held(index)[slot].load(std::memory_order_relaxed);
+            if (had != 0) {
+                ++blocks;
+                nbytes += b.nbytes.load(std::memory_order_relaxed);
+                held(index)[slot].store(0, std::memory_order_relaxed);
+            }
+            if (g_.shape.has_grants != 0 && b.grant_units.load(std::memory_order_relaxed) != 0) {
+                for (u32 p = 0; p < g_.shape.max_peers; ++p) {
+                    grants(index, slot)[p].store(0, std::memory_order_relaxed);
+                    grants(index, p)[slot].store(0, std::memory_order_relaxed);
+                }
+                recount(index);
+            }
+            u64 pending = b.pending.load(std::memory_order_relaxed);
+            if (pending != 0) {
+                pending &= ~dead_receivers;
+                if (b.taker.load(std::memory_order_relaxed) == slot &&
+                    !is_committed(b.pending_lane.load(std::memory_order_relaxed),
+                                  b.pending_position.load(std::memory_order_relaxed)))
+                    pending = 0;
+                b.pending.store(pending, std::memory_order_relaxed);
+            }
+            is_last = return_if_last(index);
+        }
+        if (is_last) announce_return();
+    }
+    // A receiver that leaves while its process stays: what it has not opened yet is not waited for.
+    void drop_receiver(u32 receiver) {
+        for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
+            Block& b = block(index);
+            if ((b.pending.load(std::memory_order_relaxed) >> receiver & 1) == 0) continue;
+            bool is_last;
+            {
+                Held guard(*this, index);
+                b.pending.store(b.pending.load(std::memory_order_relaxed) & ~(1ull << receiver),
+                                std::memory_order_relaxed);
+                is_last = static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) == BlockState::live &&
+                          return_if_last(index);
+            }
+            if (is_last) announce_return();
+        }
+    }
+    // For the reaper: if the dead peer held the pool's lock, its half-made change is undone.
+    void recover_lock(u32 slot) {
+        if (!by_.take_over(head_.lock, slot)) return;
+        rebuild();
+        by_.unlock(head_.lock);
+    }
+
+    // ── seen from outside ──
+    // Reads only, takes no lock: the numbers are each right, and together as right as a moving target allows.
+    PoolStats stats() const {
+        PoolStats s;
+        s.nbytes = nbytes();
+        s.holders.resize(g_.shape.max_peers);
+        std::vector<std::pair<u64, u64>> taken;
+        for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
+            Block& b = block(index);
+            if (static_cast<BlockState>(b.state.load(std::memory_order_acquire)) != BlockState::live) continue;
+            u64 offset = b.offset.load(std::memory_order_relaxed), extent = b.extent.load(std::memory_order_relaxed);
+            if (offset > s.nbytes || extent > s.nbytes - offset) continue;
+            taken.emplace_back(offset, extent);
+            s.taken_nbytes += extent;
+            for (u32 p = 0; p < g_.shape.max_peers; ++p) {
+                if (held(index)[p].load(std::memory_order_relaxed) != 0)
+                    ++s.holders[p].blocks, s.holders[p].nbytes += b.nbytes.load(std::memory_order_relaxed);
+                if (g_.shape.has_grants == 0 || b.grant_units.load(std::memory_order_relaxed) == 0) continue;
+                for (u32 from = 0; from < g_.shape.max_peers; ++from)
+                    s.holders[p].granted += grants(index, from)[p].load(std::memory_order_relaxed);
+            }
+        }
+        std::sort(taken.begin(), taken.end());
+        u64 at = 0;
+        for (auto [offset, extent] : taken) {
+            if (offset > at) s.largest_free_nbytes = std::max(s.largest_free_nbytes, offset - at);
+            at = std::max(at, offset + extent);
+        }
+        s.largest_free_nbytes = std::max(s.largest_free_nbytes, s.nbytes - std::min(at, s.nbytes));
+        s.free_nbytes = s.nbytes - std::min(s.taken_nbytes, s.nbytes);
+        s.blocks = taken.size();
+        s.claimed_nbytes =
+            g_.shape.granule_nbytes == 0 ? s.nbytes : head_.claimed_nbytes.load(std::memory_order_relaxed);
+        s.takes = head_.takes.load(std::memory_order_relaxed);
+        s.taken_nbytes_total = head_.taken_nbytes_total.load(std::memory_order_relaxed);
+        s.exhaustions = head_.exhaustions.load(std::memory_order_relaxed);
+        s.recoveries = head_.recoveries.load(std::memory_order_relaxed);
+        s.stale_refs = head_.stale_refs.load(std::memory_order_relaxed);
+        for (u32 p = 0; p < g_.shape.max_peers; ++p) s.holders[p].slot = p;
+        std::erase_if(s.holders, [](const PoolStats::Holder& h) { return h.blocks == 0 && h.granted == 0; });
+        return s;
+    }
+    Error exhausted(u64 asked) const {
+        PoolStats s = stats();
+        std::string who;
+        std::sort(s.holders.begin(), s.holders.end(), [](auto& a, auto& b) { return a.nbytes > b.nbytes; });
+        for (size_t i = 0; i < s.holders.size() && i < 4; ++i)
+            who += format("%s%s holds %s", i == 0 ? "; " : ", ", by_.describe(s.holders[i].slot).c_str(),
+                          in_units(s.holders[i].nbytes).c_str());
+        const char* advice = asked > s.nbytes                  ? ": raise the pool's nbytes"
+                             : s.blocks >= g_.shape.max_blocks ? ": all blocks are taken, raise max_blocks"
+                                                               : "";
+        return Error(Fault::memory_exhausted,
+                     format("block of %s does not fit pool '%s' (%s, %s free, largest gap %s)%s%s",
+                            in_units(asked).c_str(), by_.segment().name().c_str(), in_units(s.nbytes).c_str(),
+                            in_units(s.free_nbytes).c_str(), in_units(s.largest_free_nbytes).c_str(), advice,
+                            who.c_str()))
+            .with("asked", static_cast<i64>(asked))
+            .with("free", static_cast<i64>(s.free_nbytes))
+            .with("largest", static_cast<i64>(s.largest_free_nbytes))
+            .with("holders", who.empty() ? "" : who.substr(2));
+    }
+    // Gives the machine back the pages of what is free in a pool that grows, beyond `keep`. Taken as a block meanwhile,
+    // so that nobody else can be using them.
+    u64 trim(u64 keep) {
+        if (g_.shape.granule_nbytes == 0) return 0;
+        u64 punched = 0, granule = g_.shape.granule_nbytes;
+        while (head_.claimed_nbytes.load() > keep) {
+            Extent whole;
+            u64 largest = stats().largest_free_nbytes / LINE * LINE;
+            if (largest < 2 * granule) break;
+            bool was_claimed = false;
+            {
+                Trimming guard(*this);
+                if (!try_take(largest, whole)) break;
+            }
+            u64 from = std::max(round_up(whole.offset, granule), round_up(keep, granule)),
+                to = (whole.offset + largest) / granule;
+            for (u64 i = from / granule; i < to; ++i) {
+                u64 bit = 1ull << (i % 64);
+                if ((head_.granules[i / 64].fetch_and(~bit) & bit) == 0) continue;
+                ::fallocate(by_.segment().fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                            static_cast<off_t>(g_.pool_data + i * granule), static_cast<off_t>(granule));
+                head_.claimed_nbytes.fetch_sub(granule);
+                punched += granule;
+                was_claimed = true;
+            }
+            release(whole.block, whole.generation);
+            if (!was_claimed) break;
+        }
+        return punched;
+    }
+
+    void rebuild() {  // LOCK pool is held
+        head_.recoveries.fetch_add(1, std::memory_order_relaxed);
+        u32 returns = head_.returns.load(std::memory_order_acquire);
+        std::vector<Entry> live;
+        for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
+            Block& b = block(index);
+            BlockState state = static_cast<BlockState>(b.state.load(std::memory_order_acquire));
+            if (state == BlockState::free) continue;
+            Entry entry{b.offset.load(std::memory_order_relaxed), b.extent.load(std::memory_order_relaxed), index, 0};
+            bool is_possible = entry.extent <= nbytes() && entry.offset <= nbytes() - entry.extent && entry.extent != 0;
+            if (state == BlockState::live && is_possible)
+                live.push_back(entry);
+            else
+                b.state.store(static_cast<u32>(BlockState::free), std::memory_order_release);
+        }
+        std::sort(live.begin(), live.end(), [](const Entry& a, const Entry& b) { return a.offset < b.offset; });
+        std::copy(live.begin(), live.end(), entries_);
+        head_.entry_count.store(static_cast<u32>(live.size()), std::memory_order_relaxed);
+        head_.swept_returns.store(returns, std::memory_order_relaxed);
+    }
+
+   private:
+    static constexpr u32 NONE = ~0u;
+
+    struct Unlock {
+        Attachment& by;
+        Shared<u32>& word;
+        bool is_held = true;
+        void now() {
+            if (is_held) by.unlock(word);
+            is_held = false;
+        }
+        ~Unlock() { now(); }
+    };
+    struct Held {  // LOCK block, repaired if its last holder died
+        Pool& pool;
+        u32 index;
+        Held(Pool& pool, u32 index, u64 deadline = 0) : pool(pool), index(index) {
+            if (pool.by_.lock(pool.block(index).lock, deadline == 0 ? now_ns() + LOCK_NS : deadline))
+                pool.recover_block(index);
+            PENSTOCK_POINT("block.locked");
+        }
+        ~Held() { pool.by_.unlock(pool.block(index).lock); }
+    };
+    struct Trimming {
+        Pool& pool;
+        explicit Trimming(Pool& pool) : pool(pool) { pool.claims_ = false; }
+        ~Trimming() { pool.claims_ = true; }
+    };
+
+    u32 checked(const Extent& ref) {
+        if (ref.block >= g_.shape.max_blocks) throw stale(ref, "names a block that does not exist");
+        return ref.block;
+    }
+    void require(const Extent& ref) {
+        Block& b = block(ref.block);
+        BlockState state = static_cast<BlockState>(b.state.load(std::memory_order_acquire));  // ORDER block
+        u32 generation = b.generation.load(std::memory_order_relaxed);
+        if (state != BlockState::live || generation != ref.generation) throw stale(ref, "is gone", generation);
+        u64 offset = b.offset.load(std::memory_order_relaxed), nbytes = b.nbytes.load(std::memory_order_relaxed);
+        if (nbytes > this->nbytes() || offset > this->nbytes() - nbytes) throw stale(ref, "lies outside the pool");
+        if (ref.offset < offset || ref.nbytes > nbytes || ref.offset - offset > nbytes - ref.nbytes)
+            throw stale(ref, "lies outside its block");
+    }
+    Error stale(const Extent& ref, const char* why, u32 found = 0) {
+        head_.stale_refs.fetch_add(1, std::memory_order_relaxed);
+        return Error(Fault::stale_ref, format("block %u, generation %u, of pool '%s' %s%s", ref.block, ref.generation,
+                                              by_.segment().name().c_str(), why,
+                                              found != 0 ? format(": generation %u found", found).c_str() : ""))
+            .with("expected", ref.generation)
+            .with("found", found);
+    }
+    bool has_right(u32 index, u32 slot) const {
+        if (held(index)[slot].load(std::memory_order_relaxed) != 0) return true;
+        for (u32 from = 0; from < g_.shape.max_peers; ++from)
+            if (grants(index, from)[slot].load(std::memory_order_relaxed) != 0) return true;
+        return false;
+    }
+    bool return_if_last(u32 index) {  // LOCK block is held, the state is live
+        Block& b = block(index);
+        if (b.pending.load(std::memory_order_relaxed) != 0 || b.grant_units.load(std::memory_order_relaxed) != 0)
+            return false;
+        for (u32 p = 0; p < g_.shape.max_peers; ++p)
+            if (held(index)[p].load(std::memory_order_relaxed) != 0) return false;
+        PENSTOCK_POINT("release.last");
+        b.state.store(static_cast<u32>(BlockState::returned), std::memory_order_release);
+        return true;
+    }
+    void announce_return() {
+        head_.returns.fetch_add(1, std::memory_order_release);
+        u64 sleepers;
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell
+        Bell& bell = head_.memory;
+        if (__builtin_expect(bell.parked.load(std::memory_order_relaxed) == 0 &&
+                                 bell.parked_async.load(std::memory_order_relaxed) == 0,
+                             1))
+            return;
+        // Peers share bits here (there are more peers than bits), so all are woken, and set theirs again.
+        bell.parked.exchange(0, std::memory_order_seq_cst);
+        sleepers = bell.parked_async.exchange(0, std::memory_order_seq_cst);
+        ring_all(bell);
+        if (sleepers != 0)
+            for (u32 p = 0; p < g_.shape.max_peers; ++p)
+                if ((sleepers >> (p % 64) & 1) != 0) by_.wake_async(p);
+    }
+    bool release_within(u32 index, u32 generation, u64 deadline) {
+        bool is_last = false;
+        {
+            Held guard(*this, index, deadline);
+            Block& b = block(index);
+            if (static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) != BlockState::live ||
+                b.generation.load(std::memory_order_relaxed) != generation)
+                return false;
+            Shared<u32>& own = held(index)[by_.slot()];
+            u32 many = own.load(std::memory_order_relaxed);
+            if (many == 0) return false;
+            own.store(many - 1, std::memory_order_relaxed);
+            if (many == 1) is_last = return_if_last(index);
+        }
+        if (is_last) announce_return();
+        return is_last;
+    }
+    void recount(u32 index) {
+        u32 units = 0;
+        for (u32 from = 0; from < g_.shape.max_peers; ++from)
+            for (u32 to = 0; to < g_.shape.max_peers; ++to)
+                units += grants(index, from)[to].load(std::memory_order_relaxed);
+        block(index).grant_units.store(units, std::memory_order_relaxed);
+    }
+    void recover_block(u32 index) {
+        head_.recoveries.fetch_add(1, std::memory_order_relaxed);
+        if (g_.shape.has_grants != 0) recount(index);
+    }
+    void sweep() {  // LOCK pool is held
+        u32 returns = head_.returns.load(std::memory_order_acquire);
+        u32 count = std::min(head_.entry_count.load(std::memory_order_relaxed), g_.shape.max_blocks), kept = 0;
+        for (u32 i = 0; i < count; ++i) {
+            u32 index = entries_[i].block;
+            if (index < g_.shape.max_blocks) {
+                u32 returned = static_cast<u32>(BlockState::returned);
+                Shared<u32>& state = block(index).state;
+                if (state.load(std::memory_order_acquire) == returned) {
+                    state.compare_exchange_strong(returned, static_cast<u32>(BlockState::free),
+                                                  std::memory_order_acq_rel);
+                    continue;
+                }
+            }
+            if (kept != i) entries_[kept] = entries_[i];
+            ++kept;
+        }
+        head_.entry_count.store(kept, std::memory_order_relaxed);
+        head_.swept_returns.store(returns, std::memory_order_relaxed);
+    }
+    u32 free_block() {  // LOCK pool is held
+        u32 start = head_.next_block.load(std::memory_order_relaxed) % g_.shape.max_blocks;
+        for (u32 i = 0; i < g_.shape.max_blocks; ++i) {
+            u32 index = start + i < g_.shape.max_blocks ? start + i : start + i - g_.shape.max_blocks;
+            if (static_cast<BlockState>(block(index).state.load(std::memory_order_acquire)) != BlockState::free)
+                continue;
+            head_.next_block.store(index + 1, std::memory_order_relaxed);
+            return index;
+        }
+        return NONE;
+    }
+    // Two takers may claim the same piece at once: claiming is idempotent, and a piece is only ever given back by
+    // somebody who has taken all of it as a block.
+    void claim(const Extent& extent, u64 nbytes) {
+        u64 granule = g_.shape.granule_nbytes;
+        if (granule == 0 || !claims_) return;
+        u64 first = extent.offset / granule, last = (extent.offset + nbytes - 1) / granule;
+        for (u64 i = first; i <= last; ++i) {
+            if ((head_.granules[i / 64].load(std::memory_order_acquire) >> (i % 64) & 1) != 0) continue;
+            u64 until = i + 1;
+            while (until <= last &&
+                   (head_.granules[until / 64].load(std::memory_order_acquire) >> (until % 64) & 1) == 0)
+                ++until;
+            try {
+                u64 end = std::min(until * granule, round_up(nbytes_mapped(), PAGE));
+                claim_pages(by_.segment().fd(), g_.pool_data + i * granule, end - i * granule, "growing a pool");
+            } catch (...) {
+                head_.exhaustions.fetch_add(1, std::memory_order_relaxed);
+                release(extent.block, extent.generation);
+                throw;
+            }
+            PENSTOCK_POINT("pool.claiming");
+            for (; i < until; ++i) {
+                u64 bit = 1ull << (i % 64);
+                if ((head_.granules[i / 64].fetch_or(bit, std::memory_order_acq_rel) & bit) == 0)
+                    head_.claimed_nbytes.fetch_add(granule, std::memory_order_relaxed);
+            }
+            --i;
+        }
+    }
+    u64 nbytes_mapped() const { return g_.total - g_.pool_data; }
+
+    Attachment& by_;
+    const Geometry& g_;
+    PoolHeader& head_;
+    Entry* entries_;
+    bool claims_ = true;
+};
+
+}  // namespace penstock

@@ -1,0 +1,79 @@
+// reap.h: what a peer that died, or left, gives back: its lock, its ends, its leases and grants, in this order.
+// Many may do this for one peer at the same time. Ends change by compare-and-swap from exactly the word of that peer;
+// counts change under the block's lock after a look whether the slot is still that peer's.
+#pragma once
+#include "channel.h"
+
+namespace penstock {
+
+inline void wake_everybody(Attachment& by) {
+    const Geometry& g = by.segment().geometry();
+    if (g.pool != 0) ring_all(by.segment().at<PoolHeader>(g.pool)->memory);
+    if (g.channel != 0) {
+        ring_all(by.segment().at<ChannelHeader>(g.channel)->bell);
+        for (u32 i = 0; i < g.shape.lanes; ++i) ring_all(by.segment().at<Lane>(g.lanes)[i].room);
+    }
+    for (u32 p = 0; p < g.shape.max_peers; ++p)
+        if (by.is_live(p)) by.wake_async(p);
+}
+
+inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_become) {
+    const Geometry& g = by.segment().geometry();
+    if (g.pool == 0) return;
+    Pool pool(by);
+    pool.recover_lock(slot);
+    u32 epoch = by.peer(slot).epoch.load() & EPOCH_MASK;
+    auto is_still = [&] { return by.peer(slot).identity.load(std::memory_order_acquire) == identity; };
+    auto end_it = [&](Shared<u64>& word) {  // true: this end was that peer's
+        u64 seen = word.load(std::memory_order_acquire);
+        End end = end_of(seen);
+        if (end.slot != slot || end.peer_epoch != epoch || end.state == EndState::expected || !is_still()) return false;
+        if (end.state != EndState::live) return true;
+        end.state = ends_become;
+        word.compare_exchange_strong(seen, make_word(end), std::memory_order_acq_rel);
+        return true;
+    };
+    u64 dead_receivers = 0;
+    if (g.channel != 0) {
+        ChannelHeader& head = *by.segment().at<ChannelHeader>(g.channel);
+        Lane* lanes = by.segment().at<Lane>(g.lanes);
+        for (u32 r = 0; r < g.shape.receivers; ++r) {
+            Shared<u64>& word = by.segment().at<ReceiverSlot>(g.receivers)[r].word;
+            if (!end_it(word)) continue;
+            u32 end_epoch = end_of(word.load()).epoch;
+            dead_receivers |= 1ull << r;
+            for (u32 i = 0; i < g.shape.lanes; ++i) {
+                Shared<u32>& mode = by.segment().at<Cursor>(g.cursors)[i * g.shape.receivers + r].mode;
+                u32 seen = mode.load();
+                if (seen >> 2 == end_epoch) mode.compare_exchange_strong(seen, make_mode(CursorMode::out, end_epoch));
+            }
+            by.segment().at<ReceiverSlot>(g.receivers)[r].waits.since_ns.store(0);
+            // Bits that are not ours: whoever clears them rings everybody afterwards (wake_everybody).
+            head.bell.parked.fetch_and(~(1ull << r));
+            head.bell.parked_async.fetch_and(~(1ull << r));
+        }
+        PENSTOCK_POINT("reap.half");
+        for (u32 i = 0; i < g.shape.lanes; ++i) {
+            if (!end_it(lanes[i].word)) continue;
+            lanes[i].room.parked.store(0);
+            lanes[i].room.parked_async.store(0);
+            lanes[i].waits.since_ns.store(0);
+            head.ready.fetch_or(1ull << i);  // it may have died between committing and saying so
+        }
+        by.segment().header().changes.fetch_add(1, std::memory_order_acq_rel);
+    }
+    u64 blocks = 0, nbytes = 0;
+    auto is_committed = [&](u32 lane, u64 position) {
+        return g.channel == 0 || lane >= g.shape.lanes ||
+               position < by.segment().at<Lane>(g.lanes)[lane].committed.load(std::memory_order_acquire);
+    };
+    for (u32 index = 0; index < g.shape.max_blocks; ++index)
+        pool.give_back(index, slot, dead_receivers, is_still, is_committed, blocks, nbytes);
+    if (blocks != 0 || ends_become == EndState::dead) {
+        by.peer(slot).reaped_blocks.store(blocks);
+        by.peer(slot).reaped_nbytes.store(nbytes);
+        by.peer(slot).reaped_ns.store(now_ns());
+    }
+}
+
+}  // namespace penstock

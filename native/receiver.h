@@ -1,0 +1,391 @@
+// receiver.h: the end that reads. It copies a record out, or leases it where it lies.
+#pragma once
+#include "channel.h"
+
+namespace penstock {
+
+// A record that was found and not yet accepted. `at` points into a mapping that cannot be written through.
+struct Found {
+    u32 lane = 0;
+    u64 end = 0;
+    u64 sequence = 0;
+    const u8* at = nullptr;
+    u64 nbytes = 0;
+    bool is_spilled = false;
+    Extent extent{};
+};
+
+class Receiver : public std::enable_shared_from_this<Receiver> {
+   public:
+    // index: which receiver; -1: the first that is free.
+    Receiver(std::shared_ptr<Attachment> by, int index)
+        : ch_(std::move(by)), spinner_(static_cast<Latency>(ch_.g.shape.latency)) {
+        bool is_taken = false, was_expected = false;
+        for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead})
+            for (u32 r = 0; r < ch_.g.shape.receivers && !is_taken; ++r) {
+                u64 before;
+                if ((index >= 0 && static_cast<u32>(index) != r) || end_of(ch_.receiver(r).word.load()).state != wanted)
+                    continue;
+                if (!ch_.claim(ch_.receiver(r).word, true, before, epoch_)) continue;
+                is_taken = true;
+                was_expected = wanted == EndState::expected;
+                index_ = r;
+            }
+        if (!is_taken) {
+            u32 r = index < 0 ? 0 : static_cast<u32>(index);
+            if (r >= ch_.g.shape.receivers)
+                throw Error(Fault::value, format("'%s' has %u receivers: there is no receiver %d", name(),
+                                                 ch_.g.shape.receivers, index));
+            throw Error(Fault::value, format("receiver %u of '%s' is taken: %s", r, name(),
+                                             ch_.describe(end_of(ch_.receiver(r).word.load())).c_str()));
+        }
+        slot_ = &ch_.receiver(index_);
+        lanes_.resize(ch_.g.shape.lanes);
+        u64 ready = 0;
+        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
+            Cursor& cursor = ch_.cursor(i, index_);
+            if (was_expected) {
+                cursor.mode.store(make_mode(CursorMode::counted, epoch_), std::memory_order_release);
+                lanes_[i].position = cursor.released.load(std::memory_order_relaxed);
+                lanes_[i].is_counted = true;
+                ready |= 1ull << i;
+            } else {
+                cursor.mode.store(make_mode(CursorMode::joining, epoch_), std::memory_order_release);
+                ask_to_join(i);
+            }
+            lanes_[i].sender_epoch = end_of(ch_.lane(i).word.load()).epoch;
+        }
+        if (ch_.is_inbox() && ready != 0) ch_.head.ready.fetch_or(ready);
+        seen_changes_ = ch_.changes() - 1;
+        ch_.changed();
+        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) ch_.ring_room(i, nullptr);
+    }
+    ~Receiver() { close(); }
+
+    const char* name() const { return ch_.by->segment().name().c_str(); }
+    u32 index() const { return index_; }
+    u32 source() const { return source_; }
+    Channel& channel() { return ch_; }
+    bool is_closed() const { return is_closing_.load(std::memory_order_relaxed); }
+    std::timed_mutex& mutex() { return mutex_; }
+
+    // The next record, if there is one. It stays where it is until accept() or lease(). Throws EndOfChannel, PeerDied.
+    bool try_find(Found& out) {
+        require_open();
+        ch_.by->refresh();
+        if (!ch_.is_inbox()) {
+            if (find_in(0, out)) return true;
+        } else {
+            for (u64 ready; (ready = ch_.head.ready.load(std::memory_order_acquire) & lanes_mask()) != 0;) {
+                u64 later = last_lane_ >= 63 ? 0 : ready & ~((2ull << last_lane_) - 1);
+                u32 i = static_cast<u32>(
+                    __builtin_ctzll(later != 0 ? later : ready));  // in turn: no sender starves another
+                if (find_in(i, out)) {
+                    last_lane_ = i;
+                    return true;
+                }
+                ch_.head.ready.fetch_and(~(1ull << i),
+                                         std::memory_order_seq_cst);  // ORDER ready: cleared before the last look
+                if (lanes_[i].is_counted && ch_.lane(i).committed.load(std::memory_order_seq_cst) != lanes_[i].position)
+                    ch_.head.ready.fetch_or(1ull << i);
+            }
+        }
+        look_at_ends();
+        return false;
+    }
+    // Copy mode: the bytes at found.at have been copied (or are not wanted); the sender may have the room.
+    void accept(const Found& found) {
+        if (found.is_spilled) ch_.pool.release(found.extent.block, found.extent.generation);
+        PENSTOCK_POINT("receive.copied");
+        pass(found, false);
+    }
+    // View mode. A spilled record becomes a lease of its block (give it to Pool::release); any other keeps its place in
+    // the ring until release_record(lane, id): the sender's room then waits for it.
+    u64 lease(const Found& found) { return pass(found, !found.is_spilled); }
+    void release_record(u32 lane, u64 id) {
+        std::lock_guard guard(leases_mutex_);
+        auto& leases = lanes_[lane].leases;
+        for (auto& lease : leases)
+            if (lease.id == id) lease.is_released = true;
+        give_back_front(lane);
+        if (is_closed_ && !is_any_leased()) let_go();
+    }
+
+    Woken wait(u64 deadline) {
+        for (u32 i = 0; i < ch_.g.shape.lanes; ++i)  // all is read: a sender that wanted more room than that has it now
+            if (ch_.lane(i).room.parked.load(std::memory_order_relaxed) != 0) ch_.ring_room(i, &slot_->waits.wakes);
+        return penstock::wait(ch_.head.bell, 1ull << index_, deadline, spinner_, slot_->waits,
+                              &ch_.lane(last_lane_).cpu, [this] { return is_awaited(); });
+    }
+    bool arm() {
+        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
+            Bell& room = ch_.lane(i).room;
+            if ((room.parked.load(std::memory_order_relaxed) | room.parked_async.load(std::memory_order_relaxed)) != 0)
+                ch_.ring_room(i, &slot_->waits.wakes);
+        }
+        ch_.head.bell.parked_async.fetch_or(1ull << index_, std::memory_order_seq_cst);
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell
+        return is_awaited();
+    }
+    void disarm() { ch_.head.bell.parked_async.fetch_and(~(1ull << index_), std::memory_order_seq_cst); }
+
+    Error timeout(u64 waited_ns) {
+        std::string who = "nobody has sent yet";
+        u64 last = 0;
+        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
+            End end = end_of(ch_.lane(i).word.load());
+            if (end.state == EndState::expected) continue;
+            u64 at = ch_.lane(i).last_ns.load();
+            if (at < last && last != 0) continue;
+            last = at;
+            who = ch_.describe(end) +
+                  (at == 0 ? " has not sent yet" : " sent last " + in_seconds(now_ns() - at) + " ago");
+        }
+        return Error(Fault::timeout, format("no record for receiver %u of '%s' within %s; %s", index_, name(),
+                                            in_seconds(waited_ns).c_str(), who.c_str()));
+    }
+
+    void begin_close() {
+        is_closing_.store(true);
+        if (ch_.by->is_ours()) ring_all(ch_.head.bell);
+    }
+    void close() {
+        begin_close();
+        std::lock_guard guard(mutex_);
+        std::lock_guard leases_guard(leases_mutex_);
+        if (is_closed_ || !ch_.by->is_ours()) return;
+        PENSTOCK_POINT("close.begun");
+        is_closed_ = true;
+        if (!is_any_leased()) let_go();
+    }
+
+   private:
+    struct RingLease {
+        u64 id;
+        u64 end;
+        u64 sequence;
+        bool is_released;
+    };
+    struct LaneView {
+        u64 position = 0;      // of the next record to read
+        u32 sender_epoch = 0;  // of the sender that this receiver believes to be there
+        bool is_counted = false;
+        bool is_told = false;  // that this sender ended
+        std::deque<RingLease> leases;
+    };
+
+    void require_open() {
+        if (is_closing_.load(std::memory_order_relaxed))
+            throw Error(Fault::closed, format("receiver %u of '%s' is closed", index_, name()));
+        ch_.by->require_ours();
+    }
+    u64 lanes_mask() const { return ch_.g.shape.lanes == 64 ? NEVER : (1ull << ch_.g.shape.lanes) - 1; }
+    void ask_to_join(u32 i) {
+        ch_.lane(i).joining.fetch_or(1ull << index_, std::memory_order_acq_rel);
+        ch_.ring_room(i, nullptr);
+    }
+    Error corrupt(u32 lane, const Record& found) {
+        return Error(Fault::record_corrupt,
+                     format("lane %u of '%s' at position %llu: not a record (position %llu, length %u, kind %u): "
+                            "somebody wrote where it must not",
+                            lane, name(), static_cast<unsigned long long>(lanes_[lane].position),
+                            static_cast<unsigned long long>(found.position), found.length, found.kind));
+    }
+
+    bool find_in(u32 i, Found& out) {
+        LaneView& view = lanes_[i];
+        Lane& lane = ch_.lane(i);
+        if (__builtin_expect(!view.is_counted, 0) && !was_admitted(i)) return false;
+        for (;;) {
+            u64 committed = lane.committed.load(std::memory_order_acquire);  // ORDER publish: see Sender::commit
+            u64 ahead = committed - view.position;
+            if (ahead == 0) return false;
+            u64 lane_nbytes = ch_.g.shape.lane_nbytes;
+            Record record;  // a local copy: what was checked is what is used
+            std::memcpy(&record, ch_.by->segment().read_at(ch_.ring_offset(i, view.position)), sizeof record);
+            u64 need = round_up(sizeof(Record) + static_cast<u64>(record.length), RECORD_ALIGN);
+            u64 left = lane_nbytes - (view.position & (lane_nbytes - 1));
+            if (ahead > lane_nbytes || record.position != view.position || need > ahead || need > left)
+                throw corrupt(i, record);
+            if (__builtin_expect(record.epoch != static_cast<u16>(view.sender_epoch), 0)) meet_sender(i, record.epoch);
+            RecordKind kind = static_cast<RecordKind>(record.kind);
+            if (kind == RecordKind::skip) {
+                view.position += need;
+                continue;
+            }
+            PENSTOCK_POINT("receive.found");
+            out.lane = i;
+            out.sequence = record.sequence;
+            out.end = view.position + need;
+            out.at = ch_.by->segment().read_at(ch_.ring_offset(i, view.position)) + sizeof(Record);
+            out.nbytes = record.length;
+            out.is_spilled = kind == RecordKind::spilled;
+            if (out.is_spilled) {
+                SpilledRef ref;
+                if (record.length != sizeof ref) throw corrupt(i, record);
+                std::memcpy(&ref, out.at, sizeof ref);
+                out.extent = {ref.block, ref.generation, ref.offset, ref.nbytes};
+                try {
+                    ch_.pool.open_pending(out.extent, index_);
+                } catch (const Error& error) {
+                    if (error.fault == Fault::stale_ref) pass(out, false);  // this record is lost; the next one is not
+                    throw;
+                }
+                PENSTOCK_POINT("receive.opened");
+                out.at = ch_.by->segment().read_at(ch_.g.pool_data + ref.offset);
+                out.nbytes = ref.nbytes;
+            } else if (kind != RecordKind::bytes) {
+                throw corrupt(i, record);
+            }
+            return true;
+        }
+    }
+    u64 pass(const Found& found, bool is_leased) {
+        LaneView& view = lanes_[found.lane];
+        view.position = found.end;
+        source_ = found.lane;
+        count(slot_->waits.records);
+        count(slot_->waits.nbytes, found.nbytes);
+        u64 behind = ch_.lane(found.lane).committed.load(std::memory_order_relaxed) - found.end;
+        if (behind > slot_->waits.furthest_nbytes.load(std::memory_order_relaxed))
+            slot_->waits.furthest_nbytes.store(behind, std::memory_order_relaxed);
+        if (!is_leased && view.leases.empty()) {
+            give_back(found.lane, found.end, found.sequence);
+            return 0;
+        }
+        std::lock_guard guard(leases_mutex_);
+        view.leases.push_back({++last_lease_, found.end, found.sequence, !is_leased});
+        give_back_front(found.lane);
+        return last_lease_;
+    }
+    void give_back_front(u32 lane) {
+        auto& leases = lanes_[lane].leases;
+        u64 end = 0, sequence = 0;
+        while (!leases.empty() && leases.front().is_released) {
+            end = leases.front().end;
+            sequence = leases.front().sequence;
+            leases.pop_front();
+        }
+        if (end != 0) give_back(lane, end, sequence);
+    }
+    void give_back(u32 lane, u64 end, u64 sequence) {
+        Cursor& cursor = ch_.cursor(lane, index_);
+        cursor.sequence.store(sequence + 1, std::memory_order_relaxed);
+        cursor.released.store(end, std::memory_order_release);  // ORDER release: the record was read before this
+        PENSTOCK_POINT("receive.released");
+        Bell& room = ch_.lane(lane).room;
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell
+        if (__builtin_expect(
+                (room.parked.load(std::memory_order_relaxed) | room.parked_async.load(std::memory_order_relaxed)) == 0,
+                1))
+            return;
+        if (static_cast<i64>(end - room.wanted.load(std::memory_order_relaxed)) >= 0)
+            ch_.ring_room(lane, &slot_->waits.wakes);
+    }
+    bool was_admitted(u32 i) {
+        Cursor& cursor = ch_.cursor(i, index_);
+        if (mode_of(cursor.mode.load(std::memory_order_acquire)) != CursorMode::counted) return false;
+        lanes_[i].position = cursor.released.load(std::memory_order_acquire);
+        lanes_[i].sender_epoch = end_of(ch_.lane(i).word.load()).epoch;
+        lanes_[i].is_counted = true;
+        return true;
+    }
+    // A record of a sender that we did not know: if the one before died, the caller is told so first, once.
+    void meet_sender(u32 i, u16 epoch) {
+        LaneView& view = lanes_[i];
+        End before = end_of(ch_.lane(i).ended.load(std::memory_order_acquire));
+        bool died = before.state == EndState::dead && before.epoch == view.sender_epoch && !view.is_told;
+        u32 current = end_of(ch_.lane(i).word.load(std::memory_order_acquire)).epoch;
+        view.sender_epoch = (current & 0xffff) == epoch ? current : (current & 0xff0000) | epoch;
+        view.is_told = false;
+        if (died && ch_.g.shape.sender_death == 0) throw ch_.died("sender", i, before);
+    }
+    void look_at_ends() {
+        if (!ch_.is_inbox()) return look_at_sender();
+        u32 changes = ch_.changes();
+        if (changes == seen_changes_) return;
+        bool is_all_ended = true;
+        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
+            LaneView& view = lanes_[i];
+            End end = end_of(ch_.lane(i).word.load(std::memory_order_acquire));
+            if (end.state == EndState::expected || end.state == EndState::live) is_all_ended = false;
+            if (end.state != EndState::dead || (view.is_told && view.sender_epoch == end.epoch)) continue;
+            if (view.is_counted && ch_.lane(i).committed.load(std::memory_order_acquire) != view.position) {
+                ch_.head.ready.fetch_or(1ull << i);  // what it had committed comes first
+                return;
+            }
+            view.sender_epoch = end.epoch;
+            view.is_told = true;
+            if (ch_.g.shape.sender_death == 0)
+                throw ch_.died("sender", i, end);  // there may be more to tell: seen_changes_ stays
+        }
+        if (is_all_ended) {
+            if (ch_.head.ready.load() != 0) return;
+            throw Error(Fault::end_of_channel, format("all %u senders of '%s' have closed", ch_.g.shape.lanes, name()));
+        }
+        seen_changes_ = changes;
+    }
+    void look_at_sender() {
+        LaneView& view = lanes_[0];
+        u32 changes = ch_.changes();
+        End end = end_of(ch_.lane(0).word.load(std::memory_order_acquire));
+        if (__builtin_expect(end.state == EndState::live || end.state == EndState::expected, 1)) {
+            seen_changes_ = changes;
+            if (!view.is_counted) ask_to_join(0);
+            return;
+        }
+        if (view.is_counted && ch_.lane(0).committed.load(std::memory_order_acquire) != view.position)
+            return;  // read first
+        if (end.state == EndState::closed)
+            throw Error(Fault::end_of_channel, format("the sender of '%s' has closed", name()));
+        view.is_told = true;
+        view.sender_epoch = end.epoch;
+        throw ch_.died("sender", 0, end);
+    }
+    bool is_awaited() {
+        if (is_closing_.load(std::memory_order_relaxed) || ch_.by->is_stale() || ch_.changes() != seen_changes_)
+            return true;
+        if (ch_.is_inbox()) return (ch_.head.ready.load(std::memory_order_acquire) & lanes_mask()) != 0;
+        if (lanes_[0].is_counted) return ch_.lane(0).committed.load(std::memory_order_acquire) != lanes_[0].position;
+        return mode_of(ch_.cursor(0, index_).mode.load(std::memory_order_acquire)) == CursorMode::counted;
+    }
+    bool is_any_leased() const {
+        for (auto& view : lanes_)
+            if (!view.leases.empty()) return true;
+        return false;
+    }
+    // Leaves the channel: its room and its records are waited for no longer.
+    void let_go() {
+        if (!ch_.by->is_ours()) return;
+        u64 live = make_word({EndState::live, ch_.by->slot(), ch_.by->epoch(), epoch_});
+        slot_->word.compare_exchange_strong(
+            live, make_word({EndState::closed, ch_.by->slot(), ch_.by->epoch(), epoch_}), std::memory_order_acq_rel);
+        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
+            u32 mode = ch_.cursor(i, index_).mode.load();
+            if (mode >> 2 == epoch_)
+                ch_.cursor(i, index_).mode.compare_exchange_strong(mode, make_mode(CursorMode::out, epoch_));
+        }
+        ch_.head.bell.parked_async.fetch_and(~(1ull << index_));
+        ch_.pool.drop_receiver(index_);
+        ch_.changed();
+        for (u32 i = 0; i < ch_.g.shape.lanes; ++i)
+            if (ring_all(ch_.lane(i).room) != 0) ch_.by->wake_async(end_of(ch_.lane(i).word.load()).slot);
+    }
+
+    Channel ch_;
+    ReceiverSlot* slot_ = nullptr;
+    u32 index_ = 0;
+    u32 epoch_ = 0;
+    Spinner spinner_;
+    std::timed_mutex mutex_;
+    std::mutex leases_mutex_;
+    std::atomic<bool> is_closing_{false};
+    bool is_closed_ = false;
+    u32 seen_changes_ = 0;
+    u32 last_lane_ = 0;
+    u32 source_ = 0;
+    u64 last_lease_ = 0;
+    std::vector<LaneView> lanes_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,448 @@
+// segment.h: an anonymous file of fixed size, its pages claimed, and how this process maps it.
+// Leaves to the layers above: what the bytes mean (only Shape and Geometry know where they lie).
+#pragma once
+#include <dirent.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/resource.h>
+#include <sys/sysinfo.h>
+
+#include <memory>
+#include <string>
+
+#include "clock.h"
+#include "errors.h"
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+#ifndef MFD_HUGETLB
+#define MFD_HUGETLB 4U
+#endif
+
+namespace penstock {
+
+// Where everything lies, computed from a checked copy of the shape: never from offsets that somebody else can write.
+struct Geometry {
+    Shape shape{};
+    u64 peers = 0, pool = 0, entries = 0, blocks = 0, block_stride = 0, channel = 0, lanes = 0, receivers = 0;
+    u64 cursors = 0, data = 0, pool_data = 0, total = 0;
+
+    static Geometry of(const Shape& shape) {
+        auto refuse = [](const char* what) {
+            throw Error(Fault::layout_mismatch, format("segment of an impossible shape: %s", what));
+        };
+        Geometry g;
+        g.shape = shape;
+        bool is_pool = shape.kind == static_cast<u32>(SegmentKind::pool);
+        bool is_channel = shape.kind == static_cast<u32>(SegmentKind::channel);
+        if (!is_pool && !is_channel && shape.kind != static_cast<u32>(SegmentKind::raw)) refuse("kind");
+        if (shape.max_peers == 0 || shape.max_peers > MAX_PEERS) refuse("max_peers");
+        if (shape.max_blocks > MAX_BLOCKS) refuse("max_blocks");
+        if (shape.pool_nbytes > MAX_NBYTES || shape.raw_nbytes > MAX_NBYTES) refuse("nbytes");
+        if (shape.page < PAGE || (shape.page & (shape.page - 1)) != 0 || shape.page > (1u << 30)) refuse("page");
+        if (shape.latency > 2) refuse("latency");
+        if (is_channel) {
+            if (shape.lanes == 0 || shape.lanes > MAX_LANES) refuse("lanes");
+            if (shape.receivers == 0 || shape.receivers > MAX_RECEIVERS) refuse("receivers");
+            if (shape.lane_nbytes < PAGE || shape.lane_nbytes > (1ull << 31)) refuse("lane_nbytes");
+            if ((shape.lane_nbytes & (shape.lane_nbytes - 1)) != 0) refuse("lane_nbytes");
+            if (shape.inline_limit < 64 || shape.inline_limit > shape.lane_nbytes / 4) refuse("inline_limit");
+        } else if (shape.lanes != 0 || shape.receivers != 0) {
+            refuse("lanes");
+        }
+        if ((is_pool || is_channel) && (shape.max_blocks == 0 || shape.pool_nbytes == 0)) refuse("max_blocks");
+        if (shape.granule_nbytes != 0 &&
+            (shape.granule_nbytes < PAGE || (shape.granule_nbytes & (shape.granule_nbytes - 1)) != 0 ||
+             (shape.pool_nbytes + shape.granule_nbytes - 1) / shape.granule_nbytes > GRANULES))
+            refuse("granule_nbytes");
+        u64 at = PAGE;
+        auto lay = [&at](u64 nbytes) {
+            u64 here = at;
+            at = round_up(at + nbytes, LINE);
+            return here;
+        };
+        g.peers = lay(sizeof(PeerSlot) * shape.max_peers);
+        if (is_pool || is_channel) {
+            g.pool = lay(sizeof(PoolHeader));
+            g.entries = lay(sizeof(Entry) * shape.max_blocks);
+            g.block_stride = sizeof(Block) + round_up(4ull * shape.max_peers, LINE);
+            if (shape.has_grants != 0) g.block_stride += round_up(2ull * shape.max_peers * shape.max_peers, LINE);
+            g.blocks = lay(g.block_stride * shape.max_blocks);
+        }
+        if (is_channel) {
+            g.channel = lay(sizeof(ChannelHeader));
+            g.lanes = lay(sizeof(Lane) * shape.lanes);
+            g.receivers = lay(sizeof(ReceiverSlot) * shape.receivers);
+            g.cursors = lay(sizeof(Cursor) * shape.lanes * shape.receivers);
+        }
+        g.data = round_up(at, shape.page);
+        g.pool_data = round_up(g.data + shape.lanes * shape.lane_nbytes + shape.raw_nbytes, shape.page);
+        g.total = round_up(g.pool_data + shape.pool_nbytes, shape.page);
+        return g;
+    }
+    u64 claimed_at_creation() const { return shape.granule_nbytes != 0 ? pool_data : total; }
+};
+
+// ── is there enough? ───────────────────────────────────────────────────────────────────────────────────────────────
+inline u64 read_number(const char* path, const char* key = nullptr) {  // NEVER: no such file, or "max"
+    int fd = ::open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return NEVER;
+    char text[4096];
+    ssize_t n = ::read(fd, text, sizeof text - 1);
+    ::close(fd);
+    if (n <= 0) return NEVER;
+    text[n] = 0;
+    const char* at = text;
+    if (key != nullptr) {
+        at = std::strstr(text, key);
+        if (at == nullptr) return NEVER;
+        at += std::strlen(key);
+        while (*at == ' ' || *at == ':' || *at == '\t') ++at;
+    }
+    if (*at < '0' || *at > '9') return NEVER;
+    return std::strtoull(at, nullptr, 10);
+}
+
+// What this process may still allocate: the least of what the machine has and what each control group above it leaves.
+// The kernel would answer an overdraft of a group by killing somebody, so it is asked beforehand.
+inline u64 memory_available(std::string* what = nullptr) {
+    u64 least = read_number("/proc/meminfo", "MemAvailable");
+    if (least != NEVER) least *= 1024;
+    if (what != nullptr) *what = "the machine";
+    int fd = ::open("/proc/self/cgroup", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return least;
+    std::string text(8192, 0);
+    ssize_t n = ::read(fd, text.data(), text.size());
+    ::close(fd);
+    text.resize(n > 0 ? static_cast<size_t>(n) : 0);
+    for (size_t from = 0; from < text.size();) {
+        size_t to = std::min(text.find('\n', from), text.size());
+        std::string line = text.substr(from, to - from);
+        from = to + 1;
+        size_t first = line.find(':'), second = line.find(':', first + 1);
+        if (second == std::string::npos) continue;
+        std::string controllers = line.substr(first + 1, second - first - 1), path = line.substr(second + 1);
+        bool is_v2 = controllers.empty();
+        if (!is_v2 && controllers != "memory") continue;
+        for (const char* root : {"/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/sys/fs/cgroup/memory"}) {
+            for (std::string group = path;;) {
+                std::string folder = root + (group == "/" ? std::string() : group);
+                u64 limit = read_number((folder + (is_v2 ? "/memory.max" : "/memory.limit_in_bytes")).c_str());
+                u64 used = read_number((folder + (is_v2 ? "/memory.current" : "/memory.usage_in_bytes")).c_str());
+                // what the group could drop: files of disks in the page cache
+                u64 cache =
+                    read_number((folder + "/memory.stat").c_str(), is_v2 ? "\ninactive_file " : "total_inactive_file ");
+                if (limit != NEVER && used != NEVER) {
+                    u64 busy = cache != NEVER && cache < used ? used - cache : used;
+                    u64 left = limit > busy ? limit - busy : 0;
+                    if (left < least) {
+                        least = left;
+                        if (what != nullptr) *what = "its control group";
+                    }
+                }
+                size_t slash = group.find_last_of('/');
+                if (group == "/" || slash == std::string::npos) break;
+                group = slash == 0 ? "/" : group.substr(0, slash);
+            }
+        }
+    }
+    return least;
+}
+
+inline void require_memory(u64 nbytes, const char* what) {
+    std::string whose;
+    u64 available = memory_available(&whose);
+    if (nbytes <= available) return;
+    throw Error(Fault::memory_exhausted, format("%s of %s does not fit: %s has %s left", what, in_units(nbytes).c_str(),
+                                                whose.c_str(), in_units(available).c_str()))
+        .with("asked", static_cast<i64>(nbytes))
+        .with("free", static_cast<i64>(available));
+}
+
+// Gives [offset, offset + nbytes) of the file its pages, or says why not; never a SIGBUS later.
+inline void claim_pages(int fd, u64 offset, u64 nbytes, const char* what) {
+    require_memory(nbytes, what);
+    int failed;
+    do failed = ::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(nbytes)) != 0 ? errno : 0;
+    while (failed == EINTR);
+    if (failed == 0) return;
+    u64 available = memory_available();
+    rlimit limit{};
+    if (failed == EFBIG && ::getrlimit(RLIMIT_FSIZE, &limit) == 0) available = limit.rlim_cur;
+    throw Error(Fault::memory_exhausted,
+                format("%s of %s does not fit (%s): %s available", what, in_units(nbytes).c_str(),
+                       std::strerror(failed), in_units(available).c_str()))
+        .with("asked", static_cast<i64>(nbytes))
+        .with("free", static_cast<i64>(available));
+}
+
+inline u64 pid_namespace() {
+    struct stat status{};
+    return ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+}
+
+// What an unrelated process needs to attach; plain numbers, good while the owner lives and keeps the descriptor.
+struct TicketNumbers {
+    int pid = 0;
+    u64 start = 0;
+    int fd = -1;
+    u64 inode = 0;
+    u64 nonce = 0;
+};
+
+struct SegmentOptions {
+    std::string name;
+    u64 huge_nbytes = 0;  // 0: ordinary pages
+    bool huge_required = false;
+    int numa_node = -1;
+    bool numa_required = false;
+    bool prefault = true;
+};
+
+class Segment {
+   public:
+    Segment(const Segment&) = delete;
+    Segment& operator=(const Segment&) = delete;
+
+    static std::shared_ptr<Segment> create(Shape shape, const SegmentOptions& options) {
+        std::string label = "penstock:" + options.name;
+        int fd = -1;
+        std::string fallback;
+        if (options.huge_nbytes != 0) {
+            unsigned log2 = static_cast<unsigned>(__builtin_ctzll(options.huge_nbytes));
+            fd = static_cast<int>(::syscall(SYS_memfd_create, label.c_str(), 1u | 2u | MFD_HUGETLB | (log2 << 26)));
+            if (fd >= 0) {
+                shape.page = options.huge_nbytes;
+                Geometry g = Geometry::of(shape);
+                if (::ftruncate(fd, static_cast<off_t>(g.total)) != 0 ||
+                    ::fallocate(fd, 0, 0, static_cast<off_t>(g.total)) != 0) {
+                    ::close(fd);
+                    fd = -1;
+                }
+            }
+            if (fd < 0) {
+                if (options.huge_required)
+                    throw Error(
+                        Fault::memory_exhausted,
+                        format("segment '%s' wants huge pages of %s and the machine has not enough of them: raise "
+                               "vm.nr_hugepages or leave huge_pages out",
+                               options.name.c_str(), in_units(options.huge_nbytes).c_str()))
+                        .with("asked", static_cast<i64>(Geometry::of(shape).total))
+                        .with("free", 0);
+                fallback = "ordinary pages: not enough huge pages";
+                shape.page = PAGE;
+            }
+        }
+        Geometry geometry = Geometry::of(shape);
+        if (fd < 0) {
+            fd = static_cast<int>(::syscall(SYS_memfd_create, label.c_str(), 1u | 2u));  // CLOEXEC | ALLOW_SEALING
+            if (fd < 0) throw Error(Fault::os, format("memfd_create: %s", std::strerror(errno)));
+        }
+        std::shared_ptr<Segment> self(new Segment(fd, geometry));
+        ::fchmod(fd, 0600);
+        if (::ftruncate(fd, static_cast<off_t>(geometry.total)) != 0) {
+            rlimit limit{};
+            ::getrlimit(RLIMIT_FSIZE, &limit);
+            throw Error(Fault::memory_exhausted, format("segment '%s' of %s: %s (limit on file size: %s)",
+                                                        options.name.c_str(), in_units(geometry.total).c_str(),
+                                                        std::strerror(errno), in_units(limit.rlim_cur).c_str()))
+                .with("asked", static_cast<i64>(geometry.total))
+                .with("free", static_cast<i64>(limit.rlim_cur));
+        }
+        if (options.numa_node >= 0 && !self->place(options.numa_node)) {
+            if (options.numa_required)
+                throw Error(Fault::value, format("segment '%s': this machine has no NUMA node %d that we may use",
+                                                 options.name.c_str(), options.numa_node));
+            fallback += (fallback.empty() ? "" : "; ") + format("no NUMA node %d", options.numa_node);
+        }
+        std::string what = "segment '" + options.name + "'";
+        claim_pages(fd, 0, geometry.claimed_at_creation(), what.c_str());
+        if (::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+            throw Error(Fault::os, format("sealing segment '%s': %s", options.name.c_str(), std::strerror(errno)));
+        self->map(options.prefault);
+        Header& header = self->header();
+        header.version = LAYOUT_VERSION;
+        header.fingerprint = layout_fingerprint();
+        while (header.nonce == 0)
+            if (::getrandom(&header.nonce, sizeof header.nonce, 0) != sizeof header.nonce) header.nonce = 0;
+        header.pid_namespace = pid_namespace();
+        header.created_ns = now_ns();
+        header.numa_node_plus_one = static_cast<u64>(options.numa_node + 1);
+        header.shape = shape;
+        std::strncpy(header.name, options.name.c_str(), NAME_NBYTES - 1);
+        header.magic = MAGIC;
+        self->nonce_ = header.nonce;
+        self->name_ = options.name.substr(0, NAME_NBYTES - 1);
+        self->fallback_ = fallback;
+        return self;
+    }
+
+    // Takes over fd. Everything that the file says of itself is checked here, once.
+    // is_observer: everything is mapped read-only, nothing is faulted in.
+    static std::shared_ptr<Segment> adopt(int fd, bool prefault = true, bool is_observer = false) {
+        struct stat status{};
+        auto refuse = [&](std::string why) {
+            ::close(fd);
+            throw Error(Fault::layout_mismatch, "not a segment of ours: " + why);
+        };
+        if (::fstat(fd, &status) != 0) throw Error(Fault::os, format("attaching: %s", std::strerror(errno)));
+        if (status.st_uid != ::geteuid())
+            refuse(format("it belongs to user %u, this process is user %u", status.st_uid, ::geteuid()));
+        int seals = ::fcntl(fd, F_GET_SEALS);
+        if (seals < 0 || (seals & (F_SEAL_SHRINK | F_SEAL_GROW)) != (F_SEAL_SHRINK | F_SEAL_GROW))
+            refuse("it is not sealed against resizing");
+        Header header{};
+        static_assert(std::is_standard_layout_v<Shape>);
+        char raw[sizeof(Header)];
+        if (::pread(fd, raw, sizeof raw, 0) != static_cast<ssize_t>(sizeof raw)) refuse("it is too short");
+        std::memcpy(static_cast<void*>(&header), raw, offsetof(Header, peers_version));
+        if (header.magic != MAGIC)
+            refuse(format("magic: expected %016llx, found %016llx", static_cast<unsigned long long>(MAGIC),
+                          static_cast<unsigned long long>(header.magic)));
+        if (header.version != LAYOUT_VERSION || header.fingerprint != layout_fingerprint())
+            refuse(format("layout: expected version %u (%08x), found version %u (%08x): both sides need the same build",
+                          LAYOUT_VERSION, layout_fingerprint(), header.version, header.fingerprint));
+        if (header.pid_namespace != pid_namespace())
+            refuse("its processes live in another pid namespace, where their deaths cannot be seen");
+        Geometry geometry;
+        try {
+            geometry = Geometry::of(header.shape);
+        } catch (...) {
+            ::close(fd);
+            throw;
+        }
+        if (static_cast<u64>(status.st_size) < geometry.total)
+            refuse(format("it has %llu bytes and says %llu", static_cast<unsigned long long>(status.st_size),
+                          static_cast<unsigned long long>(geometry.total)));
+        std::shared_ptr<Segment> self(new Segment(fd, geometry));
+        self->nonce_ = header.nonce;
+        header.name[NAME_NBYTES - 1] = 0;
+        self->name_ = header.name;
+        self->map(prefault && !is_observer, is_observer ? PROT_READ : PROT_READ | PROT_WRITE);
+        return self;
+    }
+
+    static std::shared_ptr<Segment> attach(const TicketNumbers& ticket, bool prefault = true) {
+        if (start_ticks(ticket.pid) != ticket.start)
+            throw Error(Fault::layout_mismatch, format("the owner of the ticket, pid %d, is gone", ticket.pid));
+        std::string path = format("/proc/%d/fd/%d", ticket.pid, ticket.fd);
+        struct stat status{};
+        if (::stat(path.c_str(), &status) !=
+            0) {  // looked at before it is opened: opening a pipe or terminal has effects
+            if (errno == EACCES || errno == EPERM)
+                throw Error(Fault::os,
+                            format("the ticket's owner, pid %d, may not be looked into: only its own user can attach",
+                                   ticket.pid));
+            throw Error(Fault::layout_mismatch,
+                        format("the ticket's owner, pid %d, has closed it (%s)", ticket.pid, std::strerror(errno)));
+        }
+        if (!S_ISREG(status.st_mode) || status.st_ino != ticket.inode)
+            throw Error(
+                Fault::layout_mismatch,
+                format("the ticket's owner, pid %d, has closed it: inode %llu expected, %llu found", ticket.pid,
+                       static_cast<unsigned long long>(ticket.inode), static_cast<unsigned long long>(status.st_ino)));
+        int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+        if (fd < 0) throw Error(Fault::os, format("attaching to pid %d: %s", ticket.pid, std::strerror(errno)));
+        auto self = adopt(fd, prefault);
+        if (self->nonce_ != ticket.nonce)
+            throw Error(
+                Fault::layout_mismatch,
+                format("the ticket is for another segment: nonce %016llx expected, %016llx found",
+                       static_cast<unsigned long long>(ticket.nonce), static_cast<unsigned long long>(self->nonce_)));
+        return self;
+    }
+
+    ~Segment() {
+        if (control_ != nullptr) ::munmap(control_, geometry_.data);
+        if (read_ != nullptr) ::munmap(read_, data_nbytes());
+        if (u8* mapped = write_.load()) ::munmap(mapped, data_nbytes());
+        ::close(fd_);
+    }
+
+    TicketNumbers ticket() const {
+        struct stat status{};
+        ::fstat(fd_, &status);
+        return {process()->pid, process()->start, fd_, status.st_ino, nonce_};
+    }
+    int fd() const { return fd_; }
+    u64 nonce() const { return nonce_; }
+    const std::string& name() const { return name_; }
+    const std::string& fallback() const { return fallback_; }
+    const Geometry& geometry() const { return geometry_; }
+    u64 nbytes() const { return geometry_.total; }
+
+    template <class T>
+    T* at(u64 offset) const {
+        return reinterpret_cast<T*>(control_ + offset);
+    }
+    Header& header() const { return *at<Header>(0); }
+    u64 data_nbytes() const { return geometry_.total - geometry_.data; }
+
+    // Offsets are in the file. The read mapping cannot be written through, by anybody in this process.
+    const u8* read_at(u64 offset) const { return read_ + (offset - geometry_.data); }
+    u8* write_at(u64 offset) {
+        u8* mapped = write_.load(std::memory_order_acquire);
+        if (mapped == nullptr) mapped = map_for_writing();
+        return mapped + (offset - geometry_.data);
+    }
+
+   private:
+    Segment(int fd, const Geometry& geometry) : geometry_(geometry), fd_(fd) {}
+
+    u8* map_part(u64 offset, u64 nbytes, int protection) {
+        void* mapped = ::mmap(nullptr, nbytes, protection, MAP_SHARED | MAP_NORESERVE, fd_, static_cast<off_t>(offset));
+        if (mapped != MAP_FAILED) return static_cast<u8*>(mapped);
+        rlimit limit{};
+        ::getrlimit(RLIMIT_AS, &limit);
+        throw Error(Fault::memory_exhausted,
+                    format("mapping %s of segment '%s': %s (limit on address space: %s)", in_units(nbytes).c_str(),
+                           name_.c_str(), std::strerror(errno), in_units(limit.rlim_cur).c_str()))
+            .with("asked", static_cast<i64>(nbytes))
+            .with("free", static_cast<i64>(limit.rlim_cur));
+    }
+    void map(bool prefault, int control_protection = PROT_READ | PROT_WRITE) {
+        control_ = map_part(0, geometry_.data, control_protection);
+        if (data_nbytes() != 0) read_ = map_part(geometry_.data, data_nbytes(), PROT_READ);
+        if (prefault) {  // a hint: where the kernel is too old the pages come one by one
+            ::madvise(control_, geometry_.data, MADV_POPULATE_WRITE);
+            u64 claimed = geometry_.claimed_at_creation() - geometry_.data;
+            if (claimed != 0) ::madvise(read_, claimed, MADV_POPULATE_READ);
+        }
+        prefault_ = prefault;
+    }
+    u8* map_for_writing() {
+        u8* mapped = map_part(geometry_.data, data_nbytes(), PROT_READ | PROT_WRITE);
+        u8* before = nullptr;
+        if (!write_.compare_exchange_strong(before, mapped)) {
+            ::munmap(mapped, data_nbytes());
+            return before;
+        }
+        u64 claimed = geometry_.claimed_at_creation() - geometry_.data;
+        if (prefault_ && claimed != 0) ::madvise(mapped, claimed, MADV_POPULATE_WRITE);
+        return mapped;
+    }
+    bool place(int node) {  // the policy of a shared mapping belongs to the file: it rules the claim that follows
+        if (node >= 1024) return false;
+        void* mapped = ::mmap(nullptr, geometry_.total, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd_, 0);
+        if (mapped == MAP_FAILED) return false;
+        unsigned long nodes[1024 / (8 * sizeof(unsigned long))] = {};
+        nodes[static_cast<unsigned>(node) / 64] = 1ul << (node % 64);
+        constexpr int BIND = 2;
+        long got = ::syscall(SYS_mbind, mapped, geometry_.total, BIND, nodes, 1024ul + 1, 0u);
+        ::munmap(mapped, geometry_.total);
+        return got == 0;
+    }
+
+    Geometry geometry_;
+    int fd_;
+    u64 nonce_ = 0;
+    bool prefault_ = true;
+    std::string name_, fallback_;
+    u8* control_ = nullptr;
+    u8* read_ = nullptr;
+    std::atomic<u8*> write_{nullptr};
+};
+
+}  // namespace penstock

@@ -1,0 +1,186 @@
+// snapshot.h: everything a segment tells of itself, read through a read-only mapping, without joining or disturbing it.
+#pragma once
+#include <map>
+
+#include "channel.h"
+
+namespace penstock::snapshot {
+
+struct Node {
+    std::vector<std::pair<std::string, i64>> numbers;
+    std::vector<std::pair<std::string, std::string>> words;
+    std::vector<std::pair<std::string, std::vector<Node>>> lists;
+    Node& set(const char* key, u64 value) {
+        numbers.emplace_back(key, static_cast<i64>(value));
+        return *this;
+    }
+    Node& set(const char* key, std::string value) {
+        for (char& c : value)
+            if (static_cast<unsigned char>(c) < 32 || static_cast<unsigned char>(c) > 126)
+                c = '?';  // bytes of somebody else
+        words.emplace_back(key, std::move(value));
+        return *this;
+    }
+};
+
+inline std::vector<Node> peers(Attachment& by) {
+    std::vector<Node> out;
+    for (u32 slot = 0; slot < by.shape().max_peers; ++slot) {
+        PeerSlot& peer = by.peer(slot);
+        u64 identity = peer.identity.load(std::memory_order_acquire);
+        PeerState state = state_of(identity);
+        if (state == PeerState::free) continue;
+        char process_state = 0;
+        u64 start = start_ticks(pid_of(identity), &process_state);
+        bool is_there = start != 0 && (start & START_MASK) == start_of(identity) && process_state != 'Z';
+        const char* word = state == PeerState::left                       ? "left"
+                           : state == PeerState::dead                     ? "dead"
+                           : !is_there                                    ? "dying"
+                           : state == PeerState::dying                    ? "dying"
+                           : process_state == 'T' || process_state == 't' ? "stopped"
+                                                                          : "live";
+        Node node;
+        node.set("index", slot).set("epoch", peer.epoch.load()).set("pid", static_cast<u64>(pid_of(identity)));
+        node.set("name", by.name_of(slot))
+            .set("state", word)
+            .set("how", state == PeerState::dead ? how_in_words(peer.how.load()) : "");
+        node.set("joined_ns", peer.joined_ns.load())
+            .set("reaped_blocks", peer.reaped_blocks.load())
+            .set("reaped_nbytes", peer.reaped_nbytes.load())
+            .set("reaps", peer.reaps.load());
+        out.push_back(std::move(node));
+    }
+    return out;
+}
+
+inline void add_waits(Node& node, const Waits& waits, u64 now) {
+    u64 since = waits.since_ns.load();
+    node.set("records", waits.records.load())
+        .set("nbytes", waits.nbytes.load())
+        .set("spins", waits.spins.load())
+        .set("parks", waits.parks.load());
+    node.set("wakes", waits.wakes.load())
+        .set("longest_wait_ns", waits.longest_ns.load())
+        .set("furthest_behind_nbytes", waits.furthest_nbytes.load());
+    node.set("waiting_ns", since != 0 && since <= now ? std::max<u64>(now - since, 1) : 0);
+}
+inline const char* end_word(EndState state) {
+    switch (state) {
+        case EndState::expected: return "expected";
+        case EndState::live: return "live";
+        case EndState::closed: return "closed";
+        case EndState::dead: return "dead";
+        default: return "corrupt";
+    }
+}
+inline void add_end(Node& node, Attachment& by, End end) {
+    bool is_known = end.state != EndState::expected && end.slot < by.shape().max_peers &&
+                    (by.peer(end.slot).epoch.load() & EPOCH_MASK) == end.peer_epoch;
+    node.set("state", end_word(end.state)).set("peer", is_known ? end.slot : ~0ull).set("epoch", end.epoch);
+    node.set("name", is_known ? by.name_of(end.slot) : "")
+        .set("pid", is_known ? static_cast<u64>(pid_of(by.peer(end.slot).identity.load())) : 0);
+}
+
+inline Node take(int fd) {
+    auto by = Attachment::observe(Segment::adopt(fd, false, true));
+    const Geometry& g = by->segment().geometry();
+    Header& header = by->segment().header();
+    u64 now = now_ns();
+    Node out;
+    const char* kinds[] = {"?", "segment", "pool", "channel"};
+    const char* styles[] = {"", "ring", "broadcast", "inbox"};
+    out.set("name", by->segment().name())
+        .set("kind", g.shape.kind == 3 && g.shape.style <= 3 ? styles[g.shape.style] : kinds[g.shape.kind]);
+    out.set("nonce", format("%016llx", static_cast<unsigned long long>(by->segment().nonce())));
+    out.set("nbytes", g.total)
+        .set("page_nbytes", g.shape.page)
+        .set("age_ns", now - header.created_ns)
+        .set("max_peers", g.shape.max_peers);
+    out.lists.emplace_back("peers", peers(*by));
+    if (g.pool != 0) {
+        Pool pool(*by);
+        PoolStats s = pool.stats();
+        Node node;
+        node.set("nbytes", s.nbytes)
+            .set("claimed_nbytes", s.claimed_nbytes)
+            .set("taken_nbytes", s.taken_nbytes)
+            .set("free_nbytes", s.free_nbytes);
+        node.set("largest_free_nbytes", s.largest_free_nbytes)
+            .set("blocks", s.blocks)
+            .set("max_blocks", g.shape.max_blocks)
+            .set("takes", s.takes);
+        node.set("taken_nbytes_total", s.taken_nbytes_total)
+            .set("exhaustions", s.exhaustions)
+            .set("recoveries", s.recoveries)
+            .set("stale_refs", s.stale_refs);
+        u32 lock = pool.header().lock.load();
+        node.set("lock_holder", lock == 0 ? ~0ull : (lock & 0xff) - 1);
+        std::vector<Node> holders;
+        for (const auto& h : s.holders) {
+            Node holder;
+            holder.set("peer", h.slot)
+                .set("name", by->name_of(h.slot))
+                .set("blocks", h.blocks)
+                .set("nbytes", h.nbytes)
+                .set("granted", h.granted);
+            holders.push_back(std::move(holder));
+        }
+        node.lists.emplace_back("holders", std::move(holders));
+        std::vector<Node> one;
+        one.push_back(std::move(node));
+        out.lists.emplace_back("pool", std::move(one));
+        out.set("claimed_nbytes", g.shape.granule_nbytes == 0 ? g.total : g.pool_data + s.claimed_nbytes);
+    } else {
+        out.set("claimed_nbytes", g.total);
+    }
+    if (g.channel != 0) {
+        Channel channel(by);
+        const char* latencies[] = {"eco", "auto", "spin"};
+        out.set("latency", latencies[g.shape.latency])
+            .set("lane_nbytes", g.shape.lane_nbytes)
+            .set("inline_limit", g.shape.inline_limit);
+        std::vector<Node> senders, receivers;
+        for (u32 i = 0; i < g.shape.lanes; ++i) {
+            Lane& lane = channel.lane(i);
+            Node node;
+            node.set("index", i);
+            add_end(node, *by, end_of(lane.word.load()));
+            add_waits(node, lane.waits, now);
+            node.set("spills", lane.spills.load())
+                .set("exhaustions", lane.exhaustions.load())
+                .set("refused", lane.refused.load());
+            u64 last = lane.last_ns.load();
+            node.set("last_sent_ns", last != 0 && last <= now ? now - last : 0);
+            senders.push_back(std::move(node));
+        }
+        for (u32 r = 0; r < g.shape.receivers; ++r) {
+            Node node;
+            node.set("index", r);
+            add_end(node, *by, end_of(channel.receiver(r).word.load()));
+            add_waits(node, channel.receiver(r).waits, now);
+            std::vector<Node> cursors;
+            u64 records_behind = 0, nbytes_behind = 0;
+            for (u32 i = 0; i < g.shape.lanes; ++i) {
+                Cursor& cursor = channel.cursor(i, r);
+                if (mode_of(cursor.mode.load()) != CursorMode::counted) continue;
+                u64 sequence = channel.lane(i).sequence.load(), committed = channel.lane(i).committed.load();
+                u64 records = sequence - std::min(cursor.sequence.load(), sequence),
+                    nbytes = committed - std::min(cursor.released.load(), committed);
+                records_behind += records;
+                nbytes_behind += nbytes;
+                if (g.shape.lanes == 1 || records == 0) continue;
+                Node one;
+                one.set("sender", i).set("records_behind", records).set("nbytes_behind", nbytes);
+                cursors.push_back(std::move(one));
+            }
+            node.set("records_behind", records_behind).set("nbytes_behind", nbytes_behind);
+            node.lists.emplace_back("behind", std::move(cursors));
+            receivers.push_back(std::move(node));
+        }
+        out.lists.emplace_back("senders", std::move(senders));
+        out.lists.emplace_back("receivers", std::move(receivers));
+    }
+    return out;
+}
+
+}  // namespace penstock::snapshot

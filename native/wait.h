@@ -1,0 +1,236 @@
+// wait.h: the only code that sleeps. A bell is an eventcount: whoever waits says so, looks again, then sleeps on the
+// word that a ringer moves; so a wake-up cannot be lost, whatever is delayed (tests/model/test_bell.py explores it).
+//
+//   waiter                                            ringer
+//   parked |= bit            seq_cst (ORDER bell)     publish            release
+//   seen = rings             seq_cst                  fence              seq_cst (ORDER bell)
+//   ready? -> no sleep                                parked == 0? -> nobody to wake
+//   futex_wait(rings, seen)                           rings += 1; futex_wake
+//
+// If the ringer does not see the bit, its fence came first, and the waiter's second look sees what was published.
+// If it does, rings has moved since `seen` was read, and the kernel refuses to sleep, or wakes.
+// Bits are cleared by the waiter alone, so a ringer that stops anywhere leaves the bit for the next one to see.
+#pragma once
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstdlib>
+
+#include "clock.h"
+#include "layout.h"
+#include "points.h"
+
+namespace penstock {
+
+enum class Latency : u32 { eco = 0, automatic = 1, spin = 2 };
+
+// std::atomic::wait uses the private futex, which does not work between processes.
+inline int futex(Shared<u32>* word, int operation, u32 value, const timespec* timeout, u32 mask) {
+    long got = ::syscall(SYS_futex, reinterpret_cast<u32*>(word), operation, value, timeout, nullptr, mask);
+    return got < 0 ? -errno : static_cast<int>(got);
+}
+inline int futex_wait(Shared<u32>* word, u32 seen, u64 deadline) {
+    timespec at{static_cast<time_t>(deadline / 1'000'000'000), static_cast<long>(deadline % 1'000'000'000)};
+    return futex(word, FUTEX_WAIT_BITSET, seen, deadline == NEVER ? nullptr : &at, FUTEX_BITSET_MATCH_ANY);
+}
+inline int futex_wake(Shared<u32>* word, int waiters) {
+    return futex(word, FUTEX_WAKE, static_cast<u32>(waiters), nullptr, 0);
+}
+
+// ── how long to spin ───────────────────────────────────────────────────────────────────────────────────────────────
+inline constexpr u64 SPIN_NS_AUTO = 50'000;      // about one wake-up across cores on a 2-core VM
+inline constexpr u64 SPIN_NS_MOST = 10'000'000;  // latency="spin": then look whether a signal or a death is waiting
+inline constexpr u64 WAKE_NS = 100'000;          // what a sleep of no length may cost: shorter waits than window + this
+                                                 // would have been spun through
+inline constexpr u64 SHORTAGE_NS = 20'000'000;   // how long a reading of /proc/loadavg is believed
+inline constexpr int HAND_ON_WAKES = 2;  // a ringer wakes so many; the woken wake the rest. Two, so that one that
+                                         // is stopped between waking and handing on does not keep the others
+
+// Are there more runnable threads than processors we may use? One number for the whole machine, a few microseconds to
+// read, so at most once in SHORTAGE_NS. Unreadable: no.
+class Shortage {
+   public:
+    static bool now(u64 at) {
+        static Shortage* one = new Shortage;
+        return one->read(at);
+    }
+
+   private:
+    Shortage() {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        if (::sched_getaffinity(0, sizeof set, &set) == 0) cpus_ = CPU_COUNT(&set);
+        fd_ = ::open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
+    }
+    bool read(u64 at) {
+        if (cpus_ < 2) return true;
+        u64 last = read_ns_.load(std::memory_order_relaxed);
+        if (at - last < SHORTAGE_NS) return short_.load(std::memory_order_relaxed);
+        if (!read_ns_.compare_exchange_strong(last, at, std::memory_order_relaxed)) return short_.load();
+        char text[128];
+        ssize_t n = fd_ < 0 ? -1 : ::pread(fd_, text, sizeof text - 1, 0);
+        if (n <= 0) return false;
+        text[n] = 0;
+        char* field = text;
+        for (int i = 0; i < 3 && field != nullptr; ++i) field = std::strchr(field + 1, ' ');
+        bool is_short = field != nullptr && std::atoi(field + 1) > cpus_;
+        short_.store(is_short, std::memory_order_relaxed);
+        return is_short;
+    }
+    int cpus_ = 1;
+    int fd_ = -1;
+    std::atomic<u64> read_ns_{0};
+    std::atomic<bool> short_{false};
+};
+
+// One waiter's memory of whether spinning paid, in the manner of halt-polling: the window opens when a wait that slept
+// would have fitted into it, and closes when it would not, when the other side last ran on our own processor (it may
+// need it to answer), or when processors are short.
+class Spinner {
+   public:
+    explicit Spinner(Latency latency = Latency::automatic) : latency_(latency) {
+        if (latency == Latency::spin) window_ns_ = SPIN_NS_MOST;
+    }
+
+    // Spins until ready() or the window closes. cpu: where the one we wait for last was.
+    template <class Ready>
+    bool spin(u64 started, const Shared<u32>* cpu, Ready&& ready) {
+        spun_ns_ = 0;
+        if (latency_ == Latency::eco || window_ns_ == 0) return false;
+        if (cpu != nullptr && cpu->load(std::memory_order_relaxed) == current_cpu()) return false;
+        if (latency_ == Latency::automatic && (holdoff_ > 0 || Shortage::now(started))) {
+            if (holdoff_ > 0) --holdoff_;
+            return false;
+        }
+        for (u64 at = started;;) {
+            for (int i = 0; i < 16; ++i) {
+                if (ready()) return true;
+                pause_cpu();
+            }
+            u64 next = now_ns();
+            spun_ns_ = next - started;
+            if (spun_ns_ >= window_ns_) return false;
+            if (latency_ == Latency::automatic) {
+                if (next - at > 200'000) {  // we were put aside while spinning: processors are short
+                    holdoff_ = 64;
+                    window_ns_ = 0;
+                    return false;
+                }
+                if (cpu != nullptr && cpu->load(std::memory_order_relaxed) == current_cpu()) return false;
+            }
+            at = next;
+        }
+    }
+
+    // Tells how a wait that had to sleep went: waited in all, and asleep of it.
+    void slept(u64 waited_ns, u64 asleep_ns) {
+        if (latency_ != Latency::automatic) return;
+        if (spun_ns_ > SPIN_NS_AUTO / 2 && asleep_ns < 10'000) {  // it came as soon as we got out of its way
+            holdoff_ = 64;
+            window_ns_ = 0;
+        } else if (waited_ns <= SPIN_NS_AUTO + WAKE_NS) {
+            window_ns_ = std::min(SPIN_NS_AUTO, std::max<u64>(5'000, 2 * window_ns_));
+        } else {
+            window_ns_ = window_ns_ < 5'000 ? 0 : window_ns_ / 4;
+        }
+    }
+    u64 window_ns() const { return window_ns_; }
+
+   private:
+    Latency latency_;
+    u64 window_ns_ = 0;
+    u64 spun_ns_ = 0;
+    int holdoff_ = 0;
+};
+
+// ── ringing ────────────────────────────────────────────────────────────────────────────────────────────────────────
+// Called after something was published. Returns the bits of waiters in event loops, whom the caller must wake through
+// their pipes (Attachment::wake_async knows how), and counts the wakes.
+inline u64 ring(Bell& bell, Shared<u64>* wakes = nullptr, int most = HAND_ON_WAKES) {
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell: published before parked is read
+    u64 parked = bell.parked.load(std::memory_order_relaxed);
+    u64 in_loop = bell.parked_async.load(std::memory_order_relaxed);
+    if (__builtin_expect((parked | in_loop) == 0, 1)) return 0;
+    bell.rings.fetch_add(1, std::memory_order_seq_cst);
+    if (parked != 0) {
+        int woken = futex_wake(&bell.rings, most);
+        if (wakes != nullptr && woken > 0)
+            wakes->store(wakes->load(std::memory_order_relaxed) + static_cast<u64>(woken), std::memory_order_relaxed);
+    }
+    return in_loop;
+}
+
+// For what concerns everybody (an end closed, a peer died): wake all, whether their bit is seen or not.
+inline u64 ring_all(Bell& bell) {
+    bell.rings.fetch_add(1, std::memory_order_seq_cst);
+    futex_wake(&bell.rings, INT_MAX);
+    return bell.parked_async.load(std::memory_order_seq_cst);
+}
+
+// interrupted: a signal came, or may have come just before we slept (futex has no signal mask to close that gap): the
+// caller looks, and calls again. Python says a KeyboardInterrupt is seen within 100 ms; twelve looks a second cost
+// 0.006 %.
+enum class Woken { ready, deadline, interrupted };
+inline constexpr u64 LOOK_UP_NS = 80'000'000;
+
+// Sleeps until ready(), the deadline, or a signal. The caller has let go of every lock of the interpreter. With
+// clears = false the bit is left to the ringer, which takes all bits and wakes all: for waiters that share bits.
+template <bool clears = true, class Ready>
+Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, const Shared<u32>* cpu, Ready&& ready) {
+    constexpr auto relaxed = std::memory_order_relaxed;
+    auto count = [](Shared<u64>& counter) { counter.store(counter.load(relaxed) + 1, relaxed); };
+    u64 entered = now_ns(), began = waits.since_ns.load(relaxed);
+    bool is_resumed = began != 0 && began <= entered;  // after an interruption: the same wait, which has spun already
+    u64 started = is_resumed ? began : entered;
+    if (!is_resumed) waits.since_ns.store(started, relaxed);
+    u64 until = std::min(deadline, entered + LOOK_UP_NS);
+    auto finish = [&](Woken why) {
+        u64 waited = now_ns() - started;
+        if (why != Woken::interrupted) waits.since_ns.store(0, relaxed);
+        if (waited > waits.longest_ns.load(relaxed)) waits.longest_ns.store(waited, relaxed);
+        return why;
+    };
+    if (!is_resumed && spinner.spin(started, cpu, ready)) {
+        count(waits.spins);
+        return finish(Woken::ready);
+    }
+    u64 slept_from = now_ns();
+    for (;;) {
+        bell.parked.fetch_or(bit, std::memory_order_seq_cst);  // ORDER bell: before the second look
+        u32 seen = bell.rings.load(std::memory_order_seq_cst);
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        PENSTOCK_POINT("wait.parked");
+        int got = 0;
+        bool is_ready = ready();
+        if (!is_ready) {
+            if (!is_resumed) count(waits.parks);
+            got = futex_wait(&bell.rings, seen, until);
+            PENSTOCK_POINT("wait.woken");
+        }
+        u64 others = clears ? bell.parked.fetch_and(~bit, std::memory_order_seq_cst) & ~bit : 0;
+        if (others != 0 && got == 0 && !is_ready) {  // hand the wake-up on
+            int woken = futex_wake(&bell.rings, 1);
+            if (woken > 0) count(waits.wakes);
+        }
+        if (is_ready || ready()) {
+            u64 now = now_ns();
+            spinner.slept(now - started, now - slept_from);
+            return finish(Woken::ready);
+        }
+        if (got == -EINTR) return finish(Woken::interrupted);
+        u64 now = now_ns();
+        if (now < deadline && now < until) continue;
+        if (now < deadline) return finish(Woken::interrupted);
+        if (now >= deadline) {
+            spinner.slept(now_ns() - started, now_ns() - slept_from);
+            return finish(Woken::deadline);
+        }
+    }
+}
+
+}  // namespace penstock

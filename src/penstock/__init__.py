@@ -1,0 +1,83 @@
+"""Penstock: the data plane between the processes of an inference engine, through shared memory."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as _version
+
+from penstock._native import Lease, Receiver, Reservation, Sender
+from penstock.channel import (
+    AsyncReceiver,
+    AsyncSender,
+    Broadcast,
+    Channel,
+    Inbox,
+    Ring,
+    open_broadcast,
+    open_inbox,
+    open_ring,
+)
+from penstock.channel.channels import channel_of as _channel_of
+from penstock.errors import (
+    ChannelError,
+    ClosedError,
+    CorruptRecord,
+    DecodeError,
+    EndOfChannel,
+    LayoutMismatch,
+    MemoryExhausted,
+    PeerDied,
+    PenstockError,
+    StaleRef,
+    Timeout,
+    WouldBlock,
+)
+from penstock.memory import Holder, Peer, Pool, PoolStats, Ref, Segment, Ticket
+from penstock.memory.segment import attach_segment as _attach_segment
+
+__version__ = _version("penstock")
+
+
+def attach(where: Ticket | str | int) -> Channel | Pool | Segment:
+    """What a ticket, or an inherited descriptor (which is taken over), leads to: a channel, a pool or a segment."""
+    segment = _attach_segment(where)
+    if segment.kind == 1:
+        return Segment(segment)
+    return Pool(segment) if segment.kind == 2 else _channel_of(segment)
+
+
+__all__ = [
+    "AsyncReceiver",
+    "AsyncSender",
+    "Broadcast",
+    "Channel",
+    "ChannelError",
+    "ClosedError",
+    "CorruptRecord",
+    "DecodeError",
+    "EndOfChannel",
+    "Holder",
+    "Inbox",
+    "LayoutMismatch",
+    "Lease",
+    "MemoryExhausted",
+    "Peer",
+    "PeerDied",
+    "PenstockError",
+    "Pool",
+    "PoolStats",
+    "Receiver",
+    "Ref",
+    "Reservation",
+    "Ring",
+    "Segment",
+    "Sender",
+    "StaleRef",
+    "Ticket",
+    "Timeout",
+    "WouldBlock",
+    "__version__",
+    "attach",
+    "open_broadcast",
+    "open_inbox",
+    "open_ring",
+]

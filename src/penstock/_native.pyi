@@ -1,0 +1,262 @@
+"""
+The native core of penstock: segments, pools, peers, channels. Use it through the package.
+"""
+
+
+
+LAYOUT_VERSION: int = 1
+
+LAYOUT_FINGERPRINT: int = 2598512044
+
+MAX_PEERS: int = 128
+
+MAX_RECEIVERS: int = 64
+
+MAX_SENDERS: int = 64
+
+MAX_BLOCKS: int = 65536
+
+POINTS: tuple = ...
+
+def arm_point(name: str, action: str, countdown: int = 1, delay_us: int = 0) -> None:
+    """
+    For tests: what happens when this process passes the point for the countdown-th time.
+    """
+
+def memory_available() -> int: ...
+
+def total_memory() -> int: ...
+
+def process_identity() -> tuple: ...
+
+def start_ticks(pid: int) -> int: ...
+
+def snapshot(fd: int) -> dict:
+    """
+    Everything a segment tells of itself, read-only, without joining it. Takes the descriptor over.
+    """
+
+def nothing() -> None:
+    """Does nothing: what a call costs."""
+
+class Segment:
+    """One anonymous shared mapping: sized, its pages claimed, sealed."""
+
+    @staticmethod
+    def create(name: str, shape: dict, huge_nbytes: int = 0, huge_required: bool = False, numa_node: int = -1, numa_required: bool = False, prefault: bool = True) -> Segment: ...
+
+    @staticmethod
+    def adopt(fd: int) -> Segment:
+        """Takes the descriptor over."""
+
+    @staticmethod
+    def attach(pid: int, start: int, fd: int, inode: int, nonce: int) -> Segment: ...
+
+    def ticket(self) -> tuple: ...
+
+    def bytes(self, is_writable: bool) -> Bytes: ...
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nonce(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def claimed_nbytes(self) -> int: ...
+
+    @property
+    def page_nbytes(self) -> int: ...
+
+    @property
+    def fallback(self) -> str: ...
+
+    @property
+    def kind(self) -> int: ...
+
+    @property
+    def style(self) -> int: ...
+
+    @property
+    def lanes(self) -> int: ...
+
+    @property
+    def receivers(self) -> int: ...
+
+    @property
+    def inline_limit(self) -> int: ...
+
+class Bytes:
+    pass
+
+class Lease:
+    """
+    The right to touch some shared bytes, as an object that exports them. Released once; by itself with its last view.
+    """
+
+    def release(self) -> None: ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *args) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def is_writable(self) -> bool: ...
+
+    @property
+    def is_released(self) -> bool: ...
+
+    def ref_numbers(self) -> tuple: ...
+
+    def grant(self, to: int) -> None: ...
+
+class Attachment:
+    """This process in a segment, as one of its peers."""
+
+    def __init__(self, segment: Segment, name: str = '') -> None: ...
+
+    @property
+    def slot(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def is_ours(self) -> bool: ...
+
+    def bell_fd(self) -> int: ...
+
+    def peers(self) -> list: ...
+
+    def take(self, nbytes: int, timeout: object | None = 0) -> object: ...
+
+    def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> object: ...
+
+    def grant(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: int) -> None: ...
+
+    def revoke(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: int) -> bool: ...
+
+    def stats(self) -> dict: ...
+
+    def trim(self, keep: int = 0) -> int: ...
+
+class Reservation:
+    """
+    Room for one record, filled in place. Visible after commit(); a `with` block commits, or aborts if it raises.
+    """
+
+    def commit(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *args) -> None: ...
+
+class Sender:
+    """The end of a channel that sends."""
+
+    def __init__(self, attachment: Attachment, index: int = -1) -> None: ...
+
+    def send(self, record: Buffer | Sequence[Buffer], timeout: float | None = None) -> None:
+        """
+        Sends one record: a buffer, or several gathered into one. Blocks while there is no room, until `timeout` seconds have passed.
+        Raises Timeout naming the slowest receiver, PeerDied once per receiver that died, EndOfChannel when all have closed.
+        """
+
+    def send_nowait(self, record: Buffer | Sequence[Buffer]) -> None:
+        """The same, but raises WouldBlock instead of blocking."""
+
+    def try_send(self, record: Buffer | Sequence[Buffer]) -> bool: ...
+
+    def reserve(self, nbytes: int, timeout: float | None = None) -> Reservation:
+        """Room for one record of `nbytes`, to be filled in place and committed."""
+
+    def arm(self) -> bool: ...
+
+    def disarm(self) -> None: ...
+
+    def timeout_error(self, waited: float) -> None: ...
+
+    def close(self) -> None:
+        """
+        Ends the channel in peace: receivers read what is there, then EndOfChannel.
+        """
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *args) -> None: ...
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+class Receiver:
+    """The end of a channel that receives."""
+
+    def __init__(self, attachment: Attachment, index: int = -1) -> None: ...
+
+    def receive(self, timeout: float | None = None) -> bytes:
+        """
+        The next record, copied. Blocks until there is one, or `timeout` seconds have passed.
+        Raises Timeout, PeerDied after the last record of a sender that died, EndOfChannel after the last of one that closed.
+        """
+
+    def receive_view(self, timeout: float | None = None) -> Lease:
+        """
+        The next record where it lies: a read-only lease. A record in the ring keeps its room until the lease is released.
+        """
+
+    def receive_nowait(self) -> bytes: ...
+
+    def receive_view_nowait(self) -> Lease: ...
+
+    def try_receive(self, as_view: bool = False) -> bytes | Lease | None: ...
+
+    def arm(self) -> bool: ...
+
+    def disarm(self) -> None: ...
+
+    def timeout_error(self, waited: float) -> None: ...
+
+    def close(self) -> None:
+        """Leaves the channel: the sender no longer waits for this receiver."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *args) -> None: ...
+
+    def __iter__(self) -> object: ...
+
+    def __next__(self) -> bytes: ...
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def source(self) -> int:
+        """The sender (its index) of the record that was received last."""
+
+    @property
+    def name(self) -> str: ...

@@ -1,0 +1,70 @@
+"""What can go wrong, by whose doing it was. Everything derives from PenstockError; this module imports nothing."""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """The base of all errors of this package."""
+
+
+class ChannelError(PenstockError):
+    """Something about a channel, not about what it carries."""
+
+
+class ClosedError(ChannelError, RuntimeError):
+    """You closed this end, or it belongs to the process before a fork()."""
+
+
+class EndOfChannel(ChannelError):
+    """They closed theirs, in peace. Ends a `for` loop."""
+
+
+class WouldBlock(ChannelError):
+    """Only from the *_nowait calls: there is no record, or no room, now."""
+
+
+class CorruptRecord(ChannelError):
+    """The ring does not hold a record where one must be: somebody wrote where it must not."""
+
+
+class Timeout(PenstockError, TimeoutError):
+    """The deadline passed. The text says what was awaited, of whom, and when that peer was last seen."""
+
+    receiver: int | None = None
+    pid: int | None = None
+    records_behind: int | None = None
+    nbytes_behind: int | None = None
+    ns_behind: int | None = None
+
+
+class PeerDied(PenstockError):
+    """A process at the other end is gone without having closed. What it held has been given back."""
+
+    name: str = ""
+    pid: int = 0
+    how: str = ""
+    held: str = ""
+
+
+class MemoryExhausted(PenstockError, MemoryError):
+    """There is not as much memory as was asked for: the numbers say how much there is, and who holds the rest."""
+
+    asked: int = 0
+    free: int = 0
+    largest: int = 0
+    holders: str = ""
+
+
+class StaleRef(PenstockError):
+    """A reference to a block that is gone, or that was never ours."""
+
+    expected: int = 0
+    found: int = 0
+
+
+class LayoutMismatch(PenstockError):
+    """What was attached to is not a segment of this build, or is gone."""
+
+
+class DecodeError(PenstockError, ValueError):
+    """A message that is not what it should be, with the path to where it is not."""

@@ -1,0 +1,12 @@
+"""Shared memory: segments, a pool that lends blocks of them out, leases, and the peers that hold these.
+
+Leaves to the layers above: in which order anything is said to whom.
+"""
+
+from penstock._native import Lease
+from penstock.memory.peers import Peer
+from penstock.memory.pool import Holder, Pool, PoolStats
+from penstock.memory.ref import Ref
+from penstock.memory.segment import Segment, Ticket
+
+__all__ = ["Holder", "Lease", "Peer", "Pool", "PoolStats", "Ref", "Segment", "Ticket"]

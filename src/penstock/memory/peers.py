@@ -1,0 +1,27 @@
+"""The peers of a segment, as plain values for those who look."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+PeerState = Literal["live", "stopped", "dying", "dead", "left"]
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """One attached process. A slot (`index`) that is taken again by another process has a new `epoch`.
+
+    `stopped` (SIGSTOP) is not dead: a stopped peer keeps everything it holds.
+    """
+
+    index: int
+    epoch: int
+    pid: int
+    name: str
+    state: PeerState
+    how: str = ""
+
+    @classmethod
+    def of(cls, native: dict[str, Any]) -> Peer:
+        return cls(*(native[field] for field in cls.__struct_fields__))

@@ -1,0 +1,160 @@
+"""A pool: blocks of variable size, taken by any peer, opened by any peer that was given a reference.
+
+Leaves to the native core: who holds what, and what happens to it when a holder dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from penstock import _native
+from penstock.errors import LayoutMismatch
+from penstock.memory.peers import Peer
+from penstock.memory.ref import Ref
+from penstock.memory.segment import Shareable, Ticket, attach_segment, placement
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """What one peer holds of a pool: leases, and grants that it has not used yet."""
+
+    peer: int
+    name: str
+    blocks: int
+    nbytes: int
+    granted: int
+
+
+class PoolStats(msgspec.Struct, frozen=True):
+    nbytes: int
+    taken_nbytes: int
+    free_nbytes: int
+    largest_free_nbytes: int
+    claimed_nbytes: int
+    blocks: int
+    takes: int
+    taken_nbytes_total: int
+    exhaustions: int
+    recoveries: int
+    stale_refs: int
+    holders: tuple[Holder, ...]
+
+
+class Pool(Shareable):
+    """Shared memory that is lent out. A process that uses one is a peer of it from the first use on."""
+
+    def __init__(self, segment: _native.Segment, peer_name: str = "") -> None:
+        super().__init__(segment)
+        self._peer_name = peer_name
+        self._attached: _native.Attachment | None = None
+
+    @classmethod
+    def create(
+        cls,
+        nbytes: int,
+        *,
+        name: str = "",
+        peer_name: str = "",
+        max_blocks: int = 1024,
+        max_peers: int = 32,
+        huge_pages: bool | str = False,
+        numa_node: int | None = None,
+        numa_required: bool = False,
+        prefault: bool = True,
+    ) -> Pool:
+        """Claims all its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
+        if nbytes <= 0:
+            raise ValueError(f"a pool has at least one byte, not {nbytes}")
+        shape = {"kind": 2, "max_peers": max_peers, "max_blocks": max_blocks, "has_grants": 1, "pool_nbytes": nbytes}
+        options = placement(huge_pages, numa_node, numa_required)
+        return cls(_native.Segment.create(name, shape, prefault=prefault, **options), peer_name)
+
+    @classmethod
+    def attach(cls, where: Ticket | str | int, *, peer_name: str = "") -> Pool:
+        segment = attach_segment(where)
+        if segment.kind != 2:
+            raise LayoutMismatch(f"'{segment.name}' is not a pool")
+        return cls(segment, peer_name)
+
+    @property
+    def _native(self) -> _native.Attachment:
+        # A child of fork() inherits the object and not the place among the peers: it takes a place of its own.
+        if self._is_closed:
+            from penstock.errors import ClosedError
+
+            raise ClosedError(f"pool '{self.name}' is closed")
+        if self._attached is None or not self._attached.is_ours:
+            self._attached = _native.Attachment(self._segment, self._peer_name)
+        return self._attached
+
+    def join(self, name: str = "") -> Peer:
+        """Takes a place among the peers now, under this name, instead of at the first use."""
+        if name and self._attached is None:
+            self._peer_name = name
+        return self.peer
+
+    @property
+    def peer(self) -> Peer:
+        """This process, as a peer of this pool."""
+        index = self._native.slot
+        return next(peer for peer in self.peers() if peer.index == index)
+
+    def peers(self) -> list[Peer]:
+        return [Peer.of(native) for native in self._native.peers()]
+
+    def take(self, nbytes: int, timeout: float | None = 0) -> _native.Lease:
+        """A writable lease of `nbytes`. Waits up to `timeout` seconds (None: for ever) for others to give some back.
+
+        Raises MemoryExhausted, which names the holders.
+        """
+        if nbytes < 0:
+            raise ValueError(f"a block has at least no bytes, not {nbytes}")
+        return self._native.take(nbytes, timeout)
+
+    def share(self, lease: _native.Lease, to: Iterable[Peer | int] = ()) -> Ref:
+        """A reference to the leased bytes. Each peer in `to` is granted one open(): there is no moment at which nobody
+        holds the block, even if our lease ends before they come. A grant ends with its use, or with either side."""
+        for peer in to:
+            lease.grant(peer.index if isinstance(peer, Peer) else peer)
+        return Ref(*lease.ref_numbers())
+
+    def grant(self, ref: Ref, to: Peer | int) -> None:
+        """Passes a reference on: `to` may open it once. For one that holds it, or was granted it, without opening it."""
+        index = to.index if isinstance(to, Peer) else to
+        self._native.grant(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes, index)
+
+    def revoke(self, ref: Ref, to: Peer | int) -> bool:
+        """Takes one unused grant of ours back. False: there was none."""
+        index = to.index if isinstance(to, Peer) else to
+        return self._native.revoke(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes, index)
+
+    def open(self, ref: Ref) -> _native.Lease:
+        """A read-only lease of the bytes that `ref` names. Raises StaleRef if they are gone or were never there."""
+        try:
+            return self._native.open(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes)
+        except TypeError:
+            raise _stale(ref) from None
+
+    def stats(self) -> PoolStats:
+        native: dict[str, Any] = self._native.stats()
+        holders = tuple(Holder(*holder) for holder in native.pop("holders"))
+        return PoolStats(**native, holders=holders)
+
+    def close(self) -> None:
+        """Gives this process's place up, as soon as its last lease is gone."""
+        self._is_closed = True
+        self._attached = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _stale(ref: Ref) -> Exception:
+    from penstock.errors import StaleRef
+
+    return StaleRef(f"not a reference: {ref!r}")

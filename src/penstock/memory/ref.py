@@ -1,0 +1,21 @@
+"""A reference: plain data that names bytes in a pool. It owns nothing; whoever opens it has it checked."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Ref(msgspec.Struct, frozen=True, array_like=True):
+    """Where some bytes lie. Travels in any message; `Pool.open` checks it against bounds and generation on every use."""
+
+    segment: int
+    block: int
+    generation: int
+    offset: int
+    nbytes: int
+
+    def slice(self, offset: int, nbytes: int) -> Ref:
+        """A part of these bytes. Raises ValueError where it would reach outside."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"[{offset}, {offset + nbytes}) lies outside of {self.nbytes} bytes")
+        return Ref(self.segment, self.block, self.generation, self.offset + offset, nbytes)

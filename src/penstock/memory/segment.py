@@ -1,0 +1,157 @@
+"""Segments: anonymous shared memory, and the ways by which it reaches other processes.
+
+Leaves to the native core: claiming, sealing and mapping. A segment has no name in any file system; when the last process
+that holds it is gone, however it went, the kernel takes it back.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock import _native
+from penstock.errors import LayoutMismatch
+
+HUGE_NBYTES = 2 << 20
+
+_T = TypeVar("_T", bound="Shareable")
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What an unrelated process of the same user needs to attach. Good while its owner lives and keeps the segment."""
+
+    pid: int
+    start: int
+    fd: int
+    inode: int
+    nonce: int
+
+    def __str__(self) -> str:
+        return f"penstock:{self.pid}:{self.start}:{self.fd}:{self.inode}:{self.nonce:x}"
+
+    @classmethod
+    def parse(cls, text: str) -> Ticket:
+        parts = text.strip().split(":")
+        try:
+            scheme, pid, start, fd, inode, nonce = parts
+            if scheme != "penstock":
+                raise ValueError
+            return cls(int(pid), int(start), int(fd), int(inode), int(nonce, 16))
+        except ValueError:
+            raise LayoutMismatch(f"not a ticket: {text!r} (expected penstock:PID:START:FD:INODE:NONCE)") from None
+
+
+class Shareable:
+    """Whatever lies in a segment: reaches a child while it is being spawned, and a stranger through its ticket."""
+
+    _segment: _native.Segment
+
+    def __init__(self, segment: _native.Segment) -> None:
+        self._segment = segment
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return self._segment.name
+
+    @property
+    def segment_nbytes(self) -> int:
+        """Bytes of memory that are claimed for this, control structures included."""
+        return self._segment.claimed_nbytes
+
+    @property
+    def fd(self) -> int:
+        """The descriptor: `subprocess.Popen(..., pass_fds=[x.fd])`, and there `penstock.attach(fd)`."""
+        return self._segment.fd
+
+    @property
+    def ticket(self) -> Ticket:
+        return Ticket(*self._segment.ticket())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Imported here: only a process that spawns others with multiprocessing has need of it.
+        from multiprocessing import context, reduction
+
+        if context.get_spawning_popen() is None:
+            raise TypeError(
+                f"{type(self).__name__} '{self.name}' can be pickled only while a process is being spawned: "
+                "give others its ticket"
+            )
+        return _from_spawn, (type(self), reduction.DupFd(self._segment.fd))
+
+    @classmethod
+    def _of(cls: type[_T], segment: _native.Segment) -> _T:
+        return cls(segment)
+
+
+def _from_spawn(cls: type[_T], duplicate: Any) -> _T:
+    return cls._of(_native.Segment.adopt(duplicate.detach()))
+
+
+def attach_segment(where: Ticket | str | int) -> _native.Segment:
+    """The segment of a ticket, or of a descriptor that was inherited (which is taken over)."""
+    if isinstance(where, int):
+        os.set_inheritable(where, False)
+        return _native.Segment.adopt(where)
+    ticket = Ticket.parse(where) if isinstance(where, str) else where
+    return _native.Segment.attach(*msgspec.structs.astuple(ticket))
+
+
+def placement(huge_pages: bool | str, numa_node: int | None, numa_required: bool = False) -> dict[str, Any]:
+    """Keyword arguments of the native create() for the two options that have a fallback."""
+    if huge_pages not in (False, True, "require"):
+        raise ValueError(f"huge_pages is False, True (if there are any) or 'require', not {huge_pages!r}")
+    return {
+        "huge_nbytes": HUGE_NBYTES if huge_pages else 0,
+        "huge_required": huge_pages == "require",
+        "numa_node": -1 if numa_node is None else numa_node,
+        "numa_required": numa_required,
+    }
+
+
+class Segment(Shareable):
+    """One shared mapping of plain bytes. For bytes that many lend and borrow: `Pool`. For records: a channel."""
+
+    @classmethod
+    def create(
+        cls,
+        nbytes: int,
+        *,
+        name: str = "",
+        huge_pages: bool | str = False,
+        numa_node: int | None = None,
+        numa_required: bool = False,
+        prefault: bool = True,
+    ) -> Segment:
+        """Claims all its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
+        if nbytes <= 0:
+            raise ValueError(f"a segment has at least one byte, not {nbytes}")
+        shape = {"kind": 1, "raw_nbytes": nbytes}
+        options = placement(huge_pages, numa_node, numa_required)
+        return cls(_native.Segment.create(name, shape, prefault=prefault, **options))
+
+    @classmethod
+    def attach(cls, where: Ticket | str | int) -> Segment:
+        segment = attach_segment(where)
+        if segment.kind != 1:
+            raise LayoutMismatch(f"'{segment.name}' is not a plain segment")
+        return cls(segment)
+
+    def view(self, *, writable: bool = False) -> memoryview:
+        """The bytes. A view keeps the mapping alive; one that is not writable lies in a read-only mapping."""
+        return memoryview(self._segment.bytes(writable))  # type: ignore[arg-type]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.view())
+
+    @property
+    def page_nbytes(self) -> int:
+        return self._segment.page_nbytes
+
+    @property
+    def fallback(self) -> str:
+        """Which wishes (huge pages, NUMA node) could not be met, and why; empty if all were."""
+        return self._segment.fallback

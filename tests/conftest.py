@@ -1,0 +1,173 @@
+"""What every test gets: a seed that a failure shows, waits for conditions, processes that end, nothing left behind.
+
+Tests take `eventually` and `spawn` from here (`from tests.conftest import …`); the rest happens by itself.
+"""
+
+import contextlib
+import gc
+import multiprocessing
+import multiprocessing.resource_tracker
+import os
+import random
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+KINDS = ("unit", "property", "model", "stress", "crash", "e2e")
+LEFT_WITHIN = 2.0  # seconds that a process or a mapping may take to go after the test let go of it
+ONCE_PER_PROCESS = {"/proc/loadavg"}  # wait.h opens it at the first wait that would spin, and keeps it
+
+has_failed = pytest.StashKey[bool]()
+
+
+def pytest_configure() -> None:
+    from hypothesis import settings  # here, because spawned processes import this file too, and need no hypothesis
+
+    # A shared machine makes any one example slow, and no test checks speed.
+    settings.register_profile("penstock", deadline=None, print_blob=True)
+    settings.load_profile("penstock")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test is of the kind that its folder says; what stands in no such folder is a unit test."""
+    here = Path(__file__).parent
+    for item in items:
+        folder = item.path.relative_to(here).parts[0]
+        item.add_marker(folder if folder in KINDS else "unit")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[has_failed] = True
+    return report
+
+
+# ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def eventually(condition: Callable[[], T], within: float = 5.0) -> T:
+    """Asks until the answer is true, and returns it. Fails when there is none within so many seconds."""
+    deadline = time.monotonic() + within
+    while True:
+        answer = condition()
+        if answer:
+            return answer
+        if time.monotonic() >= deadline:
+            name = getattr(condition, "__qualname__", repr(condition))
+            raise AssertionError(f"{name} was still {answer!r} after {within:g} s")
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def spawn(target: Callable[..., object], *args: Any, within: float = 30.0) -> Iterator[SpawnProcess]:
+    """Runs target(*args) in a process of its own, and kills that when the block ends, however it ends.
+
+    Fails when the process is still there after so many seconds: it is killed then, whatever the block is waiting for.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=target, args=args, name=target.__name__)
+    overdue = threading.Event()
+
+    def end() -> None:
+        if not wait([process.sentinel], timeout=0):  # it runs: its end has not shown on the sentinel
+            overdue.set()
+            process.kill()
+
+    process.start()
+    watchdog = threading.Timer(within, end)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield process
+    finally:
+        watchdog.cancel()
+        watchdog.join()
+        process.kill()
+        process.join()
+        process.close()
+    assert not overdue.is_set(), f"{target.__name__} was still running after {within:g} s"
+
+
+# ── randomness ───────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A number to seed this test's randomness with. The report of a failure says how to have the same again."""
+    said = os.environ.get("PENSTOCK_SEED")
+    chosen = int(said) if said else random.SystemRandom().randrange(2**32)
+    request.node.add_report_section("setup", "seed", f"PENSTOCK_SEED={chosen} repeats this")
+    return chosen
+
+
+# ── nothing is left behind ───────────────────────────────────────────────────────────────────────────────────────────
+def descriptors() -> Counter[str]:
+    """What our open descriptors lead to. A number alone says nothing: it is given again as soon as it is free."""
+    found: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listed them is gone already
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target not in ONCE_PER_PROCESS:
+                found[f"descriptor of {target}, inode {os.stat(int(number)).st_ino}"] += 1
+    return found
+
+
+def mappings() -> Counter[str]:
+    """Mapped bytes per segment. Not ranges: the kernel splits and merges those as it likes."""
+    found: Counter[str] = Counter()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:penstock" in line:
+            first, last, inode, path = re.fullmatch(r"(\w+)-(\w+) \S+ \S+ \S+ (\d+)\s+(.*)", line).groups()
+            found[f"mapped byte of {path}, inode {inode}"] += int(last, 16) - int(first, 16)
+    return found
+
+
+def children() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread, or a child, that ends while we look
+            for pid in (task / "children").read_text().split():
+                words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+                found[f"child {pid} ({words or 'dead, and nobody waited for it'})"] += 1
+    return found
+
+
+def belongings() -> Counter[str]:
+    return descriptors() + mappings() + children()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warmed_up() -> None:
+    """Starts what a process starts once and keeps: our watcher of deaths, and multiprocessing's tracker."""
+    import penstock
+
+    assert Path("/proc/thread-self/children").exists(), "this kernel does not tell who our children are"
+    multiprocessing.resource_tracker.ensure_running()
+    channel = penstock.open_ring()
+    sender, receiver = channel.sender(), channel.receiver()
+    sender.send(b"x")
+    receiver.receive(timeout=1)
+    for end in (sender, receiver, channel):
+        end.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(warmed_up: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    gc.collect()
+    before = belongings()
+    yield
+    if request.node.stash.get(has_failed, False):
+        return  # its traceback still holds the frames, and they hold what they made
+    deadline = time.monotonic() + LEFT_WITHIN
+    while left := belongings() - before:
+        if time.monotonic() >= deadline:
+            pytest.fail("left behind: " + "; ".join(f"{count} x {what}" for what, count in sorted(left.items())))
+        gc.collect()
+        time.sleep(0.005)

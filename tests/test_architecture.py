@@ -1,0 +1,174 @@
+"""The layers as a test: who may import whom, which words stay above the line, and what fits one sitting."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "penstock"
+NATIVE = ROOT / "native"
+
+# From the bottom up: a layer imports itself and what is below it. What shares a line may import each other.
+LAYERS = [
+    {"errors"},
+    {"_native"},
+    {"memory"},
+    {"channel"},
+    {"codec"},
+    {"tensor"},
+    # ── below this line nobody has heard of a token; "penstock" itself, the package, hands out what is below it ──
+    {"penstock", "integrations"},
+    {"engine"},
+    {"server"},
+    {"cli", "demo", "__main__"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+LINE = LEVEL["penstock"]
+BELOW = [name for name in LEVEL if LEVEL[name] < LINE]
+
+# Modules that run what they read.
+EXECUTABLE = {"pickle", "_pickle", "cloudpickle", "marshal", "shelve", "dill"}
+UPPER_NOUNS = re.compile(r"token|logit|prompt(?!ly|ness)", re.IGNORECASE)
+MAX_LINES = 900
+
+
+def module_of(path: Path) -> list[str]:
+    """["penstock", "memory", "pool"]; a package ends in "__init__"."""
+    return list(path.relative_to(SOURCE.parent).with_suffix("").parts)
+
+
+def layer_of(module: list[str]) -> str:
+    return "penstock" if module[1:] in ([], ["__init__"]) else module[1]
+
+
+def imports(module: list[str], source: str) -> Iterator[tuple[int, list[str]]]:
+    """Line and absolute name of everything that a module imports, inside functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            base = module[: -node.level] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                # `from penstock import memory` means the layer; `from penstock import open_ring` the package
+                yield node.lineno, [*base, alias.name] if base != ["penstock"] or alias.name in LEVEL else base
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            name = node.args[0].value
+            if called in ("__import__", "import_module") and isinstance(name, str):
+                yield node.lineno, name.split(".")
+
+
+def broken_imports(module: list[str], source: str) -> list[str]:
+    """What a module imports and should not, one sentence each."""
+    where, importer = ".".join(module), layer_of(module)
+    if importer not in LEVEL:
+        return [f"{where}: '{importer}' has no place in LAYERS"]
+    broken = []
+    for line, imported in imports(module, source):
+        if imported[0] in EXECUTABLE and LEVEL[importer] <= LINE:
+            broken.append(f"{where}:{line}: {imported[0]} runs what it reads, and reads what crosses a boundary")
+        if imported[0] != "penstock":
+            continue
+        layer = layer_of(imported)
+        if layer not in LEVEL:
+            broken.append(f"{where}:{line}: '{layer}' has no place in LAYERS")
+        elif LEVEL[layer] > LEVEL[importer]:
+            broken.append(f"{where}:{line}: {importer} is below {layer}, and may not import it")
+        elif LEVEL[layer] == LEVEL[importer] == LINE and layer == "integrations" != importer:
+            broken.append(f"{where}:{line}: integrations stand beside the library, which does not know them")
+    return broken
+
+
+def upper_nouns(where: str, text: str) -> list[str]:
+    return [
+        f"{where}:{number}: '{found[0]}' belongs above the line"
+        for number, line in enumerate(text.splitlines(), 1)
+        if (found := UPPER_NOUNS.search(line))
+    ]
+
+
+def sources(*folders: Path) -> list[Path]:
+    """Every file that somebody wrote, in folders that may not be there yet, or single modules of that name."""
+    named = [path for folder in folders for path in (folder.with_suffix(".py"), folder.with_suffix(".pyi"))]
+    inside = [path for folder in folders for path in folder.rglob("*")]
+    return sorted(path for path in named + inside if path.is_file() and path.suffix in {".py", ".pyi", ".h", ".cpp"})
+
+
+def test_a_layer_imports_itself_and_what_is_below_and_nothing_executable() -> None:
+    modules = [path for path in sources(SOURCE) if path.suffix == ".py"]
+    broken = [sentence for path in modules for sentence in broken_imports(module_of(path), path.read_text())]
+    assert not broken, "\n".join(broken)
+
+
+def test_below_the_line_nobody_has_heard_of_a_token() -> None:
+    below = sources(NATIVE, *(SOURCE / name for name in BELOW))
+    assert below, "looked at nothing"
+    found = [sentence for path in below for sentence in upper_nouns(str(path.relative_to(ROOT)), path.read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_no_file_is_longer_than_one_sitting() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in sources(SOURCE, NATIVE)}
+    too_long = [f"{path.relative_to(ROOT)}: {lines} lines" for path, lines in lengths.items() if lines > MAX_LINES]
+    assert not too_long, "\n".join(too_long)
+
+
+def test_an_import_from_above_is_found_however_it_is_written() -> None:
+    ring = ["penstock", "channel", "ring"]
+    for source in (
+        "import penstock.engine.core",
+        "from penstock.engine import core",
+        "from penstock import engine",
+        "from .. import engine",
+        "from ..engine.core import Core",
+        "def late():\n    from penstock.engine import core",
+        "if TYPE_CHECKING:\n    from penstock.engine import core",
+        "importlib.import_module('penstock.engine')",
+        "from penstock import open_ring",
+        "from penstock import integrations",
+        "from penstock.tensor import Store",
+        "import penstock.elsewhere",
+    ):
+        assert broken_imports(ring, source), f"not found: {source}"
+
+
+def test_an_import_of_what_runs_what_it_reads_is_found() -> None:
+    for name in sorted(EXECUTABLE):
+        for source in (f"import {name}", f"from {name} import loads", f"__import__('{name}')"):
+            assert broken_imports(["penstock", "codec", "gate"], source), f"not found: {source}"
+
+
+def test_an_import_from_the_same_layer_or_from_below_is_allowed() -> None:
+    ring = ["penstock", "channel", "ring"]
+    for source in (
+        "from . import wait",
+        "from .wait import Deadline",
+        "from ..memory import Pool",
+        "from penstock.memory.pool import Pool",
+        "from penstock import errors, memory",
+        "import penstock._native",
+        "import numpy, struct, multiprocessing",
+    ):
+        assert not broken_imports(ring, source), f"found: {source}"
+    assert not broken_imports(["penstock", "__init__"], "from .channel import open_ring\nimport penstock.tensor")
+    assert not broken_imports(["penstock", "engine", "core"], "from penstock import open_ring")
+
+
+def test_the_package_and_the_integrations_see_only_what_is_below_the_line() -> None:
+    assert broken_imports(["penstock", "__init__"], "from .engine import Core")
+    assert broken_imports(["penstock", "__init__"], "from . import integrations")
+    assert broken_imports(["penstock", "integrations", "vllm"], "from ..engine import core")
+    assert not broken_imports(["penstock", "integrations", "vllm"], "import penstock\nfrom ..channel import ring")
+
+
+def test_a_folder_without_a_layer_is_found() -> None:
+    assert broken_imports(["penstock", "elsewhere", "x"], "")
+
+
+def test_an_upper_noun_is_found_in_any_spelling() -> None:
+    for text in ("max_tokens = 1", "class TokenRef: ...", "// the prompt", "LOGITS", "detokenise()"):
+        assert upper_nouns("x", text), f"not found: {text}"
+    assert not upper_nouns("x", "it answers promptly, with login and topic")
