@@ -213,6 +213,7 @@ nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& exten
 template <class Try>
 bool send_loop(Sender& sender, nb::handle timeout, bool may_wait, Try&& attempt) {
     u64 deadline = may_wait ? deadline_of(timeout) : 0, started = 0;
+    sender.channel().by->require_ours();
     Turn turn(sender.mutex(), deadline, sender.name());
     Lane& lane = sender.channel().lane(sender.index());
     for (;;) {
@@ -335,6 +336,7 @@ nb::object copy_out(Receiver& receiver, const Found& found) {
 }
 nb::object receive(const std::shared_ptr<Receiver>& receiver, nb::handle timeout, bool may_wait, bool as_view) {
     u64 deadline = may_wait ? deadline_of(timeout) : 0;
+    receiver->channel().by->require_ours();
     Turn turn(receiver->mutex(), deadline, receiver->name());
     Found found;
     if (!find_loop(*receiver, may_wait, deadline, found)) return nb::none();
@@ -581,7 +583,8 @@ NB_MODULE(_native, m) {
                 }
                 return make_lease(by, extent, true);
             },
-            "nbytes"_a, "timeout"_a.none() = 0)
+            "nbytes"_a, "timeout"_a.none() = 0,
+            nb::sig("def take(self, nbytes: int, timeout: float | None = 0) -> Lease"))
         .def(
             "open",
             [](const std::shared_ptr<Attachment>& by, u64 segment, u32 block, u32 generation, u64 offset, u64 nbytes) {
@@ -592,7 +595,8 @@ NB_MODULE(_native, m) {
                 Pool(*by).open(extent);
                 return make_lease(by, extent, false);
             },
-            "segment"_a, "block"_a, "generation"_a, "offset"_a, "nbytes"_a)
+            "segment"_a, "block"_a, "generation"_a, "offset"_a, "nbytes"_a,
+            nb::sig("def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> Lease"))
         .def(
             "grant",
             [](Attachment& by, u64 segment, u32 block, u32 generation, u64 offset, u64 nbytes, u32 to) {
@@ -643,7 +647,8 @@ NB_MODULE(_native, m) {
         .def(
             "send", [](Sender& s, nb::handle record, nb::handle timeout) { send(s, record, timeout, true); },
             "record"_a, "timeout"_a.none() = nb::none(),
-            nb::sig("def send(self, record: Buffer | Sequence[Buffer], timeout: float | None = None) -> None"),
+            nb::sig("def send(self, record: typing_extensions.Buffer | "
+                    "collections.abc.Sequence[typing_extensions.Buffer], timeout: float | None = None) -> None"),
             "Sends one record: a buffer, or several gathered into one. Blocks while there is no room, until `timeout` "
             "seconds have passed.\n"
             "Raises Timeout naming the slowest receiver, PeerDied once per receiver that died, EndOfChannel when all "
@@ -653,11 +658,14 @@ NB_MODULE(_native, m) {
             [](Sender& s, nb::handle record) {
                 if (!send(s, record, nb::none(), false)) would_block("no room now in", s.name());
             },
-            "record"_a, nb::sig("def send_nowait(self, record: Buffer | Sequence[Buffer]) -> None"),
+            "record"_a,
+            nb::sig("def send_nowait(self, record: typing_extensions.Buffer | "
+                    "collections.abc.Sequence[typing_extensions.Buffer]) -> None"),
             "The same, but raises WouldBlock instead of blocking.")
         .def(
             "try_send", [](Sender& s, nb::handle record) { return send(s, record, nb::none(), false); }, "record"_a,
-            nb::sig("def try_send(self, record: Buffer | Sequence[Buffer]) -> bool"))
+            nb::sig("def try_send(self, record: typing_extensions.Buffer | "
+                    "collections.abc.Sequence[typing_extensions.Buffer]) -> bool"))
         .def(
             "reserve",
             [](const std::shared_ptr<Sender>& s, u64 nbytes, nb::handle timeout) {

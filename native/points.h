@@ -23,11 +23,11 @@ inline Armed armed;
 
 // The places, in one table, so that a test can visit each of them.
 inline constexpr const char* NAMES[] = {
-    "join.claimed",  "leave.begun",    "reap.begun",     "reap.half",        "pool.locked",    "pool.live",
-    "pool.inserted", "pool.claiming",  "block.locked",   "share.half",       "open.half",      "release.last",
-    "send.begun",    "send.spilled",   "send.pending",   "send.written",     "send.committed", "send.rung",
-    "receive.found", "receive.opened", "receive.copied", "receive.released", "wait.parked",    "wait.woken",
-    "ready.set",     "close.begun",
+    "join.claimed", "receiver.claimed", "leave.begun",    "reap.begun",     "reap.half",        "pool.locked",
+    "pool.live",    "pool.inserted",    "pool.claiming",  "block.locked",   "share.half",       "open.half",
+    "release.last", "send.begun",       "send.spilled",   "send.pending",   "send.written",     "send.committed",
+    "send.rung",    "receive.found",    "receive.opened", "receive.copied", "receive.released", "wait.parked",
+    "wait.woken",   "ready.set",        "close.begun",
 };
 
 inline void hit(const char* name) {

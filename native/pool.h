@@ -31,7 +31,7 @@ struct PoolStats {
 
 class Pool {
    public:
-    static constexpr u64 LOCK_NS = 5'000'000'000;  // a lock held longer than this is an error that names the holder
+    static constexpr u64 LOCK_NS = 2'000'000'000;  // a lock held longer than this is an error that names the holder
     static constexpr u64 RELEASE_NS = 20'000'000;  // a release does not wait longer: it is done later
     static constexpr u64 SMALL = 64;               // smaller than a 64th of the pool: taken from the low end of a gap
 

@@ -45,7 +45,8 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
             for (u32 i = 0; i < g.shape.lanes; ++i) {
                 Shared<u32>& mode = by.segment().at<Cursor>(g.cursors)[i * g.shape.receivers + r].mode;
                 u32 seen = mode.load();
-                if (seen >> 2 == end_epoch) mode.compare_exchange_strong(seen, make_mode(CursorMode::out, end_epoch));
+                if (((end_epoch - (seen >> 2)) & EPOCH_MASK) < EPOCH_MASK / 2)  // its own, or from before it came
+                    mode.compare_exchange_strong(seen, make_mode(CursorMode::out, end_epoch));
             }
             by.segment().at<ReceiverSlot>(g.receivers)[r].waits.since_ns.store(0);
             // Bits that are not ours: whoever clears them rings everybody afterwards (wake_everybody).

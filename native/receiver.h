@@ -39,6 +39,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             throw Error(Fault::value, format("receiver %u of '%s' is taken: %s", r, name(),
                                              ch_.describe(end_of(ch_.receiver(r).word.load())).c_str()));
         }
+        PENSTOCK_POINT("receiver.claimed");
         slot_ = &ch_.receiver(index_);
         lanes_.resize(ch_.g.shape.lanes);
         u64 ready = 0;

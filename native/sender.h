@@ -36,7 +36,11 @@ class Sender {
         committed_ = lane_->committed.load(std::memory_order_acquire);
         seen_changes_ = ch_.changes() - 1;
         ch_.changed();
-        told_.assign(ch_.g.shape.receivers, 0);
+        // Whoever died before we came is not our news.
+        for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
+            End end = end_of(ch_.receiver(r).word.load(std::memory_order_acquire));
+            told_.push_back(end.state == EndState::dead ? end.epoch : 0);
+        }
     }
     ~Sender() { close(); }
 
@@ -61,6 +65,7 @@ class Sender {
         u64 index = committed_ & (ch_.g.shape.lane_nbytes - 1);
         skip_ = index + need_ > ch_.g.shape.lane_nbytes ? ch_.g.shape.lane_nbytes - index : 0;
         waits_for_memory_ = false;
+        nbytes_ = nbytes;
         if (!has_room()) return nullptr;
         PENSTOCK_POINT("send.begun");
         start_ = ch_.by->segment().write_at(ch_.ring_offset(index_, committed_ + skip_));
@@ -81,7 +86,6 @@ class Sender {
             PENSTOCK_POINT("send.spilled");
             to = ch_.by->segment().write_at(ch_.g.pool_data + spilled_.offset);
         }
-        nbytes_ = nbytes;
         is_reserved_ = true;
         return to;
     }
@@ -183,7 +187,7 @@ class Sender {
     Error timeout(u64 waited_ns) {
         count(lane_->refused);
         if (waits_for_memory_) {
-            Error full = ch_.pool.exhausted(spilled_wanted());
+            Error full = ch_.pool.exhausted(nbytes_);
             full.fault = Fault::timeout;
             full.text = format("no room for a record within %s: ", in_seconds(waited_ns).c_str()) + full.text;
             return full;
@@ -244,7 +248,6 @@ class Sender {
             throw Error(Fault::closed, format("sender %u of '%s' is closed", index_, name()));
         ch_.by->require_ours();
     }
-    u64 spilled_wanted() const { return ch_.g.shape.inline_limit + 1; }
     bool has_room() {
         u64 limit = ch_.g.shape.lane_nbytes;
         if (committed_ + skip_ + need_ - least_released_ <= limit) return true;

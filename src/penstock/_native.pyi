@@ -2,6 +2,9 @@
 The native core of penstock: segments, pools, peers, channels. Use it through the package.
 """
 
+from collections.abc import Sequence
+
+from typing_extensions import Buffer
 
 
 LAYOUT_VERSION: int = 1
@@ -139,9 +142,9 @@ class Attachment:
 
     def peers(self) -> list: ...
 
-    def take(self, nbytes: int, timeout: object | None = 0) -> object: ...
+    def take(self, nbytes: int, timeout: float | None = 0) -> Lease: ...
 
-    def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> object: ...
+    def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> Lease: ...
 
     def grant(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: int) -> None: ...
 

@@ -25,7 +25,7 @@ _S = TypeVar("_S", bound="_End")
 class _End:
     """An end and the pipe by which it is woken."""
 
-    _native: _native.Sender | _native.Receiver
+    _end: _native.Sender | _native.Receiver
 
     def __init__(self, attachment: _native.Attachment) -> None:
         self._attachment = attachment  # keeps the pipe open
@@ -50,7 +50,7 @@ class _End:
         except (asyncio.TimeoutError, TimeoutError):
             if deadline is None or time.monotonic() < deadline:
                 raise
-            self._native.timeout_error(time.monotonic() - started)
+            self._end.timeout_error(time.monotonic() - started)
 
     def _on_bell(self) -> None:
         try:
@@ -69,16 +69,16 @@ class _End:
 
     def close(self) -> None:
         """Closes this end. A task that waits in it gets ClosedError."""
-        self._native.close()
+        self._end.close()
         self._forget()
 
     @property
     def is_closed(self) -> bool:
-        return self._native.is_closed
+        return self._end.is_closed
 
     @property
     def index(self) -> int:
-        return self._native.index
+        return self._end.index
 
     async def __aenter__(self: _S) -> _S:
         return self
@@ -92,25 +92,25 @@ class _End:
 class AsyncReceiver(_End):
     """The receiving end in an event loop. The semantics are the Receiver's."""
 
-    _native: _native.Receiver
+    _end: _native.Receiver
 
     def __init__(self, native: _native.Receiver, attachment: _native.Attachment) -> None:
         super().__init__(attachment)
-        self._native = native
+        self._end = native
 
     async def _receive(self, timeout: float | None, as_view: bool) -> bytes | _native.Lease:
         async with self._turn:
             started = time.monotonic()
             deadline = None if timeout is None else started + timeout
             while True:
-                found = self._native.try_receive(as_view)
+                found = self._end.try_receive(as_view)
                 if found is not None:
                     return found
                 try:
-                    if not self._native.arm():
+                    if not self._end.arm():
                         await self._wait(deadline, started)
                 finally:
-                    self._native.disarm()
+                    self._end.disarm()
 
     async def receive(self, timeout: float | None = None) -> bytes:
         """The next record, copied. Raises as Receiver.receive does."""
@@ -125,11 +125,11 @@ class AsyncReceiver(_End):
         return found
 
     def receive_nowait(self) -> bytes:
-        return self._native.receive_nowait()
+        return self._end.receive_nowait()
 
     @property
     def source(self) -> int:
-        return self._native.source
+        return self._end.source
 
     def __aiter__(self) -> AsyncReceiver:
         return self
@@ -144,23 +144,23 @@ class AsyncReceiver(_End):
 class AsyncSender(_End):
     """The sending end in an event loop. The semantics are the Sender's."""
 
-    _native: _native.Sender
+    _end: _native.Sender
 
     def __init__(self, native: _native.Sender, attachment: _native.Attachment) -> None:
         super().__init__(attachment)
-        self._native = native
+        self._end = native
 
     async def send(self, record: Buffer | Sequence[Buffer], timeout: float | None = None) -> None:
         """Sends one record; waits for room without holding the loop up. Raises as Sender.send does."""
         async with self._turn:
             started = time.monotonic()
             deadline = None if timeout is None else started + timeout
-            while not self._native.try_send(record):
+            while not self._end.try_send(record):
                 try:
-                    if not self._native.arm():
+                    if not self._end.arm():
                         await self._wait(deadline, started)
                 finally:
-                    self._native.disarm()
+                    self._end.disarm()
 
     def send_nowait(self, record: Buffer | Sequence[Buffer]) -> None:
-        self._native.send_nowait(record)
+        self._end.send_nowait(record)

@@ -71,6 +71,13 @@ class Channel(Shareable):
         found: dict[str, Any] = _native.snapshot(os.dup(self._segment.fd))
         return found
 
+    def trim(self, keep_nbytes: int = 0) -> int:
+        """Gives the machine back the memory that long records once needed and nothing lies in now, beyond `keep_nbytes`.
+
+        Returns how many bytes that were.
+        """
+        return self._join("trim").trim(keep_nbytes)
+
     def peers(self) -> list[Peer]:
         return [Peer.of(native) for native in self.snapshot()["peers"]]
 
@@ -130,6 +137,7 @@ def open_broadcast(receivers: int, name: str = "broadcast", **options: Any) -> B
     latency      "auto" spins while that pays, "eco" never does, "spin" does for 10 ms before it sleeps
     on_receiver_death, on_sender_death
                  "raise" tells the other side once, by PeerDied; "ignore" goes on with those that are left
+                 (a side of which nobody is left is always told)
     huge_pages, numa_node, numa_required
                  wishes about the memory; `fallback` of the segment says if they could not be met
     """

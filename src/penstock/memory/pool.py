@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock import _native
-from penstock.errors import LayoutMismatch
+from penstock.errors import ClosedError, LayoutMismatch, StaleRef
 from penstock.memory.peers import Peer
 from penstock.memory.ref import Ref
 from penstock.memory.segment import Shareable, Ticket, attach_segment, placement
@@ -79,11 +79,9 @@ class Pool(Shareable):
         return cls(segment, peer_name)
 
     @property
-    def _native(self) -> _native.Attachment:
+    def _place(self) -> _native.Attachment:
         # A child of fork() inherits the object and not the place among the peers: it takes a place of its own.
         if self._is_closed:
-            from penstock.errors import ClosedError
-
             raise ClosedError(f"pool '{self.name}' is closed")
         if self._attached is None or not self._attached.is_ours:
             self._attached = _native.Attachment(self._segment, self._peer_name)
@@ -98,11 +96,11 @@ class Pool(Shareable):
     @property
     def peer(self) -> Peer:
         """This process, as a peer of this pool."""
-        index = self._native.slot
+        index = self._place.slot
         return next(peer for peer in self.peers() if peer.index == index)
 
     def peers(self) -> list[Peer]:
-        return [Peer.of(native) for native in self._native.peers()]
+        return [Peer.of(native) for native in self._place.peers()]
 
     def take(self, nbytes: int, timeout: float | None = 0) -> _native.Lease:
         """A writable lease of `nbytes`. Waits up to `timeout` seconds (None: for ever) for others to give some back.
@@ -111,7 +109,7 @@ class Pool(Shareable):
         """
         if nbytes < 0:
             raise ValueError(f"a block has at least no bytes, not {nbytes}")
-        return self._native.take(nbytes, timeout)
+        return self._place.take(nbytes, timeout)
 
     def share(self, lease: _native.Lease, to: Iterable[Peer | int] = ()) -> Ref:
         """A reference to the leased bytes. Each peer in `to` is granted one open(): there is no moment at which nobody
@@ -121,24 +119,24 @@ class Pool(Shareable):
         return Ref(*lease.ref_numbers())
 
     def grant(self, ref: Ref, to: Peer | int) -> None:
-        """Passes a reference on: `to` may open it once. For one that holds it, or was granted it, without opening it."""
+        """Passes a reference on: `to` may open it once. For one that holds it, or was granted it without opening it."""
         index = to.index if isinstance(to, Peer) else to
-        self._native.grant(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes, index)
+        self._place.grant(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes, index)
 
     def revoke(self, ref: Ref, to: Peer | int) -> bool:
         """Takes one unused grant of ours back. False: there was none."""
         index = to.index if isinstance(to, Peer) else to
-        return self._native.revoke(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes, index)
+        return self._place.revoke(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes, index)
 
     def open(self, ref: Ref) -> _native.Lease:
         """A read-only lease of the bytes that `ref` names. Raises StaleRef if they are gone or were never there."""
         try:
-            return self._native.open(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes)
+            return self._place.open(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes)
         except TypeError:
-            raise _stale(ref) from None
+            raise StaleRef(f"not a reference: {ref!r}") from None
 
     def stats(self) -> PoolStats:
-        native: dict[str, Any] = self._native.stats()
+        native: dict[str, Any] = self._place.stats()
         holders = tuple(Holder(*holder) for holder in native.pop("holders"))
         return PoolStats(**native, holders=holders)
 
@@ -152,9 +150,3 @@ class Pool(Shareable):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _stale(ref: Ref) -> Exception:
-    from penstock.errors import StaleRef
-
-    return StaleRef(f"not a reference: {ref!r}")

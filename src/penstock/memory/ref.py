@@ -6,7 +6,7 @@ import msgspec
 
 
 class Ref(msgspec.Struct, frozen=True, array_like=True):
-    """Where some bytes lie. Travels in any message; `Pool.open` checks it against bounds and generation on every use."""
+    """Where some bytes lie. Travels in any message; `Pool.open` checks bounds and generation on every use."""
 
     segment: int
     block: int

@@ -1,7 +1,7 @@
 """Segments: anonymous shared memory, and the ways by which it reaches other processes.
 
-Leaves to the native core: claiming, sealing and mapping. A segment has no name in any file system; when the last process
-that holds it is gone, however it went, the kernel takes it back.
+Leaves to the native core: claiming, sealing and mapping. A segment has no name in any file system; when the last
+process that holds it is gone, however it went, the kernel takes it back.
 """
 
 from __future__ import annotations
