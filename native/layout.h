@@ -100,6 +100,9 @@ struct alignas(LINE) PeerSlot {
     Shared<u64> reaped_blocks;
     Shared<u64> reaped_nbytes;
     Shared<u64> reaps;  // peers that the owner has reaped
+    Shared<u64>
+        watch_ino;         // of the pipe by which the owner's watcher learns that somebody joined; written by the owner
+    Shared<u32> watch_fd;  // its write end, in the owner's table
 };
 static_assert(sizeof(PeerSlot) == 128);
 

@@ -95,6 +95,7 @@ class Watcher {
    public:
     static Watcher& instance();
     void watch(Attachment* attachment);   // brings the list up to date with the segment's table
+    std::pair<int, u64> pipe();           // where others write a byte when they have joined: write end and inode
     void forget(Attachment* attachment);  // returns when no reaping for it is under way
 
    private:
@@ -103,7 +104,12 @@ class Watcher {
         std::set<Attachment*> attachments;
     };
     void loop();
+    void start();                                               // mutex_ is held
+    void scan(Attachment* attachment, std::vector<u64>& gone);  // mutex_ is held
+    static void reap_or_leave_it(Attachment* attachment, u64 identity);
     std::mutex mutex_;
+    std::set<Attachment*> all_;
+    int pipe_[2] = {-1, -1};
     std::map<u64, Watched> watched_;  // by identity
     int epoll_ = -1;
     bool is_started_ = false;
@@ -116,7 +122,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         std::shared_ptr<Attachment> self(new Attachment(std::move(segment)));
         self->claim(name);
         self->resync();
-        wake_everybody(*self);  // whoever sleeps learns that there is one more to watch
+        self->announce();
         return self;
     }
     // Looks without joining: for inspection from outside. Nothing that changes shared state may be called on it.
@@ -214,11 +220,12 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         u32 before = word.exchange(0, std::memory_order_release);  // ORDER lock
         if ((before & WAITERS) != 0) futex_wake(&word, 1);
     }
-    // For the reaper: if the dead peer holds the word, take it over.
-    bool take_over(Shared<u32>& word, u32 slot) {
+    // For the reaper: if that peer, in that epoch, holds the word, take it over.
+    bool take_over(Shared<u32>& word, u32 slot, u32 epoch) {
         u32 seen = word.load(std::memory_order_acquire);
-        return (seen & 0xff) == slot + 1 &&
-               word.compare_exchange_strong(seen, (slot_ + 1) | WAITERS | (epoch_ << 9), std::memory_order_acquire);
+        u32 mine = (slot_ + 1) | WAITERS | (epoch_ << 9);
+        return (seen & ~WAITERS) == ((slot + 1) | (epoch << 9)) &&
+               word.compare_exchange_strong(seen, mine, std::memory_order_acquire);
     }
 
     // ── deaths ──
@@ -236,6 +243,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 found = peer(slot).identity.load(std::memory_order_acquire);
             }
             if (found != with_state(identity, PeerState::dying)) continue;
+            if (!is_gone(identity)) continue;  // it is only leaving
             reap_holdings(*this, slot, found, EndState::dead);
             u64 dying = found;
             if (peer(slot).identity.compare_exchange_strong(dying, with_state(identity, PeerState::dead),
@@ -300,17 +308,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         if (bell.ino != ino) {
             if (bell.fd >= 0) ::close(bell.fd);
             bell = {ino, -1};
-            u64 identity = peer(slot).identity.load();
-            std::string path =
-                format("/proc/%d/fd/%u", pid_of(identity), peer(slot).bell_fd.load(std::memory_order_relaxed));
-            struct stat status{};
-            if (::stat(path.c_str(), &status) == 0 && S_ISFIFO(status.st_mode) && status.st_ino == ino) {
-                bell.fd = ::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC);
-                if (bell.fd >= 0 && (::fstat(bell.fd, &status) != 0 || status.st_ino != ino)) {
-                    ::close(bell.fd);
-                    bell.fd = -1;
-                }
-            }
+            bell.fd = open_pipe(peer(slot).identity.load(), peer(slot).bell_fd.load(std::memory_order_relaxed), ino);
             if (bell.fd < 0) bell.ino = 0;  // gone, or not yet to be had: try again next time
         }
         if (bell.fd >= 0) poke(bell.fd);
@@ -318,6 +316,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
     std::vector<std::pair<u32, u32>> deferred;  // releases that found their block locked by a stopped peer (pool.h)
     std::mutex deferred_mutex;
+    std::atomic<u32> deferred_count{0};
 
    private:
     explicit Attachment(std::shared_ptr<Segment> segment) : segment_(std::move(segment)), forks_(fork_generation()) {}
@@ -334,6 +333,30 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         (void)done;
     }
 
+    // Everybody who is there learns that there is one more to watch: their watchers through a pipe, who waits by its
+    // bell.
+    void announce() {
+        for (u32 slot = 0; slot < shape().max_peers; ++slot) {
+            u64 identity = peer(slot).identity.load(std::memory_order_acquire);
+            u64 ino = peer(slot).watch_ino.load(std::memory_order_acquire);
+            if (state_of(identity) != PeerState::live || identity == own_identity() || ino == 0) continue;
+            int fd = open_pipe(identity, peer(slot).watch_fd.load(std::memory_order_relaxed), ino);
+            if (fd < 0) continue;  // gone, or just coming and yet to look
+            poke(fd);
+            ::close(fd);
+        }
+        wake_everybody(*this);
+    }
+    // A pipe of another process of ours, or -1. It is looked at before it is opened and after.
+    static int open_pipe(u64 identity, u32 number, u64 ino) {
+        std::string path = format("/proc/%d/fd/%u", pid_of(identity), number);
+        struct stat status{};
+        if (::stat(path.c_str(), &status) != 0 || !S_ISFIFO(status.st_mode) || status.st_ino != ino) return -1;
+        int fd = ::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC);
+        if (fd >= 0 && ::fstat(fd, &status) == 0 && status.st_ino == ino) return fd;
+        if (fd >= 0) ::close(fd);
+        return -1;
+    }
     void claim(const std::string& name) {
         identity_ = own_identity();
         for (bool reuse : {false, true}) {
@@ -351,6 +374,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 PeerSlot& own = peer(slot);
                 epoch_ = own.epoch.fetch_add(1, std::memory_order_acq_rel) + 1;
                 own.bell_ino.store(0);
+                own.watch_ino.store(0);
+                auto [watch_fd, watch_ino] = Watcher::instance().pipe();
+                own.watch_fd.store(static_cast<u32>(watch_fd), std::memory_order_relaxed);
+                own.watch_ino.store(watch_ino, std::memory_order_release);
                 own.how.store(0);
                 own.joined_ns.store(now_ns());
                 own.reaps.store(0);
@@ -368,12 +395,18 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             .with("asked", 1)
             .with("free", 0);
     }
-    void leave() {
+    // In peace, but by the same steps: first nobody may grant us anything more (dying), then all is given back.
+    void leave() noexcept {
         PENSTOCK_POINT("leave.begun");
-        reap_holdings(*this, slot_, identity_, EndState::closed);
+        u64 seen = identity_, dying = with_state(identity_, PeerState::dying);
+        if (!peer(slot_).identity.compare_exchange_strong(seen, dying, std::memory_order_seq_cst)) return;
+        try {
+            reap_holdings(*this, slot_, dying, EndState::closed);
+        } catch (const Error&) {
+            return;  // a stopped peer holds a lock: the slot stays as it is until this process is gone and is reaped
+        }
         peer(slot_).bell_ino.store(0);
-        u64 live = identity_;
-        peer(slot_).identity.compare_exchange_strong(live, with_state(identity_, PeerState::left),
+        peer(slot_).identity.compare_exchange_strong(dying, with_state(identity_, PeerState::left),
                                                      std::memory_order_seq_cst);
         segment_->header().peers_version.fetch_add(1, std::memory_order_release);
         segment_->header().changes.fetch_add(1, std::memory_order_release);
@@ -382,7 +415,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     bool is_abandoned(u32 owner) const {
         if (owner >= shape().max_peers) return true;  // nobody: the word was not written by us
         u64 identity = peer(owner).identity.load(std::memory_order_acquire);
-        if (state_of(identity) == PeerState::live) return is_gone(identity);
+        PeerState state = state_of(identity);
+        if (state == PeerState::live || state == PeerState::dying) return is_gone(identity);  // dying may be leaving
         return true;
     }
 
@@ -413,46 +447,69 @@ inline Watcher& Watcher::instance() {
     return *one;
 }
 
+inline void Watcher::start() {
+    if (is_started_) return;
+    epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
+    if (epoll_ < 0 || ::pipe2(pipe_, O_NONBLOCK | O_CLOEXEC) != 0)
+        throw Error(Fault::os, format("watching for deaths: %s", std::strerror(errno)));
+    is_started_ = true;
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u64 = 0;
+    ::epoll_ctl(epoll_, EPOLL_CTL_ADD, pipe_[0], &event);
+    sigset_t all, before;
+    sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
+    std::thread([this] { loop(); }).detach();
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+inline std::pair<int, u64> Watcher::pipe() {
+    std::lock_guard guard(mutex_);
+    start();
+    struct stat status{};
+    ::fstat(pipe_[1], &status);
+    return {pipe_[1], status.st_ino};
+}
+
+inline void Watcher::scan(Attachment* attachment, std::vector<u64>& gone) {
+    for (u32 slot = 0; slot < attachment->shape().max_peers; ++slot) {
+        u64 identity = attachment->peer(slot).identity.load(std::memory_order_acquire);
+        PeerState state = state_of(identity);
+        if (state != PeerState::live && state != PeerState::dying) continue;
+        identity = with_state(identity, PeerState::live);
+        if (identity == own_identity()) continue;
+        auto known = watched_.find(identity);
+        if (known == watched_.end()) {
+            int pidfd = open_process(identity);
+            if (pidfd < 0) {
+                gone.push_back(identity);
+                continue;
+            }
+            known = watched_.emplace(identity, Watched{pidfd, {}}).first;
+            epoll_event event{};
+            event.events = EPOLLIN;
+            event.data.u64 = identity;
+            ::epoll_ctl(epoll_, EPOLL_CTL_ADD, pidfd, &event);
+        }
+        known->second.attachments.insert(attachment);
+    }
+}
+
 inline void Watcher::watch(Attachment* attachment) {
     std::vector<u64> gone;
     {
         std::lock_guard guard(mutex_);
-        if (!is_started_) {
-            is_started_ = true;
-            epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
-            sigset_t all, before;
-            sigfillset(&all);
-            ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
-            std::thread([this] { loop(); }).detach();
-            ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        }
-        for (u32 slot = 0; slot < attachment->shape().max_peers; ++slot) {
-            u64 identity = attachment->peer(slot).identity.load(std::memory_order_acquire);
-            PeerState state = state_of(identity);
-            if (state != PeerState::live && state != PeerState::dying) continue;
-            identity = with_state(identity, PeerState::live);
-            if (identity == own_identity()) continue;
-            auto known = watched_.find(identity);
-            if (known == watched_.end()) {
-                int pidfd = open_process(identity);
-                if (pidfd < 0) {
-                    gone.push_back(identity);
-                    continue;
-                }
-                known = watched_.emplace(identity, Watched{pidfd, {}}).first;
-                epoll_event event{};
-                event.events = EPOLLIN;
-                event.data.u64 = identity;
-                ::epoll_ctl(epoll_, EPOLL_CTL_ADD, pidfd, &event);
-            }
-            known->second.attachments.insert(attachment);
-        }
+        start();
+        all_.insert(attachment);
+        scan(attachment, gone);
     }
     for (u64 identity : gone) attachment->reap(identity);
 }
 
 inline void Watcher::forget(Attachment* attachment) {
     std::lock_guard guard(mutex_);
+    all_.erase(attachment);
     for (auto at = watched_.begin(); at != watched_.end();) {
         at->second.attachments.erase(attachment);
         if (!at->second.attachments.empty()) {
@@ -464,23 +521,37 @@ inline void Watcher::forget(Attachment* attachment) {
     }
 }
 
+inline void Watcher::reap_or_leave_it(Attachment* attachment, u64 identity) {
+    try {
+        attachment->reap(identity);
+    } catch (const Error&) {
+        // A lock is held by a stopped peer: whoever comes to this segment next reaps on its way (resync).
+        attachment->segment().header().peers_version.fetch_add(1);
+    }
+}
+
 inline void Watcher::loop() {
     for (;;) {
         epoll_event events[16];
         int n = ::epoll_wait(epoll_, events, 16, -1);
         for (int i = 0; i < n; ++i) {
             std::lock_guard guard(mutex_);
+            if (events[i].data.u64 == 0) {  // somebody has joined one of our segments
+                char bytes[256];
+                while (::read(pipe_[0], bytes, sizeof bytes) > 0) {}
+                for (Attachment* attachment : all_) {
+                    std::vector<u64> gone;
+                    scan(attachment, gone);
+                    for (u64 identity : gone) reap_or_leave_it(attachment, identity);
+                }
+                continue;
+            }
             auto found = watched_.find(events[i].data.u64);
             if (found == watched_.end()) continue;
             u32 how = how_it_ended(found->second.pidfd);
             for (Attachment* attachment : found->second.attachments) {
                 attachment->note_how(found->first, how);
-                try {
-                    attachment->reap(found->first);
-                } catch (const Error&) {
-                    // A lock is held by a stopped peer: whoever needs that lock next reaps on its way (resync).
-                    attachment->segment().header().peers_version.fetch_add(1);
-                }
+                reap_or_leave_it(attachment, found->first);
             }
             ::close(found->second.pidfd);
             watched_.erase(found);

@@ -226,14 +226,16 @@ class Pool {
         } catch (...) {
             std::lock_guard guard(by_.deferred_mutex);
             by_.deferred.emplace_back(index, generation);
+            by_.deferred_count.fetch_add(1, std::memory_order_relaxed);
         }
     }
     void finish_deferred() {
-        if (__builtin_expect(by_.deferred.empty(), 1)) return;
+        if (__builtin_expect(by_.deferred_count.load(std::memory_order_relaxed) == 0, 1)) return;
         std::vector<std::pair<u32, u32>> again;
         {
             std::lock_guard guard(by_.deferred_mutex);
             again.swap(by_.deferred);
+            by_.deferred_count.store(0, std::memory_order_relaxed);
         }
         for (auto [index, generation] : again) release(index, generation);
     }
@@ -242,12 +244,12 @@ class Pool {
     // Gives back what the peer in `slot` holds and what it granted and was granted; clears the receivers that died with
     // it; withdraws a record that it never committed. `is_still`: the slot is still that peer's.
     template <class Still, class Committed>
-    void give_back(u32 index, u32 slot, u64 dead_receivers, Still&& is_still, Committed&& is_committed, u64& blocks,
-                   u64& nbytes) {
+    void give_back(u32 index, u32 slot, u32 epoch, u64 dead_receivers, Still&& is_still, Committed&& is_committed,
+                   u64& blocks, u64& nbytes) {
         Block& b = block(index);
         bool is_last = false;
         {
-            if (by_.take_over(b.lock, slot)) {
+            if (by_.take_over(b.lock, slot, epoch)) {
                 recover_block(index);
             } else if (static_cast<BlockState>(b.state.load(std::memory_order_acquire)) != BlockState::live) {
                 return;
@@ -288,20 +290,21 @@ class Pool {
         for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
             Block& b = block(index);
             if ((b.pending.load(std::memory_order_relaxed) >> receiver & 1) == 0) continue;
-            bool is_last;
-            {
-                Held guard(*this, index);
+            bool is_last = false;
+            try {
+                Held guard(*this, index, now_ns() + RELEASE_NS);
                 b.pending.store(b.pending.load(std::memory_order_relaxed) & ~(1ull << receiver),
                                 std::memory_order_relaxed);
                 is_last = static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) == BlockState::live &&
                           return_if_last(index);
+            } catch (const Error&) {  // locked by a stopped peer: given back when this process leaves
             }
             if (is_last) announce_return();
         }
     }
     // For the reaper: if the dead peer held the pool's lock, its half-made change is undone.
-    void recover_lock(u32 slot) {
-        if (!by_.take_over(head_.lock, slot)) return;
+    void recover_lock(u32 slot, u32 epoch) {
+        if (!by_.take_over(head_.lock, slot, epoch)) return;
         rebuild();
         by_.unlock(head_.lock);
     }
@@ -399,6 +402,23 @@ class Pool {
         return punched;
     }
 
+    void announce_return() {
+        head_.returns.fetch_add(1, std::memory_order_release);
+        u64 sleepers;
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell
+        Bell& bell = head_.memory;
+        if (__builtin_expect(bell.parked.load(std::memory_order_relaxed) == 0 &&
+                                 bell.parked_async.load(std::memory_order_relaxed) == 0,
+                             1))
+            return;
+        // Peers share bits here (there are more peers than bits), so all are woken, and set theirs again.
+        bell.parked.exchange(0, std::memory_order_seq_cst);
+        sleepers = bell.parked_async.exchange(0, std::memory_order_seq_cst);
+        ring_all(bell);
+        if (sleepers != 0)
+            for (u32 p = 0; p < g_.shape.max_peers; ++p)
+                if ((sleepers >> (p % 64) & 1) != 0) by_.wake_async(p);
+    }
     void rebuild() {  // LOCK pool is held
         head_.recoveries.fetch_add(1, std::memory_order_relaxed);
         u32 returns = head_.returns.load(std::memory_order_acquire);
@@ -486,23 +506,6 @@ class Pool {
         PENSTOCK_POINT("release.last");
         b.state.store(static_cast<u32>(BlockState::returned), std::memory_order_release);
         return true;
-    }
-    void announce_return() {
-        head_.returns.fetch_add(1, std::memory_order_release);
-        u64 sleepers;
-        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell
-        Bell& bell = head_.memory;
-        if (__builtin_expect(bell.parked.load(std::memory_order_relaxed) == 0 &&
-                                 bell.parked_async.load(std::memory_order_relaxed) == 0,
-                             1))
-            return;
-        // Peers share bits here (there are more peers than bits), so all are woken, and set theirs again.
-        bell.parked.exchange(0, std::memory_order_seq_cst);
-        sleepers = bell.parked_async.exchange(0, std::memory_order_seq_cst);
-        ring_all(bell);
-        if (sleepers != 0)
-            for (u32 p = 0; p < g_.shape.max_peers; ++p)
-                if ((sleepers >> (p % 64) & 1) != 0) by_.wake_async(p);
     }
     bool release_within(u32 index, u32 generation, u64 deadline) {
         bool is_last = false;

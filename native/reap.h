@@ -21,8 +21,7 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
     const Geometry& g = by.segment().geometry();
     if (g.pool == 0) return;
     Pool pool(by);
-    pool.recover_lock(slot);
-    u32 epoch = by.peer(slot).epoch.load() & EPOCH_MASK;
+    u32 peer_epoch = by.peer(slot).epoch.load(), epoch = peer_epoch & EPOCH_MASK;
     auto is_still = [&] { return by.peer(slot).identity.load(std::memory_order_acquire) == identity; };
     auto end_it = [&](Shared<u64>& word) {  // true: this end was that peer's
         u64 seen = word.load(std::memory_order_acquire);
@@ -33,6 +32,7 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
         word.compare_exchange_strong(seen, make_word(end), std::memory_order_acq_rel);
         return true;
     };
+    if (is_still()) pool.recover_lock(slot, peer_epoch);
     u64 dead_receivers = 0;
     if (g.channel != 0) {
         ChannelHeader& head = *by.segment().at<ChannelHeader>(g.channel);
@@ -69,7 +69,9 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
                position < by.segment().at<Lane>(g.lanes)[lane].committed.load(std::memory_order_acquire);
     };
     for (u32 index = 0; index < g.shape.max_blocks; ++index)
-        pool.give_back(index, slot, dead_receivers, is_still, is_committed, blocks, nbytes);
+        pool.give_back(index, slot, peer_epoch, dead_receivers, is_still, is_committed, blocks, nbytes);
+    // It may have died between giving a block back and saying so.
+    if (ends_become == EndState::dead) pool.announce_return();
     if (blocks != 0 || ends_become == EndState::dead) {
         by.peer(slot).reaped_blocks.store(blocks);
         by.peer(slot).reaped_nbytes.store(nbytes);

@@ -81,10 +81,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 u64 later = last_lane_ >= 63 ? 0 : ready & ~((2ull << last_lane_) - 1);
                 u32 i = static_cast<u32>(
                     __builtin_ctzll(later != 0 ? later : ready));  // in turn: no sender starves another
-                if (find_in(i, out)) {
-                    last_lane_ = i;
-                    return true;
-                }
+                last_lane_ = i;
+                if (find_in(i, out)) return true;
                 ch_.head.ready.fetch_and(~(1ull << i),
                                          std::memory_order_seq_cst);  // ORDER ready: cleared before the last look
                 if (lanes_[i].is_counted && ch_.lane(i).committed.load(std::memory_order_seq_cst) != lanes_[i].position)
@@ -295,7 +293,10 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     void meet_sender(u32 i, u16 epoch) {
         LaneView& view = lanes_[i];
         End before = end_of(ch_.lane(i).ended.load(std::memory_order_acquire));
-        bool died = before.state == EndState::dead && before.epoch == view.sender_epoch && !view.is_told;
+        bool died = !view.is_told && before.state == EndState::dead;
+        // The only way to another sender of a ring or broadcast is a death; an inbox's lane may have changed hands in
+        // peace.
+        if (ch_.is_inbox() && before.epoch != view.sender_epoch) died = false;
         u32 current = end_of(ch_.lane(i).word.load(std::memory_order_acquire)).epoch;
         view.sender_epoch = (current & 0xffff) == epoch ? current : (current & 0xff0000) | epoch;
         view.is_told = false;
