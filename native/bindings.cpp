@@ -51,11 +51,12 @@ void check_signals() {
 }
 void forget_wait(Waits& waits) { waits.since_ns.store(0, std::memory_order_relaxed); }
 
-// One thread at a time in an end. A second one waits its turn without the interpreter.
+// One thread at a time in an end. A second one waits its turn without the interpreter, or is told that it would block.
 class Turn {
    public:
-    Turn(std::timed_mutex& mutex, u64 deadline, const char* name) : lock_(mutex, std::try_to_lock) {
+    Turn(std::timed_mutex& mutex, u64 deadline, bool may_wait, const char* name) : lock_(mutex, std::try_to_lock) {
         while (!lock_.owns_lock()) {
+            if (!may_wait) throw Error(Fault::would_block, format("another thread is using this end of '%s'", name));
             {
                 nb::gil_scoped_release released;
                 lock_ = std::unique_lock(mutex, std::chrono::milliseconds(20));
@@ -77,33 +78,45 @@ class Parts {
         PyObject* object = record.ptr();
         if (PyBytes_CheckExact(object)) {
             add_bytes(object);
-        } else if (PyList_Check(object) || PyTuple_Check(object)) {
-            PyObject* items = PySequence_Fast(object, "");
-            keep_ = nb::steal(items);
-            Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
-            parts_.reserve(static_cast<size_t>(n));
-            views_.reserve(static_cast<size_t>(n));
-            for (Py_ssize_t i = 0; i < n; ++i) {
-                PyObject* item = PySequence_Fast_GET_ITEM(items, i);
-                if (PyBytes_CheckExact(item))
-                    add_bytes(item);
-                else
-                    add_buffer(item);
-            }
-        } else {
-            add_buffer(object);
+            return;
+        }
+        try {
+            if (PyList_Check(object) || PyTuple_Check(object))
+                gather(object);
+            else
+                add_buffer(object);
+        } catch (...) {
+            let_go();
+            throw;
         }
     }
     Parts(const Parts&) = delete;
     Parts& operator=(const Parts&) = delete;
-    ~Parts() {
-        for (Py_buffer& view : views_) PyBuffer_Release(&view);
-    }
+    ~Parts() { let_go(); }
     const Part* data() const { return parts_.empty() ? &one_ : parts_.data(); }
     size_t size() const { return parts_.empty() ? 1 : parts_.size(); }
     u64 total = 0;
 
    private:
+    void let_go() {
+        for (Py_buffer& view : views_) PyBuffer_Release(&view);
+        views_.clear();
+    }
+    void gather(PyObject* object) {
+        PyObject* items = PySequence_Tuple(object);  // our own: others may change a list while we wait for room
+        if (items == nullptr) throw nb::python_error();
+        keep_ = nb::steal(items);
+        Py_ssize_t n = PyTuple_GET_SIZE(items);
+        parts_.reserve(static_cast<size_t>(n));
+        views_.reserve(static_cast<size_t>(n));
+        for (Py_ssize_t i = 0; i < n; ++i) {
+            PyObject* item = PyTuple_GET_ITEM(items, i);
+            if (PyBytes_CheckExact(item))
+                add_bytes(item);
+            else
+                add_buffer(item);
+        }
+    }
     void add(const void* at, u64 nbytes) {
         if (parts_.empty() && total == 0 && one_.at == nullptr) {
             one_ = {at, nbytes};
@@ -213,8 +226,8 @@ nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& exten
 template <class Try>
 bool send_loop(Sender& sender, nb::handle timeout, bool may_wait, Try&& attempt) {
     u64 deadline = may_wait ? deadline_of(timeout) : 0, started = 0;
-    sender.channel().by->require_ours();
-    Turn turn(sender.mutex(), deadline, sender.name());
+    sender.channel().require_ours();
+    Turn turn(sender.mutex(), deadline, may_wait, sender.name());
     Lane& lane = sender.channel().lane(sender.index());
     for (;;) {
         if (attempt()) {
@@ -253,23 +266,54 @@ bool send(Sender& sender, nb::handle record, nb::handle timeout, bool may_wait) 
 // Room in the channel itself, to be filled in place. Visible with commit(), never after abort().
 struct Reservation {
     std::shared_ptr<Sender> sender;
-    u8* at;
-    u64 nbytes;
+    u8* at = nullptr;
+    u64 nbytes = 0;
     bool is_open = true;
+    bool is_given_up = false;  // aborted while views of it live: the room is free with the last of them
     int exports = 0;
-    void finish(bool is_good) {
+
+    Reservation(std::shared_ptr<Sender> sender, u8* at, u64 nbytes)
+        : sender(std::move(sender)), at(at), nbytes(nbytes) {}
+    Reservation(const Reservation&) = delete;
+    Reservation& operator=(const Reservation&) = delete;
+    ~Reservation() {
+        if (is_open) drop();
+    }
+    void commit() {
         if (!is_open) throw Error(Fault::closed, "the reservation has been committed or aborted");
         if (exports != 0) {
             PyErr_Format(PyExc_BufferError, "the reservation has %d views: drop them first", exports);
             throw nb::python_error();
         }
-        Turn turn(sender->mutex(), NEVER, sender->name());
         is_open = false;
-        if (sender->is_closed()) return;
-        if (is_good)
-            sender->commit();
+        if (sender->is_closed()) throw Error(Fault::closed, "the sender was closed: the reservation is lost");
+        sender->channel().require_ours();
+        Turn turn(sender->mutex(), NEVER, true, sender->name());
+        sender->commit();
+    }
+    void abort() {
+        if (!is_open) return;
+        is_open = false;
+        if (exports != 0)
+            is_given_up = true;
         else
+            drop();
+    }
+    void view_dropped() {
+        if (--exports != 0 || !is_given_up) return;
+        is_given_up = false;
+        drop();
+    }
+
+   private:
+    void drop() noexcept {
+        is_open = false;
+        if (sender->is_closed() || !sender->channel().is_ours()) return;
+        {
+            nb::gil_scoped_release released;
+            std::lock_guard guard(sender->mutex());
             sender->abort();
+        }
     }
 };
 int reservation_getbuffer(PyObject* self, Py_buffer* view, int flags) {
@@ -283,7 +327,7 @@ int reservation_getbuffer(PyObject* self, Py_buffer* view, int flags) {
     ++r->exports;
     return 0;
 }
-void reservation_releasebuffer(PyObject* self, Py_buffer*) { --nb::inst_ptr<Reservation>(self)->exports; }
+void reservation_releasebuffer(PyObject* self, Py_buffer*) { nb::inst_ptr<Reservation>(self)->view_dropped(); }
 PyType_Slot reservation_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(reservation_getbuffer)},
                                    {Py_bf_releasebuffer, reinterpret_cast<void*>(reservation_releasebuffer)},
                                    {0, nullptr}};
@@ -336,8 +380,8 @@ nb::object copy_out(Receiver& receiver, const Found& found) {
 }
 nb::object receive(const std::shared_ptr<Receiver>& receiver, nb::handle timeout, bool may_wait, bool as_view) {
     u64 deadline = may_wait ? deadline_of(timeout) : 0;
-    receiver->channel().by->require_ours();
-    Turn turn(receiver->mutex(), deadline, receiver->name());
+    receiver->channel().require_ours();
+    Turn turn(receiver->mutex(), deadline, may_wait, receiver->name());
     Found found;
     if (!find_loop(*receiver, may_wait, deadline, found)) return nb::none();
     if (!as_view) return copy_out(*receiver, found);
@@ -535,6 +579,7 @@ NB_MODULE(_native, m) {
                 lease.require();
                 if (lease.receiver)
                     throw Error(Fault::value, "a record that lies in a ring cannot be shared: copy it into a pool");
+                lease.by->require_ours();
                 Pool(*lease.by).grant(lease.extent, to);
             },
             "to"_a);
@@ -632,12 +677,16 @@ NB_MODULE(_native, m) {
     nb::class_<Reservation>(
         m, "Reservation", nb::type_slots(reservation_slots),
         "Room for one record, filled in place. Visible after commit(); a `with` block commits, or aborts if it raises.")
-        .def("commit", [](Reservation& r) { r.finish(true); })
-        .def("abort", [](Reservation& r) { r.finish(false); })
+        .def("commit", &Reservation::commit)
+        .def("abort", &Reservation::abort)
         .def("__len__", [](const Reservation& r) { return r.nbytes; })
         .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
         .def("__exit__", [](Reservation& r, nb::args arguments) {
-            if (r.is_open) r.finish(nb::handle(arguments[0]).is_none());
+            if (!r.is_open) return;
+            if (nb::handle(arguments[0]).is_none())
+                r.commit();
+            else
+                r.abort();
         });
 
     nb::class_<Sender>(m, "Sender", nb::is_weak_referenceable(), "The end of a channel that sends.")
@@ -671,7 +720,7 @@ NB_MODULE(_native, m) {
             [](const std::shared_ptr<Sender>& s, u64 nbytes, nb::handle timeout) {
                 u8* at = nullptr;
                 send_loop(*s, timeout, true, [&] { return (at = s->try_reserve(nbytes)) != nullptr; });
-                return Reservation{s, at, nbytes};
+                return new Reservation(s, at, nbytes);
             },
             "nbytes"_a, "timeout"_a.none() = nb::none(),
             nb::sig("def reserve(self, nbytes: int, timeout: float | None = None) -> Reservation"),

@@ -18,6 +18,8 @@ class Channel {
    public:
     explicit Channel(std::shared_ptr<Attachment> by)
         : by(std::move(by)),
+          segment(this->by->shared_segment()),
+          forks(fork_generation()),
           g(this->by->segment().geometry()),
           pool(*this->by),
           head(*this->by->segment().at<ChannelHeader>(g.channel)) {
@@ -33,17 +35,25 @@ class Channel {
                     make_mode(CursorMode::counted, 0));
     }
 
-    Lane& lane(u32 index) const { return by->segment().at<Lane>(g.lanes)[index]; }
-    ReceiverSlot& receiver(u32 index) const { return by->segment().at<ReceiverSlot>(g.receivers)[index]; }
+    bool is_ours() const { return forks == fork_generation(); }
+    void require_ours() const {
+        if (by) by->require_ours();
+    }
+    const char* name() const { return segment->name().c_str(); }
+    // The end is closed: its place among the peers is given up as soon as its last lease is gone.
+    void let_go() { by.reset(); }
+
+    Lane& lane(u32 index) const { return segment->at<Lane>(g.lanes)[index]; }
+    ReceiverSlot& receiver(u32 index) const { return segment->at<ReceiverSlot>(g.receivers)[index]; }
     Cursor& cursor(u32 lane, u32 receiver) const {
-        return by->segment().at<Cursor>(g.cursors)[lane * g.shape.receivers + receiver];
+        return segment->at<Cursor>(g.cursors)[lane * g.shape.receivers + receiver];
     }
     u64 ring_offset(u32 lane, u64 position) const {
         return g.data + lane * g.shape.lane_nbytes + (position & (g.shape.lane_nbytes - 1));
     }
     bool is_inbox() const { return g.shape.style == 3; }
-    u32 changes() const { return by->segment().header().changes.load(std::memory_order_acquire); }
-    void changed() { by->segment().header().changes.fetch_add(1, std::memory_order_acq_rel); }
+    u32 changes() const { return segment->header().changes.load(std::memory_order_acquire); }
+    void changed() { segment->header().changes.fetch_add(1, std::memory_order_acq_rel); }
 
     // Wakes the receivers whose bits these are through their event loops.
     void wake_receivers(u64 bits) {
@@ -101,6 +111,8 @@ class Channel {
     }
 
     std::shared_ptr<Attachment> by;
+    std::shared_ptr<Segment> segment;
+    u64 forks;
     const Geometry& g;
     Pool pool;
     ChannelHeader& head;

@@ -63,7 +63,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     }
     ~Receiver() { close(); }
 
-    const char* name() const { return ch_.by->segment().name().c_str(); }
+    const char* name() const { return ch_.name(); }
     u32 index() const { return index_; }
     u32 source() const { return source_; }
     Channel& channel() { return ch_; }
@@ -117,6 +117,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                               &ch_.lane(last_lane_).cpu, [this] { return is_awaited(); });
     }
     bool arm() {
+        require_open();
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
             Bell& room = ch_.lane(i).room;
             if ((room.parked.load(std::memory_order_relaxed) | room.parked_async.load(std::memory_order_relaxed)) != 0)
@@ -129,6 +130,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     void disarm() { ch_.head.bell.parked_async.fetch_and(~(1ull << index_), std::memory_order_seq_cst); }
 
     Error timeout(u64 waited_ns) {
+        require_open();
         std::string who = "nobody has sent yet";
         u64 last = 0;
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
@@ -146,13 +148,14 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
 
     void begin_close() {
         is_closing_.store(true);
-        if (ch_.by->is_ours()) ring_all(ch_.head.bell);
+        if (ch_.is_ours()) ring_all(ch_.head.bell);
     }
     void close() {
         begin_close();
+        if (!ch_.is_ours()) return;  // before the mutex: in a child its holder does not exist
         std::lock_guard guard(mutex_);
         std::lock_guard leases_guard(leases_mutex_);
-        if (is_closed_ || !ch_.by->is_ours()) return;
+        if (is_closed_) return;
         PENSTOCK_POINT("close.begun");
         is_closed_ = true;
         if (!is_any_leased()) let_go();
@@ -176,7 +179,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     void require_open() {
         if (is_closing_.load(std::memory_order_relaxed))
             throw Error(Fault::closed, format("receiver %u of '%s' is closed", index_, name()));
-        ch_.by->require_ours();
+        ch_.require_ours();
     }
     u64 lanes_mask() const { return ch_.g.shape.lanes == 64 ? NEVER : (1ull << ch_.g.shape.lanes) - 1; }
     void ask_to_join(u32 i) {
@@ -358,7 +361,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     }
     // Leaves the channel: its room and its records are waited for no longer.
     void let_go() {
-        if (!ch_.by->is_ours()) return;
+        if (!ch_.is_ours() || !ch_.by) return;
         u64 live = make_word({EndState::live, ch_.by->slot(), ch_.by->epoch(), epoch_});
         slot_->word.compare_exchange_strong(
             live, make_word({EndState::closed, ch_.by->slot(), ch_.by->epoch(), epoch_}), std::memory_order_acq_rel);
@@ -372,6 +375,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         ch_.changed();
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i)
             if (ring_all(ch_.lane(i).room) != 0) ch_.by->wake_async(end_of(ch_.lane(i).word.load()).slot);
+        ch_.let_go();
     }
 
     Channel ch_;

@@ -44,7 +44,7 @@ class Sender {
     }
     ~Sender() { close(); }
 
-    const char* name() const { return ch_.by->segment().name().c_str(); }
+    const char* name() const { return ch_.name(); }
     u32 index() const { return index_; }
     Channel& channel() { return ch_; }
     bool is_closed() const { return is_closed_.load(std::memory_order_relaxed); }
@@ -172,6 +172,7 @@ class Sender {
     }
     // The same for an event loop: says that this end waits; true: no need to, try again.
     bool arm() {
+        require_open();
         if (waits_for_memory_) {
             ch_.pool.header().memory.parked_async.fetch_or(1ull << (ch_.by->slot() % 64), std::memory_order_seq_cst);
             return ch_.pool.returns() != returns_seen_ || ch_.by->is_stale() || is_closing_;
@@ -185,6 +186,7 @@ class Sender {
 
     // Says who is in the way. Called when a deadline has passed.
     Error timeout(u64 waited_ns) {
+        require_open();
         count(lane_->refused);
         if (waits_for_memory_) {
             Error full = ch_.pool.exhausted(nbytes_);
@@ -224,14 +226,15 @@ class Sender {
     // the one that waits, which then gets Closed. Returns false while such a thread is still inside; call again.
     void begin_close() {
         is_closing_.store(true);
-        if (!ch_.by->is_ours()) return;
+        if (!ch_.is_ours()) return;
         ring_all(lane_->room);
         ring_all(ch_.pool.header().memory);
     }
     void close() {
         begin_close();
+        if (!ch_.is_ours()) return;  // before the mutex: in a child its holder does not exist
         std::lock_guard guard(mutex_);
-        if (is_closed_.exchange(true) || !ch_.by->is_ours()) return;
+        if (is_closed_.exchange(true)) return;
         PENSTOCK_POINT("close.begun");
         abort();
         u64 live = make_word({EndState::live, ch_.by->slot(), ch_.by->epoch(), epoch_});
@@ -240,13 +243,14 @@ class Sender {
         if (ch_.is_inbox()) ch_.head.ready.fetch_or(1ull << index_);
         ch_.changed();
         ch_.wake_receivers(ring_all(ch_.head.bell));
+        ch_.let_go();
     }
 
    private:
     void require_open() {
         if (is_closing_.load(std::memory_order_relaxed))
             throw Error(Fault::closed, format("sender %u of '%s' is closed", index_, name()));
-        ch_.by->require_ours();
+        ch_.require_ours();
     }
     bool has_room() {
         u64 limit = ch_.g.shape.lane_nbytes;

@@ -57,8 +57,8 @@ u64 any_value(Random& random, const Shape& shape, u64 before) {
             return random.of(at_edges) + random.below(3) - 1;
         }
         case 6: {
-            const u64 huge[] = {~0ull, 1ull << 63, (1ull << 63) - 1, 1ull << 32, (1ull << 32) - 1, 1ull << 31,
-                                0xffff0000ffff0000, MAX_NBYTES};
+            const u64 huge[] = {~0ull,      1ull << 63,         (1ull << 63) - 1, 1ull << 32, (1ull << 32) - 1,
+                                1ull << 31, 0xffff0000ffff0000, MAX_NBYTES};
             return random.of(huge) - random.below(2);
         }
         default: return random.next() >> random.below(64);
@@ -96,7 +96,8 @@ void mutate(Random& random, World& world) {
     const u64 widths[] = {1, 4, 8, 8};
     u64 width = random.of(widths), at = from + random.below((to - from) / width) * width;
     if (!is_control && g.shape.lanes != 0 && random.one_in(2))  // a record's header, rather than what it carries
-        at = from + random.below(std::min<u64>(to - from, 1024) / RECORD_ALIGN) * RECORD_ALIGN + random.below(4) * width;
+        at =
+            from + random.below(std::min<u64>(to - from, 1024) / RECORD_ALIGN) * RECORD_ALIGN + random.below(4) * width;
     u8* target = is_control ? world.segment->at<u8>(at) : world.segment->write_at(at);
     u64 before = 0;
     std::memcpy(&before, target, width);
@@ -112,11 +113,11 @@ void spare_the_clock(World& world) {
         if (word.load() != 0) word.store(word.load() | 0xff);
     };
     disown(world.segment->at<PoolHeader>(g.pool)->lock);
-    for (u32 i = 0; i < g.shape.max_blocks; ++i)
-        disown(world.segment->at<Block>(g.blocks + i * g.block_stride)->lock);
+    for (u32 i = 0; i < g.shape.max_blocks; ++i) disown(world.segment->at<Block>(g.blocks + i * g.block_stride)->lock);
 }
 
-// Mutates while a call runs. Never a lock: a stolen one makes two holders, and what they then write is not what we test.
+// Mutates while a call runs. Never a lock: a stolen one makes two holders, and what they then write is not what we
+// test.
 class Shaker {
    public:
     ~Shaker() {
@@ -258,9 +259,8 @@ void open_ends(World& world, Ends& ends) {
     const Shape& shape = world.shape();
     for (int i = 0; i < 3; ++i) join(world, ends);
     for (u32 i = 0; i < shape.lanes; ++i)
-        expect_error_or_value("Sender", [&] {
-            ends.senders.push_back(std::make_shared<Sender>(ends.peers[i % ends.peers.size()], -1));
-        });
+        expect_error_or_value(
+            "Sender", [&] { ends.senders.push_back(std::make_shared<Sender>(ends.peers[i % ends.peers.size()], -1)); });
     for (u32 i = 0; i < shape.receivers; ++i)
         expect_error_or_value("Receiver", [&] {
             ends.receivers.push_back(std::make_shared<Receiver>(ends.peers[(i + 1) % ends.peers.size()], -1));
@@ -308,7 +308,9 @@ void call_pool(World& world, Ends& ends, Random& random) {
             });
             break;
         case 6: expect_error_or_value("stats", [&] { pool.stats(); }); break;
-        case 7: expect_error_or_value("exhausted", [&] { throw pool.exhausted(random.next() >> random.below(64)); }); break;
+        case 7:
+            expect_error_or_value("exhausted", [&] { throw pool.exhausted(random.next() >> random.below(64)); });
+            break;
         case 8:
             expect_error_or_value("trim", [&] { pool.trim(random.one_in(2) ? 0 : random.below(shape.pool_nbytes)); });
             break;
@@ -393,15 +395,11 @@ void call_anything(World& world, Ends& ends, Random& random) {
     Attachment* by = any(random, ends.peers);
     const Shape& shape = world.shape();
     switch (random.below(by == nullptr ? 3 : 9)) {
-        case 0:
-            expect_error_or_value("snapshot", [&] { snapshot::take(::dup(world.segment->fd())); });
-            break;
+        case 0: expect_error_or_value("snapshot", [&] { snapshot::take(::dup(world.segment->fd())); }); break;
         case 1:
             if (ends.peers.size() < 6) join(world, ends);
             break;
-        case 2:
-            expect_error_or_value("adopt", [&] { Segment::adopt(::dup(world.segment->fd())); });
-            break;
+        case 2: expect_error_or_value("adopt", [&] { Segment::adopt(::dup(world.segment->fd())); }); break;
         case 3:
             expect_error_or_value("reap", [&] {
                 u64 identity = by->peer(static_cast<u32>(random.below(shape.max_peers))).identity.load();
@@ -419,8 +417,7 @@ void call_anything(World& world, Ends& ends, Random& random) {
         case 7:
             expect_error_or_value("describe", [&] { by->describe(static_cast<u32>(random.below(shape.max_peers))); });
             break;
-        default:
-            expect_error_or_value("~Attachment", [&] { ends.peers.pop_back(); });
+        default: expect_error_or_value("~Attachment", [&] { ends.peers.pop_back(); });
     }
 }
 
@@ -545,7 +542,8 @@ int main(int argc, char** argv) {
     u64 mutations = (arguments.is_quick ? 20'000 : 1'000'000) * arguments.scale;
     std::printf("fuzz: seed %" PRIu64 ", %" PRIu64 " mutations\n", arguments.seed, mutations);
     std::fflush(stdout);
-    progress = new (::mmap(nullptr, sizeof(Progress), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) Progress;
+    progress =
+        new (::mmap(nullptr, sizeof(Progress), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) Progress;
     int failures = 0;
     u64 began = now_ns();
     for (u64 first = only == NEVER ? 0 : only; failures < 5;) {
@@ -568,11 +566,10 @@ int main(int argc, char** argv) {
         if (only != NEVER) break;
         first = progress->round.load() + 1;
     }
-    static const char* const names[] = {"closed",     "end of channel", "would block", "timeout",
-                                        "peer died",  "memory",         "stale ref",   "layout",
-                                        "value",      "os",             "corrupt"};
-    std::printf("fuzz: %" PRIu64 " rounds, %" PRIu64 " mutations, %" PRIu64 " during calls, %" PRIu64 " calls in %.1f s: %" PRIu64
-                " values",
+    static const char* const names[] = {"closed",    "end of channel", "would block", "timeout", "peer died", "memory",
+                                        "stale ref", "layout",         "value",       "os",      "corrupt"};
+    std::printf("fuzz: %" PRIu64 " rounds, %" PRIu64 " mutations, %" PRIu64 " during calls, %" PRIu64
+                " calls in %.1f s: %" PRIu64 " values",
                 progress->round.load() + 1, progress->mutations.load(), progress->shakes.load(), progress->calls.load(),
                 static_cast<double>(now_ns() - began) / 1e9, progress->values.load());
     for (size_t i = 0; i < std::size(names); ++i)

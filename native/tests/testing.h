@@ -56,13 +56,13 @@ struct Arguments {
     }
 };
 
-#define REQUIRE(condition, ...)                                                                \
-    do {                                                                                       \
-        if (!(condition)) {                                                                    \
-            std::fprintf(stderr, "%s:%d: not so: %s: ", __FILE__, __LINE__, #condition);       \
-            std::fprintf(stderr, "%s\n", ::penstock::format(__VA_ARGS__).c_str());             \
-            std::abort();                                                                      \
-        }                                                                                      \
+#define REQUIRE(condition, ...)                                                          \
+    do {                                                                                 \
+        if (!(condition)) {                                                              \
+            std::fprintf(stderr, "%s:%d: not so: %s: ", __FILE__, __LINE__, #condition); \
+            std::fprintf(stderr, "%s\n", ::penstock::format(__VA_ARGS__).c_str());       \
+            std::abort();                                                                \
+        }                                                                                \
     } while (0)
 
 // style 1 ring, 2 broadcast, 3 inbox.

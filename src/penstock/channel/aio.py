@@ -28,7 +28,7 @@ class _End:
     _end: _native.Sender | _native.Receiver
 
     def __init__(self, attachment: _native.Attachment) -> None:
-        self._attachment = attachment  # keeps the pipe open
+        self._attachment: _native.Attachment | None = attachment  # keeps the pipe open
         self._bell = attachment.bell_fd()
         self._woken: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,8 +69,9 @@ class _End:
 
     def close(self) -> None:
         """Closes this end. A task that waits in it gets ClosedError."""
-        self._end.close()
         self._forget()
+        self._attachment = None
+        self._end.close()
 
     @property
     def is_closed(self) -> bool:

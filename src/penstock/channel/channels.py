@@ -43,12 +43,22 @@ class Channel(Shareable):
             raise ClosedError(f"channel '{self.name}' is closed")
         return _native.Attachment(self._segment, name)
 
+    def _sender(self, index: int | None, attachment: _native.Attachment) -> _native.Sender:
+        if index is not None and not 0 <= index < self.senders:
+            raise ValueError(f"'{self.name}' has {self.senders} senders: there is no sender {index}")
+        return _native.Sender(attachment, -1 if index is None else index)
+
+    def _receiver(self, index: int | None, attachment: _native.Attachment) -> _native.Receiver:
+        if index is not None and not 0 <= index < self.receivers:
+            raise ValueError(f"'{self.name}' has {self.receivers} receivers: there is no receiver {index}")
+        return _native.Receiver(attachment, -1 if index is None else index)
+
     def sender(self, index: int | None = None, *, name: str = "") -> _native.Sender:
         """Becomes a sender of this channel, in this process: the one of this index, or the first that is free.
 
         `name` is what errors and `penstock inspect` call this process.
         """
-        return _native.Sender(self._join(name), -1 if index is None else index)
+        return self._sender(index, self._join(name))
 
     def receiver(self, index: int | None = None, *, name: str = "") -> _native.Receiver:
         """Becomes a receiver of this channel, in this process.
@@ -56,15 +66,15 @@ class Channel(Shareable):
         Receivers are awaited from the start: what is sent before they come is kept for them. One that follows another
         that closed or died gets what is sent after it has come.
         """
-        return _native.Receiver(self._join(name), -1 if index is None else index)
+        return self._receiver(index, self._join(name))
 
     def async_sender(self, index: int | None = None, *, name: str = "") -> AsyncSender:
         attachment = self._join(name)
-        return AsyncSender(_native.Sender(attachment, -1 if index is None else index), attachment)
+        return AsyncSender(self._sender(index, attachment), attachment)
 
     def async_receiver(self, index: int | None = None, *, name: str = "") -> AsyncReceiver:
         attachment = self._join(name)
-        return AsyncReceiver(_native.Receiver(attachment, -1 if index is None else index), attachment)
+        return AsyncReceiver(self._receiver(index, attachment), attachment)
 
     def snapshot(self) -> dict[str, Any]:
         """Everything the channel tells of itself, as `penstock inspect --json` prints it."""

@@ -1,0 +1,297 @@
+"""The command `penstock`: what stands on its command line, and what it answers with.
+
+0: well. 1: something is wrong with what was looked at. 2: there is nothing to look at, or it was not asked rightly.
+Leaves to `inspect`, `demo` and the library: everything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import resource
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import penstock
+from penstock import _native, inspect
+from penstock.errors import LayoutMismatch
+from penstock.inspect import in_seconds, in_units
+from penstock.memory import Ticket
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `penstock inspect … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that closing it at the end succeeds
+        return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="penstock", description="The data plane of an inference engine.")
+    found.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
+    commands = found.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    inspect = commands.add_parser("inspect", help="what a process and its descendants share, and why somebody waits")
+    inspect.add_argument(
+        "target", nargs="?", metavar="PID|TICKET", type=target, help="without one: who has segments open"
+    )
+    inspect.add_argument("--json", action="store_true", help="everything, one document per look")
+    inspect.add_argument("--watch", metavar="SECONDS", type=seconds, help="look again every so often")
+    inspect.set_defaults(run=run_inspect)
+
+    demo = commands.add_parser("demo", help="several processes exchange messages and images, and one is killed")
+    demo.add_argument("--seconds", metavar="N", type=seconds, help="end by itself (default: Ctrl-C ends it)")
+    demo.add_argument("--receivers", metavar="N", type=workers, default=4, help="workers (default: 4)")
+    demo.add_argument("--rate", metavar="N", type=rate, default=500, help="steps per second; 0: all that go (500)")
+    demo.add_argument("--plain", action="store_true", help="a line per second, even on a terminal")
+    demo.add_argument(
+        "--chaos",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="kill -9 a worker about every ten seconds (default: on)",
+    )
+    demo.set_defaults(run=run_demo)
+
+    doctor = commands.add_parser("doctor", help="whether this machine has what penstock needs")
+    doctor.set_defaults(run=run_doctor)
+    return found
+
+
+def target(text: str) -> int | Ticket:
+    if text.isdecimal():
+        return int(text)
+    try:
+        return Ticket.parse(text)
+    except LayoutMismatch as error:
+        raise argparse.ArgumentTypeError(f"{error}, or a process number") from None
+
+
+def seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"seconds are a number above 0, not {text!r}")
+    return number
+
+
+def workers(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 16:
+        raise argparse.ArgumentTypeError(f"1 to 16 receivers, not {text!r}")
+    return int(text)
+
+
+def rate(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"steps per second are a whole number, not {text!r}")
+    return int(text)
+
+
+# ── inspect ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def run_inspect(options: argparse.Namespace) -> int:
+    has_looked = False
+    while True:
+        try:
+            if options.target is None:
+                show_holders(options.json)
+            else:
+                seen = inspect.look(options.target)
+                if options.watch and sys.stdout.isatty():
+                    print("\x1b[H\x1b[2J", end="")
+                if options.json:
+                    print(json.dumps(seen, indent=None if options.watch else 2), flush=True)
+                else:
+                    inspect.show(seen)
+        except inspect.NotFound as error:
+            print(f"penstock inspect: {error}", file=sys.stderr)
+            return 0 if has_looked else 2  # what was watched has ended
+        if not options.watch:
+            return 0
+        has_looked = True
+        time.sleep(options.watch)
+
+
+def show_holders(as_json: bool) -> None:
+    found = inspect.holders_of_segments()
+    if as_json:
+        print(json.dumps([{"pid": one.pid, "command": one.name, "segments": many} for one, many in found]), flush=True)
+    elif not found:
+        print("no process that we may look into has a segment of penstock open")
+    for one, many in found if not as_json else []:
+        print(f"{one.pid:>8}  {one.name}: {many} segment{'' if many == 1 else 's'}")
+
+
+# ── demo ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def run_demo(options: argparse.Namespace) -> int:
+    from penstock import demo
+
+    return demo.run(
+        demo.Options(
+            seconds=options.seconds,
+            workers=options.receivers,
+            rate=options.rate,
+            is_plain=options.plain,
+            has_chaos=options.chaos,
+        )
+    )
+
+
+# ── doctor ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Finding(NamedTuple):
+    """level: "ok", "warning" (slower, or less of it), "missing" (penstock does not work without)."""
+
+    level: str
+    subject: str
+    text: str
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    findings = [examine() for examine in EXAMINATIONS]
+    width = max(len(one.subject) for one in findings)
+    for one in findings:
+        print(f"{one.level:<8} {one.subject:<{width}}  {one.text}")
+    return 1 if any(one.level == "missing" for one in findings) else 0
+
+
+def examine_build() -> Finding:
+    layout = f"layout {_native.LAYOUT_VERSION}, fingerprint {_native.LAYOUT_FINGERPRINT:08x}"
+    return Finding("ok", "penstock", f"{penstock.__version__}, {layout}; only processes of one layout can talk")
+
+
+def examine_kernel() -> Finding:
+    release = os.uname().release
+    numbers = [int(part) for part in re.findall(r"\d+", release)[:2]]
+    is_enough = platform.system() == "Linux" and numbers >= [5, 10]
+    return Finding("ok" if is_enough else "missing", "kernel", f"{release} (5.10 or newer is needed)")
+
+
+def examine_memfd() -> Finding:
+    try:
+        penstock.Segment.create(1, name="doctor").view().release()
+    except (OSError, penstock.PenstockError) as error:
+        return Finding("missing", "memfd", f"no segment can be made: {error}")
+    return Finding("ok", "memfd", "segments can be made, sealed and mapped; /dev/shm is not used")
+
+
+def examine_pidfd() -> Finding:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return Finding("missing", "pidfd", f"{error}: deaths cannot be seen (a seccomp filter may be in the way)")
+    return Finding("ok", "pidfd", "deaths of peers are seen at once")
+
+
+def examine_futex() -> Finding:
+    """One record to a thread that sleeps for it, and how long it took to wake."""
+    with penstock.open_ring("doctor", latency="eco") as ring, ring.sender() as sender, ring.receiver() as receiver:
+        woken_ns: list[int] = []
+
+        def receive() -> None:
+            with contextlib.suppress(penstock.Timeout):
+                receiver.receive(timeout=2)
+                woken_ns.append(time.monotonic_ns())
+
+        sleeper = threading.Thread(target=receive)
+        sleeper.start()
+        deadline = time.monotonic() + 1
+        while ring.snapshot()["receivers"][0]["parks"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        parks = ring.snapshot()["receivers"][0]["parks"]
+        sent_ns = time.monotonic_ns()
+        sender.send(b"wake up")
+        sleeper.join()
+    if parks == 0 or not woken_ns:
+        return Finding("missing", "futex", "a thread that waits does not sleep, or is not woken")
+    return Finding("ok", "futex", f"a sleeping thread was woken in {in_seconds(woken_ns[0] - sent_ns)}")
+
+
+def examine_proc() -> Finding:
+    try:
+        os.readlink("/proc/self/fd/0")
+        os.listdir("/proc/self/fd")
+    except OSError as error:
+        if not os.path.exists("/proc/self/fd"):
+            return Finding("missing", "/proc", f"{error}: processes cannot be told apart, tickets lead nowhere")
+    if _native.start_ticks(os.getpid()) == 0:
+        return Finding("missing", "/proc", "/proc/PID/stat is not readable: a reused pid cannot be told apart")
+    if os.getppid() > 0 and _native.start_ticks(os.getppid()) == 0:
+        return Finding("warning", "/proc", "other users' processes are hidden: give no tickets to those")
+    return Finding("ok", "/proc", "descriptors and starting times of processes can be seen")
+
+
+def examine_memory() -> Finding:
+    # The core knows whose limit is the tightest, and says so when asked for more than there can be.
+    available = _native.memory_available()
+    whose = "the machine"
+    try:
+        penstock.Segment.create(1 << 43, name="doctor")
+    except penstock.MemoryExhausted as error:
+        found = re.search(r"does not fit: (.+) has .+ left", str(error))
+        whose = found[1] if found else f"a limit of this process ({error})"
+    limits = [
+        f"{name} {in_units(soft)}"
+        for name, number in (("address space", resource.RLIMIT_AS), ("file size", resource.RLIMIT_FSIZE))
+        if (soft := resource.getrlimit(number)[0]) != resource.RLIM_INFINITY
+    ]
+    text = f"{in_units(available)} available, as {whose} leaves them"
+    text += f"; limits of this process: {', '.join(limits)}" if limits else ""
+    return Finding("ok" if available >= 1 << 30 else "warning", "memory", text)
+
+
+def examine_cpus() -> Finding:
+    usable = len(os.sched_getaffinity(0))
+    text = f"{usable} of {os.cpu_count()} usable"
+    if usable < 2:
+        return Finding("warning", "cpus", f"{text}: waits never spin, every message costs a wake-up")
+    return Finding("ok", "cpus", text)
+
+
+def examine_huge_pages() -> Finding:
+    folder = "/sys/kernel/mm/hugepages/hugepages-2048kB"
+    total, free = (read_number(f"{folder}/{name}_hugepages") for name in ("nr", "free"))
+    if not free:
+        return Finding("warning", "huge pages", f"{free} of {total} free: huge_pages=True falls back (vm.nr_hugepages)")
+    return Finding("ok", "huge pages", f"{free} of {total} of 2 MiB free")
+
+
+def examine_numa() -> Finding:
+    try:
+        with open("/sys/devices/system/node/online") as file:
+            nodes = file.read().strip()
+    except OSError:
+        return Finding("ok", "numa", "this kernel tells of no nodes: numa_node= has no effect")
+    return Finding("ok", "numa", f"node{'s' if nodes != '0' else ''} {nodes}")
+
+
+def read_number(path: str) -> int:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 0
+
+
+EXAMINATIONS = (
+    examine_build,
+    examine_kernel,
+    examine_memfd,
+    examine_pidfd,
+    examine_futex,
+    examine_proc,
+    examine_memory,
+    examine_cpus,
+    examine_huge_pages,
+    examine_numa,
+)
