@@ -237,6 +237,7 @@ struct alignas(LINE) Cursor {  // one receiver in one lane
     Shared<u32> mode;  // CursorMode:2 | epoch of the receiver:24 (so that a slow reaper cannot mean its successor)
     Shared<u32> unused;
     Shared<u64> sequence;  // records read
+    Shared<u64> read;      // position of the next record to read: whoever hands wake-ups on sees who is behind
 };
 static_assert(sizeof(Cursor) == 64);
 

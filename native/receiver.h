@@ -48,6 +48,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             if (was_expected) {
                 cursor.mode.store(make_mode(CursorMode::counted, epoch_), std::memory_order_release);
                 lanes_[i].position = cursor.released.load(std::memory_order_relaxed);
+                cursor.read.store(lanes_[i].position, std::memory_order_relaxed);
                 lanes_[i].is_counted = true;
                 ready |= 1ull << i;
             } else {
@@ -113,8 +114,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     Woken wait(u64 deadline) {
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i)  // all is read: a sender that wanted more room than that has it now
             if (ch_.lane(i).room.parked.load(std::memory_order_relaxed) != 0) ch_.ring_room(i, &slot_->waits.wakes);
-        return penstock::wait(ch_.head.bell, 1ull << index_, deadline, spinner_, slot_->waits,
-                              &ch_.lane(last_lane_).cpu, [this] { return is_awaited(); });
+        return penstock::wait(
+            ch_.head.bell, 1ull << index_, deadline, spinner_, slot_->waits, &ch_.lane(last_lane_).cpu,
+            [this] { return is_awaited(); }, [this](u64 parked) { hand_on(parked); });
     }
     bool arm() {
         require_open();
@@ -245,6 +247,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     u64 pass(const Found& found, bool is_leased) {
         LaneView& view = lanes_[found.lane];
         view.position = found.end;
+        ch_.cursor(found.lane, index_).read.store(found.end, std::memory_order_relaxed);
         source_ = found.lane;
         count(slot_->waits.records);
         count(slot_->waits.nbytes, found.nbytes);
@@ -288,6 +291,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         Cursor& cursor = ch_.cursor(i, index_);
         if (mode_of(cursor.mode.load(std::memory_order_acquire)) != CursorMode::counted) return false;
         lanes_[i].position = cursor.released.load(std::memory_order_acquire);
+        cursor.read.store(lanes_[i].position, std::memory_order_relaxed);
         lanes_[i].sender_epoch = end_of(ch_.lane(i).word.load()).epoch;
         lanes_[i].is_counted = true;
         return true;
@@ -353,6 +357,20 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         if (ch_.is_inbox()) return (ch_.head.ready.load(std::memory_order_acquire) & lanes_mask()) != 0;
         if (lanes_[0].is_counted) return ch_.lane(0).committed.load(std::memory_order_acquire) != lanes_[0].position;
         return mode_of(ch_.cursor(0, index_).mode.load(std::memory_order_acquire)) == CursorMode::counted;
+    }
+    // A ringer wakes few, and those wake the rest: one each, of those who are asleep and have something to read. Who
+    // has read everything is not woken, so a wake-up cannot go round for nothing.
+    void hand_on(u64 parked) {
+        u64 behind = 0;
+        for (; parked != 0; parked &= parked - 1) {
+            u32 r = static_cast<u32>(__builtin_ctzll(parked));
+            if (r >= ch_.g.shape.receivers) break;
+            for (u32 i = 0; i < ch_.g.shape.lanes; ++i)
+                if (ch_.cursor(i, r).read.load(std::memory_order_relaxed) !=
+                    ch_.lane(i).committed.load(std::memory_order_acquire))
+                    behind |= 1ull << r;
+        }
+        if (behind != 0 && futex_wake(&ch_.head.bell.rings, 1, fold(behind)) > 0) count(slot_->waits.wakes);
     }
     bool is_any_leased() const {
         for (auto& view : lanes_)

@@ -34,13 +34,16 @@ inline int futex(Shared<u32>* word, int operation, u32 value, const timespec* ti
     long got = ::syscall(SYS_futex, reinterpret_cast<u32*>(word), operation, value, timeout, nullptr, mask);
     return got < 0 ? -errno : static_cast<int>(got);
 }
-inline int futex_wait(Shared<u32>* word, u32 seen, u64 deadline) {
+inline constexpr u32 ANY = FUTEX_BITSET_MATCH_ANY;
+inline int futex_wait(Shared<u32>* word, u32 seen, u64 deadline, u32 mask = ANY) {
     timespec at{static_cast<time_t>(deadline / 1'000'000'000), static_cast<long>(deadline % 1'000'000'000)};
-    return futex(word, FUTEX_WAIT_BITSET, seen, deadline == NEVER ? nullptr : &at, FUTEX_BITSET_MATCH_ANY);
+    return futex(word, FUTEX_WAIT_BITSET, seen, deadline == NEVER ? nullptr : &at, mask);
 }
-inline int futex_wake(Shared<u32>* word, int waiters) {
-    return futex(word, FUTEX_WAKE, static_cast<u32>(waiters), nullptr, 0);
+inline int futex_wake(Shared<u32>* word, int waiters, u32 mask = ANY) {
+    return futex(word, FUTEX_WAKE_BITSET, static_cast<u32>(waiters), nullptr, mask);
 }
+// 64 waiters, 32 bits in the kernel: two may share one, and then may be woken for each other.
+inline u32 fold(u64 bits) { return static_cast<u32>(bits) | static_cast<u32>(bits >> 32); }
 
 // ── how long to spin ───────────────────────────────────────────────────────────────────────────────────────────────
 inline constexpr u64 SPIN_NS_AUTO = 50'000;      // about one wake-up across cores on a 2-core VM
@@ -158,7 +161,7 @@ inline u64 ring(Bell& bell, Shared<u64>* wakes = nullptr, int most = HAND_ON_WAK
     if (__builtin_expect((parked | in_loop) == 0, 1)) return 0;
     bell.rings.fetch_add(1, std::memory_order_seq_cst);
     if (parked != 0) {
-        int woken = futex_wake(&bell.rings, most);
+        int woken = futex_wake(&bell.rings, most, fold(parked));
         if (wakes != nullptr && woken > 0)
             wakes->store(wakes->load(std::memory_order_relaxed) + static_cast<u64>(woken), std::memory_order_relaxed);
     }
@@ -180,8 +183,10 @@ inline constexpr u64 LOOK_UP_NS = 80'000'000;
 
 // Sleeps until ready(), the deadline, or a signal. The caller has let go of every lock of the interpreter. With
 // clears = false the bit is left to the ringer, which takes all bits and wakes all: for waiters that share bits.
-template <bool clears = true, class Ready>
-Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, const Shared<u32>* cpu, Ready&& ready) {
+// hand_on(others) is called when a ringer woke us and others were parked: it wakes one that needs it, and counts.
+template <bool clears = true, class Ready, class HandOn>
+Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, const Shared<u32>* cpu, Ready&& ready,
+           HandOn&& hand_on) {
     constexpr auto relaxed = std::memory_order_relaxed;
     auto count = [](Shared<u64>& counter) { counter.store(counter.load(relaxed) + 1, relaxed); };
     u64 entered = now_ns(), began = waits.since_ns.load(relaxed);
@@ -209,14 +214,11 @@ Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, co
         bool is_ready = ready();
         if (!is_ready) {
             if (!is_resumed) count(waits.parks);
-            got = futex_wait(&bell.rings, seen, until);
+            got = futex_wait(&bell.rings, seen, until, fold(bit));
             PENSTOCK_POINT("wait.woken");
         }
         u64 others = clears ? bell.parked.fetch_and(~bit, std::memory_order_seq_cst) & ~bit : 0;
-        if (others != 0 && got == 0 && !is_ready) {  // hand the wake-up on
-            int woken = futex_wake(&bell.rings, 1);
-            if (woken > 0) count(waits.wakes);
-        }
+        if (others != 0 && got == 0 && !is_ready) hand_on(others);
         if (is_ready || ready()) {
             u64 now = now_ns();
             spinner.slept(now - started, now - slept_from);
@@ -231,6 +233,11 @@ Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, co
             return finish(Woken::deadline);
         }
     }
+}
+
+template <bool clears = true, class Ready>
+Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, const Shared<u32>* cpu, Ready&& ready) {
+    return wait<clears>(bell, bit, deadline, spinner, waits, cpu, ready, [](u64) {});
 }
 
 }  // namespace penstock
