@@ -254,6 +254,17 @@ bool send_loop(Sender& sender, nb::handle timeout, bool may_wait, Try&& attempt)
         }
     }
 }
+// For the words whose answer to "not now" is a value.
+template <class Do, class Otherwise>
+Otherwise unless_busy(Do&& attempt, Otherwise otherwise) {
+    try {
+        return attempt();
+    } catch (const Error& error) {
+        if (error.fault != Fault::would_block) throw;
+        return otherwise;
+    }
+}
+
 bool send(Sender& sender, nb::handle record, nb::handle timeout, bool may_wait) {
     Parts parts(record);
     return send_loop(sender, timeout, may_wait, [&] {
@@ -292,7 +303,7 @@ struct Reservation {
         sender->commit();
     }
     void abort() {
-        if (!is_open) return;
+        if (!is_open) throw Error(Fault::closed, "the reservation has been committed or aborted");
         is_open = false;
         if (exports != 0)
             is_given_up = true;
@@ -559,7 +570,8 @@ NB_MODULE(_native, m) {
                       "The right to touch some shared bytes, as an object that exports them. Released once; by itself "
                       "with its last view.")
         .def("release", &Lease::release)
-        .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Lease"))
         .def("__exit__", [](Lease& lease, nb::args) { lease.release(); })
         .def("__len__", [](const Lease& lease) { return lease.extent.nbytes; })
         .def_prop_ro("nbytes", [](const Lease& lease) { return lease.extent.nbytes; })
@@ -607,6 +619,10 @@ NB_MODULE(_native, m) {
                 by->require_ours();
                 if (nbytes > MAX_NBYTES) nbytes = MAX_NBYTES;
                 u64 deadline = deadline_of(timeout);
+                struct Waiting {  // seen from outside
+                    Shared<u64>& since;
+                    ~Waiting() { since.store(0, std::memory_order_relaxed); }
+                } waiting{by->peer(by->slot()).take_since_ns};
                 Pool pool(*by);
                 Spinner spinner(Latency::eco);
                 Waits waits{};
@@ -619,6 +635,7 @@ NB_MODULE(_native, m) {
                         pool.header().exhaustions.fetch_add(1);
                         throw pool.exhausted(nbytes);
                     }
+                    if (waiting.since.load(std::memory_order_relaxed) == 0) waiting.since.store(now_ns());
                     Woken woken;
                     {
                         nb::gil_scoped_release released;
@@ -680,7 +697,9 @@ NB_MODULE(_native, m) {
         .def("commit", &Reservation::commit)
         .def("abort", &Reservation::abort)
         .def("__len__", [](const Reservation& r) { return r.nbytes; })
-        .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); },
+            nb::sig("def __enter__(self) -> Reservation"))
         .def("__exit__", [](Reservation& r, nb::args arguments) {
             if (!r.is_open) return;
             if (nb::handle(arguments[0]).is_none())
@@ -712,7 +731,11 @@ NB_MODULE(_native, m) {
                     "collections.abc.Sequence[typing_extensions.Buffer]) -> None"),
             "The same, but raises WouldBlock instead of blocking.")
         .def(
-            "try_send", [](Sender& s, nb::handle record) { return send(s, record, nb::none(), false); }, "record"_a,
+            "try_send",
+            [](Sender& s, nb::handle record) {
+                return unless_busy([&] { return send(s, record, nb::none(), false); }, false);
+            },
+            "record"_a,
             nb::sig("def try_send(self, record: typing_extensions.Buffer | "
                     "collections.abc.Sequence[typing_extensions.Buffer]) -> bool"))
         .def(
@@ -726,7 +749,7 @@ NB_MODULE(_native, m) {
             nb::sig("def reserve(self, nbytes: int, timeout: float | None = None) -> Reservation"),
             "Room for one record of `nbytes`, to be filled in place and committed.")
         .def("arm", &Sender::arm)
-        .def("disarm", &Sender::disarm)
+        .def("disarm", &Sender::disarm, "is_over"_a)
         .def(
             "timeout_error", [](Sender& s, double waited) { throw s.timeout(static_cast<u64>(waited * 1e9)); },
             "waited"_a)
@@ -738,7 +761,8 @@ NB_MODULE(_native, m) {
                 s.close();
             },
             "Ends the channel in peace: receivers read what is there, then EndOfChannel.")
-        .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Sender"))
         .def("__exit__",
              [](Sender& s, nb::args) {
                  s.begin_close();
@@ -785,10 +809,12 @@ NB_MODULE(_native, m) {
             nb::sig("def receive_view_nowait(self) -> Lease"))
         .def(
             "try_receive",
-            [](const std::shared_ptr<Receiver>& r, bool as_view) { return receive(r, nb::none(), false, as_view); },
+            [](const std::shared_ptr<Receiver>& r, bool as_view) {
+                return unless_busy([&] { return receive(r, nb::none(), false, as_view); }, nb::object(nb::none()));
+            },
             "as_view"_a = false, nb::sig("def try_receive(self, as_view: bool = False) -> bytes | Lease | None"))
         .def("arm", &Receiver::arm)
-        .def("disarm", &Receiver::disarm)
+        .def("disarm", &Receiver::disarm, "is_over"_a)
         .def(
             "timeout_error", [](Receiver& r, double waited) { throw r.timeout(static_cast<u64>(waited * 1e9)); },
             "waited"_a)
@@ -800,14 +826,17 @@ NB_MODULE(_native, m) {
                 r.close();
             },
             "Leaves the channel: the sender no longer waits for this receiver.")
-        .def("__enter__", [](nb::handle self) { return nb::borrow(self); })
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Receiver"))
         .def("__exit__",
              [](Receiver& r, nb::args) {
                  r.begin_close();
                  nb::gil_scoped_release released;
                  r.close();
              })
-        .def("__iter__", [](nb::handle self) { return nb::borrow(self); })
+        .def(
+            "__iter__", [](nb::handle self) { return nb::borrow(self); },
+            nb::sig("def __iter__(self) -> collections.abc.Iterator[bytes]"))
         .def(
             "__next__",
             [](const std::shared_ptr<Receiver>& r) {

@@ -37,7 +37,8 @@ inline u32 current_cpu() { return static_cast<u32>(::sched_getcpu()); }
 
 // Clock ticks since boot at which a process started, 0 if there is none. Field 22 of /proc/PID/stat, counted from
 // behind the last ')' because a name may hold anything. state receives field 3 ('Z' zombie, 'T' stopped).
-inline u64 start_ticks(int pid, char* state = nullptr) {
+// status: field 52, the wait status of a zombie.
+inline u64 start_ticks(int pid, char* state = nullptr, u64* status = nullptr) {
     char path[40];
     std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
     int fd = ::open(path, O_RDONLY | O_CLOEXEC);
@@ -56,7 +57,12 @@ inline u64 start_ticks(int pid, char* state = nullptr) {
         if (at == nullptr) return 0;
         ++at;
     }
-    return std::strtoull(at, nullptr, 10);
+    u64 start = std::strtoull(at, nullptr, 10);
+    if (status != nullptr) {
+        char* last = std::strrchr(at, ' ');
+        *status = last == nullptr ? 0 : std::strtoull(last + 1, nullptr, 10);
+    }
+    return start;
 }
 
 // ── identity: state:4 | pid:22 | start:38 ──

@@ -103,6 +103,8 @@ struct alignas(LINE) PeerSlot {
     Shared<u64>
         watch_ino;         // of the pipe by which the owner's watcher learns that somebody joined; written by the owner
     Shared<u32> watch_fd;  // its write end, in the owner's table
+    u32 unused;
+    Shared<u64> take_since_ns;  // waiting for memory since; 0: not; written by the owner
 };
 static_assert(sizeof(PeerSlot) == 128);
 
@@ -209,9 +211,9 @@ struct alignas(LINE) Waits {  // counters of one end; written by that end only
 static_assert(sizeof(Waits) == 64);
 
 struct alignas(LINE) Lane {
-    Shared<u64> committed;  // moved by the sender only; all before it may be read
-    Shared<u32> cpu;        // where the sender was when it last committed: do not spin on its own core
-    u32 unused;
+    Shared<u64> committed;           // moved by the sender only; all before it may be read
+    Shared<u32> cpu;                 // where the sender was when it last committed: do not spin on its own core
+    Shared<u32> waits_for_memory;    // the sender's wait (waits.since_ns) is for the pool, not for room in the ring
     Shared<u64> sequence;            // records committed
     Shared<u64> last_ns;             // when
     alignas(LINE) Shared<u64> word;  // the sender: EndState, slot, epoch

@@ -48,29 +48,28 @@ inline bool is_gone(u64 identity) {
 }
 
 // 1 + wait status, where it can be known: from our own child without reaping it, or from a kernel that tells (6.15).
-inline u32 how_it_ended(int pidfd) {
+inline u32 how_it_ended(int pidfd, u64 identity) {
     siginfo_t info{};
     if (::waitid(static_cast<idtype_t>(P_PIDFD), static_cast<id_t>(pidfd), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
         info.si_pid != 0)
         return 1u +
                (info.si_code == CLD_EXITED ? static_cast<u32>(info.si_status) << 8 : static_cast<u32>(info.si_status));
-    struct {
-        u64 mask, cgroup;
-        u32 numbers[14];
-        int exit_code;
-        u32 more[8];
-    } told{};
-    told.mask = 1u << 3;  // PIDFD_INFO_EXIT
+    // Somebody else's child, not yet reaped: field 52 of /proc/PID/stat has the status, for its own user.
+    char state = 0;
+    u64 status = 0;
+    if ((start_ticks(pid_of(identity), &state, &status) & START_MASK) == start_of(identity) && state == 'Z')
+        return 1u + static_cast<u32>(status);
+    // Reaped already: a kernel of 6.15 or later still knows, by the pidfd.
+    constexpr u64 PIDFD_INFO_EXIT = 1u << 3;
     constexpr unsigned long PIDFD_GET_INFO = _IOC(_IOC_READ | _IOC_WRITE, 0xFF, 11, 64);
-    static_assert(offsetof(decltype(told), exit_code) >= 60);
     u8 raw[128]{};
-    std::memcpy(raw, &told.mask, 8);
+    std::memcpy(raw, &PIDFD_INFO_EXIT, 8);
     if (::ioctl(pidfd, PIDFD_GET_INFO, raw) == 0) {
         u64 mask;
         int code;
         std::memcpy(&mask, raw, 8);
         std::memcpy(&code, raw + 60, 4);
-        if ((mask & (1u << 3)) != 0) return 1u + static_cast<u32>(code);
+        if ((mask & PIDFD_INFO_EXIT) != 0) return 1u + static_cast<u32>(code);
     }
     return 0;
 }
@@ -381,6 +380,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 own.how.store(0);
                 own.joined_ns.store(now_ns());
                 own.reaps.store(0);
+                own.reaped_blocks.store(0);
+                own.reaped_nbytes.store(0);
+                own.take_since_ns.store(0);
                 own.thread.store(static_cast<u32>(::syscall(SYS_gettid)));
                 std::string shown = name.empty() ? format("pid %d", pid_of(identity_)) : name;
                 std::strncpy(own.name, shown.c_str(), NAME_NBYTES - 1);
@@ -548,7 +550,7 @@ inline void Watcher::loop() {
             }
             auto found = watched_.find(events[i].data.u64);
             if (found == watched_.end()) continue;
-            u32 how = how_it_ended(found->second.pidfd);
+            u32 how = how_it_ended(found->second.pidfd, found->first);
             for (Attachment* attachment : found->second.attachments) {
                 attachment->note_how(found->first, how);
                 reap_or_leave_it(attachment, found->first);

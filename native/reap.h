@@ -72,11 +72,10 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
         pool.give_back(index, slot, peer_epoch, dead_receivers, is_still, is_committed, blocks, nbytes);
     // It may have died between giving a block back and saying so.
     if (ends_become == EndState::dead) pool.announce_return();
-    if (blocks != 0 || ends_become == EndState::dead) {
-        by.peer(slot).reaped_blocks.store(blocks);
-        by.peer(slot).reaped_nbytes.store(nbytes);
-        by.peer(slot).reaped_ns.store(now_ns());
-    }
+    if (ends_become != EndState::dead) return;
+    by.peer(slot).reaped_blocks.fetch_add(blocks);  // several may reap it: each adds what it found
+    by.peer(slot).reaped_nbytes.fetch_add(nbytes);
+    by.peer(slot).reaped_ns.store(now_ns());
 }
 
 }  // namespace penstock

@@ -125,11 +125,15 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             if ((room.parked.load(std::memory_order_relaxed) | room.parked_async.load(std::memory_order_relaxed)) != 0)
                 ch_.ring_room(i, &slot_->waits.wakes);
         }
+        if (slot_->waits.since_ns.load(std::memory_order_relaxed) == 0) slot_->waits.since_ns.store(now_ns());
         ch_.head.bell.parked_async.fetch_or(1ull << index_, std::memory_order_seq_cst);
         std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell
         return is_awaited();
     }
-    void disarm() { ch_.head.bell.parked_async.fetch_and(~(1ull << index_), std::memory_order_seq_cst); }
+    void disarm(bool is_over) {
+        ch_.head.bell.parked_async.fetch_and(~(1ull << index_), std::memory_order_seq_cst);
+        if (is_over) slot_->waits.since_ns.store(0, std::memory_order_relaxed);
+    }
 
     Error timeout(u64 waited_ns) {
         require_open();

@@ -163,6 +163,7 @@ class Sender {
 
     // After a try that found no room: sleeps until another try may succeed.
     Woken wait(u64 deadline) {
+        lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, std::memory_order_relaxed);
         if (waits_for_memory_)
             return ch_.pool.wait_for_return(returns_seen_, deadline, spinner_, lane_->waits, is_closing_);
         u64 enough = std::max(skip_ + need_, std::min(ch_.g.shape.lane_nbytes / 4, committed_ - least_released_));
@@ -173,6 +174,8 @@ class Sender {
     // The same for an event loop: says that this end waits; true: no need to, try again.
     bool arm() {
         require_open();
+        lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, std::memory_order_relaxed);
+        if (lane_->waits.since_ns.load(std::memory_order_relaxed) == 0) lane_->waits.since_ns.store(now_ns());
         if (waits_for_memory_) {
             ch_.pool.header().memory.parked_async.fetch_or(1ull << (ch_.by->slot() % 64), std::memory_order_seq_cst);
             return ch_.pool.returns() != returns_seen_ || ch_.by->is_stale() || is_closing_;
@@ -182,7 +185,10 @@ class Sender {
         std::atomic_thread_fence(std::memory_order_seq_cst);
         return is_awaited();
     }
-    void disarm() { lane_->room.parked_async.fetch_and(~1ull, std::memory_order_seq_cst); }
+    void disarm(bool is_over) {
+        lane_->room.parked_async.fetch_and(~1ull, std::memory_order_seq_cst);
+        if (is_over) lane_->waits.since_ns.store(0, std::memory_order_relaxed);
+    }
 
     // Says who is in the way. Called when a deadline has passed.
     Error timeout(u64 waited_ns) {
@@ -216,7 +222,9 @@ class Sender {
                             static_cast<unsigned long long>(records), in_units(committed_ - least).c_str(),
                             in_seconds(behind_ns).c_str()))
             .with("receiver", slowest)
-            .with("pid", end.state == EndState::live ? pid_of(ch_.by->peer(end.slot).identity.load()) : 0)
+            .with("pid", end.state == EndState::live && end.slot < ch_.g.shape.max_peers
+                             ? pid_of(ch_.by->peer(end.slot).identity.load())
+                             : 0)
             .with("records_behind", static_cast<i64>(records))
             .with("nbytes_behind", static_cast<i64>(committed_ - least))
             .with("ns_behind", static_cast<i64>(behind_ns));

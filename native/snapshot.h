@@ -48,6 +48,9 @@ inline std::vector<Node> peers(Attachment& by) {
             .set("reaped_blocks", peer.reaped_blocks.load())
             .set("reaped_nbytes", peer.reaped_nbytes.load())
             .set("reaps", peer.reaps.load());
+        u64 since = peer.take_since_ns.load(), now = now_ns(), reaped = peer.reaped_ns.load();
+        node.set("waiting_for_memory_ns", since != 0 && since <= now ? std::max<u64>(now - since, 1) : 0);
+        node.set("reaped_ago_ns", state == PeerState::dead && reaped <= now ? now - reaped : 0);
         out.push_back(std::move(node));
     }
     return out;
@@ -146,7 +149,8 @@ inline Node take(int fd) {
             node.set("index", i);
             add_end(node, *by, end_of(lane.word.load()));
             add_waits(node, lane.waits, now);
-            node.set("spills", lane.spills.load())
+            node.set("waits_for_memory", lane.waits_for_memory.load())
+                .set("spills", lane.spills.load())
                 .set("exhaustions", lane.exhaustions.load())
                 .set("refused", lane.refused.load());
             u64 last = lane.last_ns.load();

@@ -195,8 +195,12 @@ def examine_pidfd() -> Finding:
 
 def examine_futex() -> Finding:
     """One record to a thread that sleeps for it, and how long it took to wake."""
-    with penstock.open_ring("doctor", latency="eco") as ring, ring.sender() as sender, ring.receiver() as receiver:
-        woken_ns: list[int] = []
+    woken_ns: list[int] = []
+    with contextlib.ExitStack() as ends:
+        ring = penstock.open_ring("doctor", latency="eco")
+        sender, receiver = ring.sender(), ring.receiver()
+        ends.callback(sender.close)
+        ends.callback(receiver.close)
 
         def receive() -> None:
             with contextlib.suppress(penstock.Timeout):

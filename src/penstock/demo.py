@@ -1,4 +1,4 @@
-"""A demonstration: a core, some workers and a server exchange messages and images, and every now and then one is killed.
+"""A demonstration: a core, some workers and a server exchange messages and images, and now and then one is killed.
 
     server ──ring 'submit': Image──► core ──broadcast 'steps': Step──► worker i
        │                              ▲ └───ring 'events': Noticed──► this process, which starts all of them, and shows
@@ -19,11 +19,11 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ IMAGE_NBYTES = (1 << 20, 8 << 20)
 IMAGES_PER_SECOND = 20
 HELD = 2  # images that a worker keeps open, so that there is something to give back when it dies
 PATIENCE = 10.0  # seconds; whoever does not answer for so long ends the demonstration
+MOST_UNTIL_BEGUN = 60.0  # seconds
 QUICK = 1.0  # seconds; a process that ends so soon after its start …
 MOST_QUICK_ENDS = 3  # … so often in a row is not started again
 CHAOS = (8.0, 12.0)  # seconds between two kills
@@ -92,6 +93,17 @@ class Noticed(msgspec.Struct, frozen=True, array_like=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
+
+
+def received(end: penstock.Receiver) -> bytes | None:
+    """The next record, if there is one now."""
+    record = end.try_receive()
+    return record if isinstance(record, bytes) else None
+
+
+def words_of(lease: penstock.Lease) -> npt.NDArray[np.uint64]:
+    """The leased bytes where they lie; the array keeps the lease."""
+    return np.frombuffer(cast("Any", lease), np.uint64)
 
 
 # ── what they share ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -195,7 +207,7 @@ class Core:
 
     def take_images(self) -> None:
         try:
-            while (record := self.submit.try_receive()) is not None:
+            while (record := received(self.submit)) is not None:
                 self.images.append(self.image_decoder.decode(record))
         except PeerDied as error:  # and again, until another server has come
             self.notice(error)
@@ -263,12 +275,15 @@ def run_worker(plumbing: Plumbing, index: int) -> None:
     decoder = msgspec.msgpack.Decoder(Step)
     answers.send(encode(Hello(index, os.getpid())), timeout=PATIENCE)
     held: deque[npt.NDArray[np.uint64]] = deque(maxlen=HELD)
-    for record in steps:
-        step = decoder.decode(record)
+    while True:
+        try:
+            step = decoder.decode(steps.receive())
+        except EndOfChannel:
+            return
         right = wrong = gone = nbytes = 0
         for image in step.images:
             try:
-                pixels = np.frombuffer(plumbing.images.open(image.ref), np.uint64)
+                pixels = words_of(plumbing.images.open(image.ref))
             except StaleRef:  # it was sent before we came, for the one whose place we took
                 gone += 1
                 continue
@@ -295,19 +310,18 @@ def run_server(plumbing: Plumbing) -> None:
             lease = pool.take(nbytes, timeout=0.5)
         except MemoryExhausted:  # counted in the pool, and shown
             continue
-        with lease:
-            pixels = np.frombuffer(lease, np.uint64)
-            pixels[:] = chance.getrandbits(64)
-            pixels[: min(1024, len(pixels))] = np.arange(min(1024, len(pixels)), dtype=np.uint64)
-            image = Image(pool.share(lease), int(pixels.sum()))
-            del pixels
-            for peer in workers:
-                with contextlib.suppress(PeerDied):
-                    pool.grant(image.ref, peer)
-            try:
-                submit.send(encode(image), timeout=PATIENCE)
-            except EndOfChannel:
-                return
+        pixels = words_of(lease)
+        pixels[:] = chance.getrandbits(64)
+        pixels[:1024] = np.arange(1024, dtype=np.uint64)
+        image = Image(pool.share(lease), int(pixels.sum()))
+        for peer in workers:
+            with contextlib.suppress(PeerDied):
+                pool.grant(image.ref, peer)
+        del pixels, lease  # the grants keep the block
+        try:
+            submit.send(encode(image), timeout=PATIENCE)
+        except EndOfChannel:
+            return
 
 
 class Pace:
@@ -434,13 +448,14 @@ class Demo:
         self.children: dict[str, Child] = {}
         self.casualties: list[Casualty] = []
         self.messages: deque[str] = deque(maxlen=6)
-        self.started = time.monotonic()
-        self.next_kill = self.started + CHAOS[0] / 2 + random.random()
+        self.launched = time.monotonic()
+        self.began: float | None = None  # when the first step was seen
+        self.next_kill = 0.0
         self.last_sight: Sight | None = None
 
     @property
     def elapsed(self) -> float:
-        return time.monotonic() - self.started
+        return time.monotonic() - self.began if self.began is not None else 0.0
 
     def start(self) -> None:
         self.launch("core", run_core, self.plumbing, self.options.rate)
@@ -457,12 +472,18 @@ class Demo:
         for sentinel in wait(list(sentinels), timeout):
             self.replace(sentinels[sentinel])  # type: ignore[index]  # what comes back is what went in
         self.take_events()
-        if self.options.has_chaos and time.monotonic() >= self.next_kill:
+        now = time.monotonic()
+        if self.began is None:
+            if self.figures[Figures.STEPS] > 0:
+                self.began, self.next_kill = now, now + CHAOS[0] / 2 + random.random()
+            elif now - self.launched > MOST_UNTIL_BEGUN:
+                raise Ended(f"the processes have not found together within {MOST_UNTIL_BEGUN:g} s")
+        elif self.options.has_chaos and now >= self.next_kill:
             self.kill_somebody()
 
     def kill_somebody(self) -> None:
-        if any(not one.is_over for one in self.casualties) or self.figures[Figures.STEPS] == 0:
-            return  # one at a time, and not before they have begun
+        if any(not one.is_over for one in self.casualties):
+            return  # one at a time
         self.next_kill = time.monotonic() + random.uniform(*CHAOS)
         index = random.randrange(self.options.workers)
         child = self.children[f"worker {index}"]
@@ -491,7 +512,7 @@ class Demo:
 
     def take_events(self) -> None:
         try:
-            while (record := self.events.try_receive()) is not None:
+            while (record := received(self.events)) is not None:
                 noticed = self.event_decoder.decode(record)
                 for one in self.casualties:
                     if one.pid == noticed.pid and one.killed_ns:
@@ -598,6 +619,8 @@ class Sight:
     @property
     def line(self) -> str:
         p50, p99 = self.round_trips
+        if self.counts["steps"] == 0:
+            return f"{self.elapsed:6.1f} s  starting {len(self.pids)} processes"
         return (
             f"{self.elapsed:6.1f} s  {self.rate('steps'):.0f} steps/s  {self.rate('messages'):.0f} messages/s  "
             f"round trip p50 {in_seconds(p50)} p99 {in_seconds(p99)}  images {self.rate('images'):.0f}/s, "
@@ -620,23 +643,22 @@ def summary(demo: Demo) -> str:
     return text
 
 
-def show_plain(demo: Demo) -> Iterator[None]:
+def show_plain(demo: Demo) -> Generator[None, None, None]:
     """A line per second."""
     next_line = 0.0
     while True:
         sight = demo.look()
         while demo.messages:
             print(f"{sight.elapsed:6.1f} s  ! {demo.messages.popleft()}", flush=True)
-        if sight.elapsed >= next_line:
-            if next_line > 0:
-                print(sight.line, flush=True)
-            next_line = sight.elapsed // 1 + 1
+        if sight.at >= next_line:
+            print(sight.line, flush=True)
+            next_line = max(next_line, sight.at - 1) + 1
         else:
             demo.last_sight = sight.before  # the next line is about a whole second
         yield
 
 
-def show_live(demo: Demo) -> Iterator[None]:
+def show_live(demo: Demo) -> Generator[None, None, None]:
     """Tables that are drawn anew four times a second, and describe the last second."""
     from rich.live import Live
 
@@ -704,7 +726,7 @@ def run(options: Options) -> int:
     demo = Demo(options)
     try:
         demo.start()
-        with contextlib.closing(show(demo)) as shown:  # type: ignore[type-var]
+        with contextlib.closing(show(demo)) as shown:
             while options.seconds is None or demo.elapsed < options.seconds:
                 demo.turn(0.25)
                 next(shown)

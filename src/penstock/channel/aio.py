@@ -103,15 +103,18 @@ class AsyncReceiver(_End):
         async with self._turn:
             started = time.monotonic()
             deadline = None if timeout is None else started + timeout
-            while True:
-                found = self._end.try_receive(as_view)
-                if found is not None:
-                    return found
-                try:
-                    if not self._end.arm():
-                        await self._wait(deadline, started)
-                finally:
-                    self._end.disarm()
+            try:
+                while True:
+                    found = self._end.try_receive(as_view)
+                    if found is not None:
+                        return found
+                    try:
+                        if not self._end.arm():
+                            await self._wait(deadline, started)
+                    finally:
+                        self._end.disarm(False)
+            finally:
+                self._end.disarm(True)
 
     async def receive(self, timeout: float | None = None) -> bytes:
         """The next record, copied. Raises as Receiver.receive does."""
@@ -156,12 +159,15 @@ class AsyncSender(_End):
         async with self._turn:
             started = time.monotonic()
             deadline = None if timeout is None else started + timeout
-            while not self._end.try_send(record):
-                try:
-                    if not self._end.arm():
-                        await self._wait(deadline, started)
-                finally:
-                    self._end.disarm()
+            try:
+                while not self._end.try_send(record):
+                    try:
+                        if not self._end.arm():
+                            await self._wait(deadline, started)
+                    finally:
+                        self._end.disarm(False)
+            finally:
+                self._end.disarm(True)
 
     def send_nowait(self, record: Buffer | Sequence[Buffer]) -> None:
         self._end.send_nowait(record)

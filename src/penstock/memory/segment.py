@@ -155,3 +155,13 @@ class Segment(Shareable):
     def fallback(self) -> str:
         """Which wishes (huge pages, NUMA node) could not be met, and why; empty if all were."""
         return self._segment.fallback
+
+    def close(self) -> None:
+        """Closes this handle. Views that were taken keep the memory; without any it is gone with the handle."""
+        self._is_closed = True
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
