@@ -18,6 +18,11 @@ namespace {
 
 constexpr u64 LONG_COPY = 64 * 1024;  // from here on a copy lets go of the interpreter: taking it back costs less
 
+// What another process wrote may be anything.
+nb::object text_of(const std::string& text) {
+    return nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+}
+
 // ── errors ──
 void raise_python(const Error& error) {
     static const char* const names[] = {"ClosedError", "EndOfChannel",    "WouldBlock",   "Timeout",
@@ -29,9 +34,9 @@ void raise_python(const Error& error) {
         return;
     }
     try {
-        nb::object made = nb::module_::import_("penstock.errors").attr(name)(error.text);
+        nb::object made = nb::module_::import_("penstock.errors").attr(name)(text_of(error.text));
         for (const auto& [key, value] : error.numbers) made.attr(key) = value;
-        for (const auto& [key, value] : error.words) made.attr(key) = value;
+        for (const auto& [key, value] : error.words) made.attr(key) = text_of(value);
         PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
     } catch (nb::python_error& wrong) {
         wrong.restore();
@@ -303,7 +308,7 @@ struct Reservation {
         sender->commit();
     }
     void abort() {
-        if (!is_open) throw Error(Fault::closed, "the reservation has been committed or aborted");
+        if (!is_open) return;
         is_open = false;
         if (exports != 0)
             is_given_up = true;
@@ -421,7 +426,7 @@ nb::object plain(T value) {
 nb::dict to_dict(const snapshot::Node& node) {
     nb::dict out;
     for (const auto& [key, value] : node.numbers) out[key.c_str()] = plain(value);
-    for (const auto& [key, value] : node.words) out[key.c_str()] = nb::str(value.c_str(), value.size());
+    for (const auto& [key, value] : node.words) out[key.c_str()] = text_of(value);
     for (const auto& [key, list] : node.lists) {
         nb::list items;
         for (const auto& item : list) items.append(to_dict(item));
@@ -450,7 +455,7 @@ nb::dict stats_of(Attachment& by) {
     out["stale_refs"] = s.stale_refs;
     nb::list holders;
     for (const auto& h : s.holders)
-        holders.append(nb::make_tuple(h.slot, by.name_of(h.slot), h.blocks, h.nbytes, h.granted));
+        holders.append(nb::make_tuple(h.slot, text_of(by.name_of(h.slot)), h.blocks, h.nbytes, h.granted));
     out["holders"] = holders;
     return out;
 }
@@ -547,7 +552,8 @@ NB_MODULE(_native, m) {
             "bytes", [](const std::shared_ptr<Segment>& s, bool is_writable) { return Bytes{s, is_writable}; },
             "is_writable"_a)
         .def_prop_ro("fd", &Segment::fd)
-        .def_prop_ro("name", &Segment::name)
+        .def_prop_ro(
+            "name", [](const Segment& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"))
         .def_prop_ro("nonce", &Segment::nonce)
         .def_prop_ro("nbytes", &Segment::nbytes)
         .def_prop_ro("claimed_nbytes",
@@ -572,7 +578,12 @@ NB_MODULE(_native, m) {
         .def("release", &Lease::release)
         .def(
             "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Lease"))
-        .def("__exit__", [](Lease& lease, nb::args) { lease.release(); })
+        .def("__exit__",
+             [](Lease& lease, nb::args arguments) {
+                 bool is_failing = !nb::handle(arguments[0]).is_none();
+                 if (!is_failing || lease.exports == 0)
+                     lease.release();  // else: with the last view, after the traceback
+             })
         .def("__len__", [](const Lease& lease) { return lease.extent.nbytes; })
         .def_prop_ro("nbytes", [](const Lease& lease) { return lease.extent.nbytes; })
         .def_prop_ro("is_writable", [](const Lease& lease) { return lease.is_writable; })
@@ -771,7 +782,7 @@ NB_MODULE(_native, m) {
              })
         .def_prop_ro("is_closed", &Sender::is_closed)
         .def_prop_ro("index", &Sender::index)
-        .def_prop_ro("name", &Sender::name);
+        .def_prop_ro("name", [](const Sender& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
 
     nb::class_<Receiver>(m, "Receiver", nb::is_weak_referenceable(), "The end of a channel that receives.")
         .def(nb::new_([](const std::shared_ptr<Attachment>& by, int index) {
@@ -851,5 +862,5 @@ NB_MODULE(_native, m) {
         .def_prop_ro("is_closed", &Receiver::is_closed)
         .def_prop_ro("index", &Receiver::index)
         .def_prop_ro("source", &Receiver::source, "The sender (its index) of the record that was received last.")
-        .def_prop_ro("name", &Receiver::name);
+        .def_prop_ro("name", [](const Receiver& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
 }

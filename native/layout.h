@@ -228,8 +228,8 @@ struct alignas(LINE) Lane {
 static_assert(sizeof(Lane) == 256);
 
 struct alignas(LINE) ReceiverSlot {
-    Shared<u64> word;  // the receiver: EndState, slot, epoch
-    Shared<u64> unused;
+    Shared<u64> word;   // the receiver: EndState, slot, epoch
+    Shared<u64> ended;  // the word of the receiver before this one
     alignas(LINE) Waits waits;
 };
 static_assert(sizeof(ReceiverSlot) == 128);

@@ -27,6 +27,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 if ((index >= 0 && static_cast<u32>(index) != r) || end_of(ch_.receiver(r).word.load()).state != wanted)
                     continue;
                 if (!ch_.claim(ch_.receiver(r).word, true, before, epoch_)) continue;
+                ch_.receiver(r).ended.store(before, std::memory_order_release);
                 is_taken = true;
                 was_expected = wanted == EndState::expected;
                 index_ = r;
@@ -304,10 +305,10 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     void meet_sender(u32 i, u16 epoch) {
         LaneView& view = lanes_[i];
         End before = end_of(ch_.lane(i).ended.load(std::memory_order_acquire));
-        bool died = !view.is_told && before.state == EndState::dead;
         // The only way to another sender of a ring or broadcast is a death; an inbox's lane may have changed hands in
         // peace.
-        if (ch_.is_inbox() && before.epoch != view.sender_epoch) died = false;
+        bool died = !view.is_told && view.sender_epoch != 0;
+        if (ch_.is_inbox()) died = died && before.state == EndState::dead && before.epoch == view.sender_epoch;
         u32 current = end_of(ch_.lane(i).word.load(std::memory_order_acquire)).epoch;
         view.sender_epoch = (current & 0xffff) == epoch ? current : (current & 0xff0000) | epoch;
         view.is_told = false;
@@ -343,8 +344,11 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         u32 changes = ch_.changes();
         End end = end_of(ch_.lane(0).word.load(std::memory_order_acquire));
         if (__builtin_expect(end.state == EndState::live || end.state == EndState::expected, 1)) {
-            seen_changes_ = changes;
             if (!view.is_counted) ask_to_join(0);
+            bool is_another = end.state == EndState::live && end.epoch != view.sender_epoch && view.is_counted;
+            if (is_another && ch_.lane(0).committed.load(std::memory_order_acquire) == view.position)
+                meet_sender(0, static_cast<u16>(end.epoch));
+            seen_changes_ = changes;
             return;
         }
         if (view.is_counted && ch_.lane(0).committed.load(std::memory_order_acquire) != view.position)

@@ -39,7 +39,7 @@ class Sender {
         // Whoever died before we came is not our news.
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
             End end = end_of(ch_.receiver(r).word.load(std::memory_order_acquire));
-            told_.push_back(end.state == EndState::dead ? end.epoch : 0);
+            told_.push_back(end.state == EndState::dead || end.epoch == 0 ? end.epoch : end.epoch - 1);
         }
     }
     ~Sender() { close(); }
@@ -304,23 +304,22 @@ class Sender {
         u32 changes = ch_.changes();
         bool is_any = false;
         u32 dead = NONE;
-        u64 gone = 0;
+        End who{};
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
+            if (mode_of(ch_.cursor(index_, r).mode.load(std::memory_order_acquire)) != CursorMode::out) is_any = true;
             End end = end_of(ch_.receiver(r).word.load(std::memory_order_acquire));
-            if (mode_of(ch_.cursor(index_, r).mode.load(std::memory_order_acquire)) != CursorMode::out)
-                is_any = true;
-            else
-                gone |= 1ull << r;
-            if (end.state == EndState::dead && told_[r] != end.epoch && dead == NONE) dead = r;
+            if (end.state == EndState::live) end = end_of(ch_.receiver(r).ended.load(std::memory_order_acquire));
+            if (end.state != EndState::dead || end.epoch <= told_[r] || dead != NONE) continue;
+            dead = r;
+            who = end;
         }
         has_receivers_ = is_any;
         least_released_ = least_released();
-        if (dead != NONE && ch_.g.shape.receiver_death == 0) {
-            End end = end_of(ch_.receiver(dead).word.load());
-            told_[dead] = end.epoch;
-            throw ch_.died("receiver", dead, end);  // seen_changes_ stays: there may be more to tell
+        if (dead != NONE) {
+            told_[dead] = who.epoch;
+            if (ch_.g.shape.receiver_death == 0) throw ch_.died("receiver", dead, who);  // there may be more to tell
         }
-        seen_changes_ = changes;
+        if (dead == NONE) seen_changes_ = changes;
     }
     [[noreturn]] void refuse_without_receivers() {
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {

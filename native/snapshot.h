@@ -15,9 +15,6 @@ struct Node {
         return *this;
     }
     Node& set(const char* key, std::string value) {
-        for (char& c : value)
-            if (static_cast<unsigned char>(c) < 32 || static_cast<unsigned char>(c) > 126)
-                c = '?';  // bytes of somebody else
         words.emplace_back(key, std::move(value));
         return *this;
     }

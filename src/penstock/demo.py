@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, cast
@@ -31,7 +32,7 @@ import numpy.typing as npt
 
 import penstock
 from penstock import EndOfChannel, MemoryExhausted, PeerDied, PenstockError, Ref, StaleRef, _native
-from penstock.inspect import Json, in_seconds, in_units
+from penstock.inspect import Json, counted, in_seconds, in_units
 
 POOL_NBYTES = 96 << 20
 IMAGE_NBYTES = (1 << 20, 8 << 20)
@@ -101,6 +102,14 @@ def received(end: penstock.Receiver) -> bytes | None:
     return record if isinstance(record, bytes) else None
 
 
+def is_over(control: penstock.Receiver) -> bool:
+    try:
+        control.try_receive()
+    except (EndOfChannel, PeerDied):
+        return True
+    return False
+
+
 def words_of(lease: penstock.Lease) -> npt.NDArray[np.uint64]:
     """The leased bytes where they lie; the array keeps the lease."""
     return np.frombuffer(cast("Any", lease), np.uint64)
@@ -111,7 +120,7 @@ def words_of(lease: penstock.Lease) -> npt.NDArray[np.uint64]:
 class Plumbing:
     """Every channel, the pool, and a few numbers; handed to each process while it is being spawned."""
 
-    control: penstock.Ring  # nothing is ever sent: its closing says that it is time to end
+    control: penstock.Broadcast  # to core and server; nothing is ever sent: its closing says that it is time to end
     submit: penstock.Ring
     steps: penstock.Broadcast
     answers: penstock.Inbox
@@ -122,7 +131,7 @@ class Plumbing:
     @classmethod
     def lay(cls, workers: int) -> Plumbing:
         return cls(
-            penstock.open_ring("control"),
+            penstock.open_broadcast(2, "control", on_receiver_death="ignore"),
             penstock.open_ring("submit"),
             penstock.open_broadcast(workers, "steps", max_peers=64),
             penstock.open_inbox(workers, "answers", max_peers=64),
@@ -168,11 +177,15 @@ class Figures:
 
 
 # ── the processes ────────────────────────────────────────────────────────────────────────────────────────────────────
+class Late(Exception):
+    """Somebody neither answers nor dies."""
+
+
 class Core:
     """Sends a step to all workers, waits for all their answers, and begins again."""
 
     def __init__(self, plumbing: Plumbing) -> None:
-        self.control = plumbing.control.receiver(name="core")
+        self.control = plumbing.control.receiver(0, name="core")
         self.submit = plumbing.submit.receiver(name="core")
         self.steps = plumbing.steps.sender(name="core")
         self.answers = plumbing.answers.receiver(name="core")
@@ -188,7 +201,7 @@ class Core:
 
     def run(self, rate: int) -> None:
         pace = Pace(rate)
-        while self.is_wanted():
+        while not is_over(self.control):
             if not self.members:
                 self.take_answer(0.1)
                 continue
@@ -197,13 +210,6 @@ class Core:
             pace.wait()
         for end in (self.steps, self.submit, self.answers, self.events):
             end.close()
-
-    def is_wanted(self) -> bool:
-        try:
-            self.control.try_receive()
-        except (EndOfChannel, PeerDied):
-            return False
-        return True
 
     def take_images(self) -> None:
         try:
@@ -233,7 +239,7 @@ class Core:
         self.figures.add_round_trip(time.monotonic_ns() - began)
 
     def take_answer(self, timeout: float) -> None:
-        """Raises Timeout, which names who was last heard of when, only while somebody is waited for."""
+        """Raises Late, and only while somebody is waited for."""
         try:
             answer = self.answer_decoder.decode(self.answers.receive(timeout))
         except PeerDied as error:
@@ -241,9 +247,10 @@ class Core:
         except EndOfChannel:  # all of them are gone, for the moment
             return time.sleep(0.02)
         except penstock.Timeout:
-            if self.waiting:
-                raise
-            return None
+            if not self.waiting:
+                return None
+            late = " and ".join(f"worker {one} (pid {self.members[one]})" for one in sorted(self.waiting))
+            raise Late(f"no answer to step {self.number} from {late} within {timeout:g} s") from None
         if isinstance(answer, Hello):
             self.members[answer.worker] = answer.pid
             return None
@@ -295,12 +302,13 @@ def run_worker(plumbing: Plumbing, index: int) -> None:
 
 
 def run_server(plumbing: Plumbing) -> None:
+    control = plumbing.control.receiver(1, name="server")
     submit = plumbing.submit.sender(name="server")
     pool = plumbing.images
     pool.join("server")
     pace = Pace(IMAGES_PER_SECOND)
     chance = random.Random()
-    while True:
+    while not is_over(control):
         pace.wait()
         workers = [one for one in pool.peers() if one.name.startswith("worker") and one.state in ("live", "stopped")]
         if not workers:
@@ -376,8 +384,10 @@ class Child:
     def start(cls, name: str, run: Callable[..., None], *arguments: Any) -> Child:
         spawn = multiprocessing.get_context("spawn")
         words_in, words_out = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=live, args=(run, words_out, arguments), name=name)
-        # A Ctrl-C reaches everybody in this terminal; a child is deaf to it from its first instruction on.
+        process = spawn.Process(target=live, args=(run, words_out, arguments), name=name, daemon=True)
+        # A Ctrl-C reaches everybody in this terminal; a child is deaf to it from its first instruction on. The tracker
+        # first: starting it takes the mask off again.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
@@ -529,7 +539,7 @@ class Demo:
                 continue
             for peer in sight.pool["peers"]:
                 if peer["pid"] == one.pid and peer["state"] == "dead":
-                    one.given_back = f"{peer['reaped_blocks']} blocks ({in_units(peer['reaped_nbytes'])})"
+                    one.given_back = f"{counted(peer['reaped_blocks'], 'block')} ({in_units(peer['reaped_nbytes'])})"
             end = receivers[one.worker]
             if one.successor and end["state"] == "live" and end["pid"] == one.successor:
                 one.epoch, one.attached_ns = end["epoch"], joined.get(end["peer"], time.monotonic_ns())

@@ -39,6 +39,10 @@ def in_units(nbytes: int) -> str:
     return f"{amount:.0f} PiB"
 
 
+def counted(many: int, what: str) -> str:
+    return f"{many} {what}{'' if many == 1 else 's'}"
+
+
 def in_seconds(ns: float) -> str:
     for limit, factor, unit in ((1e6, 1e3, "µs"), (1e9, 1e6, "ms"), (60e9, 1e9, "s"), (3600e9, 60e9, "min")):
         if ns < limit:
@@ -266,7 +270,7 @@ class Wait:
 
     @property
     def clause(self) -> str:
-        return f"waits {self.what} since {in_seconds(self.since_ns)}"
+        return f"{self.what} since {in_seconds(self.since_ns)}"
 
 
 def verdict(segments: list[Json]) -> list[Json]:
@@ -286,7 +290,8 @@ def verdict(segments: list[Json]) -> list[Json]:
                 continue
             in_cycles.update(one.key for one in path)
         pids = sorted({pid for one in path for pid in one.pids})
-        sentences.append(sentence(level, "wait", f"{wait.who} {text}", pids))
+        verb = "waits" if len(wait.pids) == 1 else "wait"
+        sentences.append(sentence(level, "wait", f"{wait.who} {verb} {text}", pids))
     for segment in segments:
         sentences.extend(about_peers(segment))
         sentences.extend(about_ends(segment))
@@ -302,36 +307,49 @@ def sentence(level: str, kind: str, text: str, pids: Iterable[int] = ()) -> Json
 def follow(wait: Wait, by_pid: dict[int, list[Wait]], path: list[Wait]) -> tuple[str, str]:
     """How bad it is, and the clauses along the chain of those who wait for each other; `path` receives these waits."""
     path.append(wait)
-    begun = f"{wait.clause}: {wait.on[0].clause}" if wait.on else wait.clause
     waiting_itself = "idle" if wait.is_for_records else "stuck"
     if not wait.on:
-        return waiting_itself, begun
-    blocker = wait.on[0]
-    if blocker.state == "expected":
-        return ("warning" if wait.is_for_records else "stuck"), begun
+        return waiting_itself, wait.clause
+    blocker = min(wait.on, key=lambda one: suspicion(one, by_pid)) if wait.is_for_records else wait.on[0]
+    level, text = follow_blocker(wait, blocker, by_pid, path)
+    if wait.is_for_records and len(wait.on) > 1:  # the others may send, too
+        level = max(level, "warning", key=LEVELS.index) if level != waiting_itself else level
+    return min(level, waiting_itself, key=LEVELS.index), f"{wait.clause}: {blocker.clause}{text}"
+
+
+def suspicion(blocker: Blocker, by_pid: dict[int, list[Wait]]) -> int:
+    """Of several senders any one of which would do, the smallest is the one to ask about."""
+    if blocker.state in ("stopped", "dying"):
+        return 0
     if blocker.state != "live":
-        hint = f"; `kill -CONT {blocker.pid}` lets it go on" if blocker.state == "stopped" else ""
-        is_every = all(one.state in ("stopped", "dying") for one in wait.on)
-        return ("stuck" if is_every else waiting_itself), begun + hint
+        return 4
+    waits = by_pid.get(blocker.pid, [])
+    return 2 if not waits else 1 if not waits[0].is_for_records else 3
+
+
+def follow_blocker(wait: Wait, blocker: Blocker, by_pid: dict[int, list[Wait]], path: list[Wait]) -> tuple[str, str]:
+    waiting_itself = "idle" if wait.is_for_records else "stuck"
+    if blocker.state == "expected":
+        return "warning" if wait.is_for_records else "stuck", ""
+    if blocker.state == "stopped":
+        return "stuck", f"; `kill -CONT {blocker.pid}` lets it go on"
+    if blocker.state != "live":
+        return waiting_itself, ""
     following = by_pid.get(blocker.pid, [])
     again = next((one for one in following if one in path), None)
     if again is not None:
         cycle = path[path.index(again) :]
         if all(one.is_for_records for one in cycle):
-            return waiting_itself, f"{begun}, and waits for {again.who} in turn: nothing is on its way between them"
-        running = [pid for pid in (pid for one in cycle for pid in one.pids) if is_running(pid)]
-        doubt = f" (unless another thread of pid {running[0]}, which is running, acts)" if running else ""
-        if wait is again:
-            return "deadlock", f"{begun}: it waits for itself{doubt}"
-        return "deadlock", f"{begun}, and waits for {again.who} in turn: a deadlock{doubt}"
+            return waiting_itself, f", and waits for {again.who} in turn: nothing is on its way between them"
+        running = next((pid for one in cycle for pid in one.pids if is_running(pid)), None)
+        doubt = f" (unless another thread of pid {running}, which is running, acts)" if running is not None else ""
+        return "deadlock", f", and waits for {again.who} in turn: a deadlock{doubt}"
     if following:
         level, text = follow(following[0], by_pid, path)
-        level = min(level, waiting_itself, key=LEVELS.index)
-        is_only = len(wait.on) == 1 or not wait.is_for_records
-        return (level if is_only else waiting_itself), f"{begun}, and itself {text}"
+        return level, f", and itself waits {text}"
     process = process_of(blocker.pid)
     state = {"R": "which is running", "D": "which is blocked in the kernel"}.get(process.state if process else "")
-    return waiting_itself, f"{begun}, {state or 'which waits for nobody here: it is busy, or asleep elsewhere'}"
+    return waiting_itself, f", {state or 'which waits for nobody here: it is busy, or asleep elsewhere'}"
 
 
 def title_of(segment: Json) -> str:
@@ -366,14 +384,18 @@ def behind_of(segment: Json, receiver: Json, lane: int) -> tuple[int, int]:
 
 def waits_of(segment: Json) -> Iterator[Wait]:
     for sender in segment.get("senders", ()):
-        if sender["state"] == "live" and sender["waiting_ns"] >= STUCK_NS:
+        if state_of(segment, sender) == "live" and sender["waiting_ns"] >= STUCK_NS:
             yield sender_wait(segment, sender)
-    waiting = [one for one in segment.get("receivers", ()) if one["state"] == "live" and one["waiting_ns"] >= STUCK_NS]
+    waiting = [
+        one
+        for one in segment.get("receivers", ())
+        if state_of(segment, one) == "live" and one["waiting_ns"] >= STUCK_NS
+    ]
     with_nothing_behind = [one for one in waiting if one["records_behind"] == 0]
     if with_nothing_behind:
         yield receivers_wait(segment, with_nothing_behind)
     for receiver in waiting:
-        if receiver["records_behind"] != 0:  # read, and held by views; or it is stopped, and has yet to see them
+        if receiver["records_behind"] != 0:  # which it has read: it holds views of them
             yield receivers_wait(segment, [receiver])
 
 
@@ -390,7 +412,7 @@ def sender_wait(segment: Json, sender: Json) -> Wait:
         else:
             clause = f"receiver {receiver['index']} {name_of(segment, receiver)}"
         held = ", which it has read and holds views of" if is_held(receiver) else ""
-        clause += f" is {records} records ({in_units(nbytes)}) behind{held}"
+        clause += f" is {counted(records, 'record')} ({in_units(nbytes)}) behind{held}"
         on.append(Blocker(receiver["pid"], state_of(segment, receiver), clause))
     # A record takes a quarter of the ring at most, and may have to skip as much: while more is free than that, a
     # sender waits for memory.
@@ -404,7 +426,7 @@ def sender_wait(segment: Json, sender: Json) -> Wait:
 
 
 def is_held(receiver: Json) -> bool:
-    return bool(receiver["waiting_ns"]) and receiver["records_behind"] != 0
+    return bool(receiver["waiting_ns"] >= STUCK_NS and receiver["records_behind"] != 0)
 
 
 def biggest_holders(segment: Json) -> Iterator[Blocker]:
@@ -415,7 +437,7 @@ def biggest_holders(segment: Json) -> Iterator[Blocker]:
             if peer is not None and holder["nbytes"] > 0:
                 state = "" if peer["state"] == "live" else f", {peer['state']}"
                 clause = f"'{peer['name']}' (pid {peer['pid']}{state}) holds {in_units(holder['nbytes'])} of it"
-                yield Blocker(peer["pid"], peer["state"], f"{clause} in {holder['blocks']} blocks")
+                yield Blocker(peer["pid"], peer["state"], f"{clause} in {counted(holder['blocks'], 'block')}")
 
 
 def receivers_wait(segment: Json, receivers: list[Json]) -> Wait:
@@ -433,7 +455,7 @@ def receivers_wait(segment: Json, receivers: list[Json]) -> Wait:
         on.append(Blocker(sender["pid"], state_of(segment, sender), clause))
     on.sort(key=lambda one: one.state in ("closed", "dead"))
     if first["records_behind"] != 0:
-        clause = f"{first['records_behind']} records ({in_units(first['nbytes_behind'])}) it has not given back"
+        clause = f"it holds views of {counted(first['records_behind'], 'record')} ({in_units(first['nbytes_behind'])})"
         on = [Blocker(one.pid, one.state, f"{clause}; {one.clause}") for one in on]
     key = (segment["inode"], "receiver", first["index"])
     names = ", ".join(name_of(segment, one) for one in receivers[:4])
@@ -458,7 +480,7 @@ def about_peers(segment: Json) -> Iterator[Json]:
         elif peer["state"] == "dead":
             text = f"{who} of {title_of(segment)} died: {peer['how']}"
             if peer["reaped_blocks"] > 0:
-                text += f"; {peer['reaped_blocks']} blocks ({in_units(peer['reaped_nbytes'])}) were given back"
+                text += f"; {counted(peer['reaped_blocks'], 'block')} ({in_units(peer['reaped_nbytes'])}) given back"
             yield sentence("note", "dead", text, [peer["pid"]])
 
 
@@ -471,7 +493,7 @@ def about_ends(segment: Json) -> Iterator[Json]:
         which = f"{missing[0]} has" if len(missing) == 1 else f"{', '.join(missing)} have"
         text = f"of the {len(receivers)} receivers of {title_of(segment)}, {which} never attached"
         most = max(one["records_behind"] for one in receivers if one["state"] == "expected")
-        text += f": {most} records are kept" if most > 0 else ""
+        text += f": {counted(most, 'record')} kept for them" if most > 0 else ""
         yield sentence("note", "expected", text)
     if senders and all(one["state"] == "expected" for one in senders):
         yield sentence("note", "expected", f"no sender of {title_of(segment)} has ever attached")
@@ -495,7 +517,7 @@ def about_pool(segment: Json) -> Iterator[Json]:
         )
         pids = [most.pid] if most else []
         if pool["exhaustions"] > 0:
-            times = f"{pool['exhaustions']} time{'' if pool['exhaustions'] == 1 else 's'}"
+            times = counted(pool["exhaustions"], "time")
             word = "is nearly exhausted, and was refused" if is_full else "was exhausted"
             yield sentence("warning" if is_full else "note", "pool", f"{of} {word} {times}: {full}", pids)
         elif is_full:
@@ -590,6 +612,8 @@ def headline(seen: Json) -> str:
     asked = sum(one["asked"] for one in seen["segments"])
     if bad:
         return "somebody is stuck:"
+    if any(one["level"] == "warning" for one in seen["verdict"]):
+        return "somebody may be stuck:"
     return f"nobody is stuck: {asked} segments, {len(seen['processes'])} processes"
 
 
@@ -615,6 +639,8 @@ def show(seen: Json) -> None:
     for table in tables_of(seen):
         if table.title:
             console.print(Text("\n" + table.title, style="bold"), soft_wrap=True)
+        if not table.rows:
+            continue
         shown = RichTable(box=box.SIMPLE, pad_edge=False)
         for column in table.columns:
             shown.add_column(column)
@@ -624,6 +650,8 @@ def show(seen: Json) -> None:
 
 
 def plain(table: Table) -> str:
+    if not table.rows:
+        return table.title
     rows = [table.columns, *table.rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(table.columns))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

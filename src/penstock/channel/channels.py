@@ -13,7 +13,7 @@ from penstock import _native
 from penstock.channel.aio import AsyncReceiver, AsyncSender
 from penstock.errors import ClosedError, LayoutMismatch
 from penstock.memory.peers import Peer
-from penstock.memory.segment import Shareable, Ticket, attach_segment, placement
+from penstock.memory.segment import Shareable, Ticket, attach_segment, fitting, placement, short, within
 
 Latency = Literal["eco", "auto", "spin"]
 OnDeath = Literal["raise", "ignore"]
@@ -41,7 +41,7 @@ class Channel(Shareable):
     def _join(self, name: str) -> _native.Attachment:
         if self._is_closed:
             raise ClosedError(f"channel '{self.name}' is closed")
-        return _native.Attachment(self._segment, name)
+        return _native.Attachment(self._segment, short(name))
 
     def _sender(self, index: int | None, attachment: _native.Attachment) -> _native.Sender:
         if index is not None and not 0 <= index < self.senders:
@@ -178,10 +178,12 @@ def _create(
     numa_required: bool = False,
     prefault: bool = True,
 ) -> _native.Segment:
-    if not 1 <= senders <= _native.MAX_SENDERS:
-        raise ValueError(f"an inbox has 1 to {_native.MAX_SENDERS} senders, not {senders}")
-    if not 1 <= receivers <= _native.MAX_RECEIVERS:
-        raise ValueError(f"a broadcast has 1 to {_native.MAX_RECEIVERS} receivers, not {receivers}")
+    within("senders", senders, 1, _native.MAX_SENDERS)
+    within("receivers", receivers, 1, _native.MAX_RECEIVERS)
+    within("spill_blocks", spill_blocks, 1, _native.MAX_BLOCKS)
+    if max_peers is None:
+        max_peers = min(senders + receivers + 14, _native.MAX_PEERS) // 2 * 2
+    within("max_peers", max_peers, 1, _native.MAX_PEERS)
     if latency not in ("eco", "auto", "spin"):
         raise ValueError(f"latency is 'eco', 'auto' or 'spin', not {latency!r}")
     for word in (on_receiver_death, on_sender_death):
@@ -189,21 +191,22 @@ def _create(
             raise ValueError(f"on_…_death is 'raise' or 'ignore', not {word!r}")
     if capacity is None:
         capacity = LANE_NBYTES if style != Inbox.STYLE else LANE_NBYTES // 4
-    if capacity < 4096 or capacity & (capacity - 1):
-        raise ValueError(f"capacity is a power of two of at least 4096, not {capacity}")
+    within("capacity", capacity, 4096, 1 << 31)
+    if capacity & (capacity - 1):
+        raise ValueError(f"capacity is a power of two, not {capacity}")
     if inline_limit is None:
         inline_limit = min(INLINE_LIMIT, capacity // 4)
-    if not 64 <= inline_limit <= capacity // 4:
-        raise ValueError(f"inline_limit is between 64 and a quarter of capacity ({capacity // 4}), not {inline_limit}")
+    within("inline_limit", inline_limit, 64, capacity // 4)
     if spill_nbytes is None:
         spill_nbytes = _spill_nbytes()
+    fitting(spill_nbytes, "a channel's pool")
     granule = GRANULE_NBYTES
     while spill_nbytes > granule * GRANULES:
         granule *= 2
     shape = {
         "kind": 3,
         "style": style,
-        "max_peers": max_peers or min(senders + receivers + 14, _native.MAX_PEERS) // 2 * 2,
+        "max_peers": max_peers,
         "max_blocks": spill_blocks,
         "lanes": senders,
         "receivers": receivers,
@@ -212,11 +215,13 @@ def _create(
         "sender_death": ("raise", "ignore").index(on_sender_death),
         "lane_nbytes": capacity,
         "inline_limit": inline_limit,
-        "pool_nbytes": spill_nbytes,
+        "pool_nbytes": -(-spill_nbytes // 64) * 64,
         # Huge pages are claimed whole: such a pool does not grow.
         "granule_nbytes": granule if not huge_pages else 0,
     }
-    return _native.Segment.create(name, shape, prefault=prefault, **placement(huge_pages, numa_node, numa_required))
+    return _native.Segment.create(
+        short(name), shape, prefault=prefault, **placement(huge_pages, numa_node, numa_required)
+    )
 
 
 def _spill_nbytes() -> int:

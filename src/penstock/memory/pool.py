@@ -5,16 +5,20 @@ Leaves to the native core: who holds what, and what happens to it when a holder 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock import _native
-from penstock.errors import ClosedError, LayoutMismatch, StaleRef
+from penstock.errors import ClosedError, LayoutMismatch, MemoryExhausted, PeerDied, StaleRef
 from penstock.memory.peers import Peer
 from penstock.memory.ref import Ref
-from penstock.memory.segment import Shareable, Ticket, attach_segment, placement
+from penstock.memory.segment import MAX_NBYTES, Shareable, Ticket, attach_segment, fitting, placement, short, within
+
+
+_T = TypeVar("_T")
+BLOCK_ALIGN = 64  # of blocks; native/layout.h
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -65,11 +69,15 @@ class Pool(Shareable):
         prefault: bool = True,
     ) -> Pool:
         """Claims all its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
-        if nbytes <= 0:
-            raise ValueError(f"a pool has at least one byte, not {nbytes}")
-        shape = {"kind": 2, "max_peers": max_peers, "max_blocks": max_blocks, "has_grants": 1, "pool_nbytes": nbytes}
+        shape = {
+            "kind": 2,
+            "max_peers": within("max_peers", max_peers, 1, _native.MAX_PEERS),
+            "max_blocks": within("max_blocks", max_blocks, 1, _native.MAX_BLOCKS),
+            "has_grants": 1,
+            "pool_nbytes": -(-fitting(nbytes, "a pool") // BLOCK_ALIGN) * BLOCK_ALIGN,
+        }
         options = placement(huge_pages, numa_node, numa_required)
-        return cls(_native.Segment.create(name, shape, prefault=prefault, **options), peer_name)
+        return cls(_native.Segment.create(short(name), shape, prefault=prefault, **options), peer_name)
 
     @classmethod
     def attach(cls, where: Ticket | str | int, *, peer_name: str = "") -> Pool:
@@ -84,7 +92,7 @@ class Pool(Shareable):
         if self._is_closed:
             raise ClosedError(f"pool '{self.name}' is closed")
         if self._attached is None or not self._attached.is_ours:
-            self._attached = _native.Attachment(self._segment, self._peer_name)
+            self._attached = _native.Attachment(self._segment, short(self._peer_name))
         return self._attached
 
     def join(self, name: str = "") -> Peer:
@@ -109,31 +117,52 @@ class Pool(Shareable):
         """
         if nbytes < 0:
             raise ValueError(f"a block has at least no bytes, not {nbytes}")
-        return self._place.take(nbytes, timeout)
+        try:
+            return self._place.take(min(nbytes, MAX_NBYTES), timeout)
+        except MemoryExhausted as error:
+            error.asked = nbytes
+            raise
 
     def share(self, lease: _native.Lease, to: Iterable[Peer | int] = ()) -> Ref:
         """A reference to the leased bytes. Each peer in `to` is granted one open(): there is no moment at which nobody
         holds the block, even if our lease ends before they come. A grant ends with its use, or with either side."""
-        for peer in to:
-            lease.grant(peer.index if isinstance(peer, Peer) else peer)
-        return Ref(*lease.ref_numbers())
+        ref = Ref(*lease.ref_numbers())
+        if ref.segment != self._segment.nonce:
+            raise ValueError(f"the lease is of another pool than '{self.name}'")
+        granted: list[Peer | int] = []
+        try:
+            for peer in to:
+                self.grant(ref, peer)
+                granted.append(peer)
+        except BaseException:
+            for peer in granted:
+                self.revoke(ref, peer)
+            raise
+        return ref
 
     def grant(self, ref: Ref, to: Peer | int) -> None:
         """Passes a reference on: `to` may open it once. For one that holds it, or was granted it without opening it."""
-        index = to.index if isinstance(to, Peer) else to
-        self._place.grant(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes, index)
+        self._checked(self._place.grant, ref, self._index_of(to))
 
     def revoke(self, ref: Ref, to: Peer | int) -> bool:
         """Takes one unused grant of ours back. False: there was none."""
-        index = to.index if isinstance(to, Peer) else to
-        return self._place.revoke(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes, index)
+        return self._checked(self._place.revoke, ref, self._index_of(to))
 
     def open(self, ref: Ref) -> _native.Lease:
         """A read-only lease of the bytes that `ref` names. Raises StaleRef if they are gone or were never there."""
+        return self._checked(self._place.open, ref)
+
+    def _checked(self, call: Callable[..., _T], ref: Ref, *more: int) -> _T:
         try:
-            return self._place.open(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes)
-        except TypeError:
-            raise StaleRef(f"not a reference: {ref!r}") from None
+            return call(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes, *more)
+        except (TypeError, AttributeError):  # a number that no reference can have, or no reference
+            raise StaleRef(f"not a reference to a block of '{self.name}': {ref!r}") from None
+
+    def _index_of(self, peer: Peer | int) -> int:
+        index = peer.index if isinstance(peer, Peer) else peer
+        if not isinstance(index, int) or not 0 <= index < _native.MAX_PEERS:
+            raise PeerDied(f"'{self.name}' has no peer {index!r}")
+        return index
 
     def stats(self) -> PoolStats:
         native: dict[str, Any] = self._place.stats()

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock import _native
-from penstock.errors import LayoutMismatch
+from penstock.errors import LayoutMismatch, MemoryExhausted
 
 HUGE_NBYTES = 2 << 20
+MAX_NBYTES = 1 << 44  # of any segment; native/layout.h
+NAME_NBYTES = 31
 
 _T = TypeVar("_T", bound="Shareable")
 
@@ -41,6 +43,33 @@ class Ticket(msgspec.Struct, frozen=True):
             return cls(int(pid), int(start), int(fd), int(inode), int(nonce, 16))
         except ValueError:
             raise LayoutMismatch(f"not a ticket: {text!r} (expected penstock:PID:START:FD:INODE:NONCE)") from None
+
+
+def within(what: str, value: int, least: int, most: int) -> int:
+    """The value, if it is a whole number in this range; an option is wrong where it enters, not where it is used."""
+    if not isinstance(value, int):
+        raise TypeError(f"{what} is a whole number, not {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{what} is between {least} and {most}, not {value}")
+    return value
+
+
+def fitting(nbytes: int, what: str) -> int:
+    """The size, if a segment can have it at all."""
+    if not isinstance(nbytes, int):
+        raise TypeError(f"{what} has a whole number of bytes, not {nbytes!r}")
+    if nbytes <= 0:
+        raise ValueError(f"{what} has at least one byte, not {nbytes}")
+    if nbytes > MAX_NBYTES:
+        error = MemoryExhausted(f"{what} of {nbytes} bytes does not fit: {_native.memory_available()} are left")
+        error.asked, error.free = nbytes, _native.memory_available()
+        raise error
+    return nbytes
+
+
+def short(name: str) -> str:
+    """As much of a name as there is room for, cut between characters."""
+    return name.encode(errors="replace")[:NAME_NBYTES].decode(errors="ignore")
 
 
 class Shareable:
@@ -103,6 +132,8 @@ def placement(huge_pages: bool | str, numa_node: int | None, numa_required: bool
     """Keyword arguments of the native create() for the two options that have a fallback."""
     if huge_pages not in (False, True, "require"):
         raise ValueError(f"huge_pages is False, True (if there are any) or 'require', not {huge_pages!r}")
+    if numa_node is not None:
+        within("numa_node", numa_node, 0, 1023)
     return {
         "huge_nbytes": HUGE_NBYTES if huge_pages else 0,
         "huge_required": huge_pages == "require",
@@ -126,11 +157,9 @@ class Segment(Shareable):
         prefault: bool = True,
     ) -> Segment:
         """Claims all its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
-        if nbytes <= 0:
-            raise ValueError(f"a segment has at least one byte, not {nbytes}")
-        shape = {"kind": 1, "raw_nbytes": nbytes}
+        shape = {"kind": 1, "raw_nbytes": fitting(nbytes, "a segment")}
         options = placement(huge_pages, numa_node, numa_required)
-        return cls(_native.Segment.create(name, shape, prefault=prefault, **options))
+        return cls(_native.Segment.create(short(name), shape, prefault=prefault, **options))
 
     @classmethod
     def attach(cls, where: Ticket | str | int) -> Segment:
