@@ -178,8 +178,10 @@ def _create(
     numa_required: bool = False,
     prefault: bool = True,
 ) -> _native.Segment:
-    within("senders", senders, 1, _native.MAX_SENDERS)
-    within("receivers", receivers, 1, _native.MAX_RECEIVERS)
+    if not 1 <= senders <= _native.MAX_SENDERS:
+        raise ValueError(f"an inbox has 1 to {_native.MAX_SENDERS} senders, not {senders}")
+    if not 1 <= receivers <= _native.MAX_RECEIVERS:
+        raise ValueError(f"a broadcast has 1 to {_native.MAX_RECEIVERS} receivers, not {receivers}")
     within("spill_blocks", spill_blocks, 1, _native.MAX_BLOCKS)
     if max_peers is None:
         max_peers = min(senders + receivers + 14, _native.MAX_PEERS) // 2 * 2

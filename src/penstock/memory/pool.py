@@ -146,7 +146,11 @@ class Pool(Shareable):
 
     def revoke(self, ref: Ref, to: Peer | int) -> bool:
         """Takes one unused grant of ours back. False: there was none."""
-        return self._checked(self._place.revoke, ref, self._index_of(to))
+        try:
+            index = self._index_of(to)
+        except PeerDied:
+            return False
+        return self._checked(self._place.revoke, ref, index)
 
     def open(self, ref: Ref) -> _native.Lease:
         """A read-only lease of the bytes that `ref` names. Raises StaleRef if they are gone or were never there."""
@@ -160,8 +164,8 @@ class Pool(Shareable):
 
     def _index_of(self, peer: Peer | int) -> int:
         index = peer.index if isinstance(peer, Peer) else peer
-        if not isinstance(index, int) or not 0 <= index < _native.MAX_PEERS:
-            raise PeerDied(f"'{self.name}' has no peer {index!r}")
+        if not 0 <= index < _native.MAX_PEERS:
+            raise PeerDied(f"no grant to peer {index!r}: '{self.name}' has no such peer")
         return index
 
     def stats(self) -> PoolStats:

@@ -69,7 +69,9 @@ def fitting(nbytes: int, what: str) -> int:
 
 def short(name: str) -> str:
     """As much of a name as there is room for, cut between characters."""
-    return name.encode(errors="replace")[:NAME_NBYTES].decode(errors="ignore")
+    if not isinstance(name, str):
+        raise TypeError(f"a name is text, not {name!r}")
+    return name.encode()[:NAME_NBYTES].decode(errors="ignore")
 
 
 class Shareable:
@@ -125,7 +127,10 @@ def attach_segment(where: Ticket | str | int) -> _native.Segment:
         os.set_inheritable(where, False)
         return _native.Segment.adopt(where)
     ticket = Ticket.parse(where) if isinstance(where, str) else where
-    return _native.Segment.attach(*msgspec.structs.astuple(ticket))
+    try:
+        return _native.Segment.attach(*msgspec.structs.astuple(ticket))
+    except TypeError:  # a number that no process, descriptor or segment can have
+        raise LayoutMismatch(f"not a ticket of a segment: {ticket}") from None
 
 
 def placement(huge_pages: bool | str, numa_node: int | None, numa_required: bool = False) -> dict[str, Any]:
