@@ -52,6 +52,7 @@ class Scale:
     paced_seconds: float
     slow_seconds: float  # of the phase with a message each 20 ms
     idle_seconds: float
+    silence_rounds: int
     patience: float
 
 
@@ -60,10 +61,11 @@ FULL = Scale(
     receivers=(1, 2, 4, 8),
     sizes=(100, STEP_NBYTES, 65536, 1 << 20, 32 << 20),
     paced_sizes=(100, STEP_NBYTES, 65536, 1 << 20),
-    seconds=0.2,
-    paced_seconds=0.4,
-    slow_seconds=1.0,
+    seconds=0.12,
+    paced_seconds=0.25,
+    slow_seconds=0.8,
     idle_seconds=2.0,
+    silence_rounds=2,
     patience=120.0,
 )
 QUICK = Scale(
@@ -73,9 +75,10 @@ QUICK = Scale(
     paced_sizes=(STEP_NBYTES,),
     seconds=0.1,
     paced_seconds=0.25,
-    slow_seconds=0.5,
-    idle_seconds=2.0,
-    patience=20.0,
+    slow_seconds=0.4,
+    idle_seconds=1.5,
+    silence_rounds=1,
+    patience=10.0,
 )
 
 LATENCY = ("p50_us", "p99_us", "p999_us", "max_us", "messages")
@@ -112,7 +115,7 @@ def run_latency(turns: Turns, scale: Scale) -> None:
     round_trips: dict[str, Column] = {}
     one_ways: dict[str, Column] = {}
     for nbytes in scale.sizes:
-        orders = turns.timed_orders("lock_step", nbytes, scale.seconds, 5 if nbytes > 1 << 20 else 30, 5000)
+        orders = turns.timed_orders("lock_step", nbytes, scale.seconds, 4 if nbytes > 1 << 20 else 30, 5000)
         outcome = turns.take(orders, figures.lock_step, turns.rounds)
         round_trip, one_way = outcome.part("round_trip."), outcome.part("one_way.")
         parameters = {"receivers": turns.receivers, "nbytes": nbytes}
@@ -155,7 +158,7 @@ def run_stream(turns: Turns, scale: Scale) -> None:
 
 def run_silence(turns: Turns, scale: Scale) -> None:
     order = Order("paced", STEP_NBYTES, 1, SILENCE, is_acknowledged=True)
-    outcome = turns.take(turns.same_order(order), figures.paced, turns.rounds)
+    outcome = turns.take(turns.same_order(order), figures.paced, scale.silence_rounds)
     parameters = {"receivers": turns.receivers, "nbytes": STEP_NBYTES, "silence_s": SILENCE}
     turns.record("silence", outcome, ("p50_us", "max_us", "send_p50_us", "messages"), "p50_us", **parameters)
     column = Column(outcome, lambda found: short(found["p50_us"]), "p50_us")
@@ -255,9 +258,9 @@ def run_call(turns: Turns) -> None:
         IMPLEMENTATIONS[PENSTOCK].check()
         import penstock
 
-        with penstock.open_ring().sender() as sender:
-            statement = "s.is_closed()" if callable(sender.is_closed) else "s.is_closed"
-            found[f"penstock: {statement.replace('s.', 'sender.')}"] = call_ns(statement, {"s": sender})
+        sender = penstock.open_ring().sender()
+        found["penstock: sender.is_closed"] = call_ns("s.is_closed", {"s": sender})
+        sender.close()
     except Unavailable as missing:
         turns.output.say(f"\ncall: {missing}")
     load = load_between(before, look())
@@ -291,7 +294,7 @@ def draw(output: Output, folder: Path) -> None:
     for receivers in measured:
         chart(
             f"round_trip_{receivers}",
-            f"Round trip, all of {receivers} reply: p50",
+            f"Round trip, 1 → {receivers}, all reply: p50",
             "µs",
             "p50_us",
             "nbytes",

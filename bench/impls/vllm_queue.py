@@ -6,6 +6,7 @@ buffers, which its queue carries out of band.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 from pathlib import Path
@@ -38,6 +39,12 @@ def _message_queue(scratch: str) -> Any:
     return MessageQueue
 
 
+def _collect(end: Sender | Receiver) -> None:
+    """A queue unlinks its shared memory when it is collected, and only then; a process that just exits leaves it."""
+    vars(end).clear()
+    gc.collect()
+
+
 class Sender:
     def __init__(self, scratch: str, seat: Seat, meet: Meet) -> None:
         message_queue = _message_queue(scratch)
@@ -62,7 +69,7 @@ class Sender:
         return sum(each.buffer.total_bytes_of_buffer for each in (self._frames, *self._replies))
 
     def close(self) -> None:
-        self._replies.clear()
+        _collect(self)
 
 
 class Receiver:
@@ -82,4 +89,4 @@ class Receiver:
         return self._frames.dequeue(indefinite=True)
 
     def close(self) -> None:
-        pass
+        _collect(self)
