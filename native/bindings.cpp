@@ -171,6 +171,7 @@ struct Lease {
                 Pool(*by).release(extent.block, extent.generation);
         }
         receiver.reset();
+        by.reset();  // the last lease of a peer that has closed lets it leave
     }
     void release() {
         if (exports != 0) {

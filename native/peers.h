@@ -346,12 +346,13 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         }
         wake_everybody(*this);
     }
-    // A pipe of another process of ours, or -1. It is looked at before it is opened and after.
+    // A pipe of another process of ours, or -1. It is looked at before it is opened and after. Opened for reading too:
+    // so its last reader cannot die under our write, which would be a SIGPIPE for us.
     static int open_pipe(u64 identity, u32 number, u64 ino) {
         std::string path = format("/proc/%d/fd/%u", pid_of(identity), number);
         struct stat status{};
         if (::stat(path.c_str(), &status) != 0 || !S_ISFIFO(status.st_mode) || status.st_ino != ino) return -1;
-        int fd = ::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC);
+        int fd = ::open(path.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
         if (fd >= 0 && ::fstat(fd, &status) == 0 && status.st_ino == ino) return fd;
         if (fd >= 0) ::close(fd);
         return -1;

@@ -138,13 +138,13 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
 
     Error timeout(u64 waited_ns) {
         require_open();
-        std::string who = "nobody has sent yet";
-        u64 last = 0;
+        std::string who = "nobody has come to send";
+        u64 last = NEVER;  // of an inbox: the sender that has been silent for longest is the one to look at
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
             End end = end_of(ch_.lane(i).word.load());
-            if (end.state == EndState::expected) continue;
+            if (end.state != EndState::live) continue;
             u64 at = ch_.lane(i).last_ns.load();
-            if (at < last && last != 0) continue;
+            if (at > last) continue;
             last = at;
             who = ch_.describe(end) +
                   (at == 0 ? " has not sent yet" : " sent last " + in_seconds(now_ns() - at) + " ago");

@@ -5,8 +5,6 @@
 //
 // A round begins with the segment as it was created and is known by seed and number: `fuzz --seed S --round N` repeats
 // it. The rounds run in a child, so that a crash or a hang becomes a line that says which round and which call it was.
-#include <sys/wait.h>
-
 #include "snapshot.h"
 #include "testing.h"
 

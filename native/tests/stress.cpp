@@ -11,9 +11,6 @@
 // ThreadSanitizer sees addresses: a write through the write mapping and a read through the read mapping are two places
 // to it, so it does not see a record's bytes race. It sees the control region, which a process maps once: here all
 // threads share one mapping of it under ThreadSanitizer, and have one each otherwise. Bytes are watched by checksums.
-#include <sys/prctl.h>
-#include <sys/wait.h>
-
 #include "testing.h"
 
 using namespace testing;
@@ -171,7 +168,7 @@ void play(const Plan& plan, bool is_threads) {
 
 int main(int argc, char** argv) {
     Arguments arguments(argc, argv);
-    bool is_threads_only = WATCHES_THREADS;
+    bool is_threads_only = WATCHES_THREADS || !knows_others_start();
     for (const auto& word : arguments.rest) is_threads_only = is_threads_only || word == "--threads";
     u64 unit = (arguments.is_quick ? 1'000 : 100'000) * arguments.scale;
     constexpr u64 K = 1024;

@@ -1,5 +1,8 @@
 // testing.h: what the native tests share: their arguments, a generator that can be seeded, segments to play with.
 #pragma once
+#include <sys/prctl.h>
+#include <sys/wait.h>
+
 #include <cinttypes>
 #include <functional>
 
@@ -102,6 +105,21 @@ inline std::shared_ptr<Segment> map_again(const Segment& segment) {
     int fd = ::fcntl(segment.fd(), F_DUPFD_CLOEXEC, 0);
     REQUIRE(fd >= 0, "dup: %s", std::strerror(errno));
     return Segment::adopt(fd);
+}
+
+// Do processes see the same start time of each other as of themselves? Under qemu's user emulation they do not, and all
+// take each other for dead; there threads must do.
+inline bool knows_others_start() {
+    int parent = ::getpid();
+    u64 own = start_ticks(parent);
+    pid_t child = ::fork();
+    if (child == 0) {
+        ::usleep(50'000);  // several ticks, so that the times differ if they are the child's own
+        ::_exit(start_ticks(parent) == own ? 0 : 1);
+    }
+    int status = 1;
+    ::waitpid(child, &status, 0);
+    return status == 0;
 }
 
 // What the byte at `at` of record (or block) `number` is: whoever reads a piece of another one sees it.

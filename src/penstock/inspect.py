@@ -129,7 +129,17 @@ def snapshot_of(pid: int, number: int, place: Place) -> Json:
     if (status.st_dev, status.st_ino) != place:
         os.close(fd)
         raise FileNotFoundError("closed while we looked")
-    return dict(_native.snapshot(fd))
+    found: Json = harmless(_native.snapshot(fd))
+    return found
+
+
+def harmless(value: Any) -> Any:
+    """The same without what a terminal might obey: a name may hold anything."""
+    if isinstance(value, dict):
+        return {key: harmless(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [harmless(one) for one in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def look(target: int | Ticket) -> Json:
@@ -170,7 +180,9 @@ def look(target: int | Ticket) -> Json:
                 if is_there and peer["pid"] not in queue and len(queue) < MOST_FOLLOWED:
                     queue.append(peer["pid"])
     if not any(segment["asked"] for segment in segments.values()):
-        raise NotFound("; ".join([*closed_to_us, *unreadable.values()]) or nothing_of(target, everybody, len(roots)))
+        reasons = [*closed_to_us, *unreadable.values()]
+        more = f" (and {len(reasons) - 1} more like that)" if len(reasons) > 1 else ""
+        raise NotFound(reasons[0] + more if reasons else nothing_of(target, everybody, len(roots)))
     found = sorted(segments.values(), key=lambda one: (not one["asked"], one["kind"], one["name"], one["inode"]))
     names = names_of(found)
     seen = [everybody[pid] for pid in queue if pid in everybody and (pid in roots or pid in names)]
@@ -265,8 +277,9 @@ class Wait:
     since_ns: int
     who: str  # "sender 'core' (pid 12)"
     what: str  # "for room in broadcast 'steps'"
-    on: tuple[Blocker, ...]  # the first is the one to name
-    is_for_records: bool
+    on: tuple[Blocker, ...]  # the one most in the way is the first
+    is_for_records: bool = False
+    is_for_all: bool = False  # of these; otherwise any of them would do
 
     @property
     def clause(self) -> str:
@@ -310,7 +323,7 @@ def follow(wait: Wait, by_pid: dict[int, list[Wait]], path: list[Wait]) -> tuple
     waiting_itself = "idle" if wait.is_for_records else "stuck"
     if not wait.on:
         return waiting_itself, wait.clause
-    blocker = min(wait.on, key=lambda one: suspicion(one, by_pid)) if wait.is_for_records else wait.on[0]
+    blocker = wait.on[0] if wait.is_for_all else min(wait.on, key=lambda one: suspicion(one, by_pid))
     level, text = follow_blocker(wait, blocker, by_pid, path)
     if wait.is_for_records and len(wait.on) > 1:  # the others may send, too
         level = max(level, "warning", key=LEVELS.index) if level != waiting_itself else level
@@ -318,7 +331,7 @@ def follow(wait: Wait, by_pid: dict[int, list[Wait]], path: list[Wait]) -> tuple
 
 
 def suspicion(blocker: Blocker, by_pid: dict[int, list[Wait]]) -> int:
-    """Of several senders any one of which would do, the smallest is the one to ask about."""
+    """Of several senders, or holders of memory, any one of whom would do: the smallest is the one to ask about."""
     if blocker.state in ("stopped", "dying"):
         return 0
     if blocker.state != "live":
@@ -392,6 +405,9 @@ def waits_of(segment: Json) -> Iterator[Wait]:
         if state_of(segment, one) == "live" and one["waiting_ns"] >= STUCK_NS
     ]
     with_nothing_behind = [one for one in waiting if one["records_behind"] == 0]
+    for peer in segment["peers"]:
+        if peer["state"] == "live" and peer["waiting_for_memory_ns"] >= STUCK_NS:
+            yield memory_wait(segment, peer)
     if with_nothing_behind:
         yield receivers_wait(segment, with_nothing_behind)
     for receiver in waiting:
@@ -414,15 +430,29 @@ def sender_wait(segment: Json, sender: Json) -> Wait:
         held = ", which it has read and holds views of" if is_held(receiver) else ""
         clause += f" is {counted(records, 'record')} ({in_units(nbytes)}) behind{held}"
         on.append(Blocker(receiver["pid"], state_of(segment, receiver), clause))
-    # A record takes a quarter of the ring at most, and may have to skip as much: while more is free than that, a
-    # sender waits for memory.
-    what = f"for room in {title_of(segment)}"
-    if (behind[0][0] if behind else 0) < segment["lane_nbytes"] // 2 - 256:
-        what = f"for memory in the pool of {title_of(segment)}"
-        on = [*biggest_holders(segment), *on]
     key = (segment["inode"], "sender", lane)
     who = f"sender {name_of(segment, sender)}"
-    return Wait(key, (sender["pid"],), sender["waiting_ns"], who, what, tuple(on), False)
+    what = f"for room in {title_of(segment)}"
+    if sender["waits_for_memory"]:
+        what = f"for memory in the pool of {title_of(segment)}"
+        on = [*others_than(sender["pid"], biggest_holders(segment)), *on]
+    is_for_all = not sender["waits_for_memory"]
+    return Wait(key, (sender["pid"],), sender["waiting_ns"], who, what, tuple(on), is_for_all=is_for_all)
+
+
+def memory_wait(segment: Json, peer: Json) -> Wait:
+    key = (segment["inode"], "peer", peer["index"])
+    on = others_than(peer["pid"], biggest_holders(segment))
+    who = f"'{peer['name']}' (pid {peer['pid']})"
+    return Wait(
+        key, (peer["pid"],), peer["waiting_for_memory_ns"], who, f"for memory of {title_of(segment)}", tuple(on)
+    )
+
+
+def others_than(pid: int, holders: Iterable[Blocker]) -> list[Blocker]:
+    """Without the one that waits itself, unless it is the only one."""
+    every = list(holders)
+    return [one for one in every if one.pid != pid] or every
 
 
 def is_held(receiver: Json) -> bool:
@@ -432,12 +462,16 @@ def is_held(receiver: Json) -> bool:
 def biggest_holders(segment: Json) -> Iterator[Blocker]:
     by_index = {peer["index"]: peer for peer in segment["peers"]}
     for pool in segment.get("pool", ()):
-        for holder in sorted(pool["holders"], key=lambda one: -one["nbytes"])[:3]:
+        for holder in sorted(pool["holders"], key=lambda one: (-one["nbytes"], -one["granted"]))[:4]:
             peer = by_index.get(holder["peer"])
-            if peer is not None and holder["nbytes"] > 0:
-                state = "" if peer["state"] == "live" else f", {peer['state']}"
-                clause = f"'{peer['name']}' (pid {peer['pid']}{state}) holds {in_units(holder['nbytes'])} of it"
-                yield Blocker(peer["pid"], peer["state"], f"{clause} in {counted(holder['blocks'], 'block')}")
+            if peer is None:
+                continue
+            state = "" if peer["state"] == "live" else f", {peer['state']}"
+            clause = f"'{peer['name']}' (pid {peer['pid']}{state}) holds {in_units(holder['nbytes'])} of it"
+            clause += f" in {counted(holder['blocks'], 'block')}"
+            if holder["granted"] > 0:
+                clause += f", and was granted {holder['granted']} more that it has not opened"
+            yield Blocker(peer["pid"], peer["state"], clause)
 
 
 def receivers_wait(segment: Json, receivers: list[Json]) -> Wait:
@@ -463,7 +497,7 @@ def receivers_wait(segment: Json, receivers: list[Json]) -> Wait:
     who = f"receiver{'s' if len(receivers) > 1 else ''} {names}{more}"
     since = min(one["waiting_ns"] for one in receivers)
     pids = tuple(one["pid"] for one in receivers)
-    return Wait(key, pids, since, who, f"for records of {title_of(segment)}", tuple(on), True)
+    return Wait(key, pids, since, who, f"for records of {title_of(segment)}", tuple(on), is_for_records=True)
 
 
 def about_peers(segment: Json) -> Iterator[Json]:
@@ -555,7 +589,7 @@ def tables_of_segment(segment: Json) -> Iterator[Table]:
     sizes = f"{in_units(segment['claimed_nbytes'])} claimed of {in_units(segment['nbytes'])}"
     title = f"{title_of(segment)}: {sizes}, {in_seconds(max(segment['age_ns'], 0))} old, inode {segment['inode']}"
     peers = [
-        (str(one["index"]), one["name"], str(one["pid"]), one["state"], str(one["epoch"]), one["how"])
+        (str(one["index"]), one["name"], str(one["pid"]), peer_state(one), str(one["epoch"]), one["how"])
         for one in segment["peers"]
     ]
     yield Table(title, ("peer", "name", "pid", "state", "epoch", "how it ended"), peers)
@@ -580,6 +614,11 @@ def tables_of_segment(segment: Json) -> Iterator[Table]:
             for one in pool["holders"]
         ]  # fmt: skip
         yield Table(title, ("holder", "pid", "blocks", "bytes", "granted, not yet opened"), rows)
+
+
+def peer_state(peer: Json) -> str:
+    since = peer["waiting_for_memory_ns"]
+    return f"waiting for memory {in_seconds(since)}" if peer["state"] == "live" and since > 0 else str(peer["state"])
 
 
 def end_row(segment: Json, role: str, end: Json) -> tuple[str, ...]:

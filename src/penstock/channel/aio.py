@@ -30,42 +30,68 @@ class _End:
     def __init__(self, attachment: _native.Attachment) -> None:
         self._attachment: _native.Attachment | None = attachment  # keeps the pipe open
         self._bell = attachment.bell_fd()
-        self._woken: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._turn = asyncio.Lock()
+        self._waiters: set[asyncio.Future[None]] = set()
 
     async def _wait(self, deadline: float | None, started: float) -> None:
-        """Until the pipe is written to. The caller has armed, and disarms."""
+        """Until the pipe is written to, or the deadline, which raises. The caller has armed, and disarms."""
+        if deadline is not None and time.monotonic() >= deadline:
+            self._end.timeout_error(time.monotonic() - started)
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._forget()
             self._loop = loop
-            self._woken = asyncio.Event()
             loop.add_reader(self._bell, self._on_bell)
-        assert self._woken is not None
-        self._woken.clear()
-        remaining = None if deadline is None else deadline - time.monotonic()
+        waiter = loop.create_future()
+        self._waiters.add(waiter)
+        alarm = None
+        if deadline is not None:
+            alarm = loop.call_later(deadline - time.monotonic(), self._wake, waiter)
         try:
-            await asyncio.wait_for(self._woken.wait(), remaining)
-        except (asyncio.TimeoutError, TimeoutError):
-            if deadline is None or time.monotonic() < deadline:
-                raise
-            self._end.timeout_error(time.monotonic() - started)
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+            if alarm is not None:
+                alarm.cancel()
+
+    async def _armed(self, deadline: float | None, started: float) -> None:
+        """One wait. Several tasks may wait in one end: the bit is cleared when the last of them goes on."""
+        if self._end.arm():
+            if deadline is not None and time.monotonic() >= deadline:
+                self._disarm()
+                self._end.timeout_error(time.monotonic() - started)
+            await asyncio.sleep(0)
+            return
+        try:
+            await self._wait(deadline, started)
+        except BaseException:
+            self._disarm()
+            raise
+
+    def _disarm(self) -> None:
+        if not self._waiters:
+            self._end.disarm(True)
+
+    @staticmethod
+    def _wake(waiter: asyncio.Future[None]) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
 
     def _on_bell(self) -> None:
         try:
             os.read(self._bell, 4096)
         except BlockingIOError:
             pass
-        if self._woken is not None:
-            self._woken.set()
+        for waiter in tuple(self._waiters):
+            self._wake(waiter)
 
     def _forget(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._bell)
         self._loop = None
-        if self._woken is not None:
-            self._woken.set()
+        for waiter in tuple(self._waiters):
+            if not waiter.get_loop().is_closed():
+                self._wake(waiter)
 
     def close(self) -> None:
         """Closes this end. A task that waits in it gets ClosedError."""
@@ -100,21 +126,14 @@ class AsyncReceiver(_End):
         self._end = native
 
     async def _receive(self, timeout: float | None, as_view: bool) -> bytes | _native.Lease:
-        async with self._turn:
-            started = time.monotonic()
-            deadline = None if timeout is None else started + timeout
-            try:
-                while True:
-                    found = self._end.try_receive(as_view)
-                    if found is not None:
-                        return found
-                    try:
-                        if not self._end.arm():
-                            await self._wait(deadline, started)
-                    finally:
-                        self._end.disarm(False)
-            finally:
-                self._end.disarm(True)
+        started = time.monotonic()
+        deadline = None if timeout is None else started + timeout
+        while True:
+            found = self._end.try_receive(as_view)
+            if found is not None:
+                self._disarm()
+                return found
+            await self._armed(deadline, started)
 
     async def receive(self, timeout: float | None = None) -> bytes:
         """The next record, copied. Raises as Receiver.receive does."""
@@ -156,18 +175,11 @@ class AsyncSender(_End):
 
     async def send(self, record: Buffer | Sequence[Buffer], timeout: float | None = None) -> None:
         """Sends one record; waits for room without holding the loop up. Raises as Sender.send does."""
-        async with self._turn:
-            started = time.monotonic()
-            deadline = None if timeout is None else started + timeout
-            try:
-                while not self._end.try_send(record):
-                    try:
-                        if not self._end.arm():
-                            await self._wait(deadline, started)
-                    finally:
-                        self._end.disarm(False)
-            finally:
-                self._end.disarm(True)
+        started = time.monotonic()
+        deadline = None if timeout is None else started + timeout
+        while not self._end.try_send(record):
+            await self._armed(deadline, started)
+        self._disarm()
 
     def send_nowait(self, record: Buffer | Sequence[Buffer]) -> None:
         self._end.send_nowait(record)

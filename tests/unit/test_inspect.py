@@ -1,0 +1,413 @@
+"""What `penstock inspect` says of processes that wait, stop and die, and of segments that lie."""
+
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock import cli, inspect
+from penstock.inspect import in_seconds, in_units
+from tests.conftest import eventually, spawn
+
+
+# ── processes to look at ─────────────────────────────────────────────────────────────────────────────────────────────
+def send_until_killed(channel: penstock.Channel, name: str) -> None:
+    sender = channel.sender(name=name)
+    while True:
+        sender.send(b"x" * 1000)
+
+
+def receive_until_killed(channel: penstock.Channel, name: str) -> None:
+    receiver = channel.receiver(name=name)
+    with contextlib.suppress(penstock.PenstockError):
+        while True:
+            receiver.receive()
+
+
+def attach_and_sleep(channel: penstock.Channel, name: str) -> None:
+    receiver = channel.receiver(name=name)
+    threading.Event().wait()
+    receiver.close()
+
+
+def send_and_never_receive(to: penstock.Channel, back: penstock.Channel, name: str) -> None:
+    receiver = back.receiver(name=name)
+    send_until_killed(to, name)
+    receiver.close()
+
+
+def pass_on(source: penstock.Channel, to: penstock.Channel, answers: penstock.Channel, name: str) -> None:
+    """Sends one answer, and then gets stuck in sending."""
+    answering = answers.sender(name=name)
+    answering.send(b"one")
+    send_until_killed(to, name)
+
+
+def hold(pool: penstock.Pool, nbytes: int) -> None:
+    pool.join("holder")
+    lease = pool.take(nbytes)
+    with contextlib.suppress(penstock.MemoryExhausted):
+        pool.take(nbytes)
+    threading.Event().wait()
+    lease.release()
+
+
+@contextlib.contextmanager
+def closing(*ends: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for end in ends:
+            end.close()
+
+
+def said(level: str, *words: str) -> Callable[[], str]:
+    """The first sentence of that level with all these words in it, about this process and its children."""
+
+    def look() -> str:
+        sentences = inspect.look(os.getpid())["verdict"]
+        fitting = [one["text"] for one in sentences if one["level"] == level]
+        return next((text for text in fitting if all(word in text for word in words)), "")
+
+    return look
+
+
+def levels() -> set[str]:
+    return {one["level"] for one in inspect.look(os.getpid())["verdict"]}
+
+
+# ── why somebody waits ───────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_sender_that_waits_for_a_stopped_receiver_is_told_with_both_names_and_how_far_it_is_behind() -> None:
+    ring = penstock.open_ring("x", capacity=4096)
+    with spawn(attach_and_sleep, ring, "slow") as slow, spawn(send_until_killed, ring, "fast") as fast:
+        eventually(lambda: ring.snapshot()["receivers"][0]["state"] == "live", within=20)
+        assert slow.pid is not None
+        os.kill(slow.pid, signal.SIGSTOP)
+        text = eventually(said("stuck", "sender 'fast'", "for room in ring 'x'", "stopped"), within=20)
+        assert f"sender 'fast' (pid {fast.pid}) waits for room in ring 'x' since " in text
+        assert f"receiver 0 'slow' (pid {slow.pid}, stopped) is 3 records (3." in text
+        assert f"kill -CONT {slow.pid}" in text
+        assert said("warning", "'slow'", "is stopped")()
+
+
+def test_two_processes_that_only_send_to_each_other_are_a_deadlock_and_told_once() -> None:
+    there, back = penstock.open_ring("there", capacity=4096), penstock.open_ring("back", capacity=4096)
+    with (
+        spawn(send_and_never_receive, there, back, "a"),
+        spawn(send_and_never_receive, back, there, "b"),
+    ):
+        text = eventually(said("deadlock", "'a'", "'b'"), within=20)
+        assert "waits for room in ring 'there'" in text or "waits for room in ring 'back'" in text
+        assert "a deadlock" in text
+        sentences = inspect.look(os.getpid())["verdict"]
+        assert [one["level"] for one in sentences if one["kind"] == "wait"] == ["deadlock"]
+
+
+def test_who_waits_for_somebody_who_waits_is_told_with_the_whole_chain() -> None:
+    source, to = penstock.open_ring("source"), penstock.open_ring("to", capacity=4096)
+    answers = penstock.open_ring("answers")
+    with (
+        spawn(attach_and_sleep, to, "end"),
+        spawn(pass_on, source, to, answers, "middle"),
+        spawn(receive_until_killed, answers, "begin"),
+    ):
+        text = eventually(said("stuck", "receiver 'begin'"), within=20)
+        first, second = text.index("sender 'middle'"), text.index("and itself waits for room in ring 'to'")
+        assert text.index("for records of ring 'answers' since") < first < second < text.index("receiver 0 'end'")
+        assert "sent last" in text
+
+
+def test_a_receiver_with_nothing_to_receive_is_idle_and_nobody_is_alarmed() -> None:
+    ring = penstock.open_ring("quiet")
+    sender = ring.sender(name="us")
+    with closing(sender), spawn(receive_until_killed, ring, "them"):
+        text = eventually(said("idle", "receiver 'them'", "ring 'quiet'"), within=20)
+        assert "its sender 'us'" in text and "has not sent yet" in text
+        assert levels() <= {"idle", "note"}
+
+
+def test_who_waits_for_a_sender_that_never_came_is_a_warning() -> None:
+    ring = penstock.open_ring("early")
+    with spawn(receive_until_killed, ring, "them"):
+        eventually(said("warning", "receiver 'them'", "its sender has never attached"), within=20)
+        assert said("note", "no sender of ring 'early' has ever attached")()
+
+
+def test_a_sender_that_waits_for_a_receiver_that_never_came_is_stuck() -> None:
+    broadcast = penstock.open_broadcast(2, "early", capacity=4096)
+    with spawn(send_until_killed, broadcast, "them"):
+        text = eventually(said("stuck", "sender 'them'"), within=20)
+        assert "receiver 0, which has never attached, is 3 records" in text
+        assert said("note", "0, 1 have never attached: 3 records kept for them")()
+
+
+def answer_once(inbox: penstock.Channel, name: str) -> None:
+    sender = inbox.sender(name=name)
+    sender.send(b"one")
+    threading.Event().wait()
+    sender.close()
+
+
+def test_of_many_senders_the_stopped_one_is_named_as_a_suspect() -> None:
+    inbox = penstock.open_inbox(2, "answers")
+    with (
+        spawn(answer_once, inbox, "good"),
+        spawn(answer_once, inbox, "bad") as bad,
+        spawn(receive_until_killed, inbox, "us"),
+    ):
+        eventually(lambda: [one["records"] for one in inbox.snapshot()["receivers"]] == [2], within=20)
+        assert bad.pid is not None
+        os.kill(bad.pid, signal.SIGSTOP)
+        text = eventually(said("warning", "receiver 'us'", "for records of inbox 'answers'"), within=20)
+        assert f"its sender 'bad' (pid {bad.pid}, stopped) sent last " in text
+
+
+def test_an_exhausted_pool_names_who_holds_the_most() -> None:
+    pool = penstock.Pool.create(1 << 20, name="full")
+    with spawn(hold, pool, (1 << 20) - 64) as holder:
+        text = eventually(said("warning", "pool 'full'", "1 time"), within=20)
+        assert f"'holder' (pid {holder.pid}) holds 1023.9 KiB of it in 1 block" in text
+
+
+def take_and_wait(pool: penstock.Pool, name: str) -> None:
+    pool.join(name)
+    pool.take(4096, timeout=None)
+
+
+def test_who_waits_for_memory_is_told_with_who_holds_it() -> None:
+    pool = penstock.Pool.create(1 << 20, name="full")
+    with spawn(hold, pool, (1 << 20) - 64) as holder:
+        eventually(lambda: pool.stats().exhaustions == 1, within=20)
+        with spawn(take_and_wait, pool, "taker") as taker:
+            text = eventually(
+                said("stuck", f"'taker' (pid {taker.pid}) waits for memory of pool 'full' since"), within=20
+            )
+            assert f"'holder' (pid {holder.pid}) holds 1023.9 KiB of it in 1 block" in text
+    pool.close()
+
+
+async def receive_in_a_loop(channel: penstock.Channel) -> None:
+    with contextlib.suppress(penstock.PenstockError):
+        await channel.async_receiver(name="loop").receive()
+
+
+def run_a_loop(channel: penstock.Channel) -> None:
+    asyncio.run(receive_in_a_loop(channel))
+
+
+def test_a_receiver_in_an_event_loop_is_seen_to_wait_too() -> None:
+    ring = penstock.open_ring("x")
+    sender = ring.sender(name="us")
+    with closing(sender), spawn(run_a_loop, ring):
+        eventually(said("idle", "receiver 'loop'", "for records of ring 'x' since"), within=20)
+
+
+def test_a_process_that_died_is_a_note_that_says_how() -> None:
+    ring = penstock.open_ring("x")
+    sender = ring.sender(name="us")
+    with closing(sender), spawn(receive_until_killed, ring, "them") as them:
+        eventually(lambda: ring.snapshot()["receivers"][0]["state"] == "live", within=20)
+        them.kill()
+        them.join()
+        eventually(said("note", f"'them' (pid {them.pid}) of ring 'x' died"), within=20)
+
+
+def snapshot(name: str, inode: int, **more: Any) -> dict[str, Any]:
+    """As the core gives it, for what is hard to bring about."""
+    made = {"name": name, "kind": "pool", "inode": inode, "age_ns": 10**10, "peers": [], "asked": True, "held_by": []}
+    return {**made, **more}
+
+
+def test_a_lock_that_a_stopped_peer_holds_is_told() -> None:
+    pool = {"nbytes": 10, "taken_nbytes": 0, "blocks": 0, "max_blocks": 5, "exhaustions": 0, "lock_holder": 3}
+    peer = {"index": 3, "pid": 999999999, "name": "sleepy", "state": "stopped", "how": "", "waiting_for_memory_ns": 0}
+    found = inspect.verdict([snapshot("p", 1, pool=[{**pool, "holders": []}], peers=[peer])])
+    assert found[0]["level"] == "stuck"
+    assert found[0]["text"].startswith("the lock of the pool 'p' is held by 'sleepy' (pid 999999999, stopped)")
+
+
+# ── where it looks ───────────────────────────────────────────────────────────────────────────────────────────────────
+def test_looking_disturbs_nothing() -> None:
+    ring = penstock.open_ring("x")
+    with closing(ring.sender(name="a"), ring.receiver(name="b")):
+        before = ring.snapshot()
+        seen = inspect.look(os.getpid())
+        after = ring.snapshot()
+    for one in (before, after):
+        one.pop("age_ns")
+    assert before == after
+    assert [segment["name"] for segment in seen["segments"]] == ["x"]
+    assert seen["segments"][0]["held_by"] == [{"pid": os.getpid(), "fd": ring.fd}]
+
+
+def test_a_ticket_shows_its_own_segment_alone() -> None:
+    one, other = penstock.open_ring("one"), penstock.open_ring("other")
+    seen = inspect.look(one.ticket)
+    assert [segment["name"] for segment in seen["segments"] if segment["asked"]] == ["one"]
+    assert {table.title.partition(":")[0] for table in inspect.tables_of(seen) if "old" in table.title} == {
+        "ring 'one'"
+    }
+    del other
+
+
+def test_the_descendants_of_a_process_are_looked_at_too() -> None:
+    ring = penstock.open_ring("mine")
+    with spawn(receive_until_killed, ring, "child") as child:
+
+        def has_found_it() -> bool:
+            found = inspect.look(os.getpid())["processes"]
+            return [one["peers"] for one in found if one["pid"] == child.pid] == [["child"]]
+
+        eventually(has_found_it, within=20)
+        assert child.pid is not None
+        assert inspect.look(child.pid)["segments"][0]["name"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("999999999", "there is no process 999999999"),
+        ("penstock:999999999:1:2:3:a", "there is no process 999999999"),
+        (f"penstock:{os.getpid()}:1:2:3:a", "is gone: the number belongs to another one by now"),
+    ],
+)
+def test_who_is_not_there_is_one_line_and_status_two(
+    target: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["inspect", target]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_a_process_without_segments_is_one_line_and_status_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with spawn(time.sleep, 60) as process:
+        assert cli.main(["inspect", str(process.pid)]) == 2
+    said = capsys.readouterr().err
+    assert "has no segment of penstock open" in said
+    assert said.count("\n") == 1
+
+
+def test_a_ticket_whose_segment_is_closed_is_one_line_and_status_two(capsys: pytest.CaptureFixture[str]) -> None:
+    other = penstock.open_ring("other")
+    ticket = str(penstock.open_ring("gone").ticket)
+    assert cli.main(["inspect", ticket]) == 2
+    assert "has closed the segment" in capsys.readouterr().err
+    del other
+
+
+def test_nonsense_is_refused_with_status_two() -> None:
+    for target in ("nonsense", "-1", "penstock:1:2", "1.5"):
+        with pytest.raises(SystemExit) as refused:
+            cli.main(["inspect", target])
+        assert refused.value.code == 2
+
+
+# ── how it is shown ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_json_is_the_whole_picture_and_the_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    ring = penstock.open_ring("x")
+    with closing(ring.sender(name="a")):
+        assert cli.main(["inspect", str(os.getpid()), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert set(seen) == {"target", "verdict", "processes", "segments", "unreadable"}
+    assert seen["segments"][0]["senders"][0]["name"] == "a"
+    assert all(set(one) == {"level", "kind", "text", "pids"} for one in seen["verdict"])
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_it_is_shown_with_and_without_rich(
+    has_rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich", None)
+    ring = penstock.open_ring("[red]x")
+    with closing(ring.sender(name="[/b]a")), penstock.Pool.create(1 << 16, name="p", peer_name="holder") as pool:
+        lease = pool.take(100)
+        assert cli.main(["inspect", str(os.getpid())]) == 0
+        lease.release()
+        del lease
+    shown = capsys.readouterr().out
+    for words in ("nobody is stuck", "ring '[red]x'", "[/b]a", "sender 0", "pool of 'p'", "holder", "100 B"):
+        assert words in shown
+
+
+def test_numbers_are_written_as_people_write_them() -> None:
+    assert [in_units(n) for n in (0, 1023, 1024, 5 << 20, -1)] == ["0 B", "1023 B", "1.0 KiB", "5.0 MiB", "16384 PiB"]
+    assert [in_seconds(n) for n in (0, 999, 1500, 999_900, 3.2e9, 12e9, 90e9, 7200e9)] == [
+        "0 µs", "0.999 µs", "1.5 µs", "1000 µs", "3.2 s", "12 s", "1.5 min", "2.0 h",
+    ]  # fmt: skip
+
+
+# ── segments that lie ────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_segment_full_of_garbage_is_shown_all_the_same(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Anybody in a segment may write anything into its control part; the looker must neither crash nor believe it."""
+    chance = random.Random(seed)
+    for _ in range(60):
+        channels = [
+            penstock.open_ring("ring", capacity=4096, spill_nbytes=1 << 20),
+            penstock.open_broadcast(3, "broadcast", capacity=4096, spill_nbytes=1 << 20),
+            penstock.open_inbox(3, "inbox", capacity=4096, spill_nbytes=1 << 20),
+        ]
+        pool = penstock.Pool.create(1 << 16, name="pool", max_blocks=16, max_peers=8)
+        shape_ends = 4096  # the header before it is checked once, and refused if it is impossible
+        for fd in [*(channel.fd for channel in channels), pool.fd]:
+            with mmap.mmap(fd, min(os.fstat(fd).st_size, 96 << 10)) as memory:
+                for _ in range(chance.choice((1, 30, 3000))):
+                    at = chance.randrange(shape_ends, len(memory) - 8) // 4 * 4
+                    word = chance.choice((0, 1, 2**63, 2**64 - 1, chance.getrandbits(64), os.getpid() << 38 | 1 << 60))
+                    memory[at : at + 8] = word.to_bytes(8, "little")
+        seen = inspect.look(os.getpid())
+        assert len(seen["segments"]) == 4
+        json.dumps(seen)
+        inspect.show(seen)
+        capsys.readouterr()
+
+
+def test_what_a_terminal_would_obey_is_not_passed_on_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    ring = penstock.open_ring("x")
+    with closing(ring.sender(name="evil")), mmap.mmap(ring.fd, 16 << 10) as memory:
+        at = memory.find(b"evil")
+        memory[at : at + 4] = b"\x1b[2\xff"
+        assert cli.main(["inspect", str(os.getpid())]) == 0
+        assert inspect.look(os.getpid())["segments"][0]["senders"][0]["name"].startswith("?[2")
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_segment_of_another_build_is_named_and_does_not_hide_the_others() -> None:
+    ring, other = penstock.open_ring("fine"), penstock.open_ring("other")
+    with mmap.mmap(other.fd, 4096) as memory:
+        memory[8] ^= 0xFF  # the version
+        seen = inspect.look(os.getpid())
+        assert [segment["name"] for segment in seen["segments"]] == ["fine"]
+        assert "both sides need the same build" in seen["unreadable"][0]
+    del ring
+
+
+# ── the rest of the command ──────────────────────────────────────────────────────────────────────────────────────────
+def test_the_doctor_looks_at_everything_and_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(cli.EXAMINATIONS)
+    subjects = ("penstock", "kernel", "memfd", "pidfd", "futex", "/proc", "memory", "cpus", "huge pages", "numa")
+    for line, subject in zip(lines, subjects):
+        assert line.split()[0] in ("ok", "warning")
+        assert subject in line
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"penstock {penstock.__version__}\n"
