@@ -42,6 +42,7 @@ inline int open_process(u64 identity) {
     return fd;
 }
 inline bool is_gone(u64 identity) {
+    if (with_state(identity, PeerState::live) == own_identity()) return false;
     int fd = open_process(identity);
     if (fd >= 0) ::close(fd);
     return fd < 0;

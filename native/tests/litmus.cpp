@@ -1,5 +1,5 @@
-// litmus.cpp: the races that the protocol is about, each as a table: outcome | allowed or forbidden | why. A race is run
-// many times with delays at random places; every outcome is counted; a forbidden one is a failure.
+// litmus.cpp: the races that the protocol is about, each as a table: outcome | allowed or forbidden | why. A race is
+// run many times with delays at random places; every outcome is counted; a forbidden one is a failure.
 #include <array>
 
 #include "testing.h"
@@ -59,11 +59,14 @@ void publish(u32 receivers, u64 records) {
                 receiver->accept(found);
                 bool is_whole = found.nbytes == 8 * (2 + words[0] % 60);
                 u64 sum = 0;
-                for (u64 i = 0; is_whole && i + 1 < found.nbytes / 8; ++i) sum += words[i], is_whole = words[i] == words[0];
+                for (u64 i = 0; is_whole && i + 1 < found.nbytes / 8; ++i)
+                    sum += words[i], is_whole = words[i] == words[0];
                 is_whole = is_whole && words[found.nbytes / 8 - 1] == ~sum;
-                int what = !is_whole ? torn : words[0] == next ? whole : words[0] + 1 == next ? again
-                                                                     : words[0] < next        ? stale
-                                                                                              : skipped;
+                int what = !is_whole              ? torn
+                           : words[0] == next     ? whole
+                           : words[0] + 1 == next ? again
+                           : words[0] < next      ? stale
+                                                  : skipped;
                 outcomes[static_cast<size_t>(what)].count.fetch_add(1, std::memory_order_relaxed);
                 next = words[0] + 1;
             }
@@ -136,7 +139,7 @@ void ready(u32 lanes, u64 records) {
     enum { found, overlooked };
     std::array<Outcome, 2> outcomes{{{"found", true, "the bit was set, or the last look saw it"},
                                      {"committed, and not looked for", false, "cleared first, looked at after"}}};
-    auto segment = create(channel_shape(3, lanes, 1, 4096, 512, 64 << 10, 8), "ready");
+    auto segment = create(channel_shape(3, lanes, 1, 4096, 512, 64 << 10, 8, lanes + 2), "ready");
     std::vector<std::thread> threads;
     for (u32 i = 0; i < lanes; ++i)
         threads.emplace_back([&, i] {
@@ -174,11 +177,12 @@ void ready(u32 lanes, u64 records) {
 // A lock whose holder may die: at most one is inside; who takes it over from the dead is told so, and is the only one.
 void robust_lock(u32 lockers, u64 rounds) {
     enum { alone, together, repaired, repaired_twice, never };
-    std::array<Outcome, 5> outcomes{{{"alone inside", true, "one compare-and-swap from 0, or from a dead holder's word"},
-                                     {"two inside", false, "likewise"},
-                                     {"told of the dead holder", true, "what it protects must be repaired"},
-                                     {"told twice", false, "the word names the new holder at once"},
-                                     {"never told", false, "the word still names the dead one"}}};
+    std::array<Outcome, 5> outcomes{
+        {{"alone inside", true, "one compare-and-swap from 0, or from a dead holder's word"},
+         {"two inside", false, "likewise"},
+         {"told of the dead holder", true, "what it protects must be repaired"},
+         {"told twice", false, "the word names the new holder at once"},
+         {"never told", false, "the word still names the dead one"}}};
     for (u64 round = 0; round < rounds; ++round) {
         auto segment = create(pool_shape(64 << 10, 8), "lock");
         auto first = Attachment::join(segment, "first");

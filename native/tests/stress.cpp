@@ -136,8 +136,7 @@ void play(const Plan& plan, bool is_threads) {
     for (u32 i = 0; i < plan.lanes; ++i) ends.push_back([&, i](auto& own) { send_all(own, plan, i); });
     if (is_threads) {
         std::vector<std::thread> threads;
-        for (auto& end : ends)
-            threads.emplace_back([&] { end(WATCHES_THREADS ? segment : map_again(*segment)); });
+        for (auto& end : ends) threads.emplace_back([&] { end(WATCHES_THREADS ? segment : map_again(*segment)); });
         for (auto& thread : threads) thread.join();
     } else {
         std::vector<pid_t> children;

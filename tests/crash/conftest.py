@@ -1,0 +1,14 @@
+"""What tests of deaths share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.crash.zygote import Zygote
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()

@@ -1,0 +1,90 @@
+"""Deaths at random moments and at random points, many of them, in scenes that go on all the while.
+
+PENSTOCK_FULL=1 makes it 10,000 deaths.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import pytest
+
+from tests.crash import actors
+from tests.crash.scenes import Cast, Scene
+from tests.crash.test_points import ONCE, REACHED, REAPER
+from tests.crash.zygote import Zygote
+
+IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
+DEATHS = 10_000 if IS_FULL else 1200
+DEATHS_PER_SCENE = 40
+
+
+def next_victim(scene: Scene, chance: random.Random) -> Cast:
+    victim = chance.choice(scene.cast)
+    if victim.armed and chance.random() < 0.6:
+        deadline = time.monotonic() + 0.2  # it may not come to its point: then it is killed as the others are
+        while victim.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+    else:
+        time.sleep(chance.random() ** 2 * 0.03)
+    if victim.is_alive():
+        victim.kill()
+    return victim
+
+
+def replace(scene: Scene, victim: Cast, chance: random.Random) -> Cast:
+    """With somebody who may have a point of his own to die at."""
+    points = sorted(REACHED[scene.style, victim.role] - {"close.begun", "leave.begun", "pool.claiming"})
+    is_armed = chance.random() < 0.5
+    point = chance.choice(points) if is_armed else ""
+    countdown = 1 if point in ONCE - REAPER else chance.randint(1, 20)
+    options = {"point": point, "countdown": countdown} if is_armed else {}
+    child = scene.add(victim.role, victim.index, **options)
+    child.armed = point
+    return child
+
+
+def bury_all(scene: Scene, chance: random.Random, is_over: bool = False) -> int:
+    """Those who came to their points while we looked elsewhere."""
+    buried = 0
+    for one in list(scene.cast):
+        if not one.is_alive():
+            assert one.armed, (
+                f"{one.role} {one.index} (pid {one.pid}) ended without being asked to; it said {one.heard()}"
+            )
+            scene.bury(one)
+            buried += 1
+            if not is_over:
+                replace(scene, one, chance)
+    return buried
+
+
+@pytest.mark.timeout(7200 if IS_FULL else 240)
+@pytest.mark.parametrize("style", ["ring", "broadcast", "inbox", "pool"])
+def test_whoever_dies_whenever_the_others_lose_nothing(zygote: Zygote, seed: int, style: str) -> None:
+    chance = random.Random(f"{seed} {style}")
+    deaths = records = 0
+    while deaths < DEATHS // 4:
+        with Scene(zygote, style, pause=chance.choice((0.0, 0.0002, 0.001))) as scene:
+            scene.fill()
+            until = min(deaths + DEATHS_PER_SCENE, DEATHS // 4)
+            while deaths < until:
+                victim = next_victim(scene, chance)
+                scene.bury(victim)
+                deaths += 1
+                replace(scene, victim, chance)
+                deaths += bury_all(scene, chance)
+            # One more in each place where somebody is armed, so that those who account for it all live to do so.
+            while armed := [one for one in scene.cast if one.armed]:
+                one = armed[0]
+                if one.is_alive():
+                    one.kill()
+                scene.bury(one)
+                deaths += 1
+                scene.add(one.role, one.index).hear("ready", within=actors.WATCHDOG)
+            scene.must_flow()
+            scene.finish()
+            records += sum(scene.board.sent(one.actor) for one in scene.dead + scene.cast)
+    assert records > deaths, "hardly anything was sent"

@@ -1,0 +1,150 @@
+"""SIGKILL at each named point: the others are told, nothing is lost or leaks, and a replacement goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock import _native
+from tests.conftest import eventually
+from tests.crash import actors
+from tests.crash.scenes import Cast, Scene
+from tests.crash.zygote import Zygote
+
+SENDER = {"send.begun", "send.spilled", "send.pending", "send.written", "send.committed", "send.rung", "ready.set"}
+TAKER = {"pool.locked", "pool.live", "pool.inserted", "block.locked"}
+RECEIVER = {"receive.found", "receive.opened", "receive.copied", "receive.released", "open.half", "block.locked"}
+WAITER = {"wait.parked", "wait.woken"}
+PEER = {"join.claimed", "close.begun", "leave.begun"}
+COMING = {"receiver.claimed"}
+REAPER = {"reap.begun", "reap.half"}
+
+# Who passes what. A channel's pool grows; the other one is claimed at once.
+REACHED = {
+    ("ring", "sender"): SENDER - {"ready.set"} | TAKER | {"pool.claiming"} | WAITER | PEER,
+    ("ring", "receiver"): RECEIVER | COMING | {"release.last"} | WAITER | PEER,
+    ("broadcast", "sender"): SENDER - {"ready.set"} | TAKER | {"pool.claiming"} | WAITER | PEER,
+    ("broadcast", "receiver"): RECEIVER | COMING | {"release.last"} | WAITER | PEER | REAPER,
+    ("inbox", "sender"): SENDER | TAKER | WAITER | PEER | REAPER,
+    ("inbox", "receiver"): RECEIVER | COMING | {"release.last"} | WAITER | PEER,
+    ("pool", "lender"): TAKER | {"share.half"} | PEER - {"close.begun"},
+    ("pool", "borrower"): {"open.half", "block.locked", "release.last"}
+    | PEER - {"close.begun"}
+    | REAPER - {"reap.half"},
+}
+ONCE = PEER | COMING | {"pool.claiming"} | REAPER
+CASES = [
+    (style, role, point, countdown)
+    for (style, role), points in REACHED.items()
+    for point in sorted(points)
+    for countdown in ((1,) if point in ONCE else (1, 8))
+]
+
+
+def test_every_point_is_visited() -> None:
+    assert {point for points in REACHED.values() for point in points} == set(_native.POINTS)
+
+
+@pytest.mark.parametrize("style,role,point,countdown", CASES)
+def test_a_death_is_told_and_costs_nothing_but_the_dead(
+    zygote: Zygote, style: str, role: str, point: str, countdown: int
+) -> None:
+    options: dict[str, Any] = {"point": point, "countdown": countdown}
+    if point in ("close.begun", "leave.begun"):
+        options["closes_early"] = True
+    if point in WAITER and role == "sender":
+        options["pause"] = 0.0  # so that the ring is full, and it waits
+    with Scene(zygote, style) as scene:
+        victim = scene.fill((role, 0), **options)
+        assert victim is not None
+        if point in REAPER:
+            kill_until_it_reaps(scene, victim)
+        gone_at = scene.bury(victim)
+        if point not in ("join.claimed", "leave.begun") and style != "pool":
+            scene.must_be_told(victim, gone_at)
+        if point == "leave.begun" and role == scene.roles[0] and style != "inbox":
+            # It had closed in peace before it died: this channel has ended, and they have gone home.
+            for survivor in scene.others(role):
+                survivor.hear("seen")
+                scene.bury(survivor)
+            return scene.must_be_empty()
+        if point != "join.claimed":  # it holds nothing: whoever comes next buries it
+            scene.must_be_reaped(victim)
+        scene.add(role, victim.index).hear("ready")
+        scene.must_be_reaped(victim)
+        scene.must_flow()
+        scene.finish()
+
+
+def kill_until_it_reaps(scene: Scene, victim: Cast) -> None:
+    """Others of its kind, one after the other: all survivors see such a death, and one of them is the first."""
+    for _ in range(100):
+        scene.must_flow(1, without=victim)
+        other = next(one for one in scene.cast if one.role == victim.role and one.index == 2)
+        other.kill()
+        scene.bury(other)
+        scene.must_be_reaped(other)
+        scene.add(victim.role, 2).hear("ready")
+        if not victim.is_alive():
+            return
+    raise AssertionError("it never was the first to see a death")
+
+
+def test_a_replacement_is_known_by_its_epoch(zygote: Zygote) -> None:
+    with Scene(zygote, "ring") as scene:
+        scene.fill()
+        for round in range(1, 6):
+            for role, ends in (("sender", "senders"), ("receiver", "receivers")):
+                victim = next(one for one in scene.cast if one.role == role)
+                scene.must_flow(3)
+                assert scene.peers_snapshot()[ends][0]["epoch"] == round
+                victim.kill()
+                scene.must_be_told(victim, scene.bury(victim))
+                scene.add(role, 0).hear("ready")
+        scene.must_flow()
+        scene.finish()
+
+
+def test_all_receivers_of_a_broadcast_die_at_once_and_the_sender_goes_on_with_others(zygote: Zygote) -> None:
+    with Scene(zygote, "broadcast") as scene:
+        scene.fill()
+        scene.must_flow()
+        victims = [one for one in scene.cast if one.role == "receiver"]
+        for victim in victims:
+            victim.kill()
+        for victim in victims:
+            scene.bury(victim)
+        for victim in victims:
+            scene.must_be_reaped(victim)
+        (sender,) = scene.cast
+        eventually(lambda: {one[2] for one in sender.heard() if one[0] == "died"} & {one.pid for one in victims})
+        for index in range(3):
+            scene.add("receiver", index).hear("ready")
+        scene.must_flow()
+        scene.finish()
+
+
+def test_what_a_dead_sender_had_committed_comes_before_the_news_of_its_death(zygote: Zygote) -> None:
+    with Scene(zygote, "inbox", pause=0.0) as scene:
+        scene.fill()
+        scene.must_flow(50)
+        victim = next(one for one in scene.cast if one.role == "sender")
+        victim.kill()
+        scene.must_be_told(victim, scene.bury(victim))
+        sent = scene.board.sent(victim.actor)
+        assert sent > 0
+        scene.add("sender", victim.index).hear("ready")
+        scene.must_flow()
+        scene.finish()  # accounts for all of them, in order
+
+
+def test_the_board_is_what_it_says() -> None:
+    board = actors.Board.create()
+    board.note(7, actors.SENT, 12)
+    board.note(7, actors.RECEIVED, 13)
+    other = actors.Board(board.segment)
+    assert (other.sent(7), other.received(7), other.sent(6), other.received(8)) == (12, 13, 0, 0)
+    assert not other.is_over
+    board.end()
+    assert other.is_over

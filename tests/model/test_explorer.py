@@ -1,0 +1,198 @@
+"""The explorer itself: it finds what each memory model allows, and nothing else; and it notices who waits for ever.
+
+outcome                                        sc          tso         weak
+both miss what the other stored                forbidden   allowed     allowed     each hides its store
+the same, a fence in between                   forbidden   forbidden   forbidden   the buffer is empty
+a message is announced before it is there      forbidden   forbidden   allowed     stores leave in any order
+the same, announced by a release               forbidden   forbidden   forbidden   what came before it leaves before
+two additions, one lost                        forbidden   forbidden   forbidden   a read-modify-write is one step
+"""
+
+from collections.abc import Callable, Hashable
+
+import pytest
+
+from tests.model.explorer import (
+    RELAXED,
+    RELEASE,
+    Process,
+    Step,
+    View,
+    Violation,
+    cas,
+    explore,
+    fence,
+    fetch_add,
+    futex_wait,
+    futex_wake,
+    is_gone,
+    load,
+    must,
+    store,
+)
+
+Outcomes = set[tuple[Hashable, ...]]
+
+
+def outcomes(model: str, words: str, *bodies: Callable[[], Step]) -> Outcomes:
+    """What the processes returned, in all the ways it can go."""
+    found: Outcomes = set()
+    names = [str(i) for i in range(len(bodies))]
+
+    def at_end(view: View) -> None:
+        found.add(tuple(view.result(name) for name in names))
+
+    processes = [Process(name, body) for name, body in zip(names, bodies)]
+    explore(dict.fromkeys(words, 0), processes, model=model, at_end=at_end)
+    return found
+
+
+def stores_and_looks(mine: str, other: str, is_fenced: bool) -> Callable[[], Step]:
+    def run() -> Step:
+        yield store(mine, 1)
+        if is_fenced:
+            yield fence()
+        seen = yield load(other)
+        return seen
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "is_fenced", "is_allowed"),
+    [
+        ("sc", False, False),
+        ("tso", False, True),
+        ("weak", False, True),
+        ("sc", True, False),
+        ("tso", True, False),
+        ("weak", True, False),
+    ],
+)
+def test_two_miss_what_the_other_stored_only_without_a_fence(model: str, is_fenced: bool, is_allowed: bool) -> None:
+    found = outcomes(model, "xy", stores_and_looks("x", "y", is_fenced), stores_and_looks("y", "x", is_fenced))
+    assert ((0, 0) in found) == is_allowed
+    assert {(0, 1), (1, 0), (1, 1)} <= found
+
+
+@pytest.mark.parametrize(
+    ("model", "order", "is_allowed"),
+    [
+        ("sc", RELAXED, False),
+        ("tso", RELAXED, False),
+        ("weak", RELAXED, True),
+        ("weak", RELEASE, False),
+    ],
+)
+def test_a_message_is_announced_too_early_only_without_a_release(model: str, order: int, is_allowed: bool) -> None:
+    def tells() -> Step:
+        yield store("x", 1)
+        yield store("y", 1, order)
+
+    def asks() -> Step:
+        is_announced = yield load("y")
+        message = yield load("x")
+        return is_announced, message
+
+    found = {each[1] for each in outcomes(model, "xy", tells, asks)}
+    assert ((1, 0) in found) == is_allowed
+    assert {(0, 0), (0, 1), (1, 1)} <= found
+
+
+@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+def test_an_addition_is_one_step_and_a_load_and_a_store_are_two(model: str) -> None:
+    def adds() -> Step:
+        before = yield fetch_add("x", 1, RELAXED)
+        return before
+
+    def adds_in_two() -> Step:
+        before = yield load("x")
+        yield store("x", before + 1)
+        return before
+
+    assert outcomes(model, "x", adds, adds) == {(0, 1), (1, 0)}
+    assert (0, 0) in outcomes(model, "x", adds_in_two, adds_in_two)
+
+
+def test_a_sleeper_that_nobody_wakes_is_noticed_and_one_that_is_woken_is_not() -> None:
+    def sleeps() -> Step:
+        yield futex_wait("x", 0)
+
+    def wakes() -> Step:
+        yield store("x", 1)
+        yield futex_wake("x", 1)
+
+    assert explore({"x": 0}, [Process("sleeps", sleeps), Process("wakes", wakes)]).ends >= 1
+    with pytest.raises(Violation, match="sleeps sleeps and nobody will wake it"):
+        explore({"x": 0}, [Process("sleeps", sleeps)])
+    with pytest.raises(Violation, match="nobody will wake it"):
+        explore({"x": 0}, [Process("sleeps", sleeps), Process("wakes", wakes, may_die=True)])
+    with pytest.raises(Violation, match="nobody will wake it"):
+        explore({"x": 0}, [Process("sleeps", sleeps), Process("wakes", wakes, may_stop=True)])
+
+
+def test_who_goes_round_for_ever_is_noticed() -> None:
+    def spins() -> Step:
+        found = 1
+        while found != 0:
+            found = yield cas("x", 0, 1)
+
+    def takes() -> Step:
+        found = yield cas("x", 0, 1)
+        if found == 0:
+            yield store("x", 0)
+
+    processes = [Process("spins", spins), Process("takes", takes)]
+    explore({"x": 0}, processes, must_end=True)
+    with pytest.raises(Violation, match="busy for ever"):
+        explore({"x": 0}, [processes[0], Process("takes", takes, may_die=True)], must_end=True)
+
+
+def test_what_the_dead_had_stored_still_arrives_before_its_death_is_known() -> None:
+    def dies() -> Step:
+        yield store("x", 1)
+        yield load("x")
+
+    def looks() -> Step:
+        gone = yield is_gone("dies")
+        before = yield load("x")
+        return gone, before
+
+    found: Outcomes = set()
+
+    def at_end(view: View) -> None:
+        found.add((view.is_dead("dies"), view.result("looks"), view["x"]))
+
+    explore({"x": 0}, [Process("dies", dies, may_die=True), Process("looks", looks)], model="weak", at_end=at_end)
+    assert (True, (True, 1), 1) in found
+    assert (True, (True, 0), 0) in found  # it died before it stored
+    assert (True, (True, 0), 1) not in found  # nothing arrives afterwards
+
+
+def test_a_process_that_loops_is_told_apart_by_what_it_still_reads() -> None:
+    def counts() -> Step:
+        for _ in range(3):
+            yield fetch_add("x", 1)
+
+    def at_end(view: View) -> None:
+        must(view["x"] == 3, "a turn was lost")
+
+    explored = explore({"x": 0}, [Process("counts", counts)], at_end=at_end)
+    assert (explored.states, explored.ends) == (4, 1)
+
+
+def test_the_story_names_every_step() -> None:
+    def first() -> Step:
+        yield store("x", 1)
+
+    def second() -> Step:
+        seen = yield load("x")
+        must(seen == 0, "it came too late")
+
+    with pytest.raises(Violation) as caught:
+        explore({"x": 0}, [Process("first", first), Process("second", second)])
+    assert str(caught.value).splitlines() == [
+        "it came too late",
+        "  first: store(x, 1) -> None",
+        "  second: load(x) -> 1",
+    ]

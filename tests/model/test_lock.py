@@ -1,0 +1,289 @@
+"""The lock of native/peers.h: one at a time among the living, and no death of a holder leaves it locked.
+
+    here              native/peers.h
+    lock              Attachment::lock. The spinning is left out (it only tries the same exchange again); the
+                      millisecond of the futex is a sleep that may end at any time; a holder is looked at every time
+    unlock            Attachment::unlock: ORDER lock
+    take_over         Attachment::take_over
+    is_abandoned      Attachment::is_abandoned
+    reap              Attachment::reap, and of reap_holdings (reap.h): is_still, then Pool::recover_lock (pool.h)
+    newcomer          Attachment::claim, into a slot whose peer is dead
+
+A word of the lock is 0 or (slot, epoch, whether there are waiters). What it protects is a word that is not 0 while
+somebody is inside: whoever takes the lock of a dead holder over repairs it, and everybody else must find it in order.
+"""
+
+from collections.abc import Hashable
+from functools import partial
+
+import pytest
+
+from tests.model.explorer import (
+    ACQ_REL,
+    ACQUIRE,
+    RELAXED,
+    RELEASE,
+    SEQ_CST,
+    Explored,
+    Process,
+    Step,
+    View,
+    Violation,
+    cas,
+    exchange,
+    explore,
+    fetch_add,
+    futex_wait,
+    futex_wake,
+    is_gone,
+    load,
+    must,
+    store,
+    until,
+    until_gone,
+)
+
+NOBODY = -1
+
+
+def is_abandoned(owner: int) -> Step:
+    if owner == NOBODY:
+        return True
+    state, who = yield load(("identity", owner), ACQUIRE)
+    if state in ("live", "dying"):  # dying may be leaving
+        gone = yield is_gone(who)
+        return gone
+    return True
+
+
+def lock(slot: int, epoch: int, may_time_out: bool = True, without: str = "") -> Step:
+    """True: the holder died holding it."""
+    found = yield cas("lock", 0, (slot, epoch, False), ACQUIRE)  # ORDER lock
+    if found == 0:
+        return False
+    del found
+    while True:
+        got = yield from try_lock_or_sleep((slot, epoch, True), may_time_out, without)
+        if got is not None:
+            return got
+
+
+def try_lock_or_sleep(mine: tuple[int, int, bool], may_time_out: bool, without: str) -> Step:
+    seen = yield load("lock", RELAXED)
+    if seen == 0:
+        wanted = (*mine[:2], False) if without == "keeping the bit" else mine
+        found = yield cas("lock", 0, wanted, ACQUIRE)
+        return False if found == 0 else None
+    abandoned = yield from is_abandoned(seen[0])
+    if abandoned and without != "looking at the holder":
+        found = yield cas("lock", seen, mine, ACQUIRE)
+        if found == seen:
+            return True
+        seen = found or (NOBODY, 0, False)  # compare_exchange says what it found
+        del found
+    del abandoned
+    if not seen[2]:
+        expected = 0 if seen[0] == NOBODY else seen
+        found = yield cas("lock", expected, (*seen[:2], True), RELAXED)
+        if found != expected:
+            return None
+    yield futex_wait("lock", (*seen[:2], True), may_time_out)
+    return None
+
+
+def unlock(order: int = RELEASE) -> Step:
+    if order == RELAXED:  # never so: see below
+        before = yield load("lock", RELAXED)
+        yield store("lock", 0, RELAXED)
+    else:
+        before = yield exchange("lock", 0, RELEASE)  # ORDER lock
+    if before != 0 and before[2]:
+        yield futex_wake("lock", 1)
+
+
+def take_over(mine: tuple[int, int], slot: int, epoch: int, looks_at: str = "slot and epoch") -> Step:
+    seen = yield load("lock", ACQUIRE)
+    if seen == 0 or seen[0] != slot or (seen[1] != epoch and looks_at == "slot and epoch"):
+        return False
+    found = yield cas("lock", seen, (*mine, True), ACQUIRE)
+    return found == seen
+
+
+def inside(me: str, has_recovered: bool) -> Step:
+    before = yield load("inside", RELAXED)
+    must(before == 0 or has_recovered, f"{me} found it half done, or {before} is inside too")
+    yield store("inside", me, RELAXED)
+    now = yield load("inside", RELAXED)
+    must(now == me, f"{now} came in while {me} was inside")
+    yield store("inside", 0, RELAXED)
+
+
+def locker(me: str, slot: int, times: int = 1, order: int = RELEASE, **how: object) -> Step:
+    for _ in range(times):
+        has_recovered = yield from lock(slot, 1, **how)
+        yield from inside(me, has_recovered)
+        del has_recovered
+        yield from unlock(order)
+
+
+# ── reaping ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def reaper(me: str, mine: int, slots: dict[str, int], **how: object) -> Step:
+    died = yield until_gone(*slots)
+    yield from reap(me, mine, died, slots[died], **how)
+
+
+def reap(me: str, mine: int, who: str, slot: int, looks_at: str = "slot and epoch") -> Step:
+    state, found = yield load(("identity", slot), ACQUIRE)
+    if found != who:
+        return
+    if state == "live":
+        yield cas(("identity", slot), ("live", who), ("dying", who), SEQ_CST)
+    del state, found
+    identity = yield load(("identity", slot), ACQUIRE)
+    if identity != ("dying", who):
+        return
+    yield from reap_holdings(me, mine, slot, identity, looks_at)
+    yield cas(("identity", slot), identity, ("dead", who), SEQ_CST)
+
+
+def reap_holdings(me: str, mine: int, slot: int, identity: Hashable, looks_at: str) -> Step:
+    epoch = yield load(("epoch", slot), SEQ_CST)
+    is_still = yield load(("identity", slot), ACQUIRE)
+    if is_still != identity and looks_at == "slot and epoch":
+        return
+    del is_still
+    has_it = yield from take_over((mine, 1), slot, epoch, looks_at)
+    if has_it:
+        yield from inside(me, True)
+        yield from unlock()
+
+
+def newcomer(me: str, slot: int) -> Step:
+    """Takes the slot of the one who died, as soon as it is free."""
+    _, before = yield until(("identity", slot), is_dead)
+    yield cas(("identity", slot), ("dead", before), ("live", me), ACQ_REL)
+    epoch = yield fetch_add(("epoch", slot), 1, ACQ_REL)
+    has_recovered = yield from lock(slot, epoch + 1)
+    yield from inside(me, has_recovered)
+    yield from unlock()
+
+
+def is_dead(identity: tuple[str, str]) -> bool:
+    return identity[0] == "dead"
+
+
+def memory(*names: str) -> dict[Hashable, Hashable]:
+    words: dict[Hashable, Hashable] = {"lock": 0, "inside": 0}
+    for slot, name in enumerate(names):
+        words["identity", slot] = ("live", name)
+        words["epoch", slot] = 1
+    return words
+
+
+def is_left_unlocked(view: View) -> None:
+    must(view["lock"] == 0, f"the lock is left as {view['lock']}")
+    must(view["inside"] == 0, f"what it protects is left half done by {view['inside']}")
+
+
+def lockers(n: int, times: int = 1, model: str = "sc", **how: object) -> Explored:
+    names = [f"peer {i}" for i in range(n)]
+    processes = [Process(name, partial(locker, name, i, times, **how)) for i, name in enumerate(names)]
+    return explore(memory(*names), processes, model=model, at_end=is_left_unlocked, must_end=True)
+
+
+def lockers_of_whom_some_die(
+    n: int, reapers: int = 1, model: str = "sc", faults: int = 1, does_reap: bool = True, **how: object
+) -> Explored:
+    names = [f"peer {i}" for i in range(n)]
+    reaping = [f"reaper {i}" for i in range(reapers)]
+    slots = {name: i for i, name in enumerate(names)}
+    processes = [
+        *(Process(name, partial(locker, name, i, **how), may_die=True) for i, name in enumerate(names)),
+        *(Process(name, partial(reaper, name, n + i, slots), is_daemon=True) for i, name in enumerate(reaping)),
+    ]
+
+    def at_end(view: View) -> None:
+        if faults == 1 and reapers:
+            is_left_unlocked(view)
+
+    return explore(memory(*names, *reaping), processes, model=model, faults=faults, at_end=at_end, must_end=True)
+
+
+def a_slot_that_is_taken_again(looks_at: str) -> Explored:
+    """Peer 0 dies; two reapers see it; its slot is taken by somebody else while one of them is still at it."""
+    slots = {"peer 0": 0}
+    processes = [
+        Process("peer 0", partial(locker, "peer 0", 0), may_die=True),
+        Process("reaper 0", partial(reaper, "reaper 0", 1, slots, looks_at=looks_at), is_daemon=True),
+        Process("reaper 1", partial(reaper, "reaper 1", 2, slots, looks_at=looks_at), is_daemon=True),
+        Process("newcomer", partial(newcomer, "newcomer", 0), is_daemon=True),
+    ]
+
+    def at_end(view: View) -> None:
+        is_left_unlocked(view)
+        must(view.is_done("newcomer") or not view.is_dead("peer 0"), "the newcomer did not come in")
+
+    return explore(memory("peer 0", "reaper 0", "reaper 1"), processes, at_end=at_end, must_end=True)
+
+
+@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+def test_one_at_a_time(model: str) -> None:
+    explored = lockers(2, 2, model)
+    print(explored)
+    assert explored.states > 500
+
+
+def test_whoever_waits_is_woken_by_the_one_before_and_needs_no_clock_while_nobody_dies() -> None:
+    explored = lockers(3, 1, may_time_out=False)
+    print(explored)
+    assert explored.states > 1_000
+
+
+@pytest.mark.parametrize("model", ["sc", "weak"])
+def test_a_holder_that_dies_anywhere_wedges_nobody(model: str) -> None:
+    explored = lockers_of_whom_some_die(2, model=model)
+    print(explored)
+    assert explored.states > 1_000
+
+
+def test_two_waiters_and_two_reapers_may_take_it_over_at_the_same_time() -> None:
+    explored = lockers_of_whom_some_die(3, reapers=0)
+    print(explored)
+    assert explored.states > 10_000
+    explored = lockers_of_whom_some_die(2, reapers=2)
+    print(explored)
+    assert explored.states > 10_000
+
+
+def test_one_who_took_it_over_may_die_as_well() -> None:
+    explored = lockers_of_whom_some_die(3, reapers=0, faults=2)
+    print(explored)
+    assert explored.states > 10_000
+
+
+def test_a_slow_reaper_does_not_take_the_lock_from_the_next_peer_in_that_slot() -> None:
+    explored = a_slot_that_is_taken_again("slot and epoch")
+    print(explored)
+    assert explored.states > 1_000
+
+
+# ── what each part is there for ──────────────────────────────────────────────────────────────────────────────────────
+def test_a_reaper_that_looks_at_the_slot_alone_takes_the_lock_from_the_living() -> None:
+    with pytest.raises(Violation, match=r"came in while|is inside too|half done"):
+        a_slot_that_is_taken_again("slot")
+
+
+def test_waiters_that_do_not_look_at_the_holder_hang_on_the_reaper() -> None:
+    with pytest.raises(Violation, match="busy for ever"):
+        lockers_of_whom_some_die(2, reapers=0, without="looking at the holder")
+
+
+def test_a_waiter_that_drops_the_bit_leaves_the_next_asleep() -> None:
+    with pytest.raises(Violation, match="nobody will wake it"):
+        lockers(3, 1, may_time_out=False, without="keeping the bit")
+
+
+def test_an_unlock_that_does_not_release_lets_the_next_in_too_early() -> None:
+    lockers(2, 1, "tso", order=RELAXED, may_time_out=True)
+    with pytest.raises(Violation, match=r"half done|came in"):
+        lockers(2, 1, "weak", order=RELAXED)

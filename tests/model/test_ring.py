@@ -1,0 +1,706 @@
+"""One lane of a ring or a broadcast: exactly once, in order, never torn, never overwritten, and nobody sleeps for ever.
+
+    here                         native
+    Sender.try_reserve, commit   sender.h    of the same names; the record is written cell by cell, then ORDER publish
+    Sender.wait, is_awaited, has_room, least_released, admit, look_at_ends: of the same names
+    Sender.close                 sender.h    Sender::close
+    Receiver.find_in, give_back  receiver.h  of the same names: ORDER publish, ORDER release, and `wanted`
+    Receiver.wait, look_at_sender, was_admitted, hand_on: of the same names
+    Receiver.join, let_go        receiver.h  the constructor for a place that was closed; let_go
+    reap_sender, reap_receiver   reap.h      reap_holdings for one end, then wake_everybody
+
+set_out is what let_go and the reaper do to a cursor: until it is out, unless it is a successor's already, by an epoch
+that was read once, together with the word of the end. The tests at "leaves", "joins" and "a place is taken again" show
+what each of these is for.
+
+Positions and the ring count cells. A record is a header and, if it needs two cells, a body. The ring need not be a
+power of two here, so that small ones wrap with a skip.
+"""
+
+from collections.abc import Hashable
+from functools import partial
+
+import pytest
+
+from tests.model.explorer import (
+    ACQ_REL,
+    ACQUIRE,
+    RELAXED,
+    RELEASE,
+    SEQ_CST,
+    Explored,
+    Process,
+    Step,
+    View,
+    Violation,
+    cas,
+    exchange,
+    explore,
+    fence,
+    fetch_add,
+    fetch_and,
+    fetch_or,
+    futex_wake,
+    load,
+    must,
+    store,
+    until,
+    until_gone,
+)
+from tests.model.test_bell import ring, ring_all, wait
+
+ROOM = "room "
+Words = dict[Hashable, Hashable]
+
+
+def lane(cells: int, receivers: int) -> Words:
+    words: Words = {"committed": 0, "word": "live", "joining": 0, "changes": 0, "rings": 0, "parked": 0}
+    words |= {ROOM + "rings": 0, ROOM + "parked": 0, "wanted": 0}
+    words |= {("cell", i): None for i in range(cells)}
+    for r in range(receivers):
+        words |= {("released", r): 0, ("mode", r): ("counted", 1), ("word", r): ("live", 1), ("read", r): 0}
+    return words
+
+
+class Sender:
+    def __init__(self, cells: int, receivers: int, mutation: str = "") -> None:
+        self.cells, self.receivers, self.mutation = cells, receivers, mutation
+        self.committed = self.least = self.need = self.skip = 0
+        self.seen_changes = -1
+        self.has_receivers = True
+
+    def send_all(self, needs: tuple[int, ...]) -> Step:
+        for n in range(len(needs)):
+            outcome = yield from self.send(n, needs[n])
+            if outcome != "sent":
+                return outcome
+        yield from self.close()
+        return "all"
+
+    def send(self, n: int, need: int) -> Step:
+        while True:
+            outcome = yield from self.try_reserve(need)
+            if outcome == "room":
+                yield from self.commit(n)
+                return "sent"
+            if outcome == "no receiver":
+                return outcome
+            yield from self.wait()
+
+    def try_reserve(self, need: int) -> Step:
+        changes = yield load("changes", ACQUIRE)
+        if changes != self.seen_changes:
+            yield from self.look_at_ends()
+        del changes
+        joining = yield load("joining", ACQUIRE)
+        if joining != 0:
+            yield from self.admit()
+        del joining
+        if not self.has_receivers:
+            return "no receiver"
+        index = self.committed % self.cells
+        self.need = need
+        self.skip = self.cells - index if index + need > self.cells else 0
+        has_room = yield from self.has_room()
+        return "room" if has_room else "full"
+
+    def has_room(self) -> Step:
+        if self.mutation == "no back-pressure":
+            return True
+        if self.committed + self.skip + self.need - self.least <= self.cells:
+            return True
+        yield from self.least_released()
+        return self.committed + self.skip + self.need - self.least <= self.cells
+
+    def least_released(self) -> Step:
+        least = self.committed
+        for r in range(self.receivers):
+            mode, _ = yield load(("mode", r), ACQUIRE)
+            if mode != "counted":
+                continue
+            released = yield load(("released", r), ACQUIRE)  # ORDER release: read before it is overwritten
+            if self.committed - released <= self.cells:
+                least = min(least, released)
+        self.least = least
+
+    def commit(self, n: int) -> Step:
+        position = self.committed + self.skip
+        end = position + self.need
+        if self.mutation == "committed before it is written":
+            yield store("committed", end, RELEASE)
+        if self.need == 2:
+            yield store(("cell", (position + 1) % self.cells), ("body", n))
+        if self.skip != 0 and self.mutation != "no skip":
+            yield store(("cell", self.committed % self.cells), (self.committed, "skip", self.skip, -1))
+        yield store(("cell", position % self.cells), (position, "bytes", self.need, n))
+        order = RELAXED if self.mutation == "publish is relaxed" else RELEASE
+        yield store("committed", end, order)  # ORDER publish: the record is written before this
+        self.committed = end
+        self.skip = self.need = 0
+        del position, end, order
+        yield from ring()
+
+    def wait(self) -> Step:
+        enough = max(self.skip + self.need, min(self.cells // 4, self.committed - self.least))
+        yield store("wanted", self.committed + enough - self.cells, RELAXED)
+        yield from wait(1, self.is_awaited, bell=ROOM)
+
+    def is_awaited(self) -> Step:
+        changes = yield load("changes", ACQUIRE)
+        if changes != self.seen_changes:
+            return True
+        joining = yield load("joining", RELAXED)
+        if joining != 0:
+            return True
+        has_room = yield from self.has_room()
+        return has_room
+
+    def admit(self) -> Step:
+        joining = yield exchange("joining", 0, ACQ_REL)
+        for r in range(self.receivers):
+            if joining >> r & 1 == 0:
+                continue
+            mode, epoch = yield load(("mode", r), ACQUIRE)
+            if mode != "joining":
+                continue
+            if self.mutation != "counted before it knows where":
+                yield store(("released", r), self.committed, RELAXED)
+            yield cas(("mode", r), ("joining", epoch), ("counted", epoch), ACQ_REL)
+            if self.mutation == "counted before it knows where":
+                yield store(("released", r), self.committed, RELAXED)
+            self.has_receivers = True
+        yield from ring_all()
+
+    def look_at_ends(self) -> Step:
+        changes = yield load("changes", ACQUIRE)
+        is_any = False
+        for r in range(self.receivers):
+            mode, _ = yield load(("mode", r), ACQUIRE)
+            is_any |= mode != "out"
+        self.has_receivers = is_any
+        yield from self.least_released()
+        self.seen_changes = changes
+
+    def close(self) -> Step:
+        yield cas("word", "live", "closed", ACQ_REL)
+        yield fetch_add("changes", 1, ACQ_REL)
+        yield from ring_all()
+
+
+class Receiver:
+    def __init__(self, r: int, cells: int, receivers: int, mutation: str = "") -> None:
+        self.r, self.cells, self.receivers, self.mutation = r, cells, receivers, mutation
+        self.epoch = 1
+        self.position = 0
+        self.is_counted = True
+        self.seen_changes = -1
+        self.next: int | None = 0  # the number of the record that must come next; None: any, as it has just joined
+
+    def receive(self, most: int = 1 << 30) -> Step:
+        """Until the channel ends or it has had enough: how it ended, and which record would be next."""
+        while most > 0:
+            is_found = yield from self.find_in()
+            if is_found:
+                yield from self.give_back()
+                most -= 1
+                continue
+            outcome = yield from self.look_at_sender()
+            if outcome != "nothing":
+                return outcome, self.next
+            yield from self.wait()
+        yield from self.let_go()
+        return "left", self.next
+
+    def find_in(self) -> Step:
+        if not self.is_counted:
+            yield from self.was_admitted()
+            if not self.is_counted:
+                return False
+        while True:
+            committed = yield load("committed", ACQUIRE)  # ORDER publish: see Sender.commit
+            if committed == self.position:
+                return False
+            del committed
+            header = yield load(("cell", self.position % self.cells))
+            must(header is not None and header[0] == self.position, f"not the record of {self.position}: {header}")
+            _, kind, need, n = header
+            if kind == "skip":
+                self.position += need
+                continue
+            if need == 2:
+                body = yield load(("cell", (self.position + 1) % self.cells))
+                must(body == ("body", n), f"record {n} is torn: {body}")
+            must(self.next is None or n == self.next, f"record {n} where {self.next} should be")
+            self.next = n + 1
+            self.position += need
+            return True
+
+    def give_back(self) -> Step:
+        yield store(("read", self.r), self.position, RELAXED)
+        yield store(("released", self.r), self.position, RELEASE)  # ORDER release: it was read before this
+        if self.mutation != "no fence after releasing":
+            yield fence()  # ORDER bell
+        parked = yield load(ROOM + "parked", RELAXED)
+        if parked == 0:
+            return
+        wanted = yield load("wanted", RELAXED)
+        if self.position - wanted >= 0:
+            yield from ring(1, bell=ROOM)
+
+    def was_admitted(self) -> Step:
+        mode, _ = yield load(("mode", self.r), ACQUIRE)
+        if mode == "counted":
+            self.position = yield load(("released", self.r), ACQUIRE)
+            yield store(("read", self.r), self.position, RELAXED)
+            self.is_counted = True
+
+    def wait(self) -> Step:
+        parked = yield load(ROOM + "parked", RELAXED)
+        if parked != 0 and self.mutation != "waits without ringing":
+            yield from ring(1, bell=ROOM)
+        del parked
+        yield from wait(1 << self.r, self.is_awaited, self.hand_on)
+
+    def hand_on(self, parked: int) -> Step:
+        behind = 0
+        for r in range(self.receivers):
+            if parked >> r & 1 == 0:
+                continue
+            read = yield load(("read", r), RELAXED)
+            committed = yield load("committed", ACQUIRE)
+            if read != committed:
+                behind |= 1 << r
+            del read, committed
+        if behind != 0:
+            yield futex_wake("rings", 1, behind)
+
+    def is_awaited(self) -> Step:
+        changes = yield load("changes", ACQUIRE)
+        if changes != self.seen_changes:
+            return True
+        if self.is_counted:
+            committed = yield load("committed", ACQUIRE)
+            return committed != self.position
+        mode, _ = yield load(("mode", self.r), ACQUIRE)
+        return mode == "counted"
+
+    def look_at_sender(self) -> Step:
+        changes = yield load("changes", ACQUIRE)
+        state = yield load("word", ACQUIRE)
+        if state == "live":
+            self.seen_changes = changes
+            if not self.is_counted:
+                yield from self.ask_to_join()
+            return "nothing"
+        if self.is_counted and self.mutation != "ends before all is read":
+            committed = yield load("committed", ACQUIRE)
+            if committed != self.position:
+                return "nothing"  # read first
+        return "end" if state == "closed" else "died"
+
+    def ask_to_join(self) -> Step:
+        yield fetch_or("joining", 1 << self.r, ACQ_REL)
+        yield from ring(1, bell=ROOM)
+
+    def join(self, before: tuple[str, int]) -> Step:
+        """Takes a place that was closed, or whose receiver died."""
+        self.epoch = before[1] + 1
+        self.is_counted = False
+        self.next = None
+        yield cas(("word", self.r), before, ("live", self.epoch), ACQ_REL)
+        yield store(("mode", self.r), ("joining", self.epoch), RELEASE)
+        yield from self.ask_to_join()
+        yield fetch_add("changes", 1, ACQ_REL)
+        yield from ring(1, bell=ROOM)
+
+    def let_go(self) -> Step:
+        yield from set_out(self.r, self.epoch, self.mutation)
+        yield cas(("word", self.r), ("live", self.epoch), ("closed", self.epoch), ACQ_REL)
+        if self.mutation != "leaves without a word":
+            yield fetch_add("changes", 1, ACQ_REL)
+            yield from ring_all(bell=ROOM)
+
+
+def set_out(r: int, end_epoch: int, mutation: str = "") -> Step:
+    """The sender may just be admitting it, which moves the word: then once more. Never that of a successor."""
+    mode, epoch = yield load(("mode", r))
+    while epoch <= end_epoch and mode != "out":
+        if mutation == "only its own epoch" and epoch != end_epoch:
+            return
+        found = yield cas(("mode", r), (mode, epoch), ("out", end_epoch))
+        if found == (mode, epoch) or mutation == "one try":
+            return
+        mode, epoch = found
+
+
+def wake_everybody(mutation: str = "") -> Step:
+    if mutation != "wakes nobody":
+        yield from ring_all()
+        yield from ring_all(bell=ROOM)
+
+
+def reap_sender(mutation: str = "") -> Step:
+    yield until_gone("sender")
+    yield cas("word", "live", "dead", ACQ_REL)
+    yield store(ROOM + "parked", 0, SEQ_CST)
+    yield fetch_add("changes", 1, ACQ_REL)
+    yield from wake_everybody(mutation)
+
+
+def reap_receiver(r: int, mutation: str = "") -> Step:
+    yield until_gone(f"receiver {r}")
+    yield from end_receiver(r, mutation)
+    yield fetch_add("changes", 1, ACQ_REL)
+    yield from wake_everybody(mutation)
+
+
+def end_receiver(r: int, mutation: str = "") -> Step:
+    state, epoch = yield load(("word", r), ACQUIRE)
+    if epoch != 1:  # expected, or a successor's: another slot, another peer
+        return
+    if state == "live":
+        yield cas(("word", r), (state, epoch), ("dead", epoch), ACQ_REL)
+    if mutation == "epoch is read again":
+        _, epoch = yield load(("word", r))
+    yield from set_out(r, epoch, mutation)
+    yield fetch_and("parked", ~(1 << r))
+
+
+# ── all are well ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def sending(cells: int, receivers: int, needs: tuple[int, ...], mutation: str) -> Process:
+    def run() -> Step:
+        outcome = yield from Sender(cells, receivers, mutation).send_all(needs)
+        return outcome
+
+    return Process("sender", run)
+
+
+def receiving(r: int, cells: int, receivers: int, mutation: str, most: int = 1 << 30, may_die: bool = False) -> Process:
+    def run() -> Step:
+        outcome = yield from Receiver(r, cells, receivers, mutation).receive(most)
+        return outcome
+
+    return Process(f"receiver {r}", run, may_die=may_die)
+
+
+def channel(
+    cells: int, needs: tuple[int, ...], receivers: int = 1, model: str = "sc", mutation: str = "", **options: object
+) -> Explored:
+    def at_end(view: View) -> None:
+        must(view.result("sender") == "all", f"the sender ended with {view.result('sender')}")
+        for r in range(receivers):
+            got = view.result(f"receiver {r}")
+            must(got == ("end", len(needs)), f"receiver {r} has {got} of {len(needs)} records")
+
+    processes = [
+        sending(cells, receivers, needs, mutation),
+        *(receiving(r, cells, receivers, mutation) for r in range(receivers)),
+    ]
+    return explore(lane(cells, receivers), processes, model=model, at_end=at_end, **options)
+
+
+@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+@pytest.mark.parametrize(("cells", "needs"), [(2, (1, 1, 1)), (3, (2, 2, 1)), (4, (2, 1, 2))])
+def test_every_record_comes_exactly_once_and_in_order_and_whole(cells: int, needs: tuple[int, ...], model: str) -> None:
+    explored = channel(cells, needs, model=model, must_end=True)
+    print(explored)
+    assert explored.states > 1_000
+
+
+def test_two_receivers_get_every_record_each() -> None:
+    explored = channel(1, (1,), receivers=2)
+    print(explored)
+    assert explored.states > 10_000
+
+
+def the_slower_of_two(model: str, mutation: str = "") -> Explored:
+    """Two records through a ring of one; the second receiver looks when there is something, and so takes few steps."""
+
+    def looks() -> Step:
+        me = Receiver(1, 1, 2, mutation)
+        while me.position < 2:
+            yield until("committed", DIFFERS[me.position])
+            yield from me.find_in()
+            yield from me.give_back()
+        return "end", me.next
+
+    def at_end(view: View) -> None:
+        for r in range(2):
+            must(view.result(f"receiver {r}") == ("end", 2), f"receiver {r} has {view.result(f'receiver {r}')}")
+
+    processes = [sending(1, 2, (1, 1), mutation), receiving(0, 1, 2, mutation), Process("receiver 1", looks)]
+    return explore(lane(1, 2), processes, model=model, at_end=at_end)
+
+
+DIFFERS = [lambda value: value != 0, lambda value: value != 1]
+
+
+@pytest.mark.parametrize("model", ["sc", "weak"])
+def test_the_sender_waits_for_the_slower_of_two_receivers(model: str) -> None:
+    explored = the_slower_of_two(model)
+    print(explored)
+    assert explored.states > 10_000
+
+
+@pytest.mark.parametrize(
+    ("mutation", "model"),
+    [
+        ("no back-pressure", "sc"),
+        ("committed before it is written", "sc"),
+        ("no skip", "sc"),
+        ("publish is relaxed", "weak"),
+        ("ends before all is read", "sc"),
+        ("no fence after releasing", "tso"),
+    ],
+)
+def test_each_part_of_the_ring_is_needed(mutation: str, model: str) -> None:
+    with pytest.raises(Violation):
+        channel(3, (2, 2), model=model, mutation=mutation)
+
+
+def test_publishing_needs_no_more_than_stores_in_order() -> None:
+    channel(3, (2, 2), model="tso", mutation="publish is relaxed")
+
+
+# ── the sender dies ──────────────────────────────────────────────────────────────────────────────────────────────────
+def dying_sender(model: str = "sc", mutation: str = "") -> Explored:
+    needs, cells = (2, 2), 3
+
+    def run() -> Step:
+        outcome = yield from Sender(cells, 1, mutation).send_all(needs)
+        return outcome
+
+    def at_end(view: View) -> None:
+        how, n = view.result("receiver 0")
+        ends = {0: 0, 2: 1, 5: 2}
+        must(n == ends[view["committed"]], f"{n} records were read, and {view['committed']} cells committed")
+        must(how == ("died" if view["word"] == "dead" else "end"), f"told {how}, and the sender is {view['word']}")
+
+    processes = [
+        Process("sender", run, may_die=True),
+        receiving(0, cells, 1, mutation),
+        Process("reaper", partial(reap_sender, mutation), is_daemon=True),
+    ]
+    return explore(lane(cells, 1), processes, model=model, at_end=at_end, must_end=True)
+
+
+@pytest.mark.parametrize("model", ["sc", "weak"])
+def test_a_sender_that_dies_anywhere_leaves_nothing_half_visible_and_loses_nothing_committed(model: str) -> None:
+    explored = dying_sender(model)
+    print(explored)
+    assert explored.states > 3_000
+
+
+@pytest.mark.parametrize("mutation", ["wakes nobody", "committed before it is written", "ends before all is read"])
+def test_each_part_of_the_death_of_a_sender_is_needed(mutation: str) -> None:
+    with pytest.raises(Violation):
+        dying_sender(mutation=mutation)
+
+
+# ── a receiver leaves, or dies ───────────────────────────────────────────────────────────────────────────────────────
+def leaving(mutation: str = "", dies: bool = False) -> Explored:
+    """The only receiver leaves after one record, or dies at any time; the sender is, or gets, parked on a full ring."""
+    cells, needs = 2, (2, 2, 2)
+
+    def at_end(view: View) -> None:
+        outcome = view.result("sender")
+        must(outcome in ("all", "no receiver"), f"the sender ended with {outcome}")
+
+    processes = [sending(cells, 1, needs, mutation), receiving(0, cells, 1, mutation, 1, may_die=dies)]
+    if dies:
+        processes.append(Process("reaper", partial(reap_receiver, 0, mutation), is_daemon=True))
+    return explore(lane(cells, 1), processes, at_end=at_end, must_end=True)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_parked_sender_is_told_when_its_last_receiver_goes(dies: bool) -> None:
+    explored = leaving(dies=dies)
+    print(explored)
+    assert explored.states > 500
+
+
+def test_a_last_receiver_that_leaves_without_a_word_leaves_the_sender_asleep() -> None:
+    with pytest.raises(Violation, match="nobody will wake it"):
+        leaving("leaves without a word")
+    with pytest.raises(Violation, match="nobody will wake it"):
+        leaving("wakes nobody", dies=True)
+
+
+def dies_while_it_comes(mutation: str = "") -> Explored:
+    """A receiver that was expected, and so counted, dies while it takes its place."""
+    words = lane(1, 1)
+    words |= {("word", 0): ("expected", 0), ("mode", 0): ("counted", 0)}
+
+    def comes() -> Step:
+        yield cas(("word", 0), ("expected", 0), ("live", 1), ACQ_REL)
+        yield store(("mode", 0), ("counted", 1), RELEASE)
+        yield fetch_add("changes", 1, ACQ_REL)
+        outcome = yield from Receiver(0, 1, 1, mutation).receive()
+        return outcome
+
+    def at_end(view: View) -> None:
+        if view["word", 0] != ("expected", 0):
+            must(view.is_done("sender"), "the sender waits for a receiver that is dead")
+
+    processes = [
+        Process("sender", partial(sends_two, mutation), is_daemon=True),
+        Process("receiver 0", comes, may_die=True),
+        Process("reaper", partial(reap_receiver, 0, mutation), is_daemon=True),
+    ]
+    return explore(words, processes, at_end=at_end)
+
+
+def sends_two(mutation: str) -> Step:
+    outcome = yield from Sender(1, 1, mutation).send_all((1, 1))
+    return outcome
+
+
+def test_a_receiver_that_dies_before_it_is_counted_as_itself_does_not_hold_the_sender_up() -> None:
+    explored = dies_while_it_comes()
+    print(explored)
+    assert explored.states > 500
+
+
+def test_a_reaper_that_knows_its_own_epoch_alone_leaves_it_counted() -> None:
+    with pytest.raises(Violation, match="dead"):
+        dies_while_it_comes("only its own epoch")
+
+
+# ── a receiver joins late ────────────────────────────────────────────────────────────────────────────────────────────
+def joining(mutation: str = "", leaves_at_once: bool = False, model: str = "sc") -> Explored:
+    """A receiver takes a place that was closed while the sender sends, or gives up because there is nobody."""
+    cells, needs = 1, (1, 1, 1)
+
+    def sends() -> Step:
+        me = Sender(cells, 1, mutation)
+        outcome = yield from me.send_all(needs)
+        if outcome != "all":
+            yield from me.close()
+        return outcome
+
+    def joins() -> Step:
+        me = Receiver(0, cells, 1, mutation)
+        yield from me.join(("closed", 1))
+        if leaves_at_once:
+            yield from me.let_go()
+            return None
+        outcome = yield from me.receive()
+        return outcome
+
+    def at_end(view: View) -> None:
+        sent, got = view.result("sender"), view.result("receiver 0")
+        must(sent in ("all", "no receiver"), f"the sender ended with {sent}")
+        if not leaves_at_once:
+            must(got in (("end", None), ("end", 3)), f"the receiver has {got}")  # None: it came too late
+            must(sent == "all" or got == ("end", None), f"the receiver has {got}, and the sender saw nobody")
+
+    words = lane(cells, 1)
+    words |= {("word", 0): ("closed", 1), ("mode", 0): ("out", 1)}
+    processes = [Process("sender", sends), Process("receiver 0", joins)]
+    return explore(words, processes, model=model, at_end=at_end, must_end=True)
+
+
+@pytest.mark.parametrize("model", ["sc", "weak"])
+def test_a_receiver_that_joins_late_gets_every_record_from_then_on(model: str) -> None:
+    explored = joining(model=model)
+    print(explored)
+    assert explored.states > 1_000
+
+
+def test_a_receiver_that_joins_and_leaves_at_once_does_not_hold_the_sender_up() -> None:
+    explored = joining(leaves_at_once=True)
+    print(explored)
+    assert explored.states > 300
+
+
+def test_leaving_with_one_try_loses_against_being_admitted() -> None:
+    """Mode is read as joining; the sender makes it counted; the exchange fails; the ring waits for who has gone."""
+    with pytest.raises(Violation, match="nobody will wake it"):
+        joining("one try", leaves_at_once=True)
+
+
+def test_a_receiver_that_is_counted_before_it_is_told_where_reads_what_is_not_there() -> None:
+    with pytest.raises(Violation):
+        joining("counted before it knows where")
+
+
+# ── a place is taken again while a slow reaper is still at it ────────────────────────────────────────────────────────
+def succession(mutation: str = "") -> Explored:
+    """Receiver 0 has died; two reap it; a successor may come as soon as one of them has said that it is dead."""
+    words = lane(1, 1)
+    words["identity"] = "dying"
+
+    def reaps() -> Step:
+        identity = yield load("identity", ACQUIRE)
+        if identity == "dying":
+            yield from end_receiver(0, mutation)
+            yield cas("identity", "dying", "dead", SEQ_CST)
+
+    def successor() -> Step:
+        yield until("identity", is_dead)
+        before = yield load(("word", 0), ACQUIRE)
+        yield from Receiver(0, 1, 1, mutation).join(before)
+
+    def at_end(view: View) -> None:
+        must(view["mode", 0] == ("joining", 2), f"the successor is {view['mode', 0]}")
+
+    processes = [Process("reaper 0", reaps), Process("reaper 1", reaps), Process("successor", successor)]
+    return explore(words, processes, at_end=at_end)
+
+
+def is_dead(identity: str) -> bool:
+    return identity == "dead"
+
+
+def test_a_slow_reaper_does_not_take_a_successor_for_the_dead() -> None:
+    explored = succession()
+    print(explored)
+    assert explored.states > 100
+
+
+def test_an_epoch_that_is_read_twice_is_that_of_the_successor() -> None:
+    with pytest.raises(Violation, match="the successor is"):
+        succession("epoch is read again")
+
+
+# ── the hint ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def views(rings: str) -> Explored:
+    """A ring of 8 is full of records that were read, as views; another thread lets one go while the receiver waits."""
+    cells = 8
+
+    def sends() -> Step:
+        me = Sender(cells, 1)
+        me.committed = cells
+        outcome = yield from me.send(8, 1)
+        return outcome
+
+    def reads() -> Step:
+        me = Receiver(0, cells, 1)
+        me.position = cells
+        me.seen_changes = 0
+        yield from me.wait()
+
+    def lets_go() -> Step:
+        yield store(("released", 0), 1, RELEASE)  # Receiver::release_record, give_back
+        yield fence()  # ORDER bell
+        parked = yield load(ROOM + "parked", RELAXED)
+        wanted = yield load("wanted", RELAXED)
+        if parked != 0 and (1 >= wanted or rings == "whenever it is parked"):
+            yield from ring(1, bell=ROOM)
+
+    words = lane(cells, 1)
+    words |= {"committed": cells, ("read", 0): cells}
+    processes = [Process("sender", sends), Process("receiver 0", reads), Process("another thread", lets_go)]
+    return explore(words, processes)
+
+
+def test_a_view_that_is_let_go_wakes_a_sender_that_has_room_now() -> None:
+    explored = views("whenever it is parked")
+    print(explored)
+    assert explored.states > 50
+
+
+def test_a_view_that_is_let_go_below_the_hint_leaves_both_asleep() -> None:
+    """A quarter of the ring is wanted, one record would fit, and the receiver waits for it: until they look up."""
+    with pytest.raises(Violation, match="nobody will wake it"):
+        views("at the hint")

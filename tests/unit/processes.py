@@ -1,0 +1,175 @@
+"""Other processes for unit tests: short programs that share nothing with us but what they are told, line by line."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+PROMISED = 0.1  # seconds: what the package promises about deaths, closing and interrupts
+
+# What every program begins with. say() and hear() are its only words with us.
+PRELUDE = """
+import contextlib, os, resource, signal, sys, threading, time
+import penstock
+
+def say(*words):
+    print(*words, flush=True)
+
+def hear():
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(77)  # our parent is gone, or has had enough of us
+    return line.strip()
+
+def wait_for(condition):
+    while not condition():
+        time.sleep(0.001)
+"""
+
+
+class Program:
+    """A process that says lines and hears lines."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self.pid = process.pid
+
+    def hear(self) -> str:
+        """The next line that it says. Fails, with its last words, when it ends without saying one."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            status = self.process.wait()
+            assert self.process.stderr is not None
+            raise AssertionError(f"the program ended (status {status}) saying:\n{self.process.stderr.read()}")
+        return line.strip()
+
+    def say(self, *words: object) -> None:
+        assert self.process.stdin is not None
+        print(*words, file=self.process.stdin, flush=True)
+
+    def kill(self, number: int = 9) -> float:
+        """Sends a signal, and says when."""
+        at = time.monotonic()
+        os.kill(self.pid, number)
+        return at
+
+    def end(self) -> int:
+        """Lets it end by itself, and returns its exit status."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait()
+
+    def errors(self) -> str:
+        """What it wrote to stderr; to be asked when it has ended."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+
+@contextlib.contextmanager
+def program(source: str, *arguments: object, within: float = 30.0, **options: Any) -> Iterator[Program]:
+    """Runs PRELUDE + source, with arguments in sys.argv[1:], in a process that a stranger might have started."""
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(source), *map(str, arguments)]
+    with running(command, within, **options) as started:
+        yield started
+
+
+@contextlib.contextmanager
+def running(command: list[str], within: float = 30.0, **options: Any) -> Iterator[Program]:
+    """Runs a command, and kills it when the block ends, or when it takes longer than so many seconds."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, **options)
+    watchdog = threading.Timer(within, process.kill)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield Program(process)
+    finally:
+        watchdog.cancel()
+        watchdog.join()
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout, process.stderr):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def thread(target: Callable[[], object], within: float = 20.0) -> Iterator["Result"]:
+    """Runs target in a thread, whose end is awaited with the block's."""
+    result = Result(target)
+    result.start()
+    try:
+        yield result
+    finally:
+        result.join(within)
+    assert not result.is_alive(), f"a thread was still running {within:g} s after the test had ended"
+
+
+class Result(threading.Thread):
+    """A thread, and what came of it."""
+
+    def __init__(self, target: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._work = target
+        self.value: object = None
+        self.error: BaseException | None = None
+        self.ended_at = 0.0
+
+    def run(self) -> None:
+        try:
+            self.value = self._work()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.ended_at = time.monotonic()
+            del self._work
+
+    def ended(self, within: float = 20.0) -> "Result":
+        self.join(within)
+        assert not self.is_alive(), f"still running after {within:g} s"
+        return self
+
+
+def forked(work: Callable[[], object], within: float = 20.0) -> int:
+    """Runs work in a child of fork(), and returns the child's exit status: 0 when work returned, 1 when it raised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: we have threads, and know it
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    watchdog = threading.Timer(within, os.kill, (child, signal.SIGKILL))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        _, status = os.waitpid(child, 0)
+    finally:
+        watchdog.cancel()
+        watchdog.join()
+    return os.waitstatus_to_exitcode(status)
+
+
+def soon(measure: Callable[[], float], promised: float = PROMISED, tries: int = 5) -> None:
+    """One of so many measurements keeps the promise: a busy machine can only make them longer."""
+    measured = []
+    for _ in range(tries):
+        measured.append(measure())
+        if measured[-1] < promised:
+            return
+    raise AssertionError(f"none was below {promised} s: {', '.join(f'{seconds:.3f}' for seconds in measured)}")

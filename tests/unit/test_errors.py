@@ -1,0 +1,51 @@
+"""The errors: one tree, by whose doing it was, each also what Python's own hierarchy would call it."""
+
+import pytest
+
+import penstock
+from penstock import errors
+
+TREE = {
+    "PenstockError": (Exception,),
+    "ChannelError": (errors.PenstockError,),
+    "ClosedError": (errors.ChannelError, RuntimeError),
+    "EndOfChannel": (errors.ChannelError,),
+    "WouldBlock": (errors.ChannelError,),
+    "CorruptRecord": (errors.ChannelError,),
+    "Timeout": (errors.PenstockError, TimeoutError),
+    "PeerDied": (errors.PenstockError,),
+    "MemoryExhausted": (errors.PenstockError, MemoryError),
+    "StaleRef": (errors.PenstockError,),
+    "LayoutMismatch": (errors.PenstockError,),
+    "DecodeError": (errors.PenstockError, ValueError),
+}
+
+
+def test_the_tree_is_this_one_and_nothing_else() -> None:
+    found = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type)}
+    assert {name: cls.__bases__ for name, cls in found.items()} == TREE
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_every_error_is_in_the_package_and_says_what_it_is_for(name: str) -> None:
+    assert getattr(penstock, name) is getattr(errors, name)
+    assert name in penstock.__all__
+    assert getattr(errors, name).__doc__
+
+
+def test_an_error_that_was_made_by_hand_has_its_fields() -> None:
+    assert (errors.Timeout("x").receiver, errors.Timeout("x").pid) == (None, None)
+    assert (errors.PeerDied("x").name, errors.PeerDied("x").how) == ("", "")
+    assert (errors.MemoryExhausted("x").asked, errors.MemoryExhausted("x").free) == (0, 0)
+    assert (errors.StaleRef("x").expected, errors.StaleRef("x").found) == (0, 0)
+
+
+def test_a_time_out_is_also_pythons_own() -> None:
+    with penstock.open_ring() as channel, channel.receiver() as receiver, pytest.raises(TimeoutError):
+        receiver.receive(timeout=0)
+
+
+def test_everything_that_the_package_hands_out_is_there() -> None:
+    for name in penstock.__all__:
+        assert getattr(penstock, name) is not None
+    assert penstock.__all__ == sorted(penstock.__all__)
