@@ -14,6 +14,14 @@ struct Part {
 inline u32 make_mode(CursorMode mode, u32 epoch) { return static_cast<u32>(mode) | (epoch & EPOCH_MASK) << 2; }
 inline CursorMode mode_of(u32 mode) { return static_cast<CursorMode>(mode & 3); }
 
+// A receiver of this epoch, or one before it, is counted no longer. The sender may be admitting it at this moment.
+inline void put_out(Shared<u32>& mode, u32 epoch) {
+    u32 seen = mode.load();
+    while (((epoch - (seen >> 2)) & EPOCH_MASK) < EPOCH_MASK / 2 && seen != make_mode(CursorMode::out, epoch))
+        if (mode.compare_exchange_weak(seen, make_mode(CursorMode::out, epoch))) break;
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER pend: out, then look for what is still pending
+}
+
 class Channel {
    public:
     explicit Channel(std::shared_ptr<Attachment> by)

@@ -192,7 +192,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         }
         u64 started = now_ns();
         for (u64 look_ns = started;;) {
-            seen = word.load(std::memory_order_relaxed);
+            seen = word.load(std::memory_order_acquire);
             if (seen == 0) {
                 // others may sleep: keep the bit, so that our unlock wakes one
                 if (word.compare_exchange_strong(seen, mine | WAITERS, std::memory_order_acquire)) return false;
@@ -202,9 +202,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             u64 now = now_ns();
             if (now - look_ns >= 1'000'000 || (seen & 0xff) == 0 || owner >= shape().max_peers) {
                 look_ns = now;
-                if (is_abandoned(owner) &&
-                    word.compare_exchange_strong(seen, mine | WAITERS, std::memory_order_acquire))
-                    return true;
+                if (is_abandoned(owner)) {
+                    if (word.compare_exchange_strong(seen, mine | WAITERS, std::memory_order_acquire)) return true;
+                    continue;
+                }
             }
             if (now >= deadline) {
                 std::string who = owner < shape().max_peers ? describe(owner) : "nobody";

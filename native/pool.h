@@ -216,8 +216,9 @@ class Pool {
         Block& b = block(ref.block);
         b.pending_lane.store(lane, std::memory_order_relaxed);
         b.pending_position.store(position, std::memory_order_relaxed);
-        b.pending.store(mask(),
-                        std::memory_order_relaxed);  // under the lock: a receiver that dies now is cleared after
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER pend: see put_out
+        // Under the lock: a receiver that goes now is cleared after.
+        b.pending.store(mask(), std::memory_order_relaxed);
     }
     // Gives one lease of this peer back. Never throws, never waits long.
     void release(u32 index, u32 generation) noexcept {
@@ -286,21 +287,26 @@ class Pool {
         if (is_last) announce_return();
     }
     // A receiver that leaves while its process stays: what it has not opened yet is not waited for.
-    void drop_receiver(u32 receiver) {
+    // False: some block is locked by a stopped peer; then it is done when this process leaves.
+    bool drop_receiver(u32 receiver) {
+        bool is_done = true;
         for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
             Block& b = block(index);
-            if ((b.pending.load(std::memory_order_relaxed) >> receiver & 1) == 0) continue;
+            if (static_cast<BlockState>(b.state.load(std::memory_order_acquire)) != BlockState::live) continue;
             bool is_last = false;
             try {
-                Held guard(*this, index, now_ns() + RELEASE_NS);
-                b.pending.store(b.pending.load(std::memory_order_relaxed) & ~(1ull << receiver),
-                                std::memory_order_relaxed);
+                Held guard(*this, index, now_ns() + RELEASE_NS);  // even if no bit is seen: one may just be being set
+                u64 pending = b.pending.load(std::memory_order_relaxed);
+                if ((pending >> receiver & 1) == 0) continue;
+                b.pending.store(pending & ~(1ull << receiver), std::memory_order_relaxed);
                 is_last = static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) == BlockState::live &&
                           return_if_last(index);
-            } catch (const Error&) {  // locked by a stopped peer: given back when this process leaves
+            } catch (const Error&) {
+                is_done = false;
             }
             if (is_last) announce_return();
         }
+        return is_done;
     }
     // For the reaper: if the dead peer held the pool's lock, its half-made change is undone.
     void recover_lock(u32 slot, u32 epoch) {

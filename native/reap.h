@@ -23,30 +23,38 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
     Pool pool(by);
     u32 peer_epoch = by.peer(slot).epoch.load(), epoch = peer_epoch & EPOCH_MASK;
     auto is_still = [&] { return by.peer(slot).identity.load(std::memory_order_acquire) == identity; };
-    auto end_it = [&](Shared<u64>& word) {  // true: this end was that peer's
+    if (!is_still()) return;  // the epoch was read after the identity: it may be a successor's
+    // True, and which it was: this end is that peer's, and to be cleaned up after. One that is closed has been. A dead
+    // end is marked first, for nobody can take it while its peer is dying; one that is left is closed last, for it can.
+    bool is_leaving = ends_become == EndState::closed;
+    auto was_its = [&](Shared<u64>& word, End& end) {
+        u64 seen = word.load(std::memory_order_acquire);
+        end = end_of(seen);
+        if (end.slot != slot || end.peer_epoch != epoch || !is_still()) return false;
+        if (end.state != EndState::live) return end.state == EndState::dead;
+        if (is_leaving) return true;
+        end.state = EndState::dead;
+        return word.compare_exchange_strong(seen, make_word(end), std::memory_order_acq_rel) || seen == make_word(end);
+    };
+    auto close_it = [&](Shared<u64>& word) {
         u64 seen = word.load(std::memory_order_acquire);
         End end = end_of(seen);
-        if (end.slot != slot || end.peer_epoch != epoch || end.state == EndState::expected || !is_still()) return false;
-        if (end.state != EndState::live) return true;
-        end.state = ends_become;
+        if (end.slot != slot || end.peer_epoch != epoch || end.state != EndState::live) return;
+        end.state = EndState::closed;
         word.compare_exchange_strong(seen, make_word(end), std::memory_order_acq_rel);
-        return true;
     };
-    if (is_still()) pool.recover_lock(slot, peer_epoch);
+    pool.recover_lock(slot, peer_epoch);
+    End end{};
     u64 dead_receivers = 0;
     if (g.channel != 0) {
         ChannelHeader& head = *by.segment().at<ChannelHeader>(g.channel);
         Lane* lanes = by.segment().at<Lane>(g.lanes);
         for (u32 r = 0; r < g.shape.receivers; ++r) {
             Shared<u64>& word = by.segment().at<ReceiverSlot>(g.receivers)[r].word;
-            if (!end_it(word)) continue;
-            u32 end_epoch = end_of(word.load()).epoch;
+            if (!was_its(word, end)) continue;
             dead_receivers |= 1ull << r;
             for (u32 i = 0; i < g.shape.lanes; ++i) {
-                Shared<u32>& mode = by.segment().at<Cursor>(g.cursors)[i * g.shape.receivers + r].mode;
-                u32 seen = mode.load();
-                if (((end_epoch - (seen >> 2)) & EPOCH_MASK) < EPOCH_MASK / 2)  // its own, or from before it came
-                    mode.compare_exchange_strong(seen, make_mode(CursorMode::out, end_epoch));
+                put_out(by.segment().at<Cursor>(g.cursors)[i * g.shape.receivers + r].mode, end.epoch);
             }
             by.segment().at<ReceiverSlot>(g.receivers)[r].waits.since_ns.store(0);
             // Bits that are not ours: whoever clears them rings everybody afterwards (wake_everybody).
@@ -55,7 +63,7 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
         }
         PENSTOCK_POINT("reap.half");
         for (u32 i = 0; i < g.shape.lanes; ++i) {
-            if (!end_it(lanes[i].word)) continue;
+            if (!was_its(lanes[i].word, end)) continue;
             lanes[i].room.parked.store(0);
             lanes[i].room.parked_async.store(0);
             lanes[i].waits.since_ns.store(0);
@@ -70,6 +78,10 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
     };
     for (u32 index = 0; index < g.shape.max_blocks; ++index)
         pool.give_back(index, slot, peer_epoch, dead_receivers, is_still, is_committed, blocks, nbytes);
+    if (is_leaving && g.channel != 0) {
+        for (u32 r = 0; r < g.shape.receivers; ++r) close_it(by.segment().at<ReceiverSlot>(g.receivers)[r].word);
+        for (u32 i = 0; i < g.shape.lanes; ++i) close_it(by.segment().at<Lane>(g.lanes)[i].word);
+    }
     // It may have died between giving a block back and saying so.
     if (ends_become == EndState::dead) pool.announce_return();
     if (ends_become != EndState::dead) return;

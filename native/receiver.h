@@ -108,7 +108,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         auto& leases = lanes_[lane].leases;
         for (auto& lease : leases)
             if (lease.id == id) lease.is_released = true;
-        give_back_front(lane);
+        give_back_front(lane, true);
         if (is_closed_ && !is_any_leased()) let_go();
     }
 
@@ -260,15 +260,15 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         if (behind > slot_->waits.furthest_nbytes.load(std::memory_order_relaxed))
             slot_->waits.furthest_nbytes.store(behind, std::memory_order_relaxed);
         if (!is_leased && view.leases.empty()) {
-            give_back(found.lane, found.end, found.sequence);
+            give_back(found.lane, found.end, found.sequence, false);
             return 0;
         }
         std::lock_guard guard(leases_mutex_);
         view.leases.push_back({++last_lease_, found.end, found.sequence, !is_leased});
-        give_back_front(found.lane);
+        give_back_front(found.lane, false);
         return last_lease_;
     }
-    void give_back_front(u32 lane) {
+    void give_back_front(u32 lane, bool is_late) {
         auto& leases = lanes_[lane].leases;
         u64 end = 0, sequence = 0;
         while (!leases.empty() && leases.front().is_released) {
@@ -276,9 +276,10 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             sequence = leases.front().sequence;
             leases.pop_front();
         }
-        if (end != 0) give_back(lane, end, sequence);
+        if (end != 0) give_back(lane, end, sequence, is_late);
     }
-    void give_back(u32 lane, u64 end, u64 sequence) {
+    // is_late: of a lease, perhaps while we sleep; then a sender is woken for any room, however little.
+    void give_back(u32 lane, u64 end, u64 sequence, bool is_late) {
         Cursor& cursor = ch_.cursor(lane, index_);
         cursor.sequence.store(sequence + 1, std::memory_order_relaxed);
         cursor.released.store(end, std::memory_order_release);  // ORDER release: the record was read before this
@@ -289,7 +290,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 (room.parked.load(std::memory_order_relaxed) | room.parked_async.load(std::memory_order_relaxed)) == 0,
                 1))
             return;
-        if (static_cast<i64>(end - room.wanted.load(std::memory_order_relaxed)) >= 0)
+        if (is_late || static_cast<i64>(end - room.wanted.load(std::memory_order_relaxed)) >= 0)
             ch_.ring_room(lane, &slot_->waits.wakes);
     }
     bool was_admitted(u32 i) {
@@ -388,16 +389,14 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     // Leaves the channel: its room and its records are waited for no longer.
     void let_go() {
         if (!ch_.is_ours() || !ch_.by) return;
-        u64 live = make_word({EndState::live, ch_.by->slot(), ch_.by->epoch(), epoch_});
-        slot_->word.compare_exchange_strong(
-            live, make_word({EndState::closed, ch_.by->slot(), ch_.by->epoch(), epoch_}), std::memory_order_acq_rel);
-        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
-            u32 mode = ch_.cursor(i, index_).mode.load();
-            if (mode >> 2 == epoch_)
-                ch_.cursor(i, index_).mode.compare_exchange_strong(mode, make_mode(CursorMode::out, epoch_));
-        }
+        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) put_out(ch_.cursor(i, index_).mode, epoch_);
         ch_.head.bell.parked_async.fetch_and(~(1ull << index_));
-        ch_.pool.drop_receiver(index_);
+        slot_->waits.since_ns.store(0, std::memory_order_relaxed);
+        // Closed last: from then on the place may be somebody else's.
+        u64 live = make_word({EndState::live, ch_.by->slot(), ch_.by->epoch(), epoch_});
+        u64 closed = make_word({EndState::closed, ch_.by->slot(), ch_.by->epoch(), epoch_});
+        if (ch_.pool.drop_receiver(index_))
+            slot_->word.compare_exchange_strong(live, closed, std::memory_order_acq_rel);
         ch_.changed();
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i)
             if (ring_all(ch_.lane(i).room) != 0) ch_.by->wake_async(end_of(ch_.lane(i).word.load()).slot);

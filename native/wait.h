@@ -2,14 +2,16 @@
 // word that a ringer moves; so a wake-up cannot be lost, whatever is delayed (tests/model/test_bell.py explores it).
 //
 //   waiter                                            ringer
-//   parked |= bit            seq_cst (ORDER bell)     publish            release
-//   seen = rings             seq_cst                  fence              seq_cst (ORDER bell)
+//   seen = rings             seq_cst                  publish            release
+//   parked |= bit            seq_cst (ORDER bell)     fence              seq_cst (ORDER bell)
 //   ready? -> no sleep                                parked == 0? -> nobody to wake
 //   futex_wait(rings, seen)                           rings += 1; futex_wake
 //
 // If the ringer does not see the bit, its fence came first, and the waiter's second look sees what was published.
 // If it does, rings has moved since `seen` was read, and the kernel refuses to sleep, or wakes.
-// Bits are cleared by the waiter alone, so a ringer that stops anywhere leaves the bit for the next one to see.
+// Bits are cleared by the waiter alone, so a ringer that stops anywhere leaves the bit for the next one to see. (But
+// for a pool's bell, whose bits are shared: there the ringer takes them all and wakes all, and one that is stopped
+// between the two leaves the waiters to their next look-up.)
 #pragma once
 #include <errno.h>
 #include <fcntl.h>
@@ -206,8 +208,8 @@ Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, co
     }
     u64 slept_from = now_ns();
     for (;;) {
-        bell.parked.fetch_or(bit, std::memory_order_seq_cst);  // ORDER bell: before the second look
-        u32 seen = bell.rings.load(std::memory_order_seq_cst);
+        u32 seen = bell.rings.load(std::memory_order_seq_cst);  // first: a ringer that takes our bit moves rings after
+        bell.parked.fetch_or(bit, std::memory_order_seq_cst);   // ORDER bell: before the second look
         std::atomic_thread_fence(std::memory_order_seq_cst);
         PENSTOCK_POINT("wait.parked");
         int got = 0;

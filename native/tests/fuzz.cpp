@@ -351,14 +351,14 @@ void call_channel(World& world, Ends& ends, Random& random) {
         case 8:
             if (sender != nullptr)
                 expect_error_or_value("Sender::timeout", [&] {
-                    if (!sender->arm()) sender->disarm();
+                    if (!sender->arm()) sender->disarm(random.one_in(2));
                     throw sender->timeout(random.next() >> 20);
                 });
             break;
         case 9:
             if (receiver != nullptr)
                 expect_error_or_value("Receiver::timeout", [&] {
-                    if (!receiver->arm()) receiver->disarm();
+                    if (!receiver->arm()) receiver->disarm(random.one_in(2));
                     throw receiver->timeout(random.next() >> 20);
                 });
             break;

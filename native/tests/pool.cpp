@@ -177,25 +177,6 @@ void trade(u64 seed, u64 steps) {
                 refused.load());
 }
 
-// A peer that is gone without having said so: of a process that was, or of one whose pid somebody else has now.
-u64 identity_of_the_dead() {
-    pid_t child = ::fork();
-    if (child == 0) ::_exit(0);
-    u64 start = start_ticks(child);
-    ::waitpid(child, nullptr, 0);
-    return make_identity(PeerState::live, child, start);
-}
-u32 forge_peer(Attachment& by, u64 identity) {
-    for (u32 slot = 0; slot < by.shape().max_peers; ++slot) {
-        if (by.peer(slot).identity.load() != 0) continue;
-        by.peer(slot).identity.store(identity);
-        by.peer(slot).epoch.store(1);
-        by.segment().header().peers_version.fetch_add(1);
-        return slot;
-    }
-    REQUIRE(false, "no place");
-    return 0;
-}
 PeerState state_at(Attachment& by, u32 slot) { return state_of(by.peer(slot).identity.load()); }
 
 void a_reused_pid_does_not_pass_for_the_dead() {

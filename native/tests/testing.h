@@ -122,6 +122,26 @@ inline bool knows_others_start() {
     return status == 0;
 }
 
+// A peer that is gone without having said so: of a process that was, or of one whose pid somebody else has now.
+inline u64 identity_of_the_dead() {
+    pid_t child = ::fork();
+    if (child == 0) ::_exit(0);
+    u64 start = start_ticks(child);
+    ::waitpid(child, nullptr, 0);
+    return make_identity(PeerState::live, child, start);
+}
+inline u32 forge_peer(Attachment& by, u64 identity) {
+    for (u32 slot = 0; slot < by.shape().max_peers; ++slot) {
+        if (by.peer(slot).identity.load() != 0) continue;
+        by.peer(slot).identity.store(identity);
+        by.peer(slot).epoch.store(1);
+        by.segment().header().peers_version.fetch_add(1);
+        return slot;
+    }
+    REQUIRE(false, "no place");
+    return 0;
+}
+
 // What the byte at `at` of record (or block) `number` is: whoever reads a piece of another one sees it.
 inline void fill(u8* to, u64 nbytes, u64 number) {
     u64 word = Random(number).next();

@@ -136,8 +136,9 @@ def run(talk: Connection, packet: bytes) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         target, arguments = pickle.loads(packet)
         target(talk, *arguments)
+    except SystemExit:
+        raise  # it wants to end as an interpreter does, with all destructors
     except BaseException:
         talk.send(("failed", traceback.format_exc()))
-    finally:
-        talk.close()
-        os._exit(0)
+    talk.close()
+    os._exit(0)

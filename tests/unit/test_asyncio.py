@@ -263,6 +263,25 @@ def test_tasks_share_an_end_and_each_record_goes_to_one_of_them() -> None:
     run(work)
 
 
+def test_tasks_that_wait_are_served_in_the_order_in_which_they_came() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        for _ in range(5):
+            receiving = [asyncio.create_task(receiver.receive()) for _ in range(5)]
+            await waits(receiving[-1])
+            for number in range(5):
+                await sender.send(b"%d" % number)
+            assert await asyncio.gather(*receiving) == [b"0", b"1", b"2", b"3", b"4"]
+            count = await fill(sender)
+            sending = [asyncio.create_task(sender.send(b"%d" % number * 960)) for number in range(5)]
+            await waits(sending[-1])
+            for _ in range(count):
+                await receiver.receive()
+            assert [await receiver.receive() for _ in range(5)] == [b"%d" % number * 960 for number in range(5)]
+            await asyncio.gather(*sending)
+
+    run(work)
+
+
 def test_the_end_of_the_channel_ends_a_wait_and_a_loop() -> None:
     async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         waiting = asyncio.create_task(receiver.receive())

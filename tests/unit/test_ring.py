@@ -333,7 +333,7 @@ def test_a_receiver_that_never_came_is_named_as_such() -> None:
 def test_waiting_for_a_record_ends_with_the_deadline_and_says_of_whom() -> None:
     channel = penstock.open_ring("deltas")
     with channel.receiver() as receiver:
-        with pytest.raises(Timeout, match=r"no record for receiver 0 of 'deltas' within 2\d.\d ms; nobody has sent"):
+        with pytest.raises(Timeout, match=r"no record for receiver 0 of 'deltas' within 2\d.\d ms; nobody has come"):
             receiver.receive(timeout=0.02)
         with channel.sender(name="core") as sender:
             with pytest.raises(Timeout, match=r"'core' \(pid \d+\) has not sent yet"):

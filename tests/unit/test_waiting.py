@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import penstock
-from penstock import ClosedError, EndOfChannel, Receiver, Sender, Timeout, WouldBlock
+from penstock import ClosedError, EndOfChannel, Receiver, Sender, Timeout, WouldBlock, _native
 from tests.conftest import eventually
 from tests.unit.processes import PROMISED, forked, program, soon, thread
 
@@ -490,3 +490,57 @@ def test_ten_thousand_records_leave_memory_and_descriptors_as_they_were() -> Non
         after = exchange(10_000)
         assert after[1] == before[1]
         assert after[0] - before[0] < 4096  # KiB
+
+
+# ── a wake-up at the worst moment ────────────────────────────────────────────────────────────────────────────────────
+HELD_UP_US = 30_000
+
+
+@pytest.mark.parametrize("point", ["wait.parked", "wait.woken"])
+def test_a_record_that_comes_while_its_receiver_falls_asleep_is_not_slept_through(point: str) -> None:
+    def measure() -> float:
+        with ring(latency="eco") as (channel, sender, receiver):
+            _native.arm_point(point, "delay", 1, HELD_UP_US)
+            with thread(lambda: receiver.receive(timeout=20)) as waiting:
+                eventually(lambda: is_waiting(channel, "receivers"))
+                sent_at = time.monotonic()
+                sender.send(b"x")
+                assert waiting.ended().value == b"x"
+            return waiting.ended_at - sent_at - HELD_UP_US / 1e6
+
+    soon(measure, 0.02)
+
+
+@pytest.mark.parametrize("point", ["send.written", "send.committed"])
+def test_a_sender_that_is_held_up_before_it_wakes_anybody_does_so_after(point: str) -> None:
+    def measure() -> float:
+        with ring(latency="eco") as (channel, sender, receiver):
+            with thread(lambda: receiver.receive(timeout=20)) as waiting:
+                eventually(lambda: is_waiting(channel, "receivers"))
+                _native.arm_point(point, "delay", 1, HELD_UP_US)
+                sent_at = time.monotonic()
+                sender.send(b"x")
+                assert waiting.ended().value == b"x"
+            return waiting.ended_at - sent_at - HELD_UP_US / 1e6
+
+    soon(measure, 0.02)
+
+
+@pytest.mark.parametrize("point", ["wait.parked", "receive.released"])
+def test_room_that_comes_while_its_sender_falls_asleep_is_not_slept_through(point: str) -> None:
+    def measure() -> float:
+        with ring(latency="eco") as (channel, sender, receiver):
+            count = fill(sender)
+            with thread(lambda: sender.send(b"x" * 960, timeout=20)) as waiting:
+                if point == "wait.parked":
+                    _native.arm_point(point, "delay", 1, HELD_UP_US)
+                eventually(lambda: is_waiting(channel, "senders"))
+                if point != "wait.parked":
+                    _native.arm_point(point, "delay", 1, HELD_UP_US)
+                read_at = time.monotonic()
+                for _ in range(count):
+                    receiver.receive(timeout=1)
+                assert waiting.ended().error is None
+            return waiting.ended_at - read_at - HELD_UP_US / 1e6
+
+    soon(measure, 0.02)

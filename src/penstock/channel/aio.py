@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -22,6 +23,48 @@ if TYPE_CHECKING:
 _S = TypeVar("_S", bound="_End")
 
 
+class _Turn:
+    """First come, first served, among the tasks that wait in one end; a place in the line has a deadline too."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._line: deque[asyncio.Future[bool]] = deque()
+
+    async def take(self, deadline: float | None) -> bool:
+        """False: the deadline passed first."""
+        if not self._is_taken:
+            self._is_taken = True
+            return True
+        loop = asyncio.get_running_loop()
+        place: asyncio.Future[bool] = loop.create_future()
+        self._line.append(place)
+        alarm = None
+        if deadline is not None:
+            alarm = loop.call_later(deadline - time.monotonic(), self._expire, place)
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled() and place.result():
+                self.give()  # it had become ours at the moment we were cancelled
+            raise
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+
+    @staticmethod
+    def _expire(place: asyncio.Future[bool]) -> None:
+        if not place.done():
+            place.set_result(False)
+
+    def give(self) -> None:
+        while self._line:
+            place = self._line.popleft()
+            if not place.done() and not place.get_loop().is_closed():
+                place.set_result(True)
+                return
+        self._is_taken = False
+
+
 class _End:
     """An end and the pipe by which it is woken."""
 
@@ -32,6 +75,7 @@ class _End:
         self._bell = attachment.bell_fd()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: set[asyncio.Future[None]] = set()
+        self._turn = _Turn()
 
     async def _wait(self, deadline: float | None, started: float) -> None:
         """Until the pipe is written to, or the deadline, which raises. The caller has armed, and disarms."""
@@ -55,22 +99,16 @@ class _End:
                 alarm.cancel()
 
     async def _armed(self, deadline: float | None, started: float) -> None:
-        """One wait. Several tasks may wait in one end: the bit is cleared when the last of them goes on."""
-        if self._end.arm():
-            if deadline is not None and time.monotonic() >= deadline:
-                self._disarm()
-                self._end.timeout_error(time.monotonic() - started)
-            await asyncio.sleep(0)
-            return
+        """One wait. Says that we wait, looks again, waits, and takes it back."""
         try:
-            await self._wait(deadline, started)
-        except BaseException:
-            self._disarm()
-            raise
-
-    def _disarm(self) -> None:
-        if not self._waiters:
-            self._end.disarm(True)
+            if not self._end.arm():
+                await self._wait(deadline, started)
+            elif deadline is not None and time.monotonic() >= deadline:
+                self._end.timeout_error(time.monotonic() - started)
+            else:
+                await asyncio.sleep(0)
+        finally:
+            self._end.disarm(False)
 
     @staticmethod
     def _wake(waiter: asyncio.Future[None]) -> None:
@@ -128,12 +166,17 @@ class AsyncReceiver(_End):
     async def _receive(self, timeout: float | None, as_view: bool) -> bytes | _native.Lease:
         started = time.monotonic()
         deadline = None if timeout is None else started + timeout
-        while True:
-            found = self._end.try_receive(as_view)
-            if found is not None:
-                self._disarm()
-                return found
-            await self._armed(deadline, started)
+        if not await self._turn.take(deadline):
+            self._end.timeout_error(time.monotonic() - started)
+        try:
+            while True:
+                found = self._end.try_receive(as_view)
+                if found is not None:
+                    return found
+                await self._armed(deadline, started)
+        finally:
+            self._end.disarm(True)
+            self._turn.give()
 
     async def receive(self, timeout: float | None = None) -> bytes:
         """The next record, copied. Raises as Receiver.receive does."""
@@ -177,9 +220,14 @@ class AsyncSender(_End):
         """Sends one record; waits for room without holding the loop up. Raises as Sender.send does."""
         started = time.monotonic()
         deadline = None if timeout is None else started + timeout
-        while not self._end.try_send(record):
-            await self._armed(deadline, started)
-        self._disarm()
+        if not await self._turn.take(deadline):
+            self._end.timeout_error(time.monotonic() - started)
+        try:
+            while not self._end.try_send(record):
+                await self._armed(deadline, started)
+        finally:
+            self._end.disarm(True)
+            self._turn.give()
 
     def send_nowait(self, record: Buffer | Sequence[Buffer]) -> None:
         self._end.send_nowait(record)
