@@ -15,6 +15,10 @@ from typing import Any
 
 PROMISED = 0.1  # seconds: what the package promises about deaths, closing and interrupts
 
+# For a program that is to die of a bad access: under a sanitizer it would report that, and then abort.
+DYING = {**os.environ, "ASAN_OPTIONS": os.environ.get("ASAN_OPTIONS", "") + ":handle_segv=0:handle_abort=0"}
+IS_SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
+
 # What every program begins with. say() and hear() are its only words with us.
 PRELUDE = """
 import contextlib, os, resource, signal, sys, threading, time

@@ -9,7 +9,7 @@ import pytest
 import penstock
 from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock
 from tests.conftest import eventually
-from tests.unit.processes import Program, program, soon, thread
+from tests.unit.processes import DYING, Program, program, soon, thread
 
 # A process at one end. It says "ready", and does what it hears: "send BYTES", "receive", "hold", "exit STATUS".
 END = """
@@ -38,7 +38,7 @@ with getattr(channel, sys.argv[2])(name="victim") as end:
 
 
 def victim(channel: penstock.Channel, role: str) -> "contextlib.AbstractContextManager[Program]":
-    return program(END, channel.ticket, role)
+    return program(END, channel.ticket, role, env=DYING)
 
 
 def tell(other: Program, *words: object) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import penstock
 from penstock import ClosedError, Pool
-from tests.unit.processes import program
+from tests.unit.processes import DYING, program
 
 
 def new_pool() -> Pool:
@@ -62,7 +62,7 @@ def test_the_kernel_refuses_what_gets_round_that_and_only_the_writer_dies() -> N
         memoryview(lease)[:] = b"whole"
         ref = pool.share(lease)
         fields = (ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes)
-        with program(source, pool.ticket, *fields) as other:
+        with program(source, pool.ticket, *fields, env=DYING) as other:
             assert other.hear() == "whole"
             assert other.process.wait() == -11
         assert bytes(lease) == b"whole"

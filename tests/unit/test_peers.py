@@ -10,7 +10,7 @@ import pytest
 import penstock
 from penstock import MemoryExhausted, PeerDied, Pool, _native
 from tests.conftest import eventually
-from tests.unit.processes import Program, forked, program, soon
+from tests.unit.processes import DYING, Program, forked, program, soon
 
 PEER = """
 pool = penstock.Pool.attach(sys.argv[1], peer_name=sys.argv[2])
@@ -119,7 +119,7 @@ def test_a_ring_can_be_opened_and_closed_more_often_than_it_has_places() -> None
 def test_a_death_is_told_with_how(end: object, how: str) -> None:
     pool = Pool.create(4096)
     pool.join("survivor")
-    with program(PEER, pool.ticket, "victim") as other:
+    with program(PEER, pool.ticket, "victim", env=DYING) as other:
         assert other.hear() == "1"
         assert named(pool)["victim"].state == "live"  # and so somebody watches it
         end(other)  # type: ignore[operator]
@@ -131,7 +131,7 @@ def test_a_death_is_told_with_how(end: object, how: str) -> None:
 def test_a_death_is_told_with_how_by_a_survivor_that_had_not_looked_since_the_peer_came() -> None:
     pool = Pool.create(4096)
     pool.join("survivor")
-    with program(PEER, pool.ticket, "victim") as other:
+    with program(PEER, pool.ticket, "victim", env=DYING) as other:
         assert other.hear() == "1"
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)

@@ -10,7 +10,7 @@ import pytest
 
 import penstock
 from penstock import ClosedError, Lease, Receiver, Sender, Timeout, WouldBlock
-from tests.unit.processes import program
+from tests.unit.processes import DYING, program
 
 SIZES = [0, 1, 1000, 5000]  # the last one is spilled
 
@@ -257,7 +257,11 @@ def test_writing_through_a_view_ends_the_writer_and_nobody_else() -> None:
     """
     for nbytes in (100, 100_000):
         channel = penstock.open_broadcast(2, on_receiver_death="ignore")
-        with channel.sender() as sender, channel.receiver(0) as receiver, program(source, channel.ticket) as other:
+        with (
+            channel.sender() as sender,
+            channel.receiver(0) as receiver,
+            program(source, channel.ticket, env=DYING) as other,
+        ):
             assert other.hear() == "ready"
             sender.send(b"x" * nbytes)
             assert other.process.wait() == -11

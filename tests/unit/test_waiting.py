@@ -13,7 +13,7 @@ import pytest
 import penstock
 from penstock import ClosedError, EndOfChannel, Receiver, Sender, Timeout, WouldBlock, _native
 from tests.conftest import eventually
-from tests.unit.processes import PROMISED, forked, program, soon, thread
+from tests.unit.processes import IS_SANITIZED, PROMISED, forked, program, soon, thread
 
 
 @contextlib.contextmanager
@@ -489,7 +489,7 @@ def test_ten_thousand_records_leave_memory_and_descriptors_as_they_were() -> Non
         before = exchange(1000)
         after = exchange(10_000)
         assert after[1] == before[1]
-        assert after[0] - before[0] < 4096  # KiB
+        assert after[0] - before[0] < 4096 or IS_SANITIZED  # KiB; a sanitizer keeps what was freed
 
 
 # ── a wake-up at the worst moment ────────────────────────────────────────────────────────────────────────────────────

@@ -82,7 +82,7 @@ class Channel(Shareable):
         return found
 
     def trim(self, keep_nbytes: int = 0) -> int:
-        """Gives the machine back the memory that long records once needed and nothing lies in now, beyond `keep_nbytes`.
+        """Gives the machine back what long records once needed and nothing lies in now, beyond `keep_nbytes`.
 
         Returns how many bytes that were.
         """

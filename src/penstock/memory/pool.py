@@ -16,7 +16,6 @@ from penstock.memory.peers import Peer
 from penstock.memory.ref import Ref
 from penstock.memory.segment import MAX_NBYTES, Shareable, Ticket, attach_segment, fitting, placement, short, within
 
-
 _T = TypeVar("_T")
 BLOCK_ALIGN = 64  # of blocks; native/layout.h
 
