@@ -123,7 +123,8 @@ class Parts {
         }
     }
     void add(const void* at, u64 nbytes) {
-        if (parts_.empty() && total == 0 && one_.at == nullptr) {
+        if (!has_one_) {
+            has_one_ = true;
             one_ = {at, nbytes};
         } else {
             if (parts_.empty()) parts_.push_back(one_);
@@ -138,7 +139,8 @@ class Parts {
         views_.push_back(view);
         add(view.buf == nullptr ? "" : view.buf, static_cast<u64>(view.len));
     }
-    Part one_{nullptr, 0};
+    Part one_{"", 0};
+    bool has_one_ = false;
     std::vector<Part> parts_;
     std::vector<Py_buffer> views_;
     nb::object keep_;

@@ -2,6 +2,7 @@
 // opens a block finds in it what was written; in the end all is back and the pool is one piece again. Then what a death
 // leaves half done, forged one by one: a lock, a table of entries, a return that nobody was told of, a reused pid.
 #include <algorithm>
+#include <barrier>
 
 #include "testing.h"
 
@@ -11,6 +12,7 @@ namespace {
 
 constexpr u64 NBYTES = 1 << 20;
 constexpr u32 BLOCKS = 256;
+constexpr int TRADERS = 5;
 
 struct Letter {  // a reference on its way, and what it refers to
     Extent extent;
@@ -42,6 +44,18 @@ void require_disjoint(Attachment& by) {
     for (size_t i = 1; i < taken.size(); ++i)
         REQUIRE(taken[i - 1].first + taken[i - 1].second <= taken[i].first, "blocks overlap at %" PRIu64,
                 taken[i].first);
+}
+// A grant to one who has left would be inherited by the next in that place, and keep the block until then.
+void require_no_grants_to_the_gone(Attachment& by) {
+    Pool pool(by);
+    for (u32 i = 0; i < by.shape().max_blocks; ++i) {
+        if (pool.block(i).state.load() != static_cast<u32>(BlockState::live)) continue;
+        for (u32 from = 0; from < by.shape().max_peers; ++from)
+            for (u32 to = 0; to < by.shape().max_peers; ++to)
+                REQUIRE(by.is_live(to) || pool.grants(i, from)[to].load() == 0,
+                        "block %u: %u grants from peer %u to peer %u, who has left", i, pool.grants(i, from)[to].load(),
+                        from, to);
+    }
 }
 void require_empty(Attachment& by) {
     Pool pool(by);
@@ -82,10 +96,10 @@ class Trader {
             default: return release();
         }
     }
-    void end() {
+    void give_all_back() {
         while (!lent_.empty()) release();
-        by_.reset();
     }
+    void leave() { by_.reset(); }
     u64 opened = 0, refused = 0, taken = 0;
 
    private:
@@ -161,16 +175,23 @@ void trade(u64 seed, u64 steps) {
     auto look = Attachment::join(segment, "look");
     std::vector<Mailbox> mail(12);
     std::atomic<u64> keys{1}, opened{0}, refused{0}, taken{0};
+    std::barrier has_given_back(TRADERS + 1), may_leave(TRADERS + 1);
     std::vector<std::thread> threads;
-    for (u64 t = 0; t < 5; ++t)
+    for (u64 t = 0; t < static_cast<u64>(TRADERS); ++t)
         threads.emplace_back([&, t] {
             Trader trader(WATCHES_THREADS ? segment : map_again(*segment), mail, seed * 16 + t, keys);
             for (u64 i = 0; i < steps; ++i) trader.step();
-            trader.end();
+            trader.give_all_back();
+            has_given_back.arrive_and_wait();
+            may_leave.arrive_and_wait();
+            trader.leave();
             opened += trader.opened, refused += trader.refused, taken += trader.taken;
         });
-    for (auto& thread : threads) thread.join();
+    has_given_back.arrive_and_wait();
     require_disjoint(*look);
+    require_no_grants_to_the_gone(*look);
+    may_leave.arrive_and_wait();
+    for (auto& thread : threads) thread.join();
     require_empty(*look);
     REQUIRE(opened > taken / 20, "%" PRIu64 " opened of %" PRIu64, opened.load(), taken.load());
     std::printf("trade: %" PRIu64 " taken, %" PRIu64 " opened, %" PRIu64 " stale\n", taken.load(), opened.load(),

@@ -67,7 +67,7 @@ def test_the_kernel_refuses_what_gets_round_that_and_only_the_writer_dies() -> N
             assert other.process.wait() == -11
         assert bytes(lease) == b"whole"
         assert bytes(pool.open(ref)) == b"whole"
-    with pool.take(1 << 16):  # what the writer held has come back
+    with pool.take(1 << 16, timeout=5):  # what the writer held comes back
         pass
 
 
