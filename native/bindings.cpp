@@ -54,7 +54,14 @@ u64 deadline_of(nb::handle timeout) {
 void check_signals() {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
-void forget_wait(Waits& waits) { waits.since_ns.store(0, std::memory_order_relaxed); }
+// However a call ends, its end waits no longer. (wait() keeps the time over an interruption.)
+struct Waited {
+    Waits& waits;
+    u64 started = 0;
+    ~Waited() {
+        if (started != 0) waits.since_ns.store(0, std::memory_order_relaxed);
+    }
+};
 
 // One thread at a time in an end. A second one waits its turn without the interpreter, or is told that it would block.
 class Turn {
@@ -233,35 +240,27 @@ nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& exten
 // ── sender ──
 template <class Try>
 bool send_loop(Sender& sender, nb::handle timeout, bool may_wait, Try&& attempt) {
-    u64 deadline = may_wait ? deadline_of(timeout) : 0, started = 0;
+    u64 deadline = may_wait ? deadline_of(timeout) : 0;
     sender.channel().require_ours();
     Turn turn(sender.mutex(), deadline, may_wait, sender.name());
-    Lane& lane = sender.channel().lane(sender.index());
+    Waited waited{sender.channel().lane(sender.index()).waits};
     for (;;) {
-        if (attempt()) {
-            if (started != 0) forget_wait(lane.waits);
-            return true;
-        }
+        if (attempt()) return true;
         if (!may_wait) return false;
-        if (started == 0) started = now_ns();
+        if (waited.started == 0) waited.started = now_ns();
         Woken woken;
-        try {
+        {
             nb::gil_scoped_release released;
             woken = sender.wait(deadline);
-        } catch (...) {
-            forget_wait(lane.waits);
-            throw;
         }
-        if (woken == Woken::interrupted && PyErr_CheckSignals() != 0) {
-            forget_wait(lane.waits);
-            throw nb::python_error();
-        }
+        if (woken == Woken::interrupted) check_signals();
         if (woken == Woken::deadline) {
             if (attempt()) return true;
-            throw sender.timeout(now_ns() - started);
+            throw sender.timeout(now_ns() - waited.started);
         }
     }
 }
+
 // For the words whose answer to "not now" is a value.
 template <class Do, class Otherwise>
 Otherwise unless_busy(Do&& attempt, Otherwise otherwise) {
@@ -354,30 +353,21 @@ PyType_Slot reservation_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(res
 // ── receiver ──
 // Finds the next record, waiting if it may; false: none, and it may not wait.
 bool find_loop(Receiver& receiver, bool may_wait, u64 deadline, Found& found) {
-    u64 started = 0;
-    Waits& waits = receiver.channel().receiver(receiver.index()).waits;
-    try {
-        for (;;) {
-            if (receiver.try_find(found)) {
-                if (__builtin_expect(started != 0, 0)) forget_wait(waits);
-                return true;
-            }
-            if (!may_wait) return false;
-            if (started == 0) started = now_ns();
-            Woken woken;
-            {
-                nb::gil_scoped_release released;
-                woken = receiver.wait(deadline);
-            }
-            if (woken == Woken::interrupted) check_signals();
-            if (woken == Woken::deadline) {
-                if (receiver.try_find(found)) return true;
-                throw receiver.timeout(now_ns() - started);
-            }
+    Waited waited{receiver.channel().receiver(receiver.index()).waits};
+    for (;;) {
+        if (receiver.try_find(found)) return true;
+        if (!may_wait) return false;
+        if (waited.started == 0) waited.started = now_ns();
+        Woken woken;
+        {
+            nb::gil_scoped_release released;
+            woken = receiver.wait(deadline);
         }
-    } catch (...) {
-        forget_wait(waits);
-        throw;
+        if (woken == Woken::interrupted) check_signals();
+        if (woken == Woken::deadline) {
+            if (receiver.try_find(found)) return true;
+            throw receiver.timeout(now_ns() - waited.started);
+        }
     }
 }
 nb::object copy_out(Receiver& receiver, const Found& found) {

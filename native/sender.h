@@ -34,6 +34,10 @@ class Sender {
         lane_ = &ch_.lane(index_);
         lane_->ended.store(before, std::memory_order_release);
         committed_ = lane_->committed.load(std::memory_order_acquire);
+        // Receivers may have asked a sender that died before it had let them in.
+        for (u32 r = 0; r < ch_.g.shape.receivers; ++r)
+            if (mode_of(ch_.cursor(index_, r).mode.load(std::memory_order_acquire)) == CursorMode::joining)
+                lane_->joining.fetch_or(1ull << r, std::memory_order_acq_rel);
         seen_changes_ = ch_.changes() - 1;
         ch_.changed();
         // Whoever died before we came is not our news.

@@ -222,12 +222,35 @@ void robust_lock(u32 lockers, u64 rounds) {
     report(format("robust lock, %u lockers after a dead holder", lockers).c_str(), outcomes);
 }
 
+// A receiver that follows another asks the sender to be counted. One that was asked, and died before it had done it,
+// leaves the asking to be seen by the next: else that one sends to nobody, and waits for nobody.
+void a_receiver_is_admitted_though_the_sender_it_asked_died(u32 style) {
+    auto segment = create(channel_shape(style, 1, 1, 4096, 512, 64 << 10, 8), "asked");
+    Lane& lane = segment->at<Lane>(segment->geometry().lanes)[0];
+    auto by = Attachment::join(segment, "receiver");
+    std::make_shared<Receiver>(by, 0)->close();
+    auto receiver = std::make_shared<Receiver>(by, 0);
+    REQUIRE(lane.joining.exchange(0) == 1, "it has not asked");  // what admit() does first; then that sender died
+    Sender sender(Attachment::join(segment, "next"), 0);
+    for (u64 number = 0; number < 3; ++number) {
+        Part part{&number, sizeof number};
+        REQUIRE(sender.try_send(&part, 1, part.nbytes), "no room");
+    }
+    for (u64 number = 0; number < 3; ++number) {
+        Found found;
+        REQUIRE(receiver->try_find(found), "record %" PRIu64 " was sent to nobody", number);
+        REQUIRE(std::memcmp(found.at, &number, sizeof number) == 0, "not record %" PRIu64, number);
+        receiver->accept(found);
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
     Arguments arguments(argc, argv);
     u64 unit = (arguments.is_quick ? 1 : 30) * arguments.scale;
-    robust_lock(4, arguments.is_quick ? 5 : 40 * arguments.scale);  // first: it forks, before there are threads
+    for (u32 style : {1u, 2u, 3u}) a_receiver_is_admitted_though_the_sender_it_asked_died(style);
+    robust_lock(4, arguments.is_quick ? 5 : 40 * arguments.scale);  // early: it forks
     for (u32 receivers : {1u, 2u, 8u}) publish(receivers, 20'000 * unit / receivers);
     bell(5'000 * unit, arguments.seed);
     ready(3, 5'000 * unit);
