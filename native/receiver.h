@@ -169,6 +169,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     }
 
    private:
+    static constexpr u64 PATIENCE_NS = 200'000;  // about the time in which a quarter of the ring is read
+
     struct RingLease {
         u64 id;
         u64 end;
@@ -290,7 +292,11 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 (room.parked.load(std::memory_order_relaxed) | room.parked_async.load(std::memory_order_relaxed)) == 0,
                 1))
             return;
-        if (is_late || static_cast<i64>(end - room.wanted.load(std::memory_order_relaxed)) >= 0)
+        // A sender that has just gone to sleep wants a good part of the ring, so that it does not wake for every
+        // record; one that sleeps for long is a sender that waits for us.
+        u64 since = ch_.lane(lane).waits.since_ns.load(std::memory_order_relaxed);
+        bool is_waited_for = is_late || (since != 0 && now_ns() - since > PATIENCE_NS);
+        if (is_waited_for || static_cast<i64>(end - room.wanted.load(std::memory_order_relaxed)) >= 0)
             ch_.ring_room(lane, &slot_->waits.wakes);
     }
     bool was_admitted(u32 i) {
