@@ -310,7 +310,10 @@ class Sender {
         u32 dead = NONE;
         End who{};
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-            if (mode_of(ch_.cursor(index_, r).mode.load(std::memory_order_acquire)) != CursorMode::out) is_any = true;
+            CursorMode mode = mode_of(ch_.cursor(index_, r).mode.load(std::memory_order_acquire));
+            if (mode != CursorMode::out) is_any = true;
+            // It may not have asked yet; a record sent now, with nobody counted, would be lost without a word.
+            if (mode == CursorMode::joining) lane_->joining.fetch_or(1ull << r, std::memory_order_acq_rel);
             End end = end_of(ch_.receiver(r).word.load(std::memory_order_acquire));
             if (end.state == EndState::live) end = end_of(ch_.receiver(r).ended.load(std::memory_order_acquire));
             if (end.state != EndState::dead || end.epoch <= told_[r] || dead != NONE) continue;
