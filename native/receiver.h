@@ -87,7 +87,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 if (find_in(i, out)) return true;
                 ch_.head.ready.fetch_and(~(1ull << i),
                                          std::memory_order_seq_cst);  // ORDER ready: cleared before the last look
-                if (lanes_[i].is_counted && ch_.lane(i).committed.load(std::memory_order_seq_cst) != lanes_[i].position)
+                if ((lanes_[i].is_counted || was_admitted(i)) &&
+                    ch_.lane(i).committed.load(std::memory_order_seq_cst) != lanes_[i].position)
                     ch_.head.ready.fetch_or(1ull << i);
             }
         }
@@ -331,7 +332,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             End end = end_of(ch_.lane(i).word.load(std::memory_order_acquire));
             if (end.state == EndState::expected || end.state == EndState::live) is_all_ended = false;
             if (end.state != EndState::dead || (view.is_told && view.sender_epoch == end.epoch)) continue;
-            if (view.is_counted && ch_.lane(i).committed.load(std::memory_order_acquire) != view.position) {
+            if ((view.is_counted || was_admitted(i)) &&
+                ch_.lane(i).committed.load(std::memory_order_acquire) != view.position) {
                 ch_.head.ready.fetch_or(1ull << i);  // what it had committed comes first
                 return;
             }
