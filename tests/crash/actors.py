@@ -114,17 +114,17 @@ def sender(talk: Connection, part: Part) -> None:
         while True:
             try:
                 end.send([head, payload(number, nbytes)], timeout=WATCHDOG)
+                number += 1
                 break
             except penstock.PeerDied as died:
                 talk.send(("died", died.name, died.pid, time.monotonic()))
                 if is_last:
                     break
-            except penstock.EndOfChannel:
+            except penstock.EndOfChannel:  # nobody is there: what was not sent is not counted
                 if is_last or board.is_over:
                     is_last = True
                     break
             time.sleep(0.002)
-        number += 1
         board.note(part.actor, SENT, number)
         if part.pause:
             time.sleep(part.pause)
