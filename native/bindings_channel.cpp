@@ -1,0 +1,451 @@
+// bindings_channel.cpp: the ends of a channel, and room in it that is filled in place.
+#include "python.h"
+
+namespace penstock::python {
+
+using namespace nb::literals;
+
+namespace {
+
+constexpr u64 LONG_COPY = 64 * 1024;  // from here on a copy lets go of the interpreter: taking it back costs less
+
+// However a call ends, its end waits no longer. (wait() keeps the time over an interruption.)
+struct Waited {
+    Waits& waits;
+    u64 started = 0;
+    ~Waited() {
+        if (started != 0) waits.since_ns.store(0, std::memory_order_relaxed);
+    }
+};
+
+// One thread at a time in an end. A second one waits its turn without the interpreter, or is told that it would block.
+class Turn {
+   public:
+    Turn(std::timed_mutex& mutex, u64 deadline, bool may_wait, const char* name) : lock_(mutex, std::try_to_lock) {
+        while (!lock_.owns_lock()) {
+            if (!may_wait) throw Error(Fault::would_block, format("another thread is using this end of '%s'", name));
+            {
+                nb::gil_scoped_release released;
+                lock_ = std::unique_lock(mutex, std::chrono::milliseconds(20));
+            }
+            check_signals();
+            if (!lock_.owns_lock() && now_ns() >= deadline)
+                throw Error(Fault::timeout, format("another thread is using this end of '%s'", name));
+        }
+    }
+
+   private:
+    std::unique_lock<std::timed_mutex> lock_;
+};
+
+// What is to be sent: anything with a buffer, or a list or tuple of such.
+class Parts {
+   public:
+    explicit Parts(nb::handle record) {
+        PyObject* object = record.ptr();
+        if (PyBytes_CheckExact(object)) {
+            add_bytes(object);
+            return;
+        }
+        try {
+            if (PyList_Check(object) || PyTuple_Check(object))
+                gather(object);
+            else
+                add_buffer(object);
+        } catch (...) {
+            let_go();
+            throw;
+        }
+    }
+    Parts(const Parts&) = delete;
+    Parts& operator=(const Parts&) = delete;
+    ~Parts() { let_go(); }
+    const Part* data() const { return parts_.empty() ? &one_ : parts_.data(); }
+    size_t size() const { return parts_.empty() ? 1 : parts_.size(); }
+    u64 total = 0;
+
+   private:
+    void let_go() {
+        for (Py_buffer& view : views_) PyBuffer_Release(&view);
+        views_.clear();
+    }
+    void gather(PyObject* object) {
+        PyObject* items = PySequence_Tuple(object);  // our own: others may change a list while we wait for room
+        if (items == nullptr) throw nb::python_error();
+        keep_ = nb::steal(items);
+        Py_ssize_t n = PyTuple_GET_SIZE(items);
+        parts_.reserve(static_cast<size_t>(n));
+        views_.reserve(static_cast<size_t>(n));
+        for (Py_ssize_t i = 0; i < n; ++i) {
+            PyObject* item = PyTuple_GET_ITEM(items, i);
+            if (PyBytes_CheckExact(item))
+                add_bytes(item);
+            else
+                add_buffer(item);
+        }
+    }
+    void add(const void* at, u64 nbytes) {
+        if (!has_one_) {
+            has_one_ = true;
+            one_ = {at, nbytes};
+        } else {
+            if (parts_.empty()) parts_.push_back(one_);
+            parts_.push_back({at, nbytes});
+        }
+        total += nbytes;
+    }
+    void add_bytes(PyObject* object) { add(PyBytes_AS_STRING(object), static_cast<u64>(PyBytes_GET_SIZE(object))); }
+    void add_buffer(PyObject* object) {
+        Py_buffer view;
+        if (PyObject_GetBuffer(object, &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+        views_.push_back(view);
+        add(view.buf == nullptr ? "" : view.buf, static_cast<u64>(view.len));
+    }
+    Part one_{"", 0};
+    bool has_one_ = false;
+    std::vector<Part> parts_;
+    std::vector<Py_buffer> views_;
+    nb::object keep_;
+};
+
+// ── sender ──
+template <class Try>
+bool send_loop(Sender& sender, nb::handle timeout, bool may_wait, Try&& attempt) {
+    u64 deadline = may_wait ? deadline_of(timeout) : 0;
+    sender.channel().require_ours();
+    Turn turn(sender.mutex(), deadline, may_wait, sender.name());
+    Waited waited{sender.channel().lane(sender.index()).waits};
+    for (;;) {
+        if (attempt()) return true;
+        if (!may_wait) return false;
+        if (waited.started == 0) waited.started = now_ns();
+        Woken woken;
+        {
+            nb::gil_scoped_release released;
+            woken = sender.wait(deadline);
+        }
+        if (woken == Woken::interrupted) check_signals();
+        if (woken == Woken::deadline) {
+            if (attempt()) return true;
+            throw sender.timeout(now_ns() - waited.started);
+        }
+    }
+}
+
+// For the words whose answer to "not now" is a value.
+template <class Do, class Otherwise>
+Otherwise unless_busy(Do&& attempt, Otherwise otherwise) {
+    try {
+        return attempt();
+    } catch (const Error& error) {
+        if (error.fault != Fault::would_block) throw;
+        return otherwise;
+    }
+}
+
+bool send(Sender& sender, nb::handle record, nb::handle timeout, bool may_wait) {
+    Parts parts(record);
+    return send_loop(sender, timeout, may_wait, [&] {
+        if (parts.total < LONG_COPY) return sender.try_send(parts.data(), parts.size(), parts.total);
+        nb::gil_scoped_release released;
+        return sender.try_send(parts.data(), parts.size(), parts.total);
+    });
+}
+
+// Room in the channel itself, to be filled in place. Visible with commit(), never after abort().
+struct Reservation {
+    std::shared_ptr<Sender> sender;
+    u8* at = nullptr;
+    u64 nbytes = 0;
+    bool is_open = true;
+    bool is_given_up = false;  // aborted while views of it live: the room is free with the last of them
+    int exports = 0;
+
+    Reservation(std::shared_ptr<Sender> sender, u8* at, u64 nbytes)
+        : sender(std::move(sender)), at(at), nbytes(nbytes) {}
+    Reservation(const Reservation&) = delete;
+    Reservation& operator=(const Reservation&) = delete;
+    ~Reservation() {
+        if (is_open) drop();
+    }
+    void commit() {
+        if (!is_open) throw Error(Fault::closed, "the reservation has been committed or aborted");
+        if (exports != 0) {
+            PyErr_Format(PyExc_BufferError, "the reservation has %d views: drop them first", exports);
+            throw nb::python_error();
+        }
+        is_open = false;
+        if (sender->is_closed()) throw Error(Fault::closed, "the sender was closed: the reservation is lost");
+        sender->channel().require_ours();
+        Turn turn(sender->mutex(), NEVER, true, sender->name());
+        sender->commit();
+    }
+    void abort() {
+        if (!is_open) return;
+        is_open = false;
+        if (exports != 0)
+            is_given_up = true;
+        else
+            drop();
+    }
+    void view_dropped() {
+        if (--exports != 0 || !is_given_up) return;
+        is_given_up = false;
+        drop();
+    }
+
+   private:
+    void drop() noexcept {
+        is_open = false;
+        if (sender->is_closed() || !sender->channel().is_ours()) return;
+        {
+            nb::gil_scoped_release released;
+            std::lock_guard guard(sender->mutex());
+            sender->abort();
+        }
+    }
+};
+int reservation_getbuffer(PyObject* self, Py_buffer* view, int flags) {
+    Reservation* r = nb::inst_ptr<Reservation>(self);
+    view->obj = nullptr;
+    if (!r->is_open || r->sender->is_closed()) {
+        PyErr_SetString(PyExc_BufferError, "the reservation has been committed or aborted");
+        return -1;
+    }
+    if (PyBuffer_FillInfo(view, self, r->at, static_cast<Py_ssize_t>(r->nbytes), 0, flags) != 0) return -1;
+    ++r->exports;
+    return 0;
+}
+void reservation_releasebuffer(PyObject* self, Py_buffer*) { nb::inst_ptr<Reservation>(self)->view_dropped(); }
+PyType_Slot reservation_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(reservation_getbuffer)},
+                                   {Py_bf_releasebuffer, reinterpret_cast<void*>(reservation_releasebuffer)},
+                                   {0, nullptr}};
+
+// ── receiver ──
+// Finds the next record, waiting if it may; false: none, and it may not wait.
+bool find_loop(Receiver& receiver, bool may_wait, u64 deadline, Found& found) {
+    Waited waited{receiver.channel().receiver(receiver.index()).waits};
+    for (;;) {
+        if (receiver.try_find(found)) return true;
+        if (!may_wait) return false;
+        if (waited.started == 0) waited.started = now_ns();
+        Woken woken;
+        {
+            nb::gil_scoped_release released;
+            woken = receiver.wait(deadline);
+        }
+        if (woken == Woken::interrupted) check_signals();
+        if (woken == Woken::deadline) {
+            if (receiver.try_find(found)) return true;
+            throw receiver.timeout(now_ns() - waited.started);
+        }
+    }
+}
+nb::object copy_out(Receiver& receiver, const Found& found) {
+    nb::object made = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(found.nbytes)));
+    if (!made.is_valid()) {
+        receiver.accept(found);
+        throw nb::python_error();
+    }
+    char* to = PyBytes_AS_STRING(made.ptr());
+    if (found.nbytes < LONG_COPY) {
+        std::memcpy(to, found.at, found.nbytes);
+        receiver.accept(found);
+    } else {
+        nb::gil_scoped_release released;
+        std::memcpy(to, found.at, found.nbytes);
+        receiver.accept(found);
+    }
+    return made;
+}
+nb::object receive(const std::shared_ptr<Receiver>& receiver, nb::handle timeout, bool may_wait, bool as_view) {
+    u64 deadline = may_wait ? deadline_of(timeout) : 0;
+    receiver->channel().require_ours();
+    Turn turn(receiver->mutex(), deadline, may_wait, receiver->name());
+    Found found;
+    if (!find_loop(*receiver, may_wait, deadline, found)) return nb::none();
+    if (!as_view) return copy_out(*receiver, found);
+    nb::object made = nb::cast(new Lease, nb::rv_policy::take_ownership);
+    Lease* lease = nb::inst_ptr<Lease>(made);
+    lease->by = receiver->channel().by;
+    lease->at = const_cast<u8*>(found.at);
+    lease->lane = found.lane;
+    lease->id = receiver->lease(found);
+    if (found.is_spilled)
+        lease->extent = found.extent;
+    else
+        lease->receiver = receiver, lease->extent.nbytes = found.nbytes;
+    return made;
+}
+
+[[noreturn]] void would_block(const char* what, const char* name) {
+    throw Error(Fault::would_block, format("%s '%s'", what, name));
+}
+
+}  // namespace
+
+void bind_channel(nb::module_& m) {
+    nb::class_<Reservation>(
+        m, "Reservation", nb::type_slots(reservation_slots),
+        "Room for one record, filled in place. Visible after commit(); a `with` block commits, or aborts if it raises.")
+        .def("commit", &Reservation::commit)
+        .def("abort", &Reservation::abort)
+        .def("__len__", [](const Reservation& r) { return r.nbytes; })
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); },
+            nb::sig("def __enter__(self) -> Reservation"))
+        .def("__exit__", [](Reservation& r, nb::args arguments) {
+            if (!r.is_open) return;
+            if (nb::handle(arguments[0]).is_none())
+                r.commit();
+            else
+                r.abort();
+        });
+
+    nb::class_<Sender>(m, "Sender", nb::is_weak_referenceable(), "The end of a channel that sends.")
+        .def(nb::new_(
+                 [](const std::shared_ptr<Attachment>& by, int index) { return std::make_shared<Sender>(by, index); }),
+             "attachment"_a, "index"_a = -1)
+        .def(
+            "send", [](Sender& s, nb::handle record, nb::handle timeout) { send(s, record, timeout, true); },
+            "record"_a, "timeout"_a.none() = nb::none(),
+            nb::sig("def send(self, record: typing_extensions.Buffer | "
+                    "collections.abc.Sequence[typing_extensions.Buffer], timeout: float | None = None) -> None"),
+            "Sends one record: a buffer, or several gathered into one. Blocks while there is no room, until `timeout` "
+            "seconds have passed.\n"
+            "Raises Timeout naming the slowest receiver, PeerDied once per receiver that died, EndOfChannel when all "
+            "have closed.")
+        .def(
+            "send_nowait",
+            [](Sender& s, nb::handle record) {
+                if (!send(s, record, nb::none(), false)) would_block("no room now in", s.name());
+            },
+            "record"_a,
+            nb::sig("def send_nowait(self, record: typing_extensions.Buffer | "
+                    "collections.abc.Sequence[typing_extensions.Buffer]) -> None"),
+            "The same, but raises WouldBlock instead of blocking.")
+        .def(
+            "try_send",
+            [](Sender& s, nb::handle record) {
+                return unless_busy([&] { return send(s, record, nb::none(), false); }, false);
+            },
+            "record"_a,
+            nb::sig("def try_send(self, record: typing_extensions.Buffer | "
+                    "collections.abc.Sequence[typing_extensions.Buffer]) -> bool"))
+        .def(
+            "reserve",
+            [](const std::shared_ptr<Sender>& s, u64 nbytes, nb::handle timeout) {
+                u8* at = nullptr;
+                send_loop(*s, timeout, true, [&] { return (at = s->try_reserve(nbytes)) != nullptr; });
+                return new Reservation(s, at, nbytes);
+            },
+            "nbytes"_a, "timeout"_a.none() = nb::none(),
+            nb::sig("def reserve(self, nbytes: int, timeout: float | None = None) -> Reservation"),
+            "Room for one record of `nbytes`, to be filled in place and committed.")
+        .def("arm", &Sender::arm)
+        .def("disarm", &Sender::disarm, "is_over"_a)
+        .def(
+            "timeout_error", [](Sender& s, double waited) { throw s.timeout(static_cast<u64>(waited * 1e9)); },
+            "waited"_a)
+        .def(
+            "close",
+            [](Sender& s) {
+                s.begin_close();
+                nb::gil_scoped_release released;
+                s.close();
+            },
+            "Ends the channel in peace: receivers read what is there, then EndOfChannel.")
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Sender"))
+        .def("__exit__",
+             [](Sender& s, nb::args) {
+                 s.begin_close();
+                 nb::gil_scoped_release released;
+                 s.close();
+             })
+        .def_prop_ro("is_closed", &Sender::is_closed)
+        .def_prop_ro("index", &Sender::index)
+        .def_prop_ro("name", [](const Sender& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
+
+    nb::class_<Receiver>(m, "Receiver", nb::is_weak_referenceable(), "The end of a channel that receives.")
+        .def(nb::new_([](const std::shared_ptr<Attachment>& by, int index) {
+                 return std::make_shared<Receiver>(by, index);
+             }),
+             "attachment"_a, "index"_a = -1)
+        .def(
+            "receive",
+            [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, false); },
+            "timeout"_a.none() = nb::none(), nb::sig("def receive(self, timeout: float | None = None) -> bytes"),
+            "The next record, copied. Blocks until there is one, or `timeout` seconds have passed.\n"
+            "Raises Timeout, PeerDied after the last record of a sender that died, EndOfChannel after the last of one "
+            "that closed.")
+        .def(
+            "receive_view",
+            [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, true); },
+            "timeout"_a.none() = nb::none(), nb::sig("def receive_view(self, timeout: float | None = None) -> Lease"),
+            "The next record where it lies: a read-only lease. A record in the ring keeps its room until the lease is "
+            "released.")
+        .def(
+            "receive_nowait",
+            [](const std::shared_ptr<Receiver>& r) {
+                nb::object got = receive(r, nb::none(), false, false);
+                if (got.is_none()) would_block("no record now in", r->name());
+                return got;
+            },
+            nb::sig("def receive_nowait(self) -> bytes"))
+        .def(
+            "receive_view_nowait",
+            [](const std::shared_ptr<Receiver>& r) {
+                nb::object got = receive(r, nb::none(), false, true);
+                if (got.is_none()) would_block("no record now in", r->name());
+                return got;
+            },
+            nb::sig("def receive_view_nowait(self) -> Lease"))
+        .def(
+            "try_receive",
+            [](const std::shared_ptr<Receiver>& r, bool as_view) {
+                return unless_busy([&] { return receive(r, nb::none(), false, as_view); }, nb::object(nb::none()));
+            },
+            "as_view"_a = false, nb::sig("def try_receive(self, as_view: bool = False) -> bytes | Lease | None"))
+        .def("arm", &Receiver::arm)
+        .def("disarm", &Receiver::disarm, "is_over"_a)
+        .def(
+            "timeout_error", [](Receiver& r, double waited) { throw r.timeout(static_cast<u64>(waited * 1e9)); },
+            "waited"_a)
+        .def(
+            "close",
+            [](Receiver& r) {
+                r.begin_close();
+                nb::gil_scoped_release released;
+                r.close();
+            },
+            "Leaves the channel: the sender no longer waits for this receiver.")
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Receiver"))
+        .def("__exit__",
+             [](Receiver& r, nb::args) {
+                 r.begin_close();
+                 nb::gil_scoped_release released;
+                 r.close();
+             })
+        .def(
+            "__iter__", [](nb::handle self) { return nb::borrow(self); },
+            nb::sig("def __iter__(self) -> collections.abc.Iterator[bytes]"))
+        .def(
+            "__next__",
+            [](const std::shared_ptr<Receiver>& r) {
+                try {
+                    return receive(r, nb::none(), true, false);
+                } catch (const Error& error) {
+                    if (error.fault == Fault::end_of_channel) throw nb::stop_iteration();
+                    throw;
+                }
+            },
+            nb::sig("def __next__(self) -> bytes"))
+        .def_prop_ro("is_closed", &Receiver::is_closed)
+        .def_prop_ro("index", &Receiver::index)
+        .def_prop_ro("source", &Receiver::source, "The sender (its index) of the record that was received last.")
+        .def_prop_ro("name", [](const Receiver& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
+}
+
+}  // namespace penstock::python

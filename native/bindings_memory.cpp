@@ -1,0 +1,278 @@
+// bindings_memory.cpp: segments, leases, and this process as a peer that takes and opens blocks.
+#include "python.h"
+
+namespace penstock::python {
+
+using namespace nb::literals;
+
+namespace {
+
+int lease_getbuffer(PyObject* self, Py_buffer* view, int flags) {
+    Lease* lease = nb::inst_ptr<Lease>(self);
+    view->obj = nullptr;
+    if (lease->is_released) {
+        PyErr_SetString(PyExc_BufferError, "the lease has been released");
+        return -1;
+    }
+    if (PyBuffer_FillInfo(view, self, lease->at, static_cast<Py_ssize_t>(lease->extent.nbytes),
+                          lease->is_writable ? 0 : 1, flags) != 0)
+        return -1;
+    ++lease->exports;
+    return 0;
+}
+void lease_releasebuffer(PyObject* self, Py_buffer*) { --nb::inst_ptr<Lease>(self)->exports; }
+PyType_Slot lease_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(lease_getbuffer)},
+                             {Py_bf_releasebuffer, reinterpret_cast<void*>(lease_releasebuffer)},
+                             {0, nullptr}};
+
+// ── a segment's own bytes ──
+struct Bytes {
+    std::shared_ptr<Segment> segment;
+    bool is_writable;
+};
+int bytes_getbuffer(PyObject* self, Py_buffer* view, int flags) {
+    Bytes* bytes = nb::inst_ptr<Bytes>(self);
+    const Geometry& g = bytes->segment->geometry();
+    void* at = bytes->is_writable ? bytes->segment->write_at(g.data) : const_cast<u8*>(bytes->segment->read_at(g.data));
+    return PyBuffer_FillInfo(view, self, at, static_cast<Py_ssize_t>(g.shape.raw_nbytes), bytes->is_writable ? 0 : 1,
+                             flags);
+}
+PyType_Slot bytes_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(bytes_getbuffer)}, {0, nullptr}};
+
+nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& extent, bool is_writable) {
+    nb::object made = nb::cast(new Lease, nb::rv_policy::take_ownership);
+    Lease* lease = nb::inst_ptr<Lease>(made);
+    lease->by = by;
+    lease->extent = extent;
+    u64 offset = by->segment().geometry().pool_data + extent.offset;
+    lease->is_writable = is_writable;
+    lease->at = is_writable ? by->segment().write_at(offset) : const_cast<u8*>(by->segment().read_at(offset));
+    return made;
+}
+
+nb::tuple ticket_of(const Segment& segment) {
+    TicketNumbers t = segment.ticket();
+    return nb::make_tuple(t.pid, t.start, t.fd, t.inode, t.nonce);
+}
+nb::dict stats_of(Attachment& by) {
+    PoolStats s = Pool(by).stats();
+    nb::dict out;
+    out["nbytes"] = s.nbytes;
+    out["taken_nbytes"] = s.taken_nbytes;
+    out["free_nbytes"] = s.free_nbytes;
+    out["largest_free_nbytes"] = s.largest_free_nbytes;
+    out["claimed_nbytes"] = s.claimed_nbytes;
+    out["blocks"] = s.blocks;
+    out["takes"] = s.takes;
+    out["taken_nbytes_total"] = s.taken_nbytes_total;
+    out["exhaustions"] = s.exhaustions;
+    out["recoveries"] = s.recoveries;
+    out["stale_refs"] = s.stale_refs;
+    nb::list holders;
+    for (const auto& h : s.holders)
+        holders.append(nb::make_tuple(h.slot, text_of(by.name_of(h.slot)), h.blocks, h.nbytes, h.granted));
+    out["holders"] = holders;
+    return out;
+}
+
+}  // namespace
+
+void bind_memory(nb::module_& m) {
+    nb::class_<Segment>(m, "Segment", "One anonymous shared mapping: sized, its pages claimed, sealed.")
+        .def_static(
+            "create",
+            [](const std::string& name, nb::dict shape, u64 huge_nbytes, bool huge_required, int numa_node,
+               bool numa_required, bool prefault) {
+                Shape s{};
+                auto number = [&](const char* key, u64 otherwise) {
+                    return shape.contains(key) ? nb::cast<u64>(shape[key]) : otherwise;
+                };
+                s.kind = static_cast<u32>(number("kind", 1));
+                s.max_peers = static_cast<u32>(number("max_peers", 1));
+                s.max_blocks = static_cast<u32>(number("max_blocks", 0));
+                s.has_grants = static_cast<u32>(number("has_grants", 0));
+                s.lanes = static_cast<u32>(number("lanes", 0));
+                s.receivers = static_cast<u32>(number("receivers", 0));
+                s.latency = static_cast<u32>(number("latency", 1));
+                s.receiver_death = static_cast<u32>(number("receiver_death", 0));
+                s.sender_death = static_cast<u32>(number("sender_death", 0));
+                s.style = static_cast<u32>(number("style", 0));
+                s.page = PAGE;
+                s.lane_nbytes = number("lane_nbytes", 0);
+                s.inline_limit = number("inline_limit", 0);
+                s.pool_nbytes = number("pool_nbytes", 0);
+                s.granule_nbytes = number("granule_nbytes", 0);
+                s.raw_nbytes = number("raw_nbytes", 0);
+                SegmentOptions options{name, huge_nbytes, huge_required, numa_node, numa_required, prefault};
+                nb::gil_scoped_release released;
+                auto made = Segment::create(s, options);
+                if (s.kind == static_cast<u32>(SegmentKind::channel)) Channel::lay_out(*made);
+                return made;
+            },
+            "name"_a, "shape"_a, "huge_nbytes"_a = 0, "huge_required"_a = false, "numa_node"_a = -1,
+            "numa_required"_a = false, "prefault"_a = true)
+        .def_static(
+            "adopt", [](int fd) { return Segment::adopt(fd); }, "fd"_a, "Takes the descriptor over.")
+        .def_static(
+            "attach",
+            [](int pid, u64 start, int fd, u64 inode, u64 nonce) {
+                return Segment::attach({pid, start, fd, inode, nonce});
+            },
+            "pid"_a, "start"_a, "fd"_a, "inode"_a, "nonce"_a)
+        .def("ticket", [](const Segment& s) { return ticket_of(s); })
+        .def(
+            "bytes", [](const std::shared_ptr<Segment>& s, bool is_writable) { return Bytes{s, is_writable}; },
+            "is_writable"_a)
+        .def_prop_ro("fd", &Segment::fd)
+        .def_prop_ro(
+            "name", [](const Segment& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"))
+        .def_prop_ro("nonce", &Segment::nonce)
+        .def_prop_ro("nbytes", &Segment::nbytes)
+        .def_prop_ro("claimed_nbytes",
+                     [](const Segment& s) {
+                         const Geometry& g = s.geometry();
+                         return g.shape.granule_nbytes == 0
+                                    ? g.total
+                                    : g.pool_data + s.at<PoolHeader>(g.pool)->claimed_nbytes.load();
+                     })
+        .def_prop_ro("page_nbytes", [](const Segment& s) { return s.geometry().shape.page; })
+        .def_prop_ro("fallback", &Segment::fallback)
+        .def_prop_ro("kind", [](const Segment& s) { return s.geometry().shape.kind; })
+        .def_prop_ro("style", [](const Segment& s) { return s.geometry().shape.style; })
+        .def_prop_ro("lanes", [](const Segment& s) { return s.geometry().shape.lanes; })
+        .def_prop_ro("receivers", [](const Segment& s) { return s.geometry().shape.receivers; })
+        .def_prop_ro("inline_limit", [](const Segment& s) { return s.geometry().shape.inline_limit; });
+    nb::class_<Bytes>(m, "Bytes", nb::type_slots(bytes_slots));
+
+    nb::class_<Lease>(m, "Lease", nb::type_slots(lease_slots),
+                      "The right to touch some shared bytes, as an object that exports them. Released once; by itself "
+                      "with its last view.")
+        .def("release", &Lease::release)
+        .def(
+            "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Lease"))
+        .def("__exit__",
+             [](Lease& lease, nb::args arguments) {
+                 bool is_failing = !nb::handle(arguments[0]).is_none();
+                 if (!is_failing || lease.exports == 0)
+                     lease.release();  // else: with the last view, after the traceback
+             })
+        .def("__len__", [](const Lease& lease) { return lease.extent.nbytes; })
+        .def_prop_ro("nbytes", [](const Lease& lease) { return lease.extent.nbytes; })
+        .def_prop_ro("is_writable", [](const Lease& lease) { return lease.is_writable; })
+        .def_prop_ro("is_released", [](const Lease& lease) { return lease.is_released; })
+        .def("ref_numbers",
+             [](const Lease& lease) {
+                 lease.require();
+                 if (lease.receiver)
+                     throw Error(Fault::value, "a record that lies in a ring cannot be shared: copy it into a pool");
+                 return nb::make_tuple(lease.by->segment().nonce(), lease.extent.block, lease.extent.generation,
+                                       lease.extent.offset, lease.extent.nbytes);
+             })
+        .def(
+            "grant",
+            [](const Lease& lease, u32 to) {
+                lease.require();
+                if (lease.receiver)
+                    throw Error(Fault::value, "a record that lies in a ring cannot be shared: copy it into a pool");
+                lease.by->require_ours();
+                Pool(*lease.by).grant(lease.extent, to);
+            },
+            "to"_a);
+
+    nb::class_<Attachment>(m, "Attachment", "This process in a segment, as one of its peers.")
+        .def(nb::new_([](const std::shared_ptr<Segment>& segment, const std::string& name) {
+                 return Attachment::join(segment, name);
+             }),
+             "segment"_a, "name"_a = "")
+        .def_prop_ro("slot", &Attachment::slot)
+        .def_prop_ro("epoch", &Attachment::epoch)
+        .def_prop_ro("is_ours", &Attachment::is_ours)
+        .def("bell_fd", &Attachment::bell_fd)
+        .def("peers",
+             [](Attachment& by) {
+                 by.require_ours();
+                 by.refresh();
+                 nb::list out;
+                 for (const auto& node : snapshot::peers(by)) out.append(to_dict(node));
+                 return out;
+             })
+        .def(
+            "take",
+            [](const std::shared_ptr<Attachment>& by, u64 nbytes, nb::handle timeout) {
+                by->require_ours();
+                if (nbytes > MAX_NBYTES) nbytes = MAX_NBYTES;
+                u64 deadline = deadline_of(timeout);
+                struct Waiting {  // seen from outside
+                    Shared<u64>& since;
+                    ~Waiting() { since.store(0, std::memory_order_relaxed); }
+                } waiting{by->peer(by->slot()).take_since_ns};
+                Pool pool(*by);
+                Spinner spinner(Latency::eco);
+                Waits waits{};
+                std::atomic<bool> never{false};
+                Extent extent;
+                for (;;) {
+                    u32 seen = pool.returns();
+                    if (pool.try_take(nbytes, extent)) break;
+                    if (now_ns() >= deadline) {
+                        pool.header().exhaustions.fetch_add(1);
+                        throw pool.exhausted(nbytes);
+                    }
+                    if (waiting.since.load(std::memory_order_relaxed) == 0) waiting.since.store(now_ns());
+                    Woken woken;
+                    {
+                        nb::gil_scoped_release released;
+                        woken = pool.wait_for_return(seen, deadline, spinner, waits, never);
+                    }
+                    if (woken == Woken::interrupted) check_signals();
+                }
+                return make_lease(by, extent, true);
+            },
+            "nbytes"_a, "timeout"_a.none() = 0,
+            nb::sig("def take(self, nbytes: int, timeout: float | None = 0) -> Lease"))
+        .def(
+            "open",
+            [](const std::shared_ptr<Attachment>& by, u64 segment, u32 block, u32 generation, u64 offset, u64 nbytes) {
+                by->require_ours();
+                if (segment != by->segment().nonce())
+                    throw Error(Fault::stale_ref, "the reference is to another segment");
+                Extent extent{block, generation, offset, nbytes};
+                Pool(*by).open(extent);
+                return make_lease(by, extent, false);
+            },
+            "segment"_a, "block"_a, "generation"_a, "offset"_a, "nbytes"_a,
+            nb::sig("def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> Lease"))
+        .def(
+            "grant",
+            [](Attachment& by, u64 segment, u32 block, u32 generation, u64 offset, u64 nbytes, u32 to) {
+                by.require_ours();
+                if (segment != by.segment().nonce())
+                    throw Error(Fault::stale_ref, "the reference is to another segment");
+                Pool(by).grant({block, generation, offset, nbytes}, to);
+            },
+            "segment"_a, "block"_a, "generation"_a, "offset"_a, "nbytes"_a, "to"_a)
+        .def(
+            "revoke",
+            [](Attachment& by, u64 segment, u32 block, u32 generation, u64 offset, u64 nbytes, u32 to) {
+                by.require_ours();
+                if (segment != by.segment().nonce())
+                    throw Error(Fault::stale_ref, "the reference is to another segment");
+                return Pool(by).revoke({block, generation, offset, nbytes}, to);
+            },
+            "segment"_a, "block"_a, "generation"_a, "offset"_a, "nbytes"_a, "to"_a)
+        .def("stats",
+             [](Attachment& by) {
+                 by.require_ours();
+                 by.refresh();
+                 return stats_of(by);
+             })
+        .def(
+            "trim",
+            [](Attachment& by, u64 keep) {
+                by.require_ours();
+                return Pool(by).trim(keep);
+            },
+            "keep"_a = 0);
+}
+
+}  // namespace penstock::python
