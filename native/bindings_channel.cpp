@@ -143,13 +143,22 @@ Otherwise unless_busy(Do&& attempt, Otherwise otherwise) {
     }
 }
 
-bool send(Sender& sender, nb::handle record, nb::handle timeout, bool may_wait) {
+enum class Sent { yes, no_room, overtaken };
+
+// Given the caller's count of admissions, sends only while that is still the count.
+Sent send(Sender& sender, nb::handle record, nb::handle timeout, bool may_wait, u64 admissions = NEVER) {
     Parts parts(record);
-    return send_loop(sender, timeout, may_wait, [&] {
-        if (parts.total < LONG_COPY) return sender.try_send(parts.data(), parts.size(), parts.total);
-        nb::gil_scoped_release released;
-        return sender.try_send(parts.data(), parts.size(), parts.total);
+    bool is_sent = false;
+    bool is_over = send_loop(sender, timeout, may_wait, [&] {
+        if (parts.total < LONG_COPY) {
+            is_sent = sender.try_send(parts.data(), parts.size(), parts.total, admissions);
+        } else {
+            nb::gil_scoped_release released;
+            is_sent = sender.try_send(parts.data(), parts.size(), parts.total, admissions);
+        }
+        return is_sent || sender.is_overtaken();
     });
+    return is_sent ? Sent::yes : is_over ? Sent::overtaken : Sent::no_room;
 }
 
 // Room in the channel itself, to be filled in place. Visible with commit(), never after abort().
@@ -258,13 +267,15 @@ nb::object copy_out(Receiver& receiver, const Found& found) {
     }
     return made;
 }
-nb::object receive(const std::shared_ptr<Receiver>& receiver, nb::handle timeout, bool may_wait, bool as_view) {
+enum class As { copy, view, frame };  // frame: a copy, but what lies in the pool is leased there
+
+nb::object receive(const std::shared_ptr<Receiver>& receiver, nb::handle timeout, bool may_wait, As as) {
     u64 deadline = may_wait ? deadline_of(timeout) : 0;
     receiver->channel().require_ours();
     Turn turn(receiver->mutex(), deadline, may_wait, receiver->name());
     Found found;
     if (!find_loop(*receiver, may_wait, deadline, found)) return nb::none();
-    if (!as_view) return copy_out(*receiver, found);
+    if (as == As::copy || (as == As::frame && !found.is_spilled)) return copy_out(*receiver, found);
     nb::object made = nb::cast(new Lease, nb::rv_policy::take_ownership);
     Lease* lease = nb::inst_ptr<Lease>(made);
     lease->by = receiver->channel().by;
@@ -276,6 +287,10 @@ nb::object receive(const std::shared_ptr<Receiver>& receiver, nb::handle timeout
     else
         lease->receiver = receiver, lease->extent.nbytes = found.nbytes;
     return made;
+}
+
+nb::object try_receive(const std::shared_ptr<Receiver>& receiver, As as) {
+    return unless_busy([&] { return receive(receiver, nb::none(), false, as); }, nb::object(nb::none()));
 }
 
 [[noreturn]] void would_block(const char* what, const char* name) {
@@ -318,7 +333,7 @@ void bind_channel(nb::module_& m) {
         .def(
             "send_nowait",
             [](Sender& s, nb::handle record) {
-                if (!send(s, record, nb::none(), false)) would_block("no room now in", s.name());
+                if (send(s, record, nb::none(), false) != Sent::yes) would_block("no room now in", s.name());
             },
             "record"_a,
             nb::sig("def send_nowait(self, record: typing_extensions.Buffer | "
@@ -327,11 +342,38 @@ void bind_channel(nb::module_& m) {
         .def(
             "try_send",
             [](Sender& s, nb::handle record) {
-                return unless_busy([&] { return send(s, record, nb::none(), false); }, false);
+                return unless_busy([&] { return send(s, record, nb::none(), false); }, Sent::no_room) == Sent::yes;
             },
             "record"_a,
             nb::sig("def try_send(self, record: typing_extensions.Buffer | "
                     "collections.abc.Sequence[typing_extensions.Buffer]) -> bool"))
+        .def_prop_ro("admissions", &Sender::admissions,
+                     "Receivers that were let in since this sender came: they got nothing of what it sent before.")
+        .def(
+            "send_if",
+            [](Sender& s, nb::handle record, u64 admissions, nb::handle timeout, bool may_wait) {
+                Sent sent = send(s, record, timeout, may_wait, admissions);
+                if (sent == Sent::no_room) would_block("no room now in", s.name());
+                return sent == Sent::yes ? admissions : s.admissions();
+            },
+            "record"_a, "admissions"_a, "timeout"_a.none() = nb::none(), "may_wait"_a = true,
+            nb::sig(
+                "def send_if(self, record: typing_extensions.Buffer | "
+                "collections.abc.Sequence[typing_extensions.Buffer], admissions: int, timeout: float | None = None, "
+                "may_wait: bool = True) -> int"),
+            "Sends one record if nobody was let in since `admissions` was read; returns the count, which is another if "
+            "it was not sent.")
+        .def(
+            "try_send_if",
+            [](Sender& s, nb::handle record, u64 admissions) -> nb::object {
+                Sent sent = unless_busy([&] { return send(s, record, nb::none(), false, admissions); }, Sent::no_room);
+                if (sent == Sent::no_room) return nb::none();
+                return nb::int_(sent == Sent::yes ? admissions : s.admissions());
+            },
+            "record"_a, "admissions"_a,
+            nb::sig("def try_send_if(self, record: typing_extensions.Buffer | "
+                    "collections.abc.Sequence[typing_extensions.Buffer], admissions: int) -> int | None"),
+            "The same without waiting; None: no room.")
         .def(
             "reserve",
             [](const std::shared_ptr<Sender>& s, u64 nbytes, nb::handle timeout) {
@@ -374,21 +416,21 @@ void bind_channel(nb::module_& m) {
              "attachment"_a, "index"_a = -1)
         .def(
             "receive",
-            [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, false); },
+            [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, As::copy); },
             "timeout"_a.none() = nb::none(), nb::sig("def receive(self, timeout: float | None = None) -> bytes"),
             "The next record, copied. Blocks until there is one, or `timeout` seconds have passed.\n"
             "Raises Timeout, PeerDied after the last record of a sender that died, EndOfChannel after the last of one "
             "that closed.")
         .def(
             "receive_view",
-            [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, true); },
+            [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, As::view); },
             "timeout"_a.none() = nb::none(), nb::sig("def receive_view(self, timeout: float | None = None) -> Lease"),
             "The next record where it lies: a read-only lease. A record in the ring keeps its room until the lease is "
             "released.")
         .def(
             "receive_nowait",
             [](const std::shared_ptr<Receiver>& r) {
-                nb::object got = receive(r, nb::none(), false, false);
+                nb::object got = receive(r, nb::none(), false, As::copy);
                 if (got.is_none()) would_block("no record now in", r->name());
                 return got;
             },
@@ -396,17 +438,34 @@ void bind_channel(nb::module_& m) {
         .def(
             "receive_view_nowait",
             [](const std::shared_ptr<Receiver>& r) {
-                nb::object got = receive(r, nb::none(), false, true);
+                nb::object got = receive(r, nb::none(), false, As::view);
                 if (got.is_none()) would_block("no record now in", r->name());
                 return got;
             },
             nb::sig("def receive_view_nowait(self) -> Lease"))
         .def(
-            "try_receive",
-            [](const std::shared_ptr<Receiver>& r, bool as_view) {
-                return unless_busy([&] { return receive(r, nb::none(), false, as_view); }, nb::object(nb::none()));
+            "receive_frame",
+            [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, As::frame); },
+            "timeout"_a.none() = nb::none(),
+            nb::sig("def receive_frame(self, timeout: float | None = None) -> bytes | Lease"),
+            "The next record: a short one copied, one that lies in the pool where it lies.")
+        .def(
+            "receive_frame_nowait",
+            [](const std::shared_ptr<Receiver>& r) {
+                nb::object got = receive(r, nb::none(), false, As::frame);
+                if (got.is_none()) would_block("no record now in", r->name());
+                return got;
             },
-            "as_view"_a = false, nb::sig("def try_receive(self, as_view: bool = False) -> bytes | Lease | None"))
+            nb::sig("def receive_frame_nowait(self) -> bytes | Lease"))
+        .def(
+            "try_receive", [](const std::shared_ptr<Receiver>& r) { return try_receive(r, As::copy); },
+            nb::sig("def try_receive(self) -> bytes | None"))
+        .def(
+            "try_receive_view", [](const std::shared_ptr<Receiver>& r) { return try_receive(r, As::view); },
+            nb::sig("def try_receive_view(self) -> Lease | None"))
+        .def(
+            "try_receive_frame", [](const std::shared_ptr<Receiver>& r) { return try_receive(r, As::frame); },
+            nb::sig("def try_receive_frame(self) -> bytes | Lease | None"))
         .def("arm", &Receiver::arm)
         .def("disarm", &Receiver::disarm, "is_over"_a)
         .def(
@@ -435,7 +494,7 @@ void bind_channel(nb::module_& m) {
             "__next__",
             [](const std::shared_ptr<Receiver>& r) {
                 try {
-                    return receive(r, nb::none(), true, false);
+                    return receive(r, nb::none(), true, As::copy);
                 } catch (const Error& error) {
                     if (error.fault == Fault::end_of_channel) throw nb::stop_iteration();
                     throw;

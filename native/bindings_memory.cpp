@@ -82,7 +82,7 @@ void bind_memory(nb::module_& m) {
         .def_static(
             "create",
             [](const std::string& name, nb::dict shape, u64 huge_nbytes, bool huge_required, int numa_node,
-               bool numa_required, bool prefault) {
+               bool numa_required, bool prefault, nb::bytes schema) {
                 Shape s{};
                 auto number = [&](const char* key, u64 otherwise) {
                     return shape.contains(key) ? nb::cast<u64>(shape[key]) : otherwise;
@@ -103,14 +103,20 @@ void bind_memory(nb::module_& m) {
                 s.pool_nbytes = number("pool_nbytes", 0);
                 s.granule_nbytes = number("granule_nbytes", 0);
                 s.raw_nbytes = number("raw_nbytes", 0);
-                SegmentOptions options{name, huge_nbytes, huge_required, numa_node, numa_required, prefault};
+                SegmentOptions options{name,
+                                       huge_nbytes,
+                                       huge_required,
+                                       numa_node,
+                                       numa_required,
+                                       prefault,
+                                       {schema.c_str(), schema.size()}};
                 nb::gil_scoped_release released;
                 auto made = Segment::create(s, options);
                 if (s.kind == static_cast<u32>(SegmentKind::channel)) Channel::lay_out(*made);
                 return made;
             },
             "name"_a, "shape"_a, "huge_nbytes"_a = 0, "huge_required"_a = false, "numa_node"_a = -1,
-            "numa_required"_a = false, "prefault"_a = true)
+            "numa_required"_a = false, "prefault"_a = true, "schema"_a = nb::bytes("", 0))
         .def_static(
             "adopt", [](int fd) { return Segment::adopt(fd); }, "fd"_a, "Takes the descriptor over.")
         .def_static(
@@ -138,6 +144,13 @@ void bind_memory(nb::module_& m) {
         .def_prop_ro("page_nbytes", [](const Segment& s) { return s.geometry().shape.page; })
         .def_prop_ro("fallback", &Segment::fallback)
         .def_prop_ro("kind", [](const Segment& s) { return s.geometry().shape.kind; })
+        .def_prop_ro(
+            "schema",
+            [](const Segment& s) {
+                std::string schema = s.schema();
+                return nb::bytes(schema.data(), schema.size());
+            },
+            nb::sig("def schema(self, /) -> typing_extensions.Buffer"))
         .def_prop_ro("style", [](const Segment& s) { return s.geometry().shape.style; })
         .def_prop_ro("lanes", [](const Segment& s) { return s.geometry().shape.lanes; })
         .def_prop_ro("receivers", [](const Segment& s) { return s.geometry().shape.receivers; })

@@ -5,7 +5,8 @@
 //   ┌────────┬─────────┬────────────┬────────┬─────────┬───────────┬─────────┬─────────────────────────┐
 //   │ Header │ Peers   │ PoolHeader │ Blocks │ Channel │ Lanes     │ rings   │ pool bytes              │
 //   │        │ × peers │ + entries  │ + rows │ Header  │ Receivers │ × lanes │ (lent out as blocks)    │
-//   │        │         │            │        │         │ Cursors   │         │                         │
+//   │        │         │            │        │         │ Cursors,  │         │                         │
+//   │        │         │            │        │         │ schema    │         │                         │
 //   └────────┴─────────┴────────────┴────────┴─────────┴───────────┴─────────┴─────────────────────────┘
 //   └──────────────── control: read and written by all ────────────┘└─ data: written by senders and ────┘
 //                                                                      takers, mapped read-only by others
@@ -27,7 +28,7 @@ using u64 = std::uint64_t;
 using i64 = std::int64_t;
 
 inline constexpr u64 MAGIC = 0x4b434f54534e4550;  // "PENSTOCK", little endian
-inline constexpr u32 LAYOUT_VERSION = 1;
+inline constexpr u32 LAYOUT_VERSION = 2;
 inline constexpr u64 PAGE = 4096;
 inline constexpr u32 MAX_PEERS = 128;
 inline constexpr u32 MAX_LANES = 64;      // one bit each in a u64
@@ -36,6 +37,7 @@ inline constexpr u32 MAX_BLOCKS = 1u << 16;
 inline constexpr u64 MAX_NBYTES = 1ull << 44;  // 16 TiB: keeps every sum of two sizes far from overflow
 inline constexpr u64 LINE = 64;
 inline constexpr u32 NAME_NBYTES = 32;
+inline constexpr u64 MAX_SCHEMA_NBYTES = 1 << 20;
 inline constexpr u32 GRANULES = 32768;  // a pool that grows claims its pages in at most so many pieces
 
 template <class T>
@@ -64,8 +66,9 @@ struct Shape {
     u64 pool_nbytes;
     u64 granule_nbytes;  // 0: the pool was claimed at creation
     u64 raw_nbytes;
+    u64 schema_nbytes;  // of what a channel's messages are said to be; 0: plain bytes
 };
-static_assert(sizeof(Shape) == 88);
+static_assert(sizeof(Shape) == 96);
 
 struct Header {
     u64 magic;

@@ -27,7 +27,7 @@ namespace penstock {
 struct Geometry {
     Shape shape{};
     u64 peers = 0, pool = 0, entries = 0, blocks = 0, block_stride = 0, channel = 0, lanes = 0, receivers = 0;
-    u64 cursors = 0, data = 0, pool_data = 0, total = 0;
+    u64 cursors = 0, schema = 0, data = 0, pool_data = 0, total = 0;
 
     static Geometry of(const Shape& shape) {
         auto refuse = [](const char* what) {
@@ -52,6 +52,7 @@ struct Geometry {
         } else if (shape.lanes != 0 || shape.receivers != 0) {
             refuse("lanes");
         }
+        if (shape.schema_nbytes > (is_channel ? MAX_SCHEMA_NBYTES : 0)) refuse("schema_nbytes");
         if ((is_pool || is_channel) && (shape.max_blocks == 0 || shape.pool_nbytes == 0)) refuse("max_blocks");
         if (shape.granule_nbytes != 0 &&
             (shape.granule_nbytes < PAGE || (shape.granule_nbytes & (shape.granule_nbytes - 1)) != 0 ||
@@ -76,6 +77,7 @@ struct Geometry {
             g.lanes = lay(sizeof(Lane) * shape.lanes);
             g.receivers = lay(sizeof(ReceiverSlot) * shape.receivers);
             g.cursors = lay(sizeof(Cursor) * shape.lanes * shape.receivers);
+            g.schema = lay(shape.schema_nbytes);
         }
         g.data = round_up(at, shape.page);
         g.pool_data = round_up(g.data + shape.lanes * shape.lane_nbytes + shape.raw_nbytes, shape.page);
@@ -199,6 +201,7 @@ struct SegmentOptions {
     int numa_node = -1;
     bool numa_required = false;
     bool prefault = true;
+    std::string schema{};  // what a channel's messages are; the core does not look at it
 };
 
 class Segment {
@@ -207,6 +210,7 @@ class Segment {
     Segment& operator=(const Segment&) = delete;
 
     static std::shared_ptr<Segment> create(Shape shape, const SegmentOptions& options) {
+        shape.schema_nbytes = options.schema.size();
         std::string label = "penstock:" + options.name;
         int fd = -1;
         std::string fallback;
@@ -271,6 +275,8 @@ class Segment {
         header.created_ns = now_ns();
         header.numa_node_plus_one = static_cast<u64>(options.numa_node + 1);
         header.shape = shape;
+        if (!options.schema.empty())
+            std::memcpy(self->at<u8>(geometry.schema), options.schema.data(), options.schema.size());
         std::strncpy(header.name, options.name.c_str(), NAME_NBYTES - 1);
         header.magic = MAGIC;
         self->nonce_ = header.nonce;
@@ -372,6 +378,9 @@ class Segment {
     const std::string& fallback() const { return fallback_; }
     const Geometry& geometry() const { return geometry_; }
     u64 nbytes() const { return geometry_.total; }
+    std::string schema() const {  // a copy: it lies where others could write
+        return {at<char>(geometry_.schema), geometry_.shape.schema_nbytes};
+    }
 
     template <class T>
     T* at(u64 offset) const {

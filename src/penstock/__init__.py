@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from importlib.metadata import version as _version
+from typing import overload
 
 from penstock._native import Lease, Receiver, Reservation, Sender
-from penstock.channel import (
-    AsyncReceiver,
-    AsyncSender,
-    Broadcast,
-    Channel,
-    Inbox,
-    Ring,
+from penstock.channel import AsyncReceiver, AsyncSender, Broadcast, Channel, Inbox, Ring
+from penstock.channel.channels import channel_of as _channel_of
+from penstock.codec import (
+    AsyncMessageReceiver,
+    AsyncMessageSender,
+    Interned,
+    MessageChannel,
+    MessageReceiver,
+    MessageSender,
+    Part,
     open_broadcast,
     open_inbox,
     open_ring,
 )
-from penstock.channel.channels import channel_of as _channel_of
+from penstock.codec.channels import Messages as _Messages
 from penstock.errors import (
     ChannelError,
     ClosedError,
@@ -37,15 +41,29 @@ from penstock.memory.segment import attach_segment as _attach_segment
 __version__ = _version("penstock")
 
 
-def attach(where: Ticket | str | int) -> Channel | Pool | Segment:
-    """What a ticket, or an inherited descriptor (which is taken over), leads to: a channel, a pool or a segment."""
+@overload
+def attach(where: Ticket | str | int) -> Channel | Pool | Segment: ...
+@overload
+def attach(where: Ticket | str | int, *, messages: _Messages) -> MessageChannel: ...
+def attach(
+    where: Ticket | str | int, *, messages: _Messages | None = None
+) -> Channel | MessageChannel | Pool | Segment:
+    """What a ticket, or an inherited descriptor (which is taken over), leads to: a channel, a pool or a segment.
+
+    messages: the classes that the channel carries. Raises LayoutMismatch, which says how they differ, if it carries
+    others.
+    """
     segment = _attach_segment(where)
+    if messages is not None:
+        return MessageChannel(_channel_of(segment), tuple(messages))
     if segment.kind == 1:
         return Segment(segment)
     return Pool(segment) if segment.kind == 2 else _channel_of(segment)
 
 
 __all__ = [
+    "AsyncMessageReceiver",
+    "AsyncMessageSender",
     "AsyncReceiver",
     "AsyncSender",
     "Broadcast",
@@ -57,9 +75,14 @@ __all__ = [
     "EndOfChannel",
     "Holder",
     "Inbox",
+    "Interned",
     "LayoutMismatch",
     "Lease",
     "MemoryExhausted",
+    "MessageChannel",
+    "MessageReceiver",
+    "MessageSender",
+    "Part",
     "Peer",
     "PeerDied",
     "PenstockError",

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing_extensions import Buffer
 
 
-LAYOUT_VERSION: int = 1
+LAYOUT_VERSION: int = 2
 
-LAYOUT_FINGERPRINT: int = 2598512044
+LAYOUT_FINGERPRINT: int = 2990692165
 
 MAX_PEERS: int = 128
 
@@ -46,7 +46,7 @@ class Segment:
     """One anonymous shared mapping: sized, its pages claimed, sealed."""
 
     @staticmethod
-    def create(name: str, shape: dict, huge_nbytes: int = 0, huge_required: bool = False, numa_node: int = -1, numa_required: bool = False, prefault: bool = True) -> Segment: ...
+    def create(name: str, shape: dict, huge_nbytes: int = 0, huge_required: bool = False, numa_node: int = -1, numa_required: bool = False, prefault: bool = True, schema: bytes = ...) -> Segment: ...
 
     @staticmethod
     def adopt(fd: int) -> Segment:
@@ -82,6 +82,9 @@ class Segment:
 
     @property
     def kind(self) -> int: ...
+
+    @property
+    def schema(self, /) -> Buffer: ...
 
     @property
     def style(self) -> int: ...
@@ -187,6 +190,20 @@ class Sender:
 
     def try_send(self, record: Buffer | Sequence[Buffer]) -> bool: ...
 
+    @property
+    def admissions(self) -> int:
+        """
+        Receivers that were let in since this sender came: they got nothing of what it sent before.
+        """
+
+    def send_if(self, record: Buffer | Sequence[Buffer], admissions: int, timeout: float | None = None, may_wait: bool = True) -> int:
+        """
+        Sends one record if nobody was let in since `admissions` was read; returns the count, which is another if it was not sent.
+        """
+
+    def try_send_if(self, record: Buffer | Sequence[Buffer], admissions: int) -> int | None:
+        """The same without waiting; None: no room."""
+
     def reserve(self, nbytes: int, timeout: float | None = None) -> Reservation:
         """Room for one record of `nbytes`, to be filled in place and committed."""
 
@@ -234,7 +251,18 @@ class Receiver:
 
     def receive_view_nowait(self) -> Lease: ...
 
-    def try_receive(self, as_view: bool = False) -> bytes | Lease | None: ...
+    def receive_frame(self, timeout: float | None = None) -> bytes | Lease:
+        """
+        The next record: a short one copied, one that lies in the pool where it lies.
+        """
+
+    def receive_frame_nowait(self) -> bytes | Lease: ...
+
+    def try_receive(self) -> bytes | None: ...
+
+    def try_receive_view(self) -> Lease | None: ...
+
+    def try_receive_frame(self) -> bytes | Lease | None: ...
 
     def arm(self) -> bool: ...
 

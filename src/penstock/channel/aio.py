@@ -10,30 +10,31 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from penstock import _native
-from penstock.errors import EndOfChannel
+from penstock.errors import EndOfChannel, WouldBlock
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _S = TypeVar("_S", bound="_End")
+_F = TypeVar("_F")
 
 
 class _Turn:
     """First come, first served, among the tasks that wait in one end; a place in the line has a deadline too."""
 
     def __init__(self) -> None:
-        self._is_taken = False
+        self.is_taken = False
         self._line: deque[asyncio.Future[bool]] = deque()
 
     async def take(self, deadline: float | None) -> bool:
         """False: the deadline passed first."""
-        if not self._is_taken:
-            self._is_taken = True
+        if not self.is_taken:
+            self.is_taken = True
             return True
         loop = asyncio.get_running_loop()
         place: asyncio.Future[bool] = loop.create_future()
@@ -62,7 +63,7 @@ class _Turn:
             if not place.done() and not place.get_loop().is_closed():
                 place.set_result(True)
                 return
-        self._is_taken = False
+        self.is_taken = False
 
 
 class _End:
@@ -163,14 +164,14 @@ class AsyncReceiver(_End):
         super().__init__(attachment)
         self._end = native
 
-    async def _receive(self, timeout: float | None, as_view: bool) -> bytes | _native.Lease:
+    async def _receive(self, timeout: float | None, find: Callable[[], _F | None]) -> _F:
         started = time.monotonic()
         deadline = None if timeout is None else started + timeout
         if not await self._turn.take(deadline):
             self._end.timeout_error(time.monotonic() - started)
         try:
             while True:
-                found = self._end.try_receive(as_view)
+                found = find()
                 if found is not None:
                     return found
                 await self._armed(deadline, started)
@@ -180,18 +181,21 @@ class AsyncReceiver(_End):
 
     async def receive(self, timeout: float | None = None) -> bytes:
         """The next record, copied. Raises as Receiver.receive does."""
-        found = await self._receive(timeout, False)
-        assert isinstance(found, bytes)
-        return found
+        return await self._receive(timeout, self._end.try_receive)
 
     async def receive_view(self, timeout: float | None = None) -> _native.Lease:
         """The next record where it lies. Raises as Receiver.receive_view does."""
-        found = await self._receive(timeout, True)
-        assert isinstance(found, _native.Lease)
-        return found
+        return await self._receive(timeout, self._end.try_receive_view)
+
+    async def receive_frame(self, timeout: float | None = None) -> bytes | _native.Lease:
+        """The next record: a short one copied, a long one where it lies."""
+        return await self._receive(timeout, self._end.try_receive_frame)
 
     def receive_nowait(self) -> bytes:
         return self._end.receive_nowait()
+
+    def receive_frame_nowait(self) -> bytes | _native.Lease:
+        return self._end.receive_frame_nowait()
 
     @property
     def source(self) -> int:
@@ -218,12 +222,16 @@ class AsyncSender(_End):
 
     async def send(self, record: Buffer | Sequence[Buffer], timeout: float | None = None) -> None:
         """Sends one record; waits for room without holding the loop up. Raises as Sender.send does."""
+        await self.send_by(lambda: self._end.try_send(record), timeout)
+
+    async def send_by(self, attempt: Callable[[], bool], timeout: float | None = None) -> None:
+        """Calls `attempt` until it says that it has sent; between two calls waits until there may be room."""
         started = time.monotonic()
         deadline = None if timeout is None else started + timeout
         if not await self._turn.take(deadline):
             self._end.timeout_error(time.monotonic() - started)
         try:
-            while not self._end.try_send(record):
+            while not attempt():
                 await self._armed(deadline, started)
         finally:
             self._end.disarm(True)
@@ -231,3 +239,14 @@ class AsyncSender(_End):
 
     def send_nowait(self, record: Buffer | Sequence[Buffer]) -> None:
         self._end.send_nowait(record)
+
+    def try_send_if(self, record: Buffer | Sequence[Buffer], admissions: int) -> int | None:
+        return self._end.try_send_if(record, admissions)
+
+    @property
+    def is_busy(self) -> bool:
+        """A task is sending, and waits for room: another one's turn comes after it."""
+        return self._turn.is_taken
+
+    def would_block(self) -> NoReturn:
+        raise WouldBlock(f"no room now in '{self._end.name}'")

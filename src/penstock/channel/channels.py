@@ -38,6 +38,11 @@ class Channel(Shareable):
     def receivers(self) -> int:
         return self._segment.receivers
 
+    @property
+    def schema(self) -> bytes:
+        """What the messages of this channel are said to be; empty: it carries plain bytes."""
+        return bytes(self._segment.schema)
+
     def _join(self, name: str) -> _native.Attachment:
         if self._is_closed:
             raise ClosedError(f"channel '{self.name}' is closed")
@@ -58,6 +63,7 @@ class Channel(Shareable):
 
         `name` is what errors and `penstock inspect` call this process.
         """
+        self._require_bytes()
         return self._sender(index, self._join(name))
 
     def receiver(self, index: int | None = None, *, name: str = "") -> _native.Receiver:
@@ -66,15 +72,26 @@ class Channel(Shareable):
         Receivers are awaited from the start: what is sent before they come is kept for them. One that follows another
         that closed or died gets what is sent after it has come.
         """
+        self._require_bytes()
         return self._receiver(index, self._join(name))
 
     def async_sender(self, index: int | None = None, *, name: str = "") -> AsyncSender:
-        attachment = self._join(name)
-        return AsyncSender(self._sender(index, attachment), attachment)
+        self._require_bytes()
+        return self._async_sender(index, self._join(name))
 
     def async_receiver(self, index: int | None = None, *, name: str = "") -> AsyncReceiver:
-        attachment = self._join(name)
+        self._require_bytes()
+        return self._async_receiver(index, self._join(name))
+
+    def _async_sender(self, index: int | None, attachment: _native.Attachment) -> AsyncSender:
+        return AsyncSender(self._sender(index, attachment), attachment)
+
+    def _async_receiver(self, index: int | None, attachment: _native.Attachment) -> AsyncReceiver:
         return AsyncReceiver(self._receiver(index, attachment), attachment)
+
+    def _require_bytes(self) -> None:
+        if self.schema:
+            raise LayoutMismatch(f"'{self.name}' carries messages: attach to it with messages=(…)")
 
     def snapshot(self) -> dict[str, Any]:
         """Everything the channel tells of itself, as `penstock inspect --json` prints it."""
@@ -177,6 +194,7 @@ def _create(
     numa_node: int | None = None,
     numa_required: bool = False,
     prefault: bool = True,
+    schema: bytes = b"",
 ) -> _native.Segment:
     if not 1 <= senders <= _native.MAX_SENDERS:
         raise ValueError(f"an inbox has 1 to {_native.MAX_SENDERS} senders, not {senders}")
@@ -222,7 +240,7 @@ def _create(
         "granule_nbytes": granule if not huge_pages else 0,
     }
     return _native.Segment.create(
-        short(name), shape, prefault=prefault, **placement(huge_pages, numa_node, numa_required)
+        short(name), shape, prefault=prefault, schema=schema, **placement(huge_pages, numa_node, numa_required)
     )
 
 

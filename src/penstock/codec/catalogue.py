@@ -1,0 +1,272 @@
+"""Which messages a channel carries: a number for each class, and a description by which two builds compare theirs.
+
+A message is a `msgspec.Struct` with `array_like=True`; everything in it has a type that says what it is. Leaves to the
+frame how they become bytes.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import enum
+import hashlib
+import types
+import typing
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.codec.interned import Interned
+from penstock.codec.part import CODES, Part
+from penstock.errors import DecodeError, LayoutMismatch
+
+MOST_MESSAGES = 127  # the first byte of a frame has seven bits for the number
+SCALARS: dict[Any, str] = {
+    None: "None",
+    type(None): "None",
+    bool: "bool",
+    int: "int",
+    float: "float",
+    str: "str",
+    bytes: "bytes",
+    bytearray: "bytearray",
+    memoryview: "memoryview",
+    Part: "part",
+}
+SEQUENCES: dict[Any, str] = {
+    list: "list",
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    collections.abc.Sequence: "list",
+}
+
+
+class Described(msgspec.Struct, frozen=True, array_like=True):
+    """A class of messages, or one that stands inside of one, in words."""
+
+    name: str
+    fields: tuple[tuple[str, str], ...]
+
+
+class Schema(msgspec.Struct, frozen=True):
+    """What lies in the segment of a channel, so that those who attach can compare, and outsiders can read along."""
+
+    penstock: str
+    fingerprint: str
+    messages: tuple[Described, ...]  # the first has number 1
+    structs: tuple[Described, ...]
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Schema:
+        try:
+            return msgspec.json.decode(encoded, type=cls)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise LayoutMismatch(f"what lies where the messages are described is no description: {error}") from None
+
+
+class Catalogue:
+    """The classes of a channel, checked once. `Catalogue(Step, Stop)`."""
+
+    def __init__(self, *messages: type[msgspec.Struct]) -> None:
+        if not 1 <= len(messages) <= MOST_MESSAGES:
+            raise ValueError(f"a channel has 1 to {MOST_MESSAGES} classes of messages, not {len(messages)}")
+        self.messages = messages
+        self.structs: dict[type, Described] = {}
+        self.interned: list[type[msgspec.Struct]] = []
+        self.arrays: dict[type, list[tuple[str, np.dtype[Any]]]] = {}  # the fields of a message that are arrays
+        for cls in messages:
+            self._add(cls, "a message")
+        names = [cls.__name__ for cls in self.structs]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise TypeError(f"two classes are called {twice}: those of a channel have names of their own")
+        described = tuple(self.structs[cls] for cls in messages)
+        others = tuple(one for cls, one in self.structs.items() if cls not in messages)
+        self.fingerprint = hashlib.sha256(msgspec.json.encode((described, others))).hexdigest()[:16]
+        self.schema = Schema(version("penstock"), self.fingerprint, described, others)
+
+    def foreign(self, cls: type) -> TypeError:
+        return TypeError(f"{cls.__name__} is not a message of this channel, which carries {self.names()}")
+
+    def names(self) -> str:
+        return ", ".join(cls.__name__ for cls in self.messages)
+
+    # ── what may be in a message ──
+    def _add(self, cls: Any, what: str) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, msgspec.Struct)):
+            raise TypeError(f"{what} is a msgspec.Struct, not {cls!r}")
+        if cls in self.structs:
+            return
+        config = cls.__struct_config__
+        if not config.array_like:
+            raise TypeError(f"{cls.__name__}, {what}, is encoded with the names of its fields: say array_like=True")
+        self.structs[cls] = Described(cls.__name__, ())  # it may hold itself
+        hints = typing.get_type_hints(cls, include_extras=True)
+        fields = []
+        arrays = []
+        for field in msgspec.structs.fields(cls):
+            where = f"{cls.__name__}.{field.name}"
+            fields.append((field.name, self._describe(hints[field.name], where)))
+            for one in _choices(hints[field.name]):
+                if typing.get_origin(one) is np.ndarray:
+                    arrays.append((field.name, array_dtype(one)))
+        if config.tag is not None:
+            fields.insert(0, ("", f"tag {config.tag!r}"))
+        self.structs[cls] = Described(cls.__name__, tuple(fields))
+        self.arrays[cls] = arrays
+
+    def _describe(self, hint: Any, where: str) -> str:
+        origin = typing.get_origin(hint)
+        if origin is typing.Annotated:
+            base, *notes = typing.get_args(hint)
+            limits = "".join(f" {text}" for note in notes if (text := _limits(note)))
+            return self._describe(base, where) + limits
+        # By identity and type: hint may be something that is not hashable or not comparable.
+        if hint in SCALARS:
+            return SCALARS[hint]
+        if origin in (typing.Union, types.UnionType):
+            return " | ".join(sorted(self._describe(one, where) for one in typing.get_args(hint)))
+        if origin is typing.Literal:
+            return "one of " + ", ".join(sorted(repr(value) for value in typing.get_args(hint)))
+        if origin is np.ndarray:
+            return f"array[{array_dtype(hint, where)}]"
+        if origin is Interned:
+            (cls,) = typing.get_args(hint)
+            self._add_interned(cls, where)
+            return f"interned[{cls.__name__}]"
+        if origin in SEQUENCES:
+            items = ["…" if one is ... else self._describe(one, where) for one in typing.get_args(hint)]
+            return f"{SEQUENCES[origin]}[{', '.join(items)}]"
+        if origin in (dict, collections.abc.Mapping):
+            key, value = typing.get_args(hint)
+            return f"dict[{self._describe(key, where)}, {self._describe(value, where)}]"
+        if isinstance(hint, type) and issubclass(hint, enum.Enum):
+            return "one of " + ", ".join(sorted(repr(member.value) for member in hint))
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            self._add(hint, f"in {where}")
+            return hint.__name__
+        raise TypeError(
+            f"{where} is {hint!r}: a message is made of numbers, text, bytes, arrays (NDArray[np.int32]), parts, "
+            "enums, lists, tuples, sets, dicts, Interned and other such structs, and says which"
+        )
+
+    def _add_interned(self, cls: Any, where: str) -> None:
+        self._add(cls, f"interned in {where}")
+        if not cls.__struct_config__.frozen:
+            raise TypeError(f"{cls.__name__}, interned in {where}, can be changed: say frozen=True")
+        if cls not in self.interned:
+            parts = [text for _, text in self.structs[cls].fields if "array[" in text or "interned[" in text]
+            if parts or any("part" in text.split() for _, text in self.structs[cls].fields):
+                raise TypeError(f"{cls.__name__}, interned in {where}, has arrays or parts: these are never interned")
+            self.interned.append(cls)
+
+    # ── the handshake ──
+    def require_same(self, other: Schema, name: str) -> None:
+        """Raises LayoutMismatch, which says how they differ."""
+        if other.fingerprint == self.fingerprint:
+            return
+        ours, theirs = self.schema, other
+        lines = list(_differences(ours, theirs)) or ["the same words, but not the same order of classes"]
+        raise LayoutMismatch(
+            f"'{name}' carries other messages: it was made by penstock {theirs.penstock} (fingerprint "
+            f"{theirs.fingerprint}), and this is penstock {ours.penstock} ({ours.fingerprint}): " + "; ".join(lines)
+        )
+
+    def named_path(self, cls: type, text: str) -> str:
+        """An error's `$[3][0]` with the names of fields instead of their numbers."""
+        head, found, path = text.rpartition(" - at `$")
+        if not found:
+            return text
+        return f"{head} at ${_named(cls, path.rstrip('`'))}"
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """A field's type without notes; of a union, its members."""
+    if typing.get_origin(hint) is typing.Annotated:
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def array_dtype(hint: Any, where: str = "an array") -> np.dtype[Any]:
+    """Of `NDArray[np.int32]`: int32. Raises TypeError where it does not say one that can travel."""
+    arguments = typing.get_args(hint)
+    kind = typing.get_args(arguments[1])[0] if len(arguments) == 2 and typing.get_args(arguments[1]) else None
+    try:
+        found = np.dtype(kind) if kind is not None else None
+    except TypeError:
+        found = None
+    if found is None or found not in CODES:
+        raise TypeError(f"{where} is {hint!r}: say of which numbers, as NDArray[np.int32]")
+    made: np.dtype[Any] = found
+    return made
+
+
+def _limits(note: Any) -> str:
+    if not isinstance(note, msgspec.Meta):
+        return ""
+    names = ("gt", "ge", "lt", "le", "multiple_of", "pattern", "min_length", "max_length")
+    return " ".join(f"{name}={value}" for name in names if (value := getattr(note, name)) is not None)
+
+
+def _differences(ours: Schema, theirs: Schema) -> Iterator[str]:
+    here = {one.name: one for one in ours.messages + ours.structs}
+    there = {one.name: one for one in theirs.messages + theirs.structs}
+    for name in sorted(here.keys() - there.keys()):
+        yield f"{name} is not known there"
+    for name in sorted(there.keys() - here.keys()):
+        yield f"{name} is not known here"
+    for name in sorted(here.keys() & there.keys()):
+        a, b = here[name].fields, there[name].fields
+        for (field_a, type_a), (field_b, type_b) in zip(a, b, strict=False):
+            if (field_a, type_a) != (field_b, type_b):
+                yield f"{name} has '{field_b}: {type_b}' there, '{field_a}: {type_a}' here"
+        for field, what in a[len(b) :]:
+            yield f"{name} has no '{field}: {what}' there"
+        for field, what in b[len(a) :]:
+            yield f"{name} has no '{field}: {what}' here"
+    order = [one.name for one in ours.messages], [one.name for one in theirs.messages]
+    if sorted(order[0]) == sorted(order[1]) and order[0] != order[1]:
+        yield f"the order is {', '.join(order[1])} there, {', '.join(order[0])} here"
+
+
+def _named(cls: Any, path: str) -> str:
+    """`[3][0]` seen from a struct of this class: `.requests[0]`. What cannot be followed is left as it is."""
+    out = ""
+    hint: Any = cls
+    rest = path
+    while rest.startswith("["):
+        inside, _, rest = rest[1:].partition("]")
+        choices = [one for one in _choices(hint) if one is not type(None)] if hint is not None else []
+        hint = None
+        found = choices[0] if len(choices) == 1 else None
+        origin = typing.get_origin(found)
+        if isinstance(found, type) and issubclass(found, msgspec.Struct) and inside.isdigit():
+            index = int(inside) - (found.__struct_config__.tag is not None)
+            fields = msgspec.structs.fields(found)
+            if 0 <= index < len(fields):
+                out += f".{fields[index].name}"
+                hint = typing.get_type_hints(found, include_extras=True)[fields[index].name]
+                continue
+        elif origin in SEQUENCES:
+            items = typing.get_args(found)
+            if len(items) == 1 or ... in items:
+                hint = items[0]
+            elif inside.isdigit() and int(inside) < len(items):
+                hint = items[int(inside)]
+        elif origin in (dict, collections.abc.Mapping):
+            hint = typing.get_args(found)[1]
+        out += f"[{inside}]"
+    return out + rest
+
+
+def decode_error(catalogue: Catalogue, cls: type, error: Exception) -> DecodeError:
+    text = catalogue.named_path(cls, str(error))
+    return DecodeError(f"{cls.__name__}: {text[:1].lower()}{text[1:]}")

@@ -1,0 +1,351 @@
+"""Frames: the bytes of one message.
+
+    short frame        number (1) │ struct
+    frame with parts   number + 128 (1) │ is_long (1) │ 0 (2) │ definitions_nbytes (4) │ struct_nbytes (4)
+                       │ definitions │ struct │ part │ part …
+
+The struct is a msgpack array of the message's fields. In it an array of numbers is an extension (its kind, its bytes)
+if it is short, and else a number (nbytes * 32 + kind) that stands for the next part; one that has not exactly one
+dimension is a list: that, then its shape. An interned value is its number. Parts lie in the order in which the struct
+names them, the first at the next multiple of 8 from the start of the frame, of 64 if one of them is long; each at a
+multiple of 8 from the first, a long one of 64. Little endian throughout. Leaves to the ends how frames travel.
+"""
+
+from __future__ import annotations
+
+import array
+import struct
+import typing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from penstock.codec.catalogue import Catalogue, array_dtype, decode_error
+from penstock.codec.interned import Interned, Names, Values, received
+from penstock.codec.part import CODES, DTYPES, PLAIN, Part
+from penstock.errors import DecodeError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+HEAD = struct.Struct("<BBHII")
+HEAD_NBYTES = HEAD.size
+WITH_PARTS = 0x80
+KIND_BITS = 5
+KIND_MASK = (1 << KIND_BITS) - 1
+INLINE_NBYTES = 128  # longer arrays are parts: bench/codec --sweep inline
+LONG_NBYTES = 4096
+MOST_DIMENSIONS = 32
+PADDING = [bytes(gap) for gap in range(64)]
+NOTHING = memoryview(b"")
+BOOL = CODES[np.dtype(np.bool_)]
+
+Definition = tuple[int, int, bytes]  # number, index of its class in Catalogue.interned, value
+WRONG = (msgspec.MsgspecError, ValueError, RecursionError)  # what decoding raises for bytes that are not what they say
+_Ext = msgspec.msgpack.Ext
+
+
+class Split(typing.NamedTuple):
+    """A frame taken apart, as far as its head tells."""
+
+    number: int
+    definitions: memoryview
+    struct: memoryview
+    parts: memoryview
+
+
+def split(frame: Buffer) -> Split:
+    """Takes a frame apart. Raises DecodeError where its lengths do not fit."""
+    view = memoryview(frame)
+    if not view:
+        raise DecodeError("expected a frame, got no bytes")
+    if view[0] < WITH_PARTS:
+        return Split(view[0], NOTHING, view[1:], NOTHING)
+    at, end, first = read_head(view)
+    return Split(view[0] & ~WITH_PARTS, view[HEAD_NBYTES:at], view[at:end], view[first:])
+
+
+def read_head(view: memoryview) -> tuple[int, int, int]:
+    """Of a frame with parts: where its struct begins, and ends, and where its first part begins."""
+    nbytes = len(view)
+    if nbytes < HEAD_NBYTES:
+        raise DecodeError(f"expected a frame with parts, got {nbytes} bytes")
+    _, is_long, zero, definitions_nbytes, struct_nbytes = HEAD.unpack_from(view)
+    if zero or is_long > 1:
+        raise DecodeError(f"expected the head of a frame, got {bytes(view[:4]).hex()}")
+    at: int = HEAD_NBYTES + definitions_nbytes
+    end: int = at + struct_nbytes
+    if end > nbytes:
+        raise DecodeError(f"expected a frame of at least {end} bytes, got {nbytes}")
+    first = end + (-end & (63 if is_long else 7))
+    return at, end, first if first < nbytes else nbytes
+
+
+class FrameEncoder:
+    """Makes frames of the messages of one catalogue. For one thread at a time."""
+
+    def __init__(self, catalogue: Catalogue, names: Names | None = None) -> None:
+        self.catalogue = catalogue
+        self.names = Names() if names is None else names
+        self._classes = {
+            cls: (number, bytes([number]), catalogue.arrays[cls]) for number, cls in enumerate(catalogue.messages, 1)
+        }
+        self._interned = {cls: index for index, cls in enumerate(catalogue.interned)}
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._hook)
+        # The frame that is being made, or was made last:
+        self._number = 0
+        self._encoded = b""
+        self._parts: list[Buffer] = []  # with what lies between them
+        self._end = 0  # of the last one, from the start of the first
+        self._is_long = False
+
+    def encode(self, message: msgspec.Struct) -> Buffer | list[Buffer]:
+        """The frame, whole or in pieces. The pieces are the caller's own arrays: they are read when it is sent.
+
+        Raises TypeError where the message is not what its class says it is.
+        """
+        found = self._classes.get(type(message))
+        if found is None:
+            raise self.catalogue.foreign(type(message))
+        self._number, byte, arrays = found
+        for name, dtype in arrays:
+            value = getattr(message, name)
+            if value is not None and getattr(value, "dtype", dtype) != dtype:
+                raise TypeError(f"{type(message).__name__}.{name} is an array of {dtype}, not of {value.dtype}")
+        if self._end:
+            self._parts, self._end, self._is_long = [], 0, False
+        self.names.begin()
+        self._encoded = self._encoder.encode(message)
+        if not self._end and not self.names.unknown():
+            return byte + self._encoded
+        return self._with_parts()
+
+    def again(self) -> Buffer | list[Buffer]:
+        """The last frame, for receivers of which some know none of our numbers."""
+        self.names.forget()
+        return self._with_parts()
+
+    def sent(self) -> None:
+        """The last frame has been sent: what it defined is known, and what it referred to is let go."""
+        self.names.sent()
+        if self._end:
+            self._parts, self._end, self._is_long = [], 0, False
+
+    def held(self) -> Buffer | list[Buffer]:
+        """The last frame, with copies of what it only referred to: the caller goes on before it is sent."""
+        self._parts = [bytes(part) for part in self._parts]
+        return self._with_parts()
+
+    def _with_parts(self) -> list[Buffer]:
+        definitions = b""
+        unknown = self.names.unknown()
+        if unknown:
+            definitions = msgspec.msgpack.encode([(its, self._interned[cls], value) for its, (cls, value) in unknown])
+        try:
+            head = HEAD.pack(self._number | WITH_PARTS, self._is_long, 0, len(definitions), len(self._encoded))
+        except struct.error:
+            raise ValueError(
+                f"a struct of {len(self._encoded)} bytes does not fit a frame: let it hold arrays or parts"
+            ) from None
+        end = HEAD_NBYTES + len(definitions) + len(self._encoded)
+        gap = -end & (63 if self._is_long else 7) if self._end else 0
+        return [head + definitions + self._encoded + PADDING[gap], *self._parts]
+
+    # ── what msgspec does not know ──
+    def _hook(self, value: Any) -> Any:
+        if type(value) is np.ndarray or isinstance(value, np.ndarray):
+            return self._array(value)
+        if isinstance(value, Interned):
+            if type(value.value) not in self._interned:
+                raise TypeError(f"{type(value.value).__name__} is not interned in this channel")
+            return self.names.number(value)
+        if isinstance(value, Part):
+            return self._part(PLAIN, value.nbytes, value.view)
+        if isinstance(value, array.array):
+            return self._array(np.frombuffer(value, value.typecode) if len(value) else np.empty(0, value.typecode))
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"a {type(value).__name__} cannot be sent")
+
+    def _array(self, value: np.ndarray[Any, Any]) -> Any:
+        code = CODES.get(value.dtype)
+        if code is None:
+            value = value.astype(value.dtype.newbyteorder("="))
+            code = CODES.get(value.dtype)
+            if code is None:
+                raise TypeError(f"an array of {value.dtype} cannot be sent")
+        nbytes = value.nbytes
+        if nbytes <= INLINE_NBYTES:
+            flat: Any = _Ext(code, value.tobytes())
+        else:
+            flat = self._part(code, nbytes, value if value.flags.c_contiguous else np.ascontiguousarray(value))
+        return flat if value.ndim == 1 else [flat, *value.shape]
+
+    def _part(self, kind: int, nbytes: int, at: Any) -> Any:
+        if not nbytes:
+            return _Ext(kind, b"")
+        if nbytes >= LONG_NBYTES:
+            self._is_long = True
+            gap = -self._end & 63
+        else:
+            gap = -self._end & 7
+        if gap:
+            self._parts.append(PADDING[gap])
+        self._parts.append(at)
+        self._end += gap + nbytes
+        return nbytes << KIND_BITS | kind
+
+
+class FrameDecoder:
+    """Makes messages of frames. For one thread at a time.
+
+    Arrays and parts of a message are views of its frame, read-only; they keep it.
+    """
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+        self._decoders = [msgspec.msgpack.Decoder(cls, dec_hook=self._hook) for cls in catalogue.messages]
+        self._interned = [msgspec.msgpack.Decoder(cls) for cls in catalogue.interned]
+        self._definitions = msgspec.msgpack.Decoder(list[Definition])
+        self._values: dict[int, Values] = {}
+        self._hints: dict[int, tuple[Any, Any]] = {}  # by identity, which the second of the pair keeps alive
+        self._known = Values()
+        self._frame = NOTHING
+        self._first = 0  # where the parts of this frame begin
+        self._end = 0  # of the part that was read last, from there
+        self._nbytes = 0  # of all of them
+
+    def decode(self, frame: Buffer, lane: int = 0) -> Any:
+        """The message. Raises DecodeError, with the path to what is wrong; the next frame is none the worse."""
+        view = memoryview(frame)
+        if not view:
+            raise DecodeError("expected a frame, got no bytes")
+        number = view[0]
+        if self._interned:
+            known = self._values.get(lane)
+            if known is None:
+                known = self._values[lane] = Values()
+            self._known = known
+        if number < WITH_PARTS:
+            return self._decode(number, view[1:])
+        at, end, first = read_head(view)
+        if at > HEAD_NBYTES:
+            self._define(view[HEAD_NBYTES:at])
+        self._frame, self._first, self._end, self._nbytes = view, first, 0, len(view) - first
+        try:
+            message = self._decode(number & ~WITH_PARTS, view[at:end])
+            if self._end != self._nbytes:
+                raise DecodeError(f"expected parts of {self._end} bytes, got {self._nbytes}")
+            return message
+        finally:
+            self._frame, self._nbytes = NOTHING, 0
+
+    def _decode(self, number: int, encoded: memoryview) -> Any:
+        if not 1 <= number <= len(self._decoders):
+            raise DecodeError(
+                f"expected the number of a message, 1 to {len(self._decoders)} ({self.catalogue.names()}), got {number}"
+            )
+        try:
+            return self._decoders[number - 1].decode(encoded)
+        except WRONG as error:
+            raise decode_error(self.catalogue, self.catalogue.messages[number - 1], error) from None
+
+    def _define(self, encoded: memoryview) -> None:
+        try:
+            definitions = self._definitions.decode(encoded)
+        except WRONG as error:
+            text = str(error)
+            raise DecodeError(f"definitions: {text[:1].lower()}{text[1:]}") from None
+        wrong: DecodeError | None = None
+        for number, index, value in definitions:
+            if not 0 <= index < len(self._interned):
+                wrong = DecodeError(f"definition of {number}: expected one of {len(self._interned)}, got {index}")
+                continue
+            cls = self.catalogue.interned[index]
+            try:
+                self._known.define(number, cls, received(self._interned[index].decode(value), value))
+            except WRONG as error:
+                self._known.forget(number)
+                wrong = decode_error(self.catalogue, cls, error)
+        if wrong is not None:
+            raise wrong
+
+    # ── what msgspec does not know ──
+    def _hook(self, hint: Any, found: Any) -> Any:
+        known = self._hints.get(id(hint))
+        if known is None:
+            known = self._hints[id(hint)] = (_target(hint), hint)
+        target = known[0]
+        if type(target) is not tuple:
+            if target is not Part:
+                return self._known.value(found, target)
+            kind, view, start, nbytes = self._find(found)
+            if kind != PLAIN:
+                raise DecodeError(f"expected a part of plain bytes, got one of {DTYPES.get(kind, kind)}")
+            return _part_of(memoryview(view)[start : start + nbytes].toreadonly())
+        dtype, code, itemsize = target
+        shape = None
+        if type(found) is list and found:
+            found, *shape = found
+        kind, view, start, nbytes = self._find(found)
+        if kind != code:
+            raise DecodeError(f"expected an array of {dtype}, got one of {DTYPES.get(kind, f'kind {kind}')}")
+        if nbytes % itemsize:
+            raise DecodeError(f"expected numbers of {itemsize} bytes each, got {nbytes} bytes")
+        # frombuffer refuses to make an array of nothing
+        made = np.frombuffer(view, dtype, nbytes // itemsize, start) if nbytes else _nothing(dtype)
+        if code == BOOL and nbytes and made.view(np.uint8).max() > 1:
+            raise DecodeError(f"expected 0 and 1, got {made.view(np.uint8).max()}")
+        return made if shape is None else _reshaped(made, shape)
+
+    def _find(self, found: object) -> tuple[int, Any, int, int]:
+        """Where the bytes of an array or part are: kind, what they lie in, where, and how many."""
+        if type(found) is int and found >= 0:
+            nbytes = found >> KIND_BITS
+            start = self._end + (-self._end & (63 if nbytes >= LONG_NBYTES else 7))
+            end = start + nbytes
+            if end > self._nbytes:
+                raise DecodeError(f"expected a part of {nbytes} bytes, got {max(0, self._nbytes - start)}")
+            self._end = end
+            return found & KIND_MASK, self._frame, self._first + start, nbytes
+        if type(found) is _Ext:
+            short: Any = found.data
+            return found.code, short, 0, len(short)
+        raise DecodeError(f"expected an array or part, got {type(found).__name__}")
+
+
+def _part_of(view: memoryview) -> Part:
+    made = Part.__new__(Part)
+    made.view = view
+    return made
+
+
+def _nothing(dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    made = np.empty(0, dtype)
+    made.flags.writeable = False
+    return made
+
+
+def _reshaped(flat: np.ndarray[Any, Any], shape: list[Any]) -> np.ndarray[Any, Any]:
+    product = 1
+    for size in shape:
+        if type(size) is not int or not 0 <= size <= 1 << 48:
+            raise DecodeError(f"expected a shape, got {shape!r:.80}")
+        product *= size
+    if product != flat.size or len(shape) > MOST_DIMENSIONS:
+        raise DecodeError(f"expected a shape of {flat.size} numbers, got {shape!r:.80}")
+    return flat.reshape(shape)
+
+
+def _target(hint: Any) -> Any:
+    """What a field of this type is made into: a dtype (its code, its size), Part, or the class of an interned value."""
+    origin = typing.get_origin(hint)
+    if origin is np.ndarray:
+        dtype = array_dtype(hint)
+        return (dtype, CODES[dtype], dtype.itemsize)
+    if origin is Interned:
+        return typing.get_args(hint)[0]
+    if hint is Part:
+        return Part
+    raise TypeError(f"{hint!r} cannot be received")

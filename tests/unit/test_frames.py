@@ -1,0 +1,447 @@
+"""Messages to frames and back: what comes out is what went in, and what is not a message is a DecodeError."""
+
+from __future__ import annotations
+
+import array
+import enum
+import random
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from penstock import DecodeError, Interned, Part
+from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
+from penstock.codec.frame import HEAD, INLINE_NBYTES, LONG_NBYTES, split
+from penstock.codec.interned import INTERNED
+from penstock.codec.part import KINDS
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Inner(msgspec.Struct, array_like=True, frozen=True):
+    label: str
+    weights: NDArray[np.float32]
+
+
+class Settings(msgspec.Struct, array_like=True, frozen=True):
+    heat: float = 1.0
+    words: tuple[str, ...] = ()
+
+
+class Plain(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    text: str = ""
+    ratio: float = 0.0
+    colour: Colour = Colour.RED
+    kind: Literal["a", "b"] = "a"
+    counts: dict[str, int] = {}
+    small: Annotated[int, msgspec.Meta(ge=0, le=9)] = 0
+
+
+class Arrays(msgspec.Struct, array_like=True, frozen=True):
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_] | None = None
+    wide: NDArray[np.float64] | None = None
+    inner: tuple[Inner, ...] = ()
+    image: Part | None = None
+
+
+class Asking(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    settings: Interned[Settings]
+    other: Interned[Settings] | None = None
+
+
+CATALOGUE = Catalogue(Plain, Arrays, Asking)
+
+
+def joined(frame: Any) -> bytes:
+    return b"".join(bytes(piece) for piece in frame) if isinstance(frame, list) else bytes(frame)
+
+
+class Wire:
+    """An encoder, and the decoder of somebody who gets all that it makes."""
+
+    def __init__(self, catalogue: Catalogue = CATALOGUE) -> None:
+        self.encoder = FrameEncoder(catalogue)
+        self.decoder = FrameDecoder(catalogue)
+
+    def frame(self, message: msgspec.Struct) -> bytes:
+        made = joined(self.encoder.encode(message))
+        self.encoder.sent()
+        return made
+
+    def over(self, message: msgspec.Struct) -> Any:
+        return self.decoder.decode(self.frame(message))
+
+
+def test_a_plain_message_is_its_number_and_its_fields_without_their_names() -> None:
+    wire = Wire()
+    message = Plain(7, "x", 0.5, Colour.BLUE, "b", {"k": 1}, 3)
+    frame = wire.frame(message)
+    assert wire.decoder.decode(frame) == message
+    assert frame[0] == 1
+    assert b"number" not in frame and b"colour" not in frame
+    assert frame[1:] == msgspec.msgpack.encode(message)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 3, 100, 5000])
+def test_every_kind_of_number_arrives_as_it_was_sent(dtype: np.dtype[Any], count: int) -> None:
+    class Carrier(msgspec.Struct, array_like=True):
+        it: NDArray[dtype.type]  # type: ignore[name-defined]
+
+    Carrier.__annotations__["it"] = np.ndarray[Any, np.dtype[dtype.type]]  # type: ignore[name-defined]
+    cls = msgspec.defstruct("Carrier", [("it", np.ndarray[Any, np.dtype[dtype.type]])], array_like=True)  # type: ignore[name-defined]
+    wire = Wire(Catalogue(cls))
+    sent = np.random.default_rng(count).integers(0, 2, count).astype(dtype)
+    got = wire.over(cls(sent)).it
+    assert got.dtype == dtype and got.shape == (count,)
+    assert np.array_equal(got, sent)
+    assert not got.flags.writeable
+
+
+def test_arrays_are_parts_of_the_frame_and_views_of_it() -> None:
+    wire = Wire()
+    sent = np.arange(3000, dtype=np.int32)
+    frame = wire.encoder.encode(Arrays(sent, wide=np.ones(700)))
+    assert any(piece is sent for piece in frame), "the array was copied before it was sent"
+    whole = joined(frame)
+    got = wire.decoder.decode(whole)
+    inside = np.frombuffer(whole, np.uint8)
+    assert np.shares_memory(got.ids, inside) and np.shares_memory(got.wide, inside)
+    assert np.array_equal(got.ids, sent) and np.array_equal(got.wide, np.ones(700))
+
+
+def test_a_million_numbers_never_become_python_objects() -> None:
+    class Ids(msgspec.Struct, array_like=True):
+        ids: NDArray[np.int32]
+
+    import tracemalloc
+
+    cls = msgspec.defstruct("Ids", [("ids", NDArray[np.int32])], array_like=True)
+    wire = Wire(Catalogue(cls))
+    sent = np.arange(1_000_000, dtype=np.int32)
+    wire.over(cls(sent[:1000]))
+    tracemalloc.start()
+    try:
+        frame = wire.encoder.encode(cls(sent))
+        encoding = tracemalloc.get_traced_memory()[1]
+        whole = joined(frame)
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        got = wire.decoder.decode(whole)
+        decoding = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(got.ids, sent)
+    assert encoding < 20_000 and decoding < 20_000, (encoding, decoding)
+
+
+def test_parts_lie_at_multiples_of_8_and_long_ones_of_64() -> None:
+    wire = Wire()
+    for lengths in ((200, 33, 1), (LONG_NBYTES, 200, 5000), (INLINE_NBYTES + 1,) * 3):
+        inner = tuple(Inner("x" * n, np.zeros(n, np.float32)) for n in lengths)
+        whole = np.zeros(20_000_0 // 64 * 64, np.uint8)
+        frame = joined(wire.encoder.encode(Arrays(np.zeros(lengths[0], np.int32), inner=inner, image=Part(b"y" * 999))))
+        at = -whole.ctypes.data % 64
+        whole[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
+        got = wire.decoder.decode(whole[at : at + len(frame)].data)
+        for found in (got.ids, *(one.weights for one in got.inner)):
+            if found.nbytes > INLINE_NBYTES:
+                assert found.ctypes.data % (64 if found.nbytes >= LONG_NBYTES else 8) == 0
+                assert found.flags.aligned
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 5), (3, 4), (2, 3, 4), (1, 1, 1, 1), (100, 70)])
+def test_shapes_arrive(shape: tuple[int, ...]) -> None:
+    sent = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
+    got = Wire().over(Arrays(sent)).ids
+    assert got.shape == shape
+    assert np.array_equal(got, sent)
+
+
+def test_what_is_not_contiguous_or_not_of_our_byte_order_is_made_so() -> None:
+    wire = Wire()
+    square = np.arange(10_000, dtype=np.int32).reshape(100, 100)
+    for sent in (square[:, 3], square.T, square[::2, ::-1], square[5:6, :2], square.astype(">i4")):
+        message = Arrays(sent)
+        if sent.dtype != np.int32:
+            with pytest.raises(TypeError, match=r"ids is an array of >i4, not of int32|ids is an array of int32, not"):
+                wire.over(message)
+            continue
+        assert np.array_equal(wire.over(message).ids, sent)
+
+
+def test_an_array_of_other_numbers_is_refused_where_it_is_sent() -> None:
+    with pytest.raises(TypeError, match=r"Arrays\.ids is an array of int32, not of int64"):
+        Wire().frame(Arrays(np.arange(3)))
+
+
+def test_an_array_of_other_numbers_deep_inside_is_refused_where_it_arrives() -> None:
+    wire = Wire()
+    for n in (3, 3000):
+        wrong = Arrays(np.zeros(1, np.int32), inner=(Inner("a", np.zeros(1, np.float32)), Inner("b", np.zeros(n))))  # type: ignore[arg-type]
+        with pytest.raises(
+            DecodeError, match=r"expected an array of float32, got one of float64 at \$\.inner\[1\]\.weights"
+        ):
+            wire.over(wrong)
+
+
+def test_arrays_of_the_standard_library_and_numbers_of_numpy_are_taken() -> None:
+    wire = Wire()
+    got = wire.over(Arrays(array.array("i", [1, 2, 3])))  # type: ignore[arg-type]
+    assert got.ids.tolist() == [1, 2, 3]
+    assert wire.over(Arrays(array.array("i"))).ids.size == 0  # type: ignore[arg-type]
+    assert wire.over(Plain(np.int64(5), ratio=np.float32(0.5))) == Plain(5, ratio=0.5)  # type: ignore[arg-type]
+
+
+def test_parts_carry_bytes_of_anything() -> None:
+    wire = Wire()
+    for sent in (b"", b"abc", bytes(100_000), bytearray(b"x" * 300), memoryview(np.arange(6.0).reshape(2, 3))):
+        got = wire.over(Arrays(np.zeros(1, np.int32), image=Part(sent)))
+        assert bytes(got.image) == bytes(sent) and len(got.image) == memoryview(sent).nbytes
+        assert got.image.view.readonly
+
+
+def test_an_interned_value_travels_once_and_is_a_byte_or_two_thereafter() -> None:
+    wire = Wire()
+    settings = Settings(0.8, ("stop", "here"))
+    first, later = (wire.frame(Asking("r", Interned(settings))) for _ in range(2))
+    bare = len(wire.frame(Plain(1))) and len(msgspec.msgpack.encode(("r", None, None))) + 1
+    assert len(later) - bare == 0, "one byte takes the place of None"
+    assert len(first) > len(later) + len(msgspec.msgpack.encode(settings))
+    for frame in (first, later):
+        assert wire.decoder.decode(frame).settings.value == settings
+    assert wire.decoder.decode(later).settings is wire.decoder.decode(later).settings
+
+
+def test_an_interned_value_is_as_it_was_when_it_was_wrapped() -> None:
+    class Loose(msgspec.Struct, array_like=True, frozen=True):
+        words: list[str]
+
+    cls = msgspec.defstruct("Holder", [("it", Interned[Loose])], array_like=True)
+    wire = Wire(Catalogue(cls))
+    words = ["a"]
+    wrapped = Interned(Loose(words))
+    words.append("b")
+    assert wire.over(cls(wrapped)).it.value == Loose(["a"])
+
+
+def test_more_values_than_numbers_take_each_other_s_place() -> None:
+    wire = Wire()
+    chance = random.Random(4)
+    values = [Interned(Settings(float(i))) for i in range(INTERNED + 40)]
+    for _ in range(3000):
+        a, b = chance.choice(values), chance.choice(values)
+        got = wire.over(Asking("x", a, b))
+        assert (got.settings, got.other) == (a, b)
+
+
+def test_a_frame_that_was_not_sent_defines_nothing() -> None:
+    wire = Wire()
+    value = Interned(Settings(2.0))
+    wire.encoder.encode(Asking("lost", value))  # and never sent
+    assert wire.over(Asking("next", value)).settings == value
+
+
+def test_a_frame_can_be_made_again_for_who_knows_nothing() -> None:
+    wire, late = Wire(), FrameDecoder(CATALOGUE)
+    value = Interned(Settings(2.0))
+    wire.over(Asking("first", value))
+    bare = joined(wire.encoder.encode(Asking("second", value)))
+    with pytest.raises(DecodeError, match=r"expected the number of an interned Settings, got 0 at \$\.settings"):
+        late.decode(bare)
+    again = joined(wire.encoder.again())
+    assert late.decode(again).settings == value == wire.decoder.decode(again).settings
+
+
+def test_each_sender_has_numbers_of_its_own() -> None:
+    one, two, decoder = Wire(), Wire(), FrameDecoder(CATALOGUE)
+    a, b = Interned(Settings(1.5)), Interned(Settings(2.5))
+    decoder.decode(one.frame(Asking("x", a)), 0)
+    decoder.decode(two.frame(Asking("x", b)), 1)
+    assert decoder.decode(one.frame(Asking("x", a)), 0).settings == a
+    assert decoder.decode(two.frame(Asking("x", b)), 1).settings == b
+
+
+def test_a_definition_survives_a_message_that_could_not_be_decoded() -> None:
+    wire = Wire()
+    value = Interned(Settings(3.0))
+    frame = joined(wire.encoder.encode(Asking(5, value)))  # type: ignore[arg-type]
+    wire.encoder.sent()
+    with pytest.raises(DecodeError, match=r"Asking: expected `str`, got `int` at \$\.name"):
+        wire.decoder.decode(frame)
+    assert wire.over(Asking("next", value)).settings == value
+
+
+@pytest.mark.parametrize(
+    ("frame", "why"),
+    [
+        (b"", "expected a frame, got no bytes"),
+        (b"\x00", "expected the number of a message, 1 to 3 .Plain, Arrays, Asking., got 0"),
+        (b"\x05\x90", "1 to 3 .* got 5"),
+        (b"\x01", "Plain: input data was truncated"),
+        (b"\x01\xc1", "Plain: "),
+        (b"\x01\x91\xa1x", r"Plain: expected `int`, got `str` at \$\.number"),
+        (b"\x01\x97\x01\xa0\x00\xa3red\xa1a\x80\x0a", r"Plain: expected `int` <= 9 at \$\.small"),
+        (b"\x01\x90", "Plain: expected `array` of at least length 1, got 0"),
+        (b"\x01\x92\x01\xa1\xff", r"Plain: .*utf"),
+        (b"\x81", "expected a frame with parts, got 1 bytes"),
+        (HEAD.pack(0x81, 0, 7, 0, 0), "expected the head of a frame"),
+        (HEAD.pack(0x81, 2, 0, 0, 0), "expected the head of a frame"),
+        (HEAD.pack(0x81, 0, 0, 0, 5), "expected a frame of at least 17 bytes, got 12"),
+        (HEAD.pack(0x81, 0, 0, 1 << 31, 1 << 31), "expected a frame of at least"),
+        (HEAD.pack(0x81, 0, 0, 0, 2) + b"\x91\x01" + bytes(2) + b"x", "expected parts of 0 bytes, got 1"),
+        (HEAD.pack(0x81, 0, 0, 1, 2) + b"\xc1\x91\x01", "definitions: "),
+        (HEAD.pack(0x81, 0, 0, 1, 2) + b"\x05\x91\x01", "definitions: expected `array`, got `int`"),
+        (HEAD.pack(0x83, 0, 0, 6, 3) + b"\x91\x93\x00\x09\xc4\x00" + b"\x92\xa0\x00", "expected one of 1, got 9"),
+        (b"\x02\x91\x07", r"Arrays: expected an array of int32, got one of uint16 at \$\.ids"),
+        (b"\x02\x91\xcd\x04\x05", r"Arrays: expected a part of 32 bytes, got 0 at \$\.ids"),
+        (b"\x02\x91\xc3", r"Arrays: expected an array or part, got bool at \$\.ids"),
+        (b"\x02\x91\xff", r"Arrays: expected an array or part, got int at \$\.ids"),
+        (b"\x02\x91\xd5\x05ab", r"Arrays: expected numbers of 4 bytes each, got 2 bytes at \$\.ids"),
+        (b"\x02\x91\xd6\x07abcd", r"Arrays: expected an array of int32, got one of uint16 at \$\.ids"),
+        (b"\x02\x91\xd6\x7fabcd", r"got one of kind 127"),
+        (b"\x02\x91\x92\xd6\x05abcd\x02", r"expected a shape of 1 numbers, got \[2\] at \$\.ids"),
+        (b"\x02\x91\x92\xd6\x05abcd\xff", r"expected a shape, got \[-1\]"),
+        (b"\x02\x91\x92\xd6\x05abcd\xc3", r"expected a shape, got \[True\]"),
+        (b"\x02\x91\x90", r"expected an array or part, got list"),
+        (b"\x02\x92\xd6\x05abcd\xd4\x02\x07", r"expected 0 and 1, got 7 at \$\.mask"),
+        (b"\x03\x92\xa0\xcc\xff", r"expected the number of an interned Settings, got 255 at \$\.settings"),
+        (b"\x03\x92\xa0\xa1x", r"expected the number of an interned Settings, got 'x'"),
+    ],
+)
+def test_what_is_not_a_message_is_told_apart(frame: bytes, why: str) -> None:
+    decoder = FrameDecoder(CATALOGUE)
+    with pytest.raises(DecodeError, match=why):
+        decoder.decode(frame)
+    assert decoder.decode(Wire().frame(Plain(1))) == Plain(1), "the next frame was the worse for it"
+
+
+def test_deep_nesting_is_an_error_and_not_the_end_of_the_process() -> None:
+    with pytest.raises(DecodeError):
+        FrameDecoder(CATALOGUE).decode(b"\x01\x92\x01" + b"\x91" * 100_000)
+
+
+def test_mutated_frames_are_messages_or_decode_errors(seed: int) -> None:
+    chance = random.Random(seed)
+    wire = Wire()
+    messages: list[msgspec.Struct] = [
+        Plain(7, "x", 0.5, Colour.BLUE, "b", {"k": 1}, 3),
+        Arrays(np.arange(3, dtype=np.int32), np.ones(200, np.bool_), np.ones((5, 8)), (Inner("a", np.ones(50, "f4")),)),
+        Arrays(np.arange(2000, dtype=np.int32), image=Part(b"z" * 700)),
+        Asking("a", Interned(Settings(0.1)), Interned(Settings(0.2, ("w",)))),
+    ]
+    frames = []
+    for message in messages:
+        wire.encoder.names.forget()
+        frames.append(wire.frame(message))
+    decoded = 0
+    for _ in range(30_000):
+        frame = bytearray(chance.choice(frames))
+        for _ in range(chance.choice((1, 1, 2, 5))):
+            where = min(chance.randrange(len(frame)), chance.randrange(len(frame)))
+            action = chance.random()
+            if action < 0.6:
+                frame[where] = chance.choice((0, 1, 127, 128, 255, chance.randrange(256)))
+            elif action < 0.8:
+                del frame[where : where + chance.randrange(1, 9)]
+            else:
+                frame[where:where] = chance.randbytes(chance.randrange(1, 9))
+            if not frame:
+                frame = bytearray(1)
+        try:
+            got = wire.decoder.decode(bytes(frame))
+        except DecodeError:
+            continue
+        assert isinstance(got, (Plain, Arrays, Asking))
+        decoded += 1
+    assert 100 < decoded < 29_000, decoded
+    for message, frame in zip(messages, frames, strict=True):
+        assert type(wire.decoder.decode(frame)) is type(message)
+
+
+def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
+    wire = Wire()
+    message = Asking("name", Interned(Settings(0.7)))
+    frame = wire.frame(message)
+    found = split(frame)
+    assert found.number == 3
+    assert msgspec.msgpack.decode(found.struct) == ["name", 0, None]
+    assert msgspec.msgpack.decode(found.definitions) == [[0, 0, msgspec.msgpack.encode(Settings(0.7))]]
+    assert len(found.parts) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Catalogue(), "1 to 127 classes"),
+        (lambda: Catalogue(int), "a message is a msgspec.Struct, not <class 'int'>"),  # type: ignore[arg-type]
+        (lambda: Catalogue(msgspec.defstruct("M", ["a"])), "say array_like=True"),
+        (lambda: Catalogue(struct(a=Any)), r"M\.a is typing\.Any: a message is made of"),
+        (lambda: Catalogue(struct(a=object)), r"M\.a is <class 'object'>"),
+        (lambda: Catalogue(struct(a=np.ndarray)), r"M\.a is <class 'numpy\.ndarray'>"),
+        (lambda: Catalogue(struct(a=NDArray[Any])), r"say of which numbers"),
+        (lambda: Catalogue(struct(a=NDArray[np.object_])), r"say of which numbers"),
+        (lambda: Catalogue(struct(a=list[NDArray[np.datetime64]])), r"say of which numbers"),
+        (lambda: Catalogue(struct(a=Interned[Plain2])), r"can be changed: say frozen=True"),
+        (lambda: Catalogue(struct(a=Interned[Inner])), r"has arrays or parts"),
+        (lambda: Catalogue(struct(a=Interned[int])), r"interned in M\.a is a msgspec\.Struct"),  # type: ignore[type-var]
+        (lambda: Catalogue(struct(a=msgspec.defstruct("N", ["b"]))), r"N, in M\.a, is encoded with the names"),
+        (lambda: Catalogue(struct(a=int), struct(b=int)), "two classes are called M"),
+    ],
+)
+def test_what_cannot_be_a_message_is_refused_when_the_channel_is_made(make: Any, why: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=why):
+        make()
+
+
+class Plain2(msgspec.Struct, array_like=True):
+    number: int
+
+
+def struct(**fields: Any) -> type[msgspec.Struct]:
+    return msgspec.defstruct("M", list(fields.items()), array_like=True)
+
+
+def test_what_is_no_message_of_this_channel_is_refused() -> None:
+    wire = Wire()
+    with pytest.raises(TypeError, match="Plain2 is not a message of this channel, which carries Plain, Arrays, Asking"):
+        wire.frame(Plain2(1))
+    with pytest.raises(TypeError, match="a complex cannot be sent"):
+        wire.frame(Plain(1j))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Plain2 is not interned in this channel"):
+        wire.frame(Asking("x", Interned(Plain2(1))))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="an array of object cannot be sent"):
+        wire.frame(Arrays(np.zeros(1, np.int32), inner=(Inner("x", np.array([object()])),)))
+    assert wire.over(Plain(1)) == Plain(1)
+
+
+def test_two_catalogues_that_differ_say_how() -> None:
+    a = struct(number=int, words=list[str])
+    b = struct(number=float, words=list[str], more=int)
+    other = msgspec.defstruct("Stop", [], array_like=True)
+    from penstock import LayoutMismatch
+
+    with pytest.raises(LayoutMismatch) as caught:
+        Catalogue(a).require_same(Catalogue(b, other).schema, "steps")
+    text = str(caught.value)
+    for words in (
+        "'steps' carries other messages",
+        "M has 'number: float' there, 'number: int' here",
+        "M has no 'more: int' here",
+        "Stop is not known here",
+        Catalogue(a).fingerprint,
+        Catalogue(b, other).fingerprint,
+    ):
+        assert words in text, text
+    with pytest.raises(LayoutMismatch, match="the order is Stop, M there, M, Stop here"):
+        Catalogue(a, other).require_same(Catalogue(other, a).schema, "steps")
+    Catalogue(a).require_same(Catalogue(struct(number=int, words=list[str])).schema, "steps")
