@@ -82,6 +82,7 @@ class Catalogue:
         self.arrays: dict[type, list[tuple[str, np.dtype[Any]]]] = {}  # the fields of a message that are arrays
         for cls in messages:
             self._add(cls, "a message")
+            msgspec.msgpack.Decoder(cls)  # what msgspec cannot tell apart is a TypeError here, and not later
         names = [cls.__name__ for cls in self.structs]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)

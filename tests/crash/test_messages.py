@@ -1,0 +1,142 @@
+"""Receivers and senders of messages are killed while they run; whoever follows them can read every message it gets."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+import penstock
+from penstock import Interned
+from tests.conftest import eventually
+from tests.crash.actors import Board, insist
+from tests.crash.zygote import Child, Zygote
+
+DEATHS = 1000 if os.environ.get("PENSTOCK_FULL") == "1" else 60
+
+
+class Settings(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    words: tuple[str, ...] = ()
+
+
+class Job(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    settings: Interned[Settings]
+    ids: NDArray[np.int32]
+
+
+class State(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+
+
+class Role(msgspec.Struct):
+    board: str
+    where: str
+    index: int
+    actor: int
+
+
+MESSAGES = (Job, State)
+VALUES = [Interned(Settings(number, ("word",) * number)) for number in range(40)]
+
+
+def sender(talk: Connection, role: Role) -> None:
+    board = Board(penstock.Segment.attach(role.board))
+    channel = penstock.attach(role.where, messages=MESSAGES)
+    end = insist(lambda: channel.sender())
+    number = 0
+    end.greet(lambda: [State(number)])
+    talk.send(("ready", os.getpid()))
+    while not board.is_over:
+        job = Job(number, VALUES[number * 7 % 40], np.full(number % 3000, number, np.int32))
+        try:
+            end.send(job, timeout=20)
+        except penstock.EndOfChannel:
+            time.sleep(0.001)
+            continue
+        number += 1
+        board.note(role.actor, 0, number)
+        time.sleep(0.0002)
+    end.close()
+
+
+def receiver(talk: Connection, role: Role) -> None:
+    board = Board(penstock.Segment.attach(role.board))
+    channel = penstock.attach(role.where, messages=MESSAGES)
+    end = insist(lambda: channel.receiver(role.index))
+    talk.send(("ready", os.getpid()))
+    due = -1
+    count = 0
+    while True:
+        try:
+            got = end.receive(timeout=20)
+        except penstock.EndOfChannel:
+            break
+        except penstock.PeerDied:
+            if board.is_over:
+                break
+            time.sleep(0.001)
+            continue
+        if isinstance(got, State):
+            due = got.number  # of a sender that is new, or because somebody came late: it goes on where it says
+            continue
+        assert got.number == due, f"message {got.number} where {due} was due"
+        assert got.settings == VALUES[got.number * 7 % 40]
+        assert len(got.ids) == got.number % 3000 and (got.ids == got.number).all()
+        due += 1
+        count += 1
+        board.note(role.actor, 1, count)
+    talk.send(("seen", count))
+
+
+def test_who_follows_one_that_was_killed_can_read_what_it_gets(zygote: Zygote, seed: int) -> None:
+    chance = random.Random(seed)
+    board = Board.create()
+    options = {"capacity": 16 << 10, "inline_limit": 2048, "on_receiver_death": "ignore", "on_sender_death": "ignore"}
+    with penstock.open_broadcast(3, messages=MESSAGES, spill_nbytes=8 << 20, **options) as channel:
+        actors = 0
+        cast: dict[str, tuple[int, Child]] = {}
+
+        def add(part: str) -> None:
+            nonlocal actors
+            role = Role(str(board.segment.ticket), str(channel.ticket), int(part[-1]), actors)
+            child = zygote.child(sender if part.startswith("sender") else receiver, role)
+            child.hear("ready")
+            cast[part] = (actors, child)
+            actors += 1
+
+        parts = ["sender 0", "receiver 0", "receiver 1", "receiver 2"]
+        for part in parts:
+            add(part)
+
+        def flows(least: int) -> bool:
+            for actor, child in cast.values():
+                child.heard()
+                assert child.is_alive(), f"actor {actor} ended; it said {child.said}"
+            return all(board.received(actor) > least for part, (actor, _) in cast.items() if part != "sender 0")
+
+        dead = []
+        for _ in range(DEATHS):
+            time.sleep(chance.random() ** 2 * 0.03)
+            part = chance.choice(parts)
+            child = cast.pop(part)[1]
+            child.kill()
+            child.gone_at()
+            dead.append(child)
+            add(part)
+            if chance.random() < 0.1:
+                eventually(lambda: flows(0), within=20)
+        eventually(lambda: flows(20), within=20)
+        board.end()
+        for part, (_, child) in cast.items():
+            if part != "sender 0":
+                assert child.hear("seen")[1] > 20
+            child.gone_at()
+        for child in [*dead, *(child for _, child in cast.values())]:
+            child.close()

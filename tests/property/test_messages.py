@@ -1,0 +1,147 @@
+"""Messages against lists: interned values, receivers that come and go, sends that find no room, values that displace
+each other. Whoever is there gets every message that was sent since it came, whole, and never one it cannot read."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import penstock
+from penstock import Interned
+from penstock.codec.interned import Names
+
+
+class Settings(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    words: tuple[str, ...] = ()
+
+
+class Job(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    one: Interned[Settings] | None = None
+    two: Interned[Settings] | None = None
+    ids: NDArray[np.int32] | None = None
+
+
+class State(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+
+
+class Play:
+    def __init__(self, chance: random.Random, is_greeting: bool) -> None:
+        self.chance = chance
+        self.is_greeting = is_greeting
+        self.receivers_count = chance.choice((1, 2, 4))
+        self.channel = penstock.open_broadcast(
+            self.receivers_count,
+            messages=(Job, State),
+            capacity=1 << chance.choice((12, 14)),
+            inline_limit=700,
+            on_receiver_death="ignore",
+            on_sender_death="ignore",
+        )
+        self.values = [Interned(Settings(n, ("w" * chance.randrange(30),))) for n in range(12)]
+        self.sent: list[Job] = []
+        self.receivers: dict[int, penstock.MessageReceiver] = {}
+        self.due: dict[int, int] = {}  # the next message each must get; of one that comes late it is not known
+        self.sender = self.channel.sender()
+        self.sender._encoder.names = Names(most=chance.choice((2, 4, 256)))
+        if is_greeting:
+            self.sender.greet(lambda: [State(len(self.sent))])
+        self.greeted: set[int] = set()
+        for index in range(self.receivers_count):
+            self.receivers[index] = self.channel.receiver(index)
+            self.due[index] = 0
+        self.refused = self.late = 0
+
+    def job(self) -> Job:
+        chance = self.chance
+        one, two = (chance.choice(self.values) if chance.random() < 0.7 else None for _ in range(2))
+        ids = None
+        if chance.random() < 0.3:
+            ids = np.full(chance.choice((1, 40, 100, 2000)), len(self.sent), np.int32)
+        return Job(len(self.sent), one, two, ids)
+
+    def send(self) -> None:
+        job = self.job()
+        try:
+            self.sender.send_nowait(job)
+        except penstock.WouldBlock:
+            self.refused += 1
+            return
+        self.sent.append(job)
+
+    def receive(self, index: int) -> bool:
+        receiver = self.receivers[index]
+        try:
+            got = receiver.receive_nowait()
+        except penstock.WouldBlock:
+            return False
+        if isinstance(got, State):
+            if index not in self.greeted:
+                self.greeted.add(index)
+                if self.due[index] < 0:
+                    self.due[index] = got.number
+            return True
+        if self.is_greeting:
+            assert index in self.greeted, f"{got} came to {index} before it was greeted"
+        if self.due[index] < 0:
+            self.due[index] = got.number
+        assert got.number == self.due[index], f"receiver {index} got {got.number} where {self.due[index]} was due"
+        self.due[index] += 1
+        sent = self.sent[got.number]
+        assert (got.one, got.two) == (sent.one, sent.two)
+        assert (got.ids is None) == (sent.ids is None)
+        assert got.ids is None or (len(got.ids) == len(sent.ids) and (got.ids == got.number).all())  # type: ignore[arg-type]
+        return True
+
+    def replace(self, index: int) -> None:
+        """Closes one (but never the last, for then nothing can be sent), and puts another in its place."""
+        if index in self.receivers and len(self.receivers) > 1:
+            self.receivers.pop(index).close()
+        elif index not in self.receivers:
+            self.receivers[index] = self.channel.receiver(index)
+            self.due[index] = -1
+            self.greeted.discard(index)
+            self.late += 1
+
+    def finish(self) -> None:
+        for index in self.receivers:
+            while self.receive(index):
+                pass
+        mark = len(self.sent)
+        while len(self.sent) == mark:
+            self.send()
+        for index, receiver in self.receivers.items():
+            while self.receive(index):
+                pass
+            assert self.due[index] == len(self.sent), f"receiver {index} missed what came after {self.due[index]}"
+            receiver.close()
+        self.sender.close()
+        self.channel.close()
+
+
+@pytest.mark.parametrize("is_greeting", [False, True], ids=["plain", "greeting"])
+def test_who_is_there_gets_every_message_and_can_read_it(seed: int, is_greeting: bool) -> None:
+    chance = random.Random(seed)
+    sent = refused = late = 0
+    for _ in range(25):
+        play = Play(chance, is_greeting)
+        for _ in range(600):
+            index = chance.randrange(play.receivers_count)
+            action = chance.random()
+            if action < 0.5:
+                play.send()
+            elif action < 0.97:
+                if index in play.receivers:
+                    for _ in range(chance.choice((1, 1, 5))):
+                        play.receive(index)
+            else:
+                play.replace(index)
+        play.finish()
+        sent, refused, late = sent + len(play.sent), refused + play.refused, late + play.late
+    assert sent > 3000 and refused > 100 and late > 50, (sent, refused, late)
