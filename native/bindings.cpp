@@ -74,4 +74,5 @@ NB_MODULE(_native, m) {
 
     bind_memory(m);
     bind_channel(m);
+    bind_store(m);
 }

@@ -39,17 +39,6 @@ int bytes_getbuffer(PyObject* self, Py_buffer* view, int flags) {
 }
 PyType_Slot bytes_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(bytes_getbuffer)}, {0, nullptr}};
 
-nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& extent, bool is_writable) {
-    nb::object made = nb::cast(new Lease, nb::rv_policy::take_ownership);
-    Lease* lease = nb::inst_ptr<Lease>(made);
-    lease->by = by;
-    lease->extent = extent;
-    u64 offset = by->segment().geometry().pool_data + extent.offset;
-    lease->is_writable = is_writable;
-    lease->at = is_writable ? by->segment().write_at(offset) : const_cast<u8*>(by->segment().read_at(offset));
-    return made;
-}
-
 nb::tuple ticket_of(const Segment& segment) {
     TicketNumbers t = segment.ticket();
     return nb::make_tuple(t.pid, t.start, t.fd, t.inode, t.nonce);
@@ -103,6 +92,7 @@ void bind_memory(nb::module_& m) {
                 s.pool_nbytes = number("pool_nbytes", 0);
                 s.granule_nbytes = number("granule_nbytes", 0);
                 s.raw_nbytes = number("raw_nbytes", 0);
+                s.buckets = static_cast<u32>(number("buckets", 0));
                 SegmentOptions options{name,
                                        huge_nbytes,
                                        huge_required,

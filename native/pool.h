@@ -101,6 +101,7 @@ class Pool {
         b.extent.store(extent, std::memory_order_relaxed);
         b.nbytes.store(nbytes, std::memory_order_relaxed);
         b.pending.store(0, std::memory_order_relaxed);
+        b.kept.store(static_cast<u32>(Kept::none), std::memory_order_relaxed);
         b.grant_units.store(0, std::memory_order_relaxed);
         b.taker.store(by_.slot(), std::memory_order_relaxed);
         b.taken_ns.store(now_ns(), std::memory_order_relaxed);
@@ -152,6 +153,36 @@ class Pool {
             }
         }
         own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    }
+    // The same for the store, which has looked: under its lock, so nothing else may be done on the way.
+    void open_kept(const Extent& ref) {
+        Held guard(*this, ref.block);
+        require(ref);
+        Shared<u32>& own = held(ref.block)[by_.slot()];
+        own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    }
+    // The store gives a block up: it is returned if nobody holds it. False: somebody does, and only_if_unheld.
+    bool keep_no_longer(u32 index, bool only_if_unheld) {
+        bool is_last = false;
+        {
+            Held guard(*this, index);
+            Block& b = block(index);
+            if (only_if_unheld && !is_unheld(index)) return false;
+            b.kept.store(static_cast<u32>(Kept::none), std::memory_order_release);
+            PENSTOCK_POINT("store.half");
+            is_last = static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) == BlockState::live &&
+                      return_if_last(index);
+        }
+        if (is_last) announce_return();
+        return true;
+    }
+    bool is_unheld(u32 index) const {
+        const Block& b = block(index);
+        if (b.pending.load(std::memory_order_relaxed) != 0 || b.grant_units.load(std::memory_order_relaxed) != 0)
+            return false;
+        for (u32 p = 0; p < g_.shape.max_peers; ++p)
+            if (held(index)[p].load(std::memory_order_relaxed) != 0) return false;
+        return true;
     }
     // Opens what a channel granted to one of its receivers: see pend().
     void open_pending(const Extent& ref, u32 receiver) {
@@ -505,10 +536,7 @@ class Pool {
     }
     bool return_if_last(u32 index) {  // LOCK block is held, the state is live
         Block& b = block(index);
-        if (b.pending.load(std::memory_order_relaxed) != 0 || b.grant_units.load(std::memory_order_relaxed) != 0)
-            return false;
-        for (u32 p = 0; p < g_.shape.max_peers; ++p)
-            if (held(index)[p].load(std::memory_order_relaxed) != 0) return false;
+        if (b.kept.load(std::memory_order_relaxed) != static_cast<u32>(Kept::none) || !is_unheld(index)) return false;
         PENSTOCK_POINT("release.last");
         b.state.store(static_cast<u32>(BlockState::returned), std::memory_order_release);
         return true;

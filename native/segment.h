@@ -26,7 +26,8 @@ namespace penstock {
 // Where everything lies, computed from a checked copy of the shape: never from offsets that somebody else can write.
 struct Geometry {
     Shape shape{};
-    u64 peers = 0, pool = 0, entries = 0, blocks = 0, block_stride = 0, channel = 0, lanes = 0, receivers = 0;
+    u64 peers = 0, pool = 0, entries = 0, blocks = 0, block_stride = 0, store = 0, channel = 0, lanes = 0,
+        receivers = 0;
     u64 cursors = 0, schema = 0, data = 0, pool_data = 0, total = 0;
 
     static Geometry of(const Shape& shape) {
@@ -52,6 +53,8 @@ struct Geometry {
         } else if (shape.lanes != 0 || shape.receivers != 0) {
             refuse("lanes");
         }
+        if (shape.buckets > (is_pool ? 2 * MAX_BLOCKS : 0) || (shape.buckets & (shape.buckets - 1)) != 0)
+            refuse("buckets");
         if (shape.schema_nbytes > (is_channel ? MAX_SCHEMA_NBYTES : 0)) refuse("schema_nbytes");
         if ((is_pool || is_channel) && (shape.max_blocks == 0 || shape.pool_nbytes == 0)) refuse("max_blocks");
         if (shape.granule_nbytes != 0 &&
@@ -71,6 +74,7 @@ struct Geometry {
             g.block_stride = sizeof(Block) + round_up(4ull * shape.max_peers, LINE);
             if (shape.has_grants != 0) g.block_stride += round_up(2ull * shape.max_peers * shape.max_peers, LINE);
             g.blocks = lay(g.block_stride * shape.max_blocks);
+            g.store = lay(sizeof(StoreHeader) + 4ull * shape.buckets);
         }
         if (is_channel) {
             g.channel = lay(sizeof(ChannelHeader));
