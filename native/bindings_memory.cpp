@@ -108,7 +108,9 @@ void bind_memory(nb::module_& m) {
             "name"_a, "shape"_a, "huge_nbytes"_a = 0, "huge_required"_a = false, "numa_node"_a = -1,
             "numa_required"_a = false, "prefault"_a = true, "schema"_a = nb::bytes("", 0))
         .def_static(
-            "adopt", [](int fd) { return Segment::adopt(fd); }, "fd"_a, "Takes the descriptor over.")
+            "adopt", [](int fd, bool is_observer) { return Segment::adopt(fd, !is_observer, is_observer); }, "fd"_a,
+            "is_observer"_a = false,
+            "Takes the descriptor over. An observer maps everything read-only, and can so be nobody's peer.")
         .def_static(
             "attach",
             [](int pid, u64 start, int fd, u64 inode, u64 nonce) {
@@ -117,7 +119,11 @@ void bind_memory(nb::module_& m) {
             "pid"_a, "start"_a, "fd"_a, "inode"_a, "nonce"_a)
         .def("ticket", [](const Segment& s) { return ticket_of(s); })
         .def(
-            "bytes", [](const std::shared_ptr<Segment>& s, bool is_writable) { return Bytes{s, is_writable}; },
+            "bytes",
+            [](const std::shared_ptr<Segment>& s, bool is_writable) {
+                if (is_writable) s->require_writable();
+                return Bytes{s, is_writable};
+            },
             "is_writable"_a)
         .def_prop_ro("fd", &Segment::fd)
         .def_prop_ro(

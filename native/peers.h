@@ -119,6 +119,7 @@ class Watcher {
 class Attachment : public std::enable_shared_from_this<Attachment> {
    public:
     static std::shared_ptr<Attachment> join(std::shared_ptr<Segment> segment, const std::string& name) {
+        segment->require_writable();
         std::shared_ptr<Attachment> self(new Attachment(std::move(segment)));
         self->claim(name);
         self->resync();

@@ -118,6 +118,7 @@ class Pool {
         unlock.now();
         out = {index, generation, best_offset, nbytes};
         claim(out, extent);
+        std::atomic_thread_fence(std::memory_order_release);  // ORDER tap: what lay here was given back before this
         return true;
     }
 
@@ -127,6 +128,14 @@ class Pool {
             return head_.returns.load(std::memory_order_acquire) != seen || by_.is_stale() ||
                    is_closing.load(std::memory_order_relaxed);
         });
+    }
+    // Has [offset, offset + nbytes) its pages? Within bounds; not to be relied on for what nobody holds.
+    bool is_claimed(u64 offset, u64 nbytes) const {
+        if (g_.shape.granule_nbytes == 0 || nbytes == 0) return true;
+        u64 last = (offset + nbytes - 1) / g_.shape.granule_nbytes;
+        for (u64 i = offset / g_.shape.granule_nbytes; i <= last; ++i)
+            if ((head_.granules[i / 64].load(std::memory_order_acquire) >> (i % 64) & 1) == 0) return false;
+        return true;
     }
     u32 returns() const { return head_.returns.load(std::memory_order_acquire); }
 

@@ -330,6 +330,7 @@ class Segment {
         self->nonce_ = header.nonce;
         header.name[NAME_NBYTES - 1] = 0;
         self->name_ = header.name;
+        self->is_observer_ = is_observer;
         self->map(prefault && !is_observer, is_observer ? PROT_READ : PROT_READ | PROT_WRITE);
         return self;
     }
@@ -385,6 +386,10 @@ class Segment {
     std::string schema() const {  // a copy: it lies where others could write
         return {at<char>(geometry_.schema), geometry_.shape.schema_nbytes};
     }
+    void require_writable() const {
+        if (is_observer_)
+            throw Error(Fault::value, format("segment '%s' was attached to be looked at only", name_.c_str()));
+    }
 
     template <class T>
     T* at(u64 offset) const {
@@ -426,6 +431,7 @@ class Segment {
         prefault_ = prefault;
     }
     u8* map_for_writing() {
+        require_writable();
         u8* mapped = map_part(geometry_.data, data_nbytes(), PROT_READ | PROT_WRITE);
         u8* before = nullptr;
         if (!write_.compare_exchange_strong(before, mapped)) {
@@ -452,6 +458,7 @@ class Segment {
     int fd_;
     u64 nonce_ = 0;
     bool prefault_ = true;
+    bool is_observer_ = false;
     std::string name_, fallback_;
     u8* control_ = nullptr;
     u8* read_ = nullptr;

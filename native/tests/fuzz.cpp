@@ -6,6 +6,7 @@
 // A round begins with the segment as it was created and is known by seed and number: `fuzz --seed S --round N` repeats
 // it. The rounds run in a child, so that a crash or a hang becomes a line that says which round and which call it was.
 #include "snapshot.h"
+#include "tap.h"
 #include "testing.h"
 
 using namespace testing;
@@ -203,6 +204,7 @@ struct Ends {
         Extent extent;
     };
     std::vector<Held> held;
+    std::vector<std::unique_ptr<Tap>> taps;
 };
 void give_back(Ends::Held& held) {
     if (held.receiver)
@@ -233,6 +235,22 @@ void receive(World& world, Ends& ends, const std::shared_ptr<Receiver>& receiver
     else
         receiver->accept(found);
 }
+// Through a mapping that nobody can write through: a tap that writes is a crash.
+void add_tap(World& world, Ends& ends, Random& random) {
+    expect_error_or_value("Tap", [&] {
+        auto segment = Segment::adopt(::dup(world.segment->fd()), false, true);
+        ends.taps.push_back(std::make_unique<Tap>(segment, random.one_in(2)));
+    });
+}
+void look(Tap& tap, Random& random) {
+    std::vector<u8> bytes;
+    Seen seen;
+    for (u64 most = 1 + random.below(64); most > 0 && tap.find(seen); --most) {
+        bytes.assign(seen.is_gone ? 0 : seen.nbytes, 0);
+        tap.copy(seen, seen.is_gone || random.one_in(8) ? nullptr : bytes.data());
+    }
+    tap.missed();
+}
 Extent any_extent(Random& random, const Ends& ends, const Shape& shape) {
     Extent extent{static_cast<u32>(random.below(shape.max_blocks)), static_cast<u32>(random.below(4)),
                   random.below(shape.pool_nbytes), random.below(shape.pool_nbytes)};
@@ -253,7 +271,7 @@ Extent any_extent(Random& random, const Ends& ends, const Shape& shape) {
 void join(World& world, Ends& ends) {
     expect_error_or_value("join", [&] { ends.peers.push_back(Attachment::join(world.segment, "fuzz")); });
 }
-void open_ends(World& world, Ends& ends) {
+void open_ends(World& world, Ends& ends, Random& random) {
     const Shape& shape = world.shape();
     for (int i = 0; i < 3; ++i) join(world, ends);
     for (u32 i = 0; i < shape.lanes; ++i)
@@ -263,6 +281,7 @@ void open_ends(World& world, Ends& ends) {
         expect_error_or_value("Receiver", [&] {
             ends.receivers.push_back(std::make_shared<Receiver>(ends.peers[(i + 1) % ends.peers.size()], -1));
         });
+    if (shape.lanes != 0) add_tap(world, ends, random);
 }
 
 void call_pool(World& world, Ends& ends, Random& random) {
@@ -323,7 +342,7 @@ void call_pool(World& world, Ends& ends, Random& random) {
 void call_channel(World& world, Ends& ends, Random& random) {
     Sender* sender = any(random, ends.senders);
     Receiver* receiver = any(random, ends.receivers);
-    switch (random.below(12)) {
+    switch (random.below(14)) {
         case 0:
         case 1:
         case 2:
@@ -381,6 +400,13 @@ void call_channel(World& world, Ends& ends, Random& random) {
             }
             break;
         }
+        case 11:
+            if (random.one_in(4) && ends.taps.size() < 3) add_tap(world, ends, random);
+            [[fallthrough]];
+        case 12:
+            if (!ends.taps.empty())
+                expect_error_or_value("Tap::find", [&] { look(*ends.taps[random.below(ends.taps.size())], random); });
+            break;
         default:
             if (sender != nullptr)
                 expect_error_or_value("describe", [&] {
@@ -425,7 +451,7 @@ void play(World& world, Shaker& shaker, u64 seed, u64 round, bool may_wait_long)
     Ends ends;
     bool is_shaken = !WATCHES_THREADS && random.one_in(6);
     world.restore();
-    open_ends(world, ends);
+    open_ends(world, ends, random);
     Header before{};
     std::memcpy(static_cast<void*>(&before), &world.segment->header(), offsetof(Header, peers_version));
     u64 quiet = random.below(12), calls = quiet + 4 + random.below(16);
@@ -506,6 +532,8 @@ void adopt_anything(World& world, u64 seed, u64 round) {
                 receiver->accept(found);
             }
         }
+        Tap tap(segment, true);
+        look(tap, random);
     });
 }
 
