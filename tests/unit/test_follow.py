@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from penstock import DecodeError, EndOfChannel, open_broadcast, open_inbox
+from penstock import DecodeError, EndOfChannel, open_broadcast, open_inbox, open_ring
+from penstock.codec import Catalogue, FrameDecoder, Interned
 from penstock.codec.follow import (
     Change,
     Follower,
@@ -196,8 +197,8 @@ def test_a_change_that_fails_half_way_leaves_a_follower_out_of_step_and_it_says_
     with pytest.raises(RuntimeError, match="half done"):
         follower.take(Put(A, 5, "other", 13))
     assert not follower.is_in_step and follower.lost is not None and "half done" in follower.lost.why
+    assert follower.take(Shelf(A, 4, {"number": 4})) is Verdict.LATE  # the next change would be the sixth
     assert follower.take(put(6)) is Verdict.IGNORED
-    assert follower.take(Shelf(A, 4, {"number": 4})) is Verdict.LATE
     assert follower.take(Shelf(A, 6, {"number": 6})) is Verdict.TAKEN
     assert items(follower) == {"number": 6} and follower.is_in_step
 
@@ -275,6 +276,14 @@ def test_what_could_not_be_sent_has_not_happened() -> None:
     assert leading.leader.number == 2
 
 
+def test_a_change_that_is_not_the_next_one_is_not_sent() -> None:
+    wire = Wire()
+    leading = Leading(wire, Leader(Items(), A))
+    with pytest.raises(ValueError, match="expected change 1"):
+        leading.send(put(2))
+    assert not wire.sent
+
+
 def test_a_change_that_the_leaders_own_state_refuses_is_followed_by_a_picture() -> None:
     wire = Wire()
     leading = Leading(wire, Leader(Items(), A))
@@ -318,6 +327,31 @@ def test_one_that_missed_a_change_asks_and_goes_on_while_the_others_pass_over_it
     assert [items(end.follower) for end in ends] == [{"number": 7}] * 2
     becomings = [end.follower.state.becomings for end in ends if isinstance(end.follower.state, Items)]
     assert becomings == [1, 2], "the one that was in step has taken the picture of the other"
+
+
+class Colour(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+
+
+class Painted(Picture, array_like=True, frozen=True):
+    colour: Interned[Colour]
+
+
+def test_a_picture_stands_alone_for_who_has_missed_what_was_defined_before_it() -> None:
+    with open_ring(messages=(Painted,)) as channel, channel.sender() as sender, channel.receiver() as receiver:
+        message = Painted(A, 1, Interned(Colour("blue")))
+        sender.send(message)
+        sender.send(message)
+        sender.greet(lambda: [message])
+        sender.send(message)
+        received = []
+        for _ in range(4):
+            decoder = FrameDecoder(Catalogue(Painted))
+            try:
+                received.append(decoder.decode(receiver._end.receive_frame(5)).colour.value)
+            except DecodeError:
+                received.append(None)
+        assert received == [Colour("blue"), None, Colour("blue"), None]
 
 
 def test_a_receiver_that_comes_late_or_again_is_shown_the_state_before_the_next_change() -> None:
