@@ -65,6 +65,7 @@ class _Sending(_Closing):
         self._owes_greeting = True
 
     def _greetings(self) -> Iterable[msgspec.Struct]:
+        self._encoder.names.forget()  # who needs them may have missed what was defined before: they stand alone
         return self._greeting() if self._greeting is not None else ()
 
     def _overtaken(self, admissions: int) -> None:
