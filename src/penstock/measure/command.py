@@ -84,6 +84,9 @@ def of_processes(options: Options, target: int | Ticket) -> list[Tally]:
     tallies = [Tally(source, is_live=True) for source in sources]
     with interruptible() as is_interrupted, recorder(options.record, sources) as write:
         count(live.entries(watched, options.seconds), tallies, write, is_interrupted)
+    for one in watched:
+        if one.corrupt:
+            print(f"penstock measure: {one.source.kind} '{one.source.name}': {one.corrupt}", file=sys.stderr)
     return tallies
 
 

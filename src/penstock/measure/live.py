@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from penstock import _native, inspect
-from penstock.errors import PenstockError
+from penstock.errors import CorruptRecord, PenstockError
 from penstock.measure.errors import MeasureError
 from penstock.measure.recording import Entry, Source
 from penstock.memory import Ticket
@@ -27,13 +26,17 @@ class Watched:
     def __init__(self, segment: _native.Segment, kind: str, pids: list[int]) -> None:
         self.source = Source(segment.name, kind, bytes(segment.schema))
         self.pids = pids  # of those who have it open
-        native: Any = _native
-        self._tap = native.Tap(segment)
+        self._tap = _native.Tap(segment)
         self._missed = 0
+        self.corrupt = ""  # what the last record that was none looked like
 
     def read(self, index: int) -> list[Entry]:
         """What has come since the last call, and how much of it was missed; empty: nothing."""
-        records = self._tap.read(AT_ONCE)
+        try:
+            records = self._tap.read(AT_ONCE)
+        except CorruptRecord as error:
+            self.corrupt = str(error)
+            return [Entry(index, 0, 0, 0, None, missed=1)]
         found = [Entry(index, lane, sequence, at, frame) for lane, sequence, at, frame in records]
         missed = self._tap.missed - self._missed
         if missed:
@@ -93,7 +96,12 @@ def entries(watched: list[Watched], seconds: float | None) -> Iterator[Entry | N
         yield None
         if time.monotonic() - looked_at > 0.2:
             looked_at = time.monotonic()
-            if not any(inspect.process_of(pid) for one in watched for pid in one.pids):
+            if not any(is_alive(pid) for one in watched for pid in one.pids):
                 return
         time.sleep(pause)
         pause = min(pause * 2, LONGEST_PAUSE)
+
+
+def is_alive(pid: int) -> bool:
+    process = inspect.process_of(pid)
+    return process is not None and process.state != "Z"
