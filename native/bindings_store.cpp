@@ -26,17 +26,22 @@ struct Keeper {
         by->require_ours();
         return Store(*by);
     }
-    const Extent& written_by(const Lease& lease) {
+    // The store, for the one who was given this lease to write what it keeps and has not yet said that it is written.
+    Store store_of(const Lease& lease) {
+        by->require_ours();
         lease.require();
-        if (lease.by != by || !lease.is_writable)
-            throw Error(Fault::value, "this lease was not given by begin() of this store");
-        return lease.extent;
+        if (lease.by != by || !lease.is_filling)
+            throw Error(Fault::value,
+                        "this lease was not given by begin() of this store to be written, or it has been");
+        return Store(*by);
     }
     // Who is writing what we wait for, for an error.
     std::string writer(const Key& key) {
         for (const auto& item : Store(*by).stats().items)
-            if (item.is_filling && std::memcmp(&item.key, &key, sizeof key) == 0)
-                return by->describe(Pool(*by).block(item.block).taker.load());
+            if (item.is_filling && std::memcmp(&item.key, &key, sizeof key) == 0) {
+                u32 taker = Pool(*by).block(item.block).taker.load();
+                if (taker < by->shape().max_peers) return by->describe(taker);
+            }
         return "somebody";
     }
 };
@@ -61,7 +66,11 @@ nb::tuple begin(Keeper& keeper, nb::bytes bytes, u64 nbytes, nb::handle timeout)
             is_full = true;
         }
         if (begun == Store::Begun::hit) return nb::make_tuple(false, make_lease(keeper.by, extent, false));
-        if (begun == Store::Begun::fill) return nb::make_tuple(true, make_lease(keeper.by, extent, true));
+        if (begun == Store::Begun::fill) {
+            nb::object lease = make_lease(keeper.by, extent, true);
+            nb::inst_ptr<Lease>(lease)->is_filling = true;
+            return nb::make_tuple(true, lease);
+        }
         if (now_ns() >= deadline)
             throw Error(Fault::timeout, format("what '%s' keeps under this key is being written by %s for %s",
                                                keeper.by->segment().name().c_str(), keeper.writer(key).c_str(),
@@ -74,6 +83,21 @@ nb::tuple begin(Keeper& keeper, nb::bytes bytes, u64 nbytes, nb::handle timeout)
         }
         if (woken == Woken::interrupted) check_signals();
     }
+}
+
+// After it nobody can write what others read: what could is refused, and the lease is for reading from now on.
+bool commit(Keeper& keeper, Lease& lease) {
+    Store store = keeper.store_of(lease);
+    if (lease.exports != 0) {
+        PyErr_Format(PyExc_BufferError, "the lease has %d views, which could still write: drop them first",
+                     lease.exports);
+        throw nb::python_error();
+    }
+    bool is_there = store.commit(lease.extent);
+    lease.is_filling = lease.is_writable = false;
+    lease.at =
+        const_cast<u8*>(keeper.by->segment().read_at(keeper.by->segment().geometry().pool_data + lease.extent.offset));
+    return is_there;
 }
 
 nb::dict stats_of(Keeper& keeper) {
@@ -116,12 +140,16 @@ void penstock::python::bind_store(nb::module_& m) {
              "while "
              "somebody else writes it, or for room.")
         .def(
-            "commit",
-            [](Keeper& keeper, const Lease& lease) { return keeper.store().commit(keeper.written_by(lease)); },
-            "lease"_a, "What was written is there for everybody. False: it was taken out meanwhile.")
+            "commit", &commit, "lease"_a,
+            "What was written is there for everybody, and the lease is for reading from now on: it must have no views. "
+            "False: it was taken out meanwhile.")
         .def(
-            "abandon", [](Keeper& keeper, const Lease& lease) { keeper.store().abandon(keeper.written_by(lease)); },
-            "lease"_a)
+            "abandon",
+            [](Keeper& keeper, Lease& lease) {
+                keeper.store_of(lease).abandon(lease.extent);
+                lease.is_filling = false;
+            },
+            "lease"_a, "Somebody else may write it. So it is, too, when the lease goes without a commit.")
         .def(
             "remove",
             [](Keeper& keeper, nb::object key) {

@@ -300,8 +300,8 @@ class Pool {
             Unlock unlock{by_, b.lock};
             if (static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) != BlockState::live || !is_still())
                 return;
-            u32 had = held(index)[slot].load(std::memory_order_relaxed);
-            if (had != 0) {
+            bool was_held = !is_unheld(index);
+            if (held(index)[slot].load(std::memory_order_relaxed) != 0) {
                 ++blocks;
                 nbytes += b.nbytes.load(std::memory_order_relaxed);
                 held(index)[slot].store(0, std::memory_order_relaxed);
@@ -322,7 +322,8 @@ class Pool {
                     pending = 0;
                 b.pending.store(pending, std::memory_order_relaxed);
             }
-            is_last = return_if_last(index);
+            is_last = return_if_last(index) &&
+                      (was_held || b.kept.load(std::memory_order_relaxed) == static_cast<u32>(Kept::none));
         }
         if (is_last) announce_return();
     }
@@ -543,9 +544,11 @@ class Pool {
             if (grants(index, from)[slot].load(std::memory_order_relaxed) != 0) return true;
         return false;
     }
+    // Whether others may now have its room: it is returned, or it is kept, and may be evicted.
     bool return_if_last(u32 index) {  // LOCK block is held, the state is live
         Block& b = block(index);
-        if (b.kept.load(std::memory_order_relaxed) != static_cast<u32>(Kept::none) || !is_unheld(index)) return false;
+        if (!is_unheld(index)) return false;
+        if (b.kept.load(std::memory_order_relaxed) != static_cast<u32>(Kept::none)) return true;
         PENSTOCK_POINT("release.last");
         b.state.store(static_cast<u32>(BlockState::returned), std::memory_order_release);
         return true;

@@ -60,6 +60,7 @@ struct Lease {
     u64 id = 0;
     bool is_writable = false;
     bool is_released = false;
+    bool is_filling = false;  // of what a store keeps, once this writer commits it; gone without a word: abandoned
     int exports = 0;
 
     Lease() = default;
@@ -72,6 +73,8 @@ struct Lease {
         if (by && by->is_ours()) {
             if (receiver)
                 receiver->release_record(lane, id);
+            else if (is_filling)
+                Store(*by).give_up(extent);
             else
                 Pool(*by).release(extent.block, extent.generation);
         }

@@ -10,6 +10,7 @@ namespace penstock {
 inline void wake_everybody(Attachment& by) {
     const Geometry& g = by.segment().geometry();
     if (g.pool != 0) ring_all(by.segment().at<PoolHeader>(g.pool)->memory);
+    if (g.shape.buckets != 0) ring_all(by.segment().at<StoreHeader>(g.store)->filled);
     if (g.channel != 0) {
         ring_all(by.segment().at<ChannelHeader>(g.channel)->bell);
         for (u32 i = 0; i < g.shape.lanes; ++i) ring_all(by.segment().at<Lane>(g.lanes)[i].room);

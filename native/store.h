@@ -1,12 +1,12 @@
 // store.h: blocks that are kept under a key after the last lease is gone, until their room is wanted.
 //
 // A kept block:   none ──begin──► filling ──commit──► ready ──evict──► none
-//                           └──── abandon, or the death of the writer ────┘
+//                           └──── abandon, or the writer's lease is gone ─┘
 //
-// The truth is in the blocks: kept and key. What is derived (the chains by which a key is found) is rebuilt by whoever
-// takes over the lock of a dead holder. A block that is kept is not returned with its last lease; one that is evicted
-// is returned at once, for only blocks that nobody holds are evicted. LOCK store is taken before LOCK block, never
-// while LOCK pool is held.
+// The truth is in the blocks: kept and key, and who is writing: the taker, as long as it holds a lease. What is derived
+// (the chains by which a key is found) is rebuilt by whoever takes over the lock of a dead holder. A block that is kept
+// is not returned with its last lease; one that is evicted is returned at once, for only blocks that nobody holds are
+// evicted. LOCK store is taken before LOCK block, never while LOCK pool is held.
 #pragma once
 #include "pool.h"
 
@@ -103,17 +103,29 @@ class Store {
             PENSTOCK_POINT("store.filled");
             if (is_ours) set_kept(extent.block, Kept::ready);  // ORDER block: written before this
         }
+        PENSTOCK_POINT("store.committed");
         announce_fill();
         return is_ours;
     }
     // What was being written is nobody's: the block goes with its last lease, and somebody else may write the key.
-    void abandon(const Extent& extent) {
+    void abandon(const Extent& extent, u64 within_ns = Pool::LOCK_NS) {
         {
-            Locked guard(*this);
+            Locked guard(*this, within_ns);
             if (!is_filling(extent)) return;
             let_go(extent.block);
             count(head_.abandoned);
         }
+        announce_fill();
+    }
+    // The writer's last lease, given back without a word. Where somebody stopped holds the lock, that alone says it:
+    // see is_given_up().
+    void give_up(const Extent& extent) noexcept {
+        try {
+            abandon(extent, Pool::RELEASE_NS);
+        } catch (...) {
+            count(head_.abandoned);
+        }
+        pool_.release(extent.block, extent.generation);
         announce_fill();
     }
     // Takes one key out, or, without one, all: what is held goes with its last lease.
@@ -140,7 +152,6 @@ class Store {
     // For the reaper: what that peer was writing is nobody's; if it held the lock, what is derived is rebuilt.
     template <class Still>
     void drop_filling(u32 slot, u32 epoch, Still&& is_still) {
-        bool is_any = false;
         {
             if (by_.take_over(head_.lock, slot, epoch))
                 rebuild();
@@ -152,10 +163,9 @@ class Store {
                     continue;
                 let_go(index);
                 count(head_.abandoned);
-                is_any = true;
             }
         }
-        if (is_any) announce_fill();
+        announce_fill();  // in any case: it may have died between committing and saying so, as may another reaper
     }
 
     StoreStats stats() const {
@@ -200,8 +210,8 @@ class Store {
     };
     struct Locked {  // LOCK store, with what is derived repaired if its last holder died
         Store& store;
-        explicit Locked(Store& store) : store(store) {
-            if (store.by_.lock(store.head_.lock, now_ns() + Pool::LOCK_NS)) store.rebuild();
+        explicit Locked(Store& store, u64 within_ns = Pool::LOCK_NS) : store(store) {
+            if (store.by_.lock(store.head_.lock, now_ns() + within_ns)) store.rebuild();
             PENSTOCK_POINT("store.locked");
         }
         ~Locked() { store.by_.unlock(store.head_.lock); }
@@ -230,17 +240,23 @@ class Store {
 
     // LOCK store is held in all of these.
     u32 find(const Key& key) {
-        u32 link = bucket(key.words[0]).load(std::memory_order_relaxed);
-        for (u32 steps = 0; link != 0; ++steps) {
-            if (link > g_.shape.max_blocks || steps > g_.shape.max_blocks) {  // somebody wrote where it must not
-                rebuild();
-                return NONE;
+        for (bool is_rebuilt : {false, true}) {
+            u32 link = bucket(key.words[0]).load(std::memory_order_relaxed), steps = 0;
+            for (; link != 0 && link <= g_.shape.max_blocks && steps <= g_.shape.max_blocks; ++steps) {
+                u32 index = link - 1;
+                if (kept(index) != Kept::none && is_key(index, key) && is_live(index)) return index;
+                link = pool_.block(index).next.load(std::memory_order_relaxed);
             }
-            u32 index = link - 1;
-            if (kept(index) != Kept::none && is_key(index, key)) return index;
-            link = pool_.block(index).next.load(std::memory_order_relaxed);
+            if (link == 0 || is_rebuilt) break;
+            rebuild();  // somebody wrote where it must not
         }
         return NONE;
+    }
+    // Its writer has no lease of it any more, and so will never commit it.
+    bool is_given_up(u32 index) const {
+        u32 taker = pool_.block(index).taker.load(std::memory_order_relaxed);
+        return kept(index) == Kept::filling &&
+               (taker >= g_.shape.max_peers || pool_.held(index)[taker].load(std::memory_order_acquire) == 0);
     }
     void link(u32 index) {
         Shared<u32>& head = bucket(pool_.block(index).key[0].load(std::memory_order_relaxed));
@@ -279,6 +295,10 @@ class Store {
         seen = fills();
         u32 index = find(key);
         if (index == NONE) return false;
+        if (is_given_up(index)) {
+            let_go(index);
+            return false;
+        }
         found = kept(index) == Kept::ready ? Begun::hit : Begun::wait;
         if (found == Begun::hit) {
             use(index, out);
@@ -293,64 +313,77 @@ class Store {
         return pool_.keep_no_longer(index, false);
     }
 
-    // Makes room for so many bytes in one piece, by giving up those neighbours that nobody holds and that are worth
-    // least: the larger and the longer unused, the less a byte of it is worth. False: there is no such piece.
+    // Makes room for so many bytes in one piece, by giving up those neighbours that nobody holds and that are together
+    // worth least. Worth falls with the time unused and grows with the size: a small one goes for a small need, and a
+    // large one that was not used for long goes before small ones that were. False: there is no such piece.
     bool evict(u64 nbytes) {
-        struct Item {
-            u64 offset, end;
-            u32 index;
-            double worth;  // < 0: held
-        };
         u64 need = round_up(std::max<u64>(nbytes, 1), LINE);
-        {
-            Locked guard(*this);
-            u64 now = now_ns();
-            std::vector<Item> items;
-            for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
-                if (!is_live(index)) continue;
-                Block& b = pool_.block(index);
-                u64 offset = b.offset.load(std::memory_order_relaxed),
-                    extent = b.extent.load(std::memory_order_relaxed);
-                double idle = static_cast<double>(now - std::min(now, b.used_ns.load(std::memory_order_relaxed))) + 1.0;
-                bool is_free = kept(index) == Kept::ready && pool_.is_unheld(index);
-                items.push_back({offset, offset + extent, index, is_free ? static_cast<double>(extent) / idle : -1.0});
-            }
-            std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.offset < b.offset; });
-            // The window [first, last] of neighbours that are all free to go, with room enough, worth least together.
-            size_t first = 0, best_first = 0, best_last = 0;
-            double worth = 0, best = -1;
-            auto room = [&](size_t from, size_t to) {
-                u64 low = from == 0 ? 0 : items[from - 1].end;
-                u64 high = to + 1 == items.size() ? pool_.nbytes() : items[to + 1].offset;
-                return high > low ? high - low : 0;
-            };
-            for (size_t last = 0; last < items.size(); ++last) {
-                if (items[last].worth < 0) {
-                    first = last + 1;
+        Locked guard(*this);
+        std::vector<Item> items = by_offset();
+        auto room = [&](size_t first, size_t end) {  // were [first, end) gone
+            u64 low = first == 0 ? 0 : items[first - 1].end,
+                high = end < items.size() ? items[end].offset : pool_.nbytes();
+            return high > low ? high - low : 0;
+        };
+        size_t best_first = 0, best_end = 0;
+        Worth best = ~Worth{0};
+        auto consider = [&](size_t first, size_t end, Worth worth) {
+            if (worth >= best) return;
+            best = worth;
+            best_first = first;
+            best_end = end;
+        };
+        bool is_gap = false;
+        for (size_t at = 0; at <= items.size(); ++at) is_gap = is_gap || room(at, at) >= need;
+        if (is_gap) {
+            if (items.size() < g_.shape.max_blocks) return true;  // it has come meanwhile
+            for (size_t at = 0; at < items.size(); ++at)          // what is short is a number for the block
+                if (items[at].may_go) consider(at, at + 1, items[at].worth);
+        } else {
+            Worth worth = 0;
+            for (size_t first = 0, at = 0; at < items.size(); ++at) {
+                if (!items[at].may_go) {
+                    first = at + 1;
                     worth = 0;
                     continue;
                 }
-                worth += items[last].worth;
-                while (first < last && room(first + 1, last) >= need) worth -= items[first++].worth;
-                if (room(first, last) >= need && (best < 0 || worth < best)) {
-                    best = worth;
-                    best_first = first;
-                    best_last = last;
-                }
-            }
-            if (best < 0) return false;
-            for (size_t i = best_first; i <= best_last; ++i) {
-                unlink(items[i].index);
-                PENSTOCK_POINT("store.unlinked");
-                if (!pool_.keep_no_longer(items[i].index, true)) {  // somebody has opened it by its reference
-                    link(items[i].index);
-                    continue;
-                }
-                count(head_.evictions);
-                head_.evicted_nbytes.fetch_add(items[i].end - items[i].offset, std::memory_order_relaxed);
+                worth += items[at].worth;
+                while (first < at && room(first + 1, at + 1) >= need) worth -= items[first++].worth;
+                if (room(first, at + 1) >= need) consider(first, at + 1, worth);
             }
         }
-        return true;
+        for (size_t i = best_first; i < best_end; ++i) {
+            unlink(items[i].index);
+            PENSTOCK_POINT("store.unlinked");
+            if (!pool_.keep_no_longer(items[i].index, true)) {  // somebody has opened it by its reference
+                link(items[i].index);
+                continue;
+            }
+            count(head_.evictions);
+            head_.evicted_nbytes.fetch_add(items[i].end - items[i].offset, std::memory_order_relaxed);
+        }
+        return best_first != best_end;
+    }
+    __extension__ typedef unsigned __int128 Worth;  // exact, so that small ones are not lost in sums with large ones
+    struct Item {
+        u64 offset, end;
+        Worth worth;
+        u32 index;
+        bool may_go;
+    };
+    std::vector<Item> by_offset() const {
+        std::vector<Item> items;
+        u64 now = now_ns();
+        for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
+            if (!is_live(index)) continue;
+            Block& b = pool_.block(index);
+            u64 offset = b.offset.load(std::memory_order_relaxed), extent = b.extent.load(std::memory_order_relaxed);
+            u64 idle_ns = now - std::min(now, b.used_ns.load(std::memory_order_relaxed));
+            bool may_go = (kept(index) == Kept::ready || is_given_up(index)) && pool_.is_unheld(index);
+            items.push_back({offset, offset + extent, (Worth{extent} << 64) / (idle_ns + 1), index, may_go});
+        }
+        std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.offset < b.offset; });
+        return items;
     }
     void announce_fill() {
         head_.fills.fetch_add(1, std::memory_order_release);

@@ -331,10 +331,13 @@ class Store:
 
     def commit(self, lease: Lease) -> bool:
         """
-        What was written is there for everybody. False: it was taken out meanwhile.
+        What was written is there for everybody, and the lease is for reading from now on: it must have no views. False: it was taken out meanwhile.
         """
 
-    def abandon(self, lease: Lease) -> None: ...
+    def abandon(self, lease: Lease) -> None:
+        """
+        Somebody else may write it. So it is, too, when the lease goes without a commit.
+        """
 
     def remove(self, key: bytes | None) -> int: ...
 
