@@ -1,0 +1,11 @@
+"""Tensors: as references in messages, as views of shared memory, as trees that lie in one piece of it.
+
+Leaves to the memory below who holds what, and to the codec how messages travel. torch is used where it is, and needed
+nowhere.
+"""
+
+from penstock.tensor.kinds import UnsupportedTensor
+from penstock.tensor.ref import TensorRef
+from penstock.tensor.tree import Plan, plan, read
+
+__all__ = ["Plan", "TensorRef", "UnsupportedTensor", "plan", "read"]

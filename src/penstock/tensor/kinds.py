@@ -1,0 +1,126 @@
+"""Kinds of numbers: every dtype that torch or NumPy has a plain one of, and the small number that names it on the wire.
+
+Leaves to source.py and views.py what an array of them looks like in which library.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Kind(NamedTuple):
+    code: int  # on the wire; never given to another kind
+    name: str  # torch's, and NumPy's or ml_dtypes' where they have one
+    itemsize: int
+    bits: np.dtype[Any]  # how NumPy sees it where it has no word for it: unsigned integers of the same width
+    numpy: np.dtype[Any] | None
+
+
+class UnsupportedTensor(TypeError):
+    """Something that cannot be sent as a tensor, or not as it is; the text says what to do instead."""
+
+
+# The order is the wire's: new ones go to the end. Those from uint1 on have one number per byte, as torch has them.
+_NAMED = (
+    "uint8 bool int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128 "
+    "bfloat16 complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
+    "uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7"
+).split()
+_NUMPY_HAS = 14  # the first so many
+_WIDTHS = {"bfloat16": 2, "complex32": 4}  # of the others; the rest have one byte
+
+
+def _kinds() -> list[Kind]:
+    made = []
+    for code, name in enumerate(_NAMED, 1):
+        dtype = np.dtype(name) if code <= _NUMPY_HAS else None
+        itemsize = dtype.itemsize if dtype is not None else _WIDTHS.get(name, 1)
+        made.append(Kind(code, name, itemsize, np.dtype(f"u{min(itemsize, 8)}"), dtype))
+    return made
+
+
+KINDS = _kinds()
+KIND_OF_CODE = {kind.code: kind for kind in KINDS}
+KIND_OF_NAME = {kind.name: kind for kind in KINDS}
+_KIND_OF_NUMPY = {kind.numpy: kind for kind in KINDS if kind.numpy is not None}
+_KIND_OF_TORCH: dict[Any, Kind] = {}
+
+
+def kind_of(dtype: Any) -> Kind:
+    """The kind that a torch dtype, a NumPy dtype, or a name of one means. Raises UnsupportedTensor if none does."""
+    found = _KIND_OF_TORCH.get(dtype) if type(dtype).__module__ == "torch" else None
+    if found is not None:
+        return found
+    if type(dtype).__module__ == "torch":
+        found = KIND_OF_NAME.get(str(dtype).removeprefix("torch."))
+        if found is not None:
+            _KIND_OF_TORCH[dtype] = found
+            return found
+        raise UnsupportedTensor(f"a tensor of {dtype} cannot be sent: {_advice(str(dtype))}")
+    if isinstance(dtype, str) and dtype in KIND_OF_NAME:
+        return KIND_OF_NAME[dtype]
+    return kind_of_numpy(np.dtype(dtype))
+
+
+def kind_of_numpy(dtype: np.dtype[Any]) -> Kind:
+    found = _KIND_OF_NUMPY.get(dtype)
+    if found is None:
+        native = dtype if dtype.isnative else dtype.newbyteorder("=")
+        # ml_dtypes' own have names that NumPy does not know, and need not be imported to be recognised.
+        is_foreign = native.kind == "V" and native.names is None and native.subdtype is None
+        found = _KIND_OF_NUMPY.get(native) or (KIND_OF_NAME.get(native.name) if is_foreign else None)
+        if found is None or found.itemsize != native.itemsize:
+            raise UnsupportedTensor(f"an array of {dtype} cannot be sent: {_advice(dtype.kind)}")
+    return found
+
+
+def _advice(what: str) -> str:
+    if what == "O":
+        return "its objects are addresses of this process"
+    if what in "mM":
+        return "send it as .view('int64')"
+    if what in "USTV":
+        return "send its text or its fields by themselves"
+    if "q" in what:
+        return "a quantised one is more than its numbers: send .int_repr() and its scales"
+    return "no other process would know it: convert it, or send its bytes as .view('uint8')"
+
+
+@functools.cache
+def numpy_dtype(kind: Kind) -> np.dtype[Any]:
+    """The kind as NumPy shows it: its own, that of ml_dtypes if that is installed, else unsigned integers as wide."""
+    if kind.numpy is not None:
+        return kind.numpy
+    try:
+        ml_dtypes = importlib.import_module("ml_dtypes")
+    except ImportError:
+        return kind.bits
+    named = getattr(ml_dtypes, kind.name, None)
+    if named is None or np.dtype(named).itemsize != kind.itemsize:
+        return kind.bits
+    made: np.dtype[Any] = np.dtype(named)
+    return made
+
+
+@functools.cache
+def torch_dtype(kind: Kind) -> Any:
+    """Raises UnsupportedTensor where this torch is too old to have it."""
+    torch = needed("torch")
+    found = getattr(torch, kind.name, None)
+    if not isinstance(found, torch.dtype):
+        raise UnsupportedTensor(f"torch {torch.__version__} has no {kind.name}: view it as numpy")
+    return found
+
+
+def imported(name: str) -> Any:
+    """A library if this process has imported it: nothing can be an array of one that it has not."""
+    return sys.modules.get(name)
+
+
+def needed(name: str) -> Any:
+    return importlib.import_module(name)

@@ -1,0 +1,149 @@
+"""What goes in: anything that holds numbers in memory that this process can read, brought to one form and copied once.
+
+Leaves to the bridge where the copy goes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from penstock.tensor.kinds import Kind, UnsupportedTensor, imported, kind_of, kind_of_numpy, needed, torch_dtype
+from penstock.tensor.ref import nbytes_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+IN_HOST_MEMORY = (1, 3, 11)  # of DLPack's devices: CPU, and the pinned memory of CUDA and ROCm
+
+
+class Source(NamedTuple):
+    """An array as it was given. `write` copies its numbers, C-contiguous, and nothing else of what they lie in."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    nbytes: int
+    array: Any  # of NumPy, in a dtype whose copy is the kind's bytes; or of torch, where only torch can copy it
+
+    def write(self, buffer: Buffer, offset: int = 0) -> None:
+        """Copies once, without the GIL where that is worth it. Raises ValueError where there is not so much room."""
+        if not self.nbytes:
+            return
+        kind, array = self.kind, self.array
+        is_numpy = isinstance(array, np.ndarray)
+        dtype = array.dtype.newbyteorder("=") if is_numpy else kind.numpy or kind.bits
+        at = np.frombuffer(memoryview(buffer), dtype, self.nbytes // kind.itemsize, offset).reshape(self.shape)
+        if is_numpy:
+            np.copyto(at, array)
+        else:
+            _copy_by_torch(at, array, kind)
+
+    def tobytes(self) -> bytes:
+        if isinstance(self.array, np.ndarray) and self.array.dtype.isnative:
+            return self.array.tobytes()
+        made = bytearray(self.nbytes)
+        self.write(made)
+        return bytes(made)
+
+
+def source(array: Any, *, detach: bool = False) -> Source:
+    """Looks at an array or tensor without copying it. Raises UnsupportedTensor, which says what to do instead.
+
+    A tensor that requires grad is refused unless `detach` says that only its numbers are meant.
+    """
+    torch = imported("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _of_torch(torch, array, detach)
+    if isinstance(array, (np.ndarray, np.generic)):
+        return _of_numpy(array)
+    if hasattr(array, "__dlpack__"):
+        return _of_dlpack(array, detach)
+    if hasattr(array, "__cuda_array_interface__"):
+        raise _elsewhere(f"a {type(array).__name__}", "its device")
+    try:
+        view = memoryview(array)
+    except TypeError:
+        raise UnsupportedTensor(
+            f"a {type(array).__name__} is no array: expected one of NumPy or torch, or an object with __dlpack__ or "
+            "the buffer protocol"
+        ) from None
+    try:
+        return _of_numpy(np.asarray(view.cast("B") if view.format == "c" else view))
+    except (ValueError, RuntimeError, NotImplementedError) as error:  # a format that NumPy does not know
+        raise UnsupportedTensor(f"a {type(array).__name__} of format {view.format!r}: {error}") from None
+
+
+def _of_numpy(array: Any) -> Source:
+    if isinstance(array, np.ma.MaskedArray):
+        raise UnsupportedTensor("a masked array is two: send .data and .mask")
+    made = np.asarray(array)
+    kind = kind_of_numpy(made.dtype)
+    if kind.numpy is None:
+        made = made.view(kind.bits.newbyteorder(made.dtype.byteorder))
+    return Source(kind, made.shape, nbytes_of(kind, made.shape), made)
+
+
+def _of_torch(torch: Any, tensor: Any, detach: bool) -> Source:
+    what = f"a {tensor.dtype} {'tensor' if type(tensor) is torch.Tensor else type(tensor).__name__}"
+    if tensor.is_quantized:
+        kind_of(tensor.dtype)  # says what to do with it
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise UnsupportedTensor(f"{what} of layout {tensor.layout} is several: send .to_dense(), or its parts")
+    if tensor.device.type != "cpu":
+        raise _elsewhere(what, str(tensor.device))
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedTensor(f"{what} stands for other tensors: send those")
+    if tensor.requires_grad:
+        if not detach:
+            raise UnsupportedTensor(f"{what} requires grad, which no other process could follow: say detach=True")
+        tensor = tensor.detach()
+    kind = kind_of(tensor.dtype)
+    shape = tuple(tensor.shape)
+    nbytes = nbytes_of(kind, shape)
+    if nbytes and not tensor.untyped_storage().nbytes():
+        raise UnsupportedTensor(f"{what} has lost its storage")
+    made: Any = tensor
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        made = (tensor if kind.numpy is not None else _as_bits(torch, tensor, kind)).numpy()
+    return Source(kind, shape, nbytes, made)
+
+
+def _of_dlpack(array: Any, detach: bool) -> Source:
+    device = array.__dlpack_device__() if hasattr(array, "__dlpack_device__") else (1, 0)
+    if int(device[0]) not in IN_HOST_MEMORY:
+        raise _elsewhere(f"a {type(array).__name__}", f"device {int(device[0])}:{int(device[1])} of DLPack")
+    try:
+        return _of_numpy(np.from_dlpack(array))
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # a dtype that NumPy has no word for
+        try:
+            torch = needed("torch")
+        except ImportError:
+            raise UnsupportedTensor(
+                f"NumPy cannot take a {type(array).__name__} ({error}), nor is torch here"
+            ) from None
+    try:
+        return _of_torch(torch, torch.from_dlpack(array), detach)
+    except (BufferError, RuntimeError, ValueError) as error:
+        raise UnsupportedTensor(f"a {type(array).__name__}: {error}") from None
+
+
+def _elsewhere(what: str, device: str) -> UnsupportedTensor:
+    return UnsupportedTensor(
+        f"{what} lies on {device}, not in host memory: penstock.tensor.cuda sends device tensors, .cpu() copies them"
+    )
+
+
+def _as_bits(torch: Any, tensor: Any, kind: Kind) -> Any:
+    return tensor.view(getattr(torch, kind.bits.name))
+
+
+def _copy_by_torch(at: np.ndarray[Any, Any], tensor: Any, kind: Kind) -> None:
+    torch = imported("torch")
+    target = torch.from_numpy(at)
+    if tensor.is_conj() or tensor.is_neg():  # these are numbers until they are copied
+        target.view(torch_dtype(kind)).copy_(tensor)
+    elif kind.numpy is None:
+        target.copy_(_as_bits(torch, tensor, kind))
+    else:
+        target.copy_(tensor)

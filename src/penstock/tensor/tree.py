@@ -1,0 +1,150 @@
+"""Trees: nested dicts, lists and tuples of tensors and small values, laid out in one piece of memory.
+
+    with a plan:   plan(value) ──► layout (bytes to be kept or sent) and nbytes (of memory to be found)
+                   plan.write(buffer)        copies every tensor once, each to a multiple of 64
+    without one:   read(layout, buffer) ──► the same tree, its tensors views of the buffer
+
+The layout is msgpack: None, bool, int, float, str and bytes are themselves; all else is an array that begins with what
+it is:   [0, code, offset, size, …]   a tensor        [1, node, …]            a list
+         [2, node, …]                 a tuple         [3, key, node, …]       a dict
+
+Nothing in it can be executed, and nothing in it is believed. Leaves to the store where the bytes lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from penstock.errors import DecodeError
+from penstock.tensor.kinds import KIND_OF_CODE, UnsupportedTensor
+from penstock.tensor.ref import nbytes_of
+from penstock.tensor.source import Source, source
+from penstock.tensor.views import As, copied, view
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+TENSOR, LIST, TUPLE, DICT = range(4)
+ALIGN = 64  # of every tensor, from the start of the buffer
+MOST_LEVELS = 32
+SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+class Plan(NamedTuple):
+    """Where each tensor of a tree will lie. It refers to the tensors: what is written is what they hold then."""
+
+    nbytes: int
+    layout: bytes
+    sources: tuple[tuple[int, Source], ...]
+
+    def write(self, buffer: Buffer, offset: int = 0) -> None:
+        """Copies the tensors into a buffer that has `nbytes` from `offset` on. What lies between them is left."""
+        for at, one in self.sources:
+            one.write(buffer, offset + at)
+
+
+def plan(tree: Any, *, detach: bool = False) -> Plan:
+    """Raises UnsupportedTensor, with the path, for what cannot be sent; copies nothing."""
+    planned = _Planned(detach)
+    node = planned.node(tree, "$", 0)
+    return Plan(planned.end, msgspec.msgpack.encode(node), tuple(planned.sources))
+
+
+def read(layout: Buffer, buffer: Buffer, offset: int = 0, *, as_: As = "numpy", writable: bool = False) -> Any:
+    """The tree, its tensors views of the buffer (from `offset` on), which they keep; copies of it if `writable`.
+
+    Raises DecodeError, with the path, where the layout is none, or reaches outside of the buffer.
+    """
+    try:
+        node = msgspec.msgpack.decode(layout)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DecodeError(f"expected the layout of a tree: {error}") from None
+    return _Read(buffer, offset, as_, writable).tree(node, "$", 0)
+
+
+class _Planned:
+    def __init__(self, detach: bool) -> None:
+        self.detach = detach
+        self.end = 0
+        self.sources: list[tuple[int, Source]] = []
+
+    def node(self, value: Any, path: str, level: int) -> Any:
+        if type(value) in SCALARS:
+            if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+                raise UnsupportedTensor(f"{value:.3g} has more than 64 bits at {path}")
+            return value
+        if level == MOST_LEVELS:
+            raise UnsupportedTensor(f"expected at most {MOST_LEVELS} levels (does it contain itself?) at {path:.80}")
+        if isinstance(value, Mapping):
+            node: list[Any] = [DICT]
+            for key, one in value.items():
+                if type(key) not in (str, int):
+                    raise UnsupportedTensor(f"expected keys of str or int, got {type(key).__name__} at {path}")
+                node += (key, self.node(one, f"{path}[{key!r}]", level + 1))
+            return node
+        if isinstance(value, (list, tuple)):
+            if hasattr(value, "_fields"):
+                raise UnsupportedTensor(f"a {type(value).__name__} would come back as a tuple at {path}: send a dict")
+            return [
+                LIST if isinstance(value, list) else TUPLE,
+                *(self.node(one, f"{path}[{index}]", level + 1) for index, one in enumerate(value)),
+            ]
+        return self.tensor(value, path)
+
+    def tensor(self, value: Any, path: str) -> Any:
+        try:
+            found = source(value, detach=self.detach)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedTensor(f"{error} at {path}") from None
+        at = self.end + (-self.end & (ALIGN - 1)) if found.nbytes else self.end
+        self.end = at + found.nbytes
+        if found.nbytes:
+            self.sources.append((at, found))
+        return [TENSOR, found.kind.code, at, *found.shape]
+
+
+class _Read:
+    def __init__(self, buffer: Buffer, offset: int, as_: As, writable: bool) -> None:
+        self.buffer = buffer
+        self.offset = offset
+        self.nbytes = memoryview(buffer).nbytes - offset
+        self.as_: As = as_
+        self.make = copied if writable else view
+
+    def tree(self, node: Any, path: str, level: int) -> Any:
+        if type(node) in SCALARS:
+            return node
+        if type(node) is not list or not node or type(node[0]) is not int or level > MOST_LEVELS:
+            raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {path:.80}")
+        what = node[0]
+        if what == TENSOR:
+            return self.tensor(node, path)
+        if what in (LIST, TUPLE):
+            made = [self.tree(one, f"{path}[{index}]", level + 1) for index, one in enumerate(node[1:])]
+            return made if what == LIST else tuple(made)
+        if what != DICT or len(node) % 2 == 0:
+            raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {path}")
+        keyed = {}
+        for key, one in zip(node[1::2], node[2::2], strict=True):
+            if type(key) not in (str, int) or key in keyed:
+                raise DecodeError(f"expected another key of str or int, got {key!r:.80} at {path}")
+            keyed[key] = self.tree(one, f"{path}[{key!r}]", level + 1)
+        return keyed
+
+    def tensor(self, node: list[Any], path: str) -> Any:
+        _, code, offset, *shape = [*node, None, None][: max(3, len(node))]
+        kind = KIND_OF_CODE.get(code) if type(code) is int else None
+        if kind is None or type(offset) is not int:
+            raise DecodeError(f"expected a tensor, got {node!r:.80} at {path}")
+        try:
+            nbytes = nbytes_of(kind, tuple(shape))
+        except ValueError as error:
+            raise DecodeError(f"{error} at {path}") from None
+        if offset < 0 or offset % ALIGN or offset + nbytes > self.nbytes:
+            if nbytes:
+                raise DecodeError(f"expected a tensor within {self.nbytes} bytes, got {node!r:.80} at {path}")
+            offset = 0
+        return self.make(self.buffer, kind, tuple(shape), self.offset + offset, self.as_)

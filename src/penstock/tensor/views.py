@@ -1,0 +1,89 @@
+"""What comes out: arrays over bytes that somebody else wrote, without a copy, and read-only.
+
+NumPy's arrays say that they are read-only, also through `__dlpack__`. torch has no read-only tensors: one that lies in
+a pool lies in a mapping that the kernel guards. A stray write through it is a SIGSEGV of the process that writes,
+never another number for the others. A private (copy-on-write) mapping would let that process live, and was not taken:
+a page that it has written once would never show it the next block at that place. Who wants to write says
+`writable=True`, and has a copy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from penstock._native import Bytes, Lease
+from penstock.tensor.kinds import Kind, needed, numpy_dtype, torch_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+As = Literal["numpy", "torch", "bits"]
+
+
+def view(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as_: As = "numpy") -> Any:
+    """An array over the buffer, which it keeps. The caller has checked that they fit: ref.py, tree.py.
+
+    as_: "numpy", where kinds that NumPy has no word for are those of ml_dtypes if that is installed, and else unsigned
+    integers of the same width; "bits", where those are always such integers; or "torch".
+    """
+    seen = memoryview(buffer).toreadonly()
+    if as_ != "torch":
+        return _array(seen, _dtype(kind, as_), shape, offset)
+    array = _array(seen, _dtype(kind, "bits"), shape, offset)
+    # What no mapping guards, torch has a copy of: somebody's bytes, or a block that this process can still write.
+    is_guarded = isinstance(seen.obj, (Lease, Bytes)) and memoryview(buffer).readonly
+    made = _tensor(array if is_guarded else array.copy())
+    return made if kind.numpy is not None else made.view(torch_dtype(kind))
+
+
+def writable(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as_: As = "numpy") -> Any:
+    """The same over a buffer that may be written, and by whoever has the array."""
+    if as_ != "torch":
+        return _array(memoryview(buffer), _dtype(kind, as_), shape, offset)
+    made = needed("torch").from_numpy(_array(memoryview(buffer), _dtype(kind, "bits"), shape, offset))
+    return made if kind.numpy is not None else made.view(torch_dtype(kind))
+
+
+def copied(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as_: As = "numpy") -> Any:
+    """A private copy, which may be written."""
+    array = _array(memoryview(buffer), _dtype(kind, "bits" if as_ == "torch" else as_), shape, offset).copy()
+    if as_ != "torch":
+        return array
+    made = needed("torch").from_numpy(array)
+    return made if kind.numpy is not None else made.view(torch_dtype(kind))
+
+
+def _dtype(kind: Kind, as_: As) -> np.dtype[Any]:
+    if as_ == "numpy":
+        return numpy_dtype(kind)
+    if as_ != "bits":
+        raise ValueError(f"as_ is 'numpy', 'torch' or 'bits', not {as_!r}")
+    return kind.numpy or kind.bits
+
+
+def _array(buffer: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> np.ndarray[Any, Any]:
+    count = 1
+    for size in shape:
+        count *= size
+    if not count:  # frombuffer refuses to make an array of nothing
+        made = np.empty(shape, dtype)
+        made.flags.writeable = not buffer.readonly
+        return made
+    found: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype, count, offset)
+    if not found.flags.aligned:  # only from who did not align it: torch and SIMD code need not bear it
+        found = found.copy()
+        found.flags.writeable = not buffer.readonly
+    return found.reshape(shape)
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> Any:
+    torch = needed("torch")
+    try:
+        return torch.from_dlpack(array)
+    except BufferError:  # NumPy before 2.1 cannot say "read-only" to another library
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.from_numpy(array)
