@@ -83,6 +83,9 @@ class Segment:
     def fallback(self) -> str: ...
 
     @property
+    def keeps(self) -> bool: ...
+
+    @property
     def kind(self) -> int: ...
 
     @property

@@ -6,6 +6,18 @@ nowhere.
 
 from penstock.tensor.kinds import UnsupportedTensor
 from penstock.tensor.ref import TensorRef
+from penstock.tensor.store import Item, Store, Stored, StoreStats, key_of
 from penstock.tensor.tree import Plan, plan, read
 
-__all__ = ["Plan", "TensorRef", "UnsupportedTensor", "plan", "read"]
+__all__ = [
+    "Item",
+    "Plan",
+    "Store",
+    "StoreStats",
+    "Stored",
+    "TensorRef",
+    "UnsupportedTensor",
+    "key_of",
+    "plan",
+    "read",
+]
