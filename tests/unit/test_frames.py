@@ -119,6 +119,13 @@ def test_arrays_are_parts_of_the_frame_and_views_of_it() -> None:
     assert np.array_equal(got.ids, sent) and np.array_equal(got.wide, np.ones(700))
 
 
+def test_what_was_received_is_read_only_whatever_the_frame_is() -> None:
+    wire = Wire()
+    sent = Arrays(np.arange(3, dtype=np.int32), wide=np.ones(700), image=Part(b"x" * 300))
+    got = wire.decoder.decode(bytearray(wire.frame(sent)))
+    assert not got.ids.flags.writeable and not got.wide.flags.writeable and got.image.view.readonly
+
+
 def test_a_million_numbers_never_become_python_objects() -> None:
     class Ids(msgspec.Struct, array_like=True):
         ids: NDArray[np.int32]

@@ -241,7 +241,7 @@ class FrameDecoder:
         self._values: dict[int, Values] = {}
         self._hints: dict[int, tuple[Any, Any]] = {}  # by identity, which the second of the pair keeps alive
         self._known = Values()
-        self._frame = NOTHING
+        self._frame: Buffer = NOTHING
         self._first = 0  # where the parts of this frame begin
         self._end = 0  # of the part that was read last, from there
         self._nbytes = 0  # of all of them
@@ -262,14 +262,15 @@ class FrameDecoder:
         at, end, first = read_head(view)
         if at > HEAD_NBYTES:
             self._define(view[HEAD_NBYTES:at])
-        self._frame, self._first, self._end, self._nbytes = view, first, 0, len(view) - first
+        self._frame = frame if view.readonly else view.toreadonly()
+        self._first, self._end, self._nbytes = first, 0, len(view) - first
         try:
             message = self._decode(number & ~WITH_PARTS, view[at:end])
             if self._end != self._nbytes:
                 raise DecodeError(f"expected parts of {self._end} bytes, got {self._nbytes}")
             return message
         finally:
-            self._frame, self._nbytes = NOTHING, 0
+            self._frame, self._end, self._nbytes = NOTHING, 0, 0
 
     def _decode(self, number: int, encoded: memoryview) -> Any:
         if not 1 <= number <= len(self._decoders):
@@ -308,19 +309,31 @@ class FrameDecoder:
             known = self._hints[id(hint)] = (_target(hint), hint)
         target = known[0]
         if type(target) is not tuple:
-            if target is not Part:
-                return self._known.value(found, target)
-            kind, view, start, nbytes = self._find(found)
-            if kind != PLAIN:
-                raise DecodeError(f"expected a part of plain bytes, got one of {DTYPES.get(kind, kind)}")
-            return _part_of(memoryview(view)[start : start + nbytes].toreadonly())
+            return self._known.value(found, target)
         dtype, code, itemsize = target
         shape = None
-        if type(found) is list and found:
+        if type(found) is list and found and dtype is not None:
             found, *shape = found
-        kind, view, start, nbytes = self._find(found)
+        # Where the bytes are:
+        view: Any
+        if type(found) is int and found >= 0:
+            kind, nbytes, view = found & KIND_MASK, found >> KIND_BITS, self._frame
+            start = self._end + (-self._end & (63 if nbytes >= LONG_NBYTES else 7))
+            self._end = start + nbytes
+            if self._end > self._nbytes:
+                raise DecodeError(f"expected a part of {nbytes} bytes, got {max(0, self._nbytes - start)}")
+            start += self._first
+        elif type(found) is _Ext:
+            kind, view, start = found.code, found.data, 0
+            nbytes = len(view)
+        else:
+            raise DecodeError(f"expected an array or part, got {type(found).__name__}")
+        # What they are:
         if kind != code:
-            raise DecodeError(f"expected an array of {dtype}, got one of {DTYPES.get(kind, f'kind {kind}')}")
+            wanted = "a part of plain bytes" if dtype is None else f"an array of {dtype}"
+            raise DecodeError(f"expected {wanted}, got one of {DTYPES.get(kind, f'kind {kind}')}")
+        if dtype is None:
+            return _part_of(memoryview(view)[start : start + nbytes].toreadonly())
         if nbytes % itemsize:
             raise DecodeError(f"expected numbers of {itemsize} bytes each, got {nbytes} bytes")
         # frombuffer refuses to make an array of nothing
@@ -328,21 +341,6 @@ class FrameDecoder:
         if code == BOOL and nbytes and made.view(np.uint8).max() > 1:
             raise DecodeError(f"expected 0 and 1, got {made.view(np.uint8).max()}")
         return made if shape is None else _reshaped(made, shape)
-
-    def _find(self, found: object) -> tuple[int, Any, int, int]:
-        """Where the bytes of an array or part are: kind, what they lie in, where, and how many."""
-        if type(found) is int and found >= 0:
-            nbytes = found >> KIND_BITS
-            start = self._end + (-self._end & (63 if nbytes >= LONG_NBYTES else 7))
-            end = start + nbytes
-            if end > self._nbytes:
-                raise DecodeError(f"expected a part of {nbytes} bytes, got {max(0, self._nbytes - start)}")
-            self._end = end
-            return found & KIND_MASK, self._frame, self._first + start, nbytes
-        if type(found) is _Ext:
-            short: Any = found.data
-            return found.code, short, 0, len(short)
-        raise DecodeError(f"expected an array or part, got {type(found).__name__}")
 
 
 def _part_of(view: memoryview) -> Part:
@@ -369,7 +367,7 @@ def _reshaped(flat: np.ndarray[Any, Any], shape: list[Any]) -> np.ndarray[Any, A
 
 
 def _target(hint: Any) -> Any:
-    """What a field of this type is made into: a dtype (its code, its size), Part, or the class of an interned value."""
+    """What a field is made into: an array (dtype, code, size of one), a part (no dtype), an interned class."""
     origin = typing.get_origin(hint)
     if origin is np.ndarray:
         dtype = array_dtype(hint)
@@ -377,5 +375,5 @@ def _target(hint: Any) -> Any:
     if origin is Interned:
         return typing.get_args(hint)[0]
     if hint is Part:
-        return Part
+        return (None, PLAIN, 1)
     raise TypeError(f"{hint!r} cannot be received")
