@@ -119,6 +119,13 @@ def test_arrays_are_parts_of_the_frame_and_views_of_it() -> None:
     assert np.array_equal(got.ids, sent) and np.array_equal(got.wide, np.ones(700))
 
 
+def test_what_was_received_is_read_only_whatever_the_frame_is() -> None:
+    wire = Wire()
+    sent = Arrays(np.arange(3, dtype=np.int32), wide=np.ones(700), image=Part(b"x" * 300))
+    got = wire.decoder.decode(bytearray(wire.frame(sent)))
+    assert not got.ids.flags.writeable and not got.wide.flags.writeable and got.image.view.readonly
+
+
 def test_a_million_numbers_never_become_python_objects() -> None:
     class Ids(msgspec.Struct, array_like=True):
         ids: NDArray[np.int32]
@@ -192,6 +199,52 @@ def test_an_array_of_other_numbers_deep_inside_is_refused_where_it_arrives() -> 
             DecodeError, match=r"expected an array of float32, got one of float64 at \$\.inner\[1\]\.weights"
         ):
             wire.over(wrong)
+
+
+@pytest.mark.parametrize("stand_in", [5, 0, True, [5], b"abc", "x"], ids=repr)
+def test_what_would_be_taken_for_an_array_a_part_or_an_interned_value_is_refused_where_it_is_sent(
+    stand_in: Any,
+) -> None:
+    wire = Wire()
+    wire.over(Asking("x", Interned(Settings(7.0))))  # it has number 0 now
+    name = type(stand_in).__name__
+    for message, why in (
+        (Arrays(stand_in), rf"Arrays\.ids is an array of int32, not {name}"),
+        (Arrays(np.zeros(1, np.int32), image=stand_in), rf"Arrays\.image is Part, not {name}"),
+        (Asking("x", stand_in), rf"Asking\.settings is Interned, not {name}"),
+    ):
+        with pytest.raises(TypeError, match=why):
+            wire.frame(message)
+
+
+def test_an_array_that_is_more_than_its_numbers_is_refused() -> None:
+    sent = np.arange(3, dtype=np.int32)
+    assert np.array_equal(Wire().over(Arrays(sent.view(np.recarray))).ids, sent)
+    with pytest.raises(TypeError, match="a masked array cannot be sent: its mask would be lost"):
+        Wire().frame(Arrays(np.ma.masked_array(sent, [True, False, False])))
+    with pytest.raises(TypeError, match=r"Arrays\.ids is an array of int32, not of float64"):
+        Wire().frame(Arrays(array.array("d", [1.0])))  # type: ignore[arg-type]
+
+
+def test_a_number_wider_than_python_s_is_refused() -> None:
+    with pytest.raises(TypeError, match="a longdouble cannot be sent"):
+        Wire().frame(Plain(1, ratio=np.longdouble(1)))  # type: ignore[arg-type]
+
+
+def test_what_was_interrupted_while_it_was_encoded_is_not_in_the_next_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire()
+    part = wire.encoder._part
+
+    def interrupted(kind: int, nbytes: int, at: Any) -> int:
+        part(kind, nbytes, at)
+        wire.encoder._end = 0  # as it was when the array had been put among the parts, and not been counted
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wire.encoder, "_part", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        wire.encoder.encode(Arrays(np.arange(5000, dtype=np.int32)))
+    monkeypatch.undo()
+    assert np.array_equal(wire.over(Arrays(np.arange(200, dtype=np.int32))).ids, np.arange(200))
 
 
 def test_arrays_of_the_standard_library_and_numbers_of_numpy_are_taken() -> None:
