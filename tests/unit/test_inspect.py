@@ -232,7 +232,7 @@ def snapshot(name: str, inode: int, **more: Any) -> dict[str, Any]:
 def test_a_lock_that_a_stopped_peer_holds_is_told() -> None:
     pool = {"nbytes": 10, "taken_nbytes": 0, "blocks": 0, "max_blocks": 5, "exhaustions": 0, "lock_holder": 3}
     peer = {"index": 3, "pid": 999999999, "name": "sleepy", "state": "stopped", "how": "", "waiting_for_memory_ns": 0}
-    found = inspect.verdict([snapshot("p", 1, pool=[{**pool, "holders": []}], peers=[peer])])
+    found = inspect.verdict_of([snapshot("p", 1, pool=[{**pool, "holders": []}], peers=[peer])])
     assert found[0]["level"] == "stuck"
     assert found[0]["text"].startswith("the lock of the pool 'p' is held by 'sleepy' (pid 999999999, stopped)")
 

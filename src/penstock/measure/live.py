@@ -51,7 +51,7 @@ def channels_of(target: int | Ticket, name: str | None) -> list[Watched]:
         seen = inspect.look(target)
     except inspect.NotFound as error:
         raise MeasureError(str(error)) from None
-    starts = {pid: one.start for pid, one in inspect.processes().items()}
+    starts = {pid: one.start for pid, one in inspect.all_processes().items()}
     asked = [one for one in seen["segments"] if one["asked"] and one["kind"] in CHANNELS]
     if not asked:
         what = ", ".join(sorted({f"{one['kind']} '{one['name']}'" for one in seen["segments"] if one["asked"]}))
