@@ -92,19 +92,23 @@ def test_a_key_is_32_bytes(wrong: Any) -> None:
 
 
 def test_room_is_made_of_what_nobody_holds_the_longest_unused_first() -> None:
-    with Store.create(MB, max_items=64) as store:
-        held = store.put(key(0), tree(0, 100_000))
+    with Store.create(MB) as store:
+        nbytes = store.put(key(100), tree(100, 100_000)).nbytes  # names of three digits, so that all are of one size
+    with Store.create(-(-nbytes // 64) * 64 * 8, max_items=64) as store:
+        held = store.put(key(100), tree(100, 100_000))
         array = held.value()["pixels"]
         held.release()  # the array still holds it
-        for number in range(1, 9):
+        for number in range(101, 108):
             store.put(key(number), tree(number, 100_000)).release()
-        store.get(key(1)).release()  # used again
-        store.put(key(20), tree(20, 180_000)).release()
+        store.get(key(101)).release()  # used again
+        for number, gone in ((120, 102), (121, 103), (122, 104)):
+            store.put(key(number), tree(number, 100_000)).release()
+            with pytest.raises(Missing):
+                store.get(key(gone))
         left = {int.from_bytes(item.key, "big") for item in store.stats_of_keys().items}
-        assert 0 in left and 20 in left and 1 in left
-        assert 2 not in left, left
-        assert (array == 0).all()
-        assert store.stats_of_keys().evictions >= 1
+        assert left == {100, 101, 105, 106, 107, 120, 121, 122}
+        assert (array == 100).all()
+        assert store.stats_of_keys().evictions == 3
 
 
 def test_a_full_store_says_who_holds_what_is_in_the_way() -> None:
