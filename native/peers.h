@@ -396,8 +396,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             }
         }
         throw Error(Fault::memory_exhausted,
-                    format("segment '%s' has %u peers and no place for one more: raise max_peers",
-                           segment_->name().c_str(), shape().max_peers))
+                    format("segment '%s' has %s and no place for one more: raise max_peers", segment_->name().c_str(),
+                           counted(shape().max_peers, "peer").c_str()))
             .with("asked", 1)
             .with("free", 0);
     }

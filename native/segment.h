@@ -113,10 +113,13 @@ inline u64 read_number(const char* path, const char* key = nullptr) {  // NEVER:
 
 // What this process may still allocate: the least of what the machine has and what each control group above it leaves.
 // The kernel would answer an overdraft of a group by killing somebody, so it is asked beforehand.
-inline u64 memory_available(std::string* what = nullptr) {
-    u64 least = read_number("/proc/meminfo", "MemAvailable");
-    if (least != NEVER) least *= 1024;
-    if (what != nullptr) *what = "the machine";
+struct Available {
+    u64 nbytes;
+    const char* whose;  // who leaves no more, in words
+};
+inline Available memory_available() {
+    Available least{read_number("/proc/meminfo", "MemAvailable"), "the machine"};
+    if (least.nbytes != NEVER) least.nbytes *= 1024;
     int fd = ::open("/proc/self/cgroup", O_RDONLY | O_CLOEXEC);
     if (fd < 0) return least;
     std::string text(8192, 0);
@@ -143,10 +146,7 @@ inline u64 memory_available(std::string* what = nullptr) {
                 if (limit != NEVER && used != NEVER) {
                     u64 busy = cache != NEVER && cache < used ? used - cache : used;
                     u64 left = limit > busy ? limit - busy : 0;
-                    if (left < least) {
-                        least = left;
-                        if (what != nullptr) *what = "its control group";
-                    }
+                    if (left < least.nbytes) least = {left, "its control group"};
                 }
                 size_t slash = group.find_last_of('/');
                 if (group == "/" || slash == std::string::npos) break;
@@ -158,13 +158,12 @@ inline u64 memory_available(std::string* what = nullptr) {
 }
 
 inline void require_memory(u64 nbytes, const char* what) {
-    std::string whose;
-    u64 available = memory_available(&whose);
-    if (nbytes <= available) return;
+    Available available = memory_available();
+    if (nbytes <= available.nbytes) return;
     throw Error(Fault::memory_exhausted, format("%s of %s does not fit: %s has %s left", what, in_units(nbytes).c_str(),
-                                                whose.c_str(), in_units(available).c_str()))
+                                                available.whose, in_units(available.nbytes).c_str()))
         .with("asked", static_cast<i64>(nbytes))
-        .with("free", static_cast<i64>(available));
+        .with("free", static_cast<i64>(available.nbytes));
 }
 
 // Gives [offset, offset + nbytes) of the file its pages, or says why not; never a SIGBUS later.
@@ -174,7 +173,7 @@ inline void claim_pages(int fd, u64 offset, u64 nbytes, const char* what) {
     do failed = ::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(nbytes)) != 0 ? errno : 0;
     while (failed == EINTR);
     if (failed == 0) return;
-    u64 available = memory_available();
+    u64 available = memory_available().nbytes;
     rlimit limit{};
     if (failed == EFBIG && ::getrlimit(RLIMIT_FSIZE, &limit) == 0) available = limit.rlim_cur;
     throw Error(Fault::memory_exhausted,

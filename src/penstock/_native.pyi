@@ -26,7 +26,8 @@ def arm_point(name: str, action: str, countdown: int = 1, delay_us: int = 0) -> 
     For tests: what happens when this process passes the point for the countdown-th time.
     """
 
-def memory_available() -> int: ...
+def memory_available() -> tuple[int, str]:
+    """Bytes, and who leaves no more: a part of a sentence."""
 
 def total_memory() -> int: ...
 

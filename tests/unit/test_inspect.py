@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock import cli, inspect
+from penstock import _native, cli, inspect
 from penstock.inspect import in_seconds, in_units
 from tests.conftest import eventually, spawn
 
@@ -404,6 +404,17 @@ def test_the_doctor_looks_at_everything_and_finds_this_machine_fit(capsys: pytes
     for line, subject in zip(lines, subjects):
         assert line.split()[0] in ("ok", "warning")
         assert subject in line
+
+
+def test_the_doctor_says_who_leaves_no_more_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes, whose = _native.memory_available()
+    assert nbytes > 0
+    assert whose in ("the machine", "its control group")
+    monkeypatch.setattr(_native, "memory_available", lambda: (3 << 20, "a small box"))
+    cli.main(["doctor"])
+    assert "3.0 MiB available, as a small box leaves them" in capsys.readouterr().out
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
