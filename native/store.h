@@ -62,14 +62,16 @@ class Store {
     // Throws MemoryExhausted where all that is in the way is held.
     Begun begin(const Key& key, u64 nbytes, Extent& out, u32& seen) {
         by_.refresh();
+        bool is_full = false;
         for (int attempts = 0;; ++attempts) {
             {
                 Locked guard(*this);
                 Begun found;
                 if (look(key, out, seen, found)) return found;
             }
+            if (is_full) throw pool_.exhausted(nbytes);  // and it did not come meanwhile, with what was in the way
             if (pool_.try_take(nbytes, out)) break;
-            if (attempts >= MOST_ATTEMPTS || !evict(nbytes)) throw pool_.exhausted(nbytes);
+            is_full = attempts >= MOST_ATTEMPTS || !evict(nbytes);
         }
         PENSTOCK_POINT("store.taken");
         Begun found = Begun::fill;
