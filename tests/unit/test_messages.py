@@ -457,3 +457,50 @@ def test_a_late_receiver_is_greeted_by_a_loop_that_waits_for_room() -> None:
         channel.close()
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timeout", "nowait", "error"])
+def test_a_greeting_that_a_loop_could_not_send_is_still_owed(how: str) -> None:
+    async def play() -> None:
+        channel = opened("ring", capacity=4096, inline_limit=1024)
+        async with channel.async_sender() as sender:
+            receiver = channel.receiver()
+            if how != "error":
+                with pytest.raises(penstock.WouldBlock):
+                    while True:
+                        sender.send_nowait(Stop("x" * 200))
+            greetings = [ZeroDivisionError] if how == "error" else []
+
+            def greeting() -> list[msgspec.Struct]:
+                if greetings:
+                    raise greetings.pop()
+                return [State(7), Stop("hello" * 20)]
+
+            sender.greet(greeting)
+            if how == "cancelled":
+                sending = asyncio.ensure_future(sender.send(Job(1)))
+                await asyncio.sleep(0.01)
+                sending.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await sending
+            elif how == "timeout":
+                with pytest.raises(penstock.Timeout):
+                    await sender.send(Job(1), timeout=0.01)
+            elif how == "nowait":
+                with pytest.raises(penstock.WouldBlock):
+                    sender.send_nowait(Job(1))
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    await sender.send(Job(1))
+            with pytest.raises(penstock.WouldBlock):
+                while True:
+                    receiver.receive_nowait()
+            await sender.send(Job(2), timeout=5)
+            got = [receiver.receive(timeout=5)]
+            while got[-1] != Job(2):
+                got.append(receiver.receive(timeout=5))
+            assert got == [State(7), Stop("hello" * 20), Job(2)]
+            receiver.close()
+        channel.close()
+
+    asyncio.run(play())

@@ -240,12 +240,24 @@ class AsyncMessageSender(_Sending):
         """Sends one message as it is now; waits for room without holding the loop up. Raises as MessageSender.send."""
         if self._end.is_busy:
             message = copy.deepcopy(message)
-        await self._end.send_by(_Attempt(self, message), timeout)
+        attempt = _Attempt(self, message)
+        try:
+            await self._end.send_by(attempt, timeout)
+        except BaseException:
+            attempt.abandon()
+            raise
 
     def send_nowait(self, message: msgspec.Struct) -> None:
         """The same, but raises WouldBlock instead of waiting."""
-        if self._end.is_busy or not _Attempt(self, message)():
+        if self._end.is_busy:
             self._end.would_block()
+        attempt = _Attempt(self, message)
+        try:
+            if not attempt.is_sent():
+                self._end.would_block()
+        except BaseException:
+            attempt.abandon()
+            raise
 
     async def __aenter__(self) -> AsyncMessageSender:
         return self
@@ -260,21 +272,28 @@ class _Attempt:
     def __init__(self, by: AsyncMessageSender, message: msgspec.Struct) -> None:
         self._by = by
         self._message = message
-        self._is_ours = False
+        self._is_begun = self._is_ours = False
         self._before: list[msgspec.Struct] = []
         self._frame: Buffer | list[Buffer] | None = None  # of the first of them that is not sent
 
     def __call__(self) -> bool:
+        if self.is_sent():
+            return True
+        self._keep()
+        return False
+
+    def is_sent(self) -> bool:
+        """Sends what there is room for. Whether that was all of it."""
         by = self._by
+        self._is_begun = True
         while True:
             if by._owes_greeting and self._frame is None:
-                by._owes_greeting = False
                 self._before = list(by._greetings())
+                by._owes_greeting = False
             if self._frame is None:
                 self._frame = by._encoder.encode(self._before[0] if self._before else self._message)
             admissions = by._end.try_send_if(self._frame, by._admissions)
             if admissions is None:
-                self._keep()
                 return False
             if admissions == by._admissions:
                 by._encoder.sent()
@@ -285,6 +304,12 @@ class _Attempt:
                 continue
             by._overtaken(admissions)
             self._frame = None if by._owes_greeting else by._encoder.again()
+
+    def abandon(self) -> None:
+        """It is not sent after all. A greeting of which something is left is owed again, whole."""
+        if self._is_begun:  # else another one has its turn
+            self._by._owes_greeting |= bool(self._before)
+            self._by._encoder.let_go()
 
     def _keep(self) -> None:
         """The caller goes on while we wait: what it gave us must not change under us."""
