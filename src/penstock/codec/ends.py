@@ -25,6 +25,20 @@ if TYPE_CHECKING:
 Greeting = Callable[[], Iterable[msgspec.Struct]]
 
 
+def owned(value: Any) -> Any:
+    """A deep copy, of a view too."""
+    if isinstance(value, msgspec.Struct):
+        made = copy.copy(value)
+        for name in value.__struct_fields__:
+            msgspec.structs.force_setattr(made, name, owned(getattr(value, name)))
+        return made
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(owned, value))
+    if type(value) is dict:
+        return {owned(key): owned(its) for key, its in value.items()}
+    return memoryview(bytes(value)) if isinstance(value, memoryview) else copy.deepcopy(value)
+
+
 class _Closing:
     """What all four ends have of the end below them."""
 
@@ -69,9 +83,9 @@ class _Sending(_Closing):
         return self._greeting() if self._greeting is not None else ()
 
     def _overtaken(self, admissions: int) -> None:
-        self._admissions = admissions
         self._encoder.names.forget()
         self._owes_greeting = self._greeting is not None
+        self._admissions = admissions  # last: an interrupt before it means that we are told again
 
 
 class _Turns:
@@ -130,11 +144,15 @@ class MessageSender(_Sending):
 
     def _send(self, message: msgspec.Struct, timeout: float | None, may_wait: bool) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            if self._owes_greeting and not self._greet(deadline, may_wait):
-                continue
-            if self._put(self._encoder.encode(message), deadline, may_wait):
-                return
+        try:
+            while True:
+                if self._owes_greeting and not self._greet(deadline, may_wait):
+                    continue
+                if self._put(self._encoder.encode(message), deadline, may_wait):
+                    return
+        except BaseException:
+            self._encoder.let_go()
+            raise
 
     def _greet(self, deadline: float | None, may_wait: bool) -> bool:
         self._owes_greeting = False
@@ -239,7 +257,7 @@ class AsyncMessageSender(_Sending):
     async def send(self, message: msgspec.Struct, timeout: float | None = None) -> None:
         """Sends one message as it is now; waits for room without holding the loop up. Raises as MessageSender.send."""
         if self._end.is_busy:
-            message = copy.deepcopy(message)
+            message = owned(message)
         attempt = _Attempt(self, message)
         try:
             await self._end.send_by(attempt, timeout)
@@ -315,7 +333,7 @@ class _Attempt:
         """The caller goes on while we wait: what it gave us must not change under us."""
         self._frame = self._by._encoder.held()
         if not self._is_ours:
-            self._message = copy.deepcopy(self._message)
+            self._message = owned(self._message)
             self._is_ours = True
 
 
