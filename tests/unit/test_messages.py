@@ -200,9 +200,24 @@ def test_the_description_lies_in_the_segment_for_everybody_to_read() -> None:
     assert [one.name for one in schema.structs] == ["Settings"]
 
 
-def test_messages_is_a_tuple_of_classes() -> None:
-    with pytest.raises(TypeError, match=r"messages=\(Job,\)"):
-        penstock.open_ring(messages=Job)  # type: ignore[call-overload]
+@pytest.mark.parametrize(("given", "why"), [(Job, r"messages=\(Job,\)"), (5, "not 5"), ("Job", "not 'Job'")], ids=str)
+def test_messages_is_a_tuple_of_classes(given: Any, why: str) -> None:
+    with pytest.raises(TypeError, match=why):
+        penstock.open_ring(messages=given)
+    with opened() as channel, pytest.raises(TypeError, match=why):
+        penstock.attach(channel.ticket, messages=given)
+    with penstock.open_ring(messages=iter((Job,))) as ring:  # type: ignore[call-overload]
+        assert ring.catalogue.messages == (Job,)
+
+
+def test_a_description_that_does_not_fit_says_how_long_it_is() -> None:
+    many = tuple(
+        msgspec.defstruct(f"M{n}", [(f"f{k}_{'x' * 900}", int) for k in range(20)], array_like=True) for n in range(64)
+    )
+    with pytest.raises(
+        ValueError, match=r"of these 64 classes takes 1,\d+,\d+ bytes; a channel has room for 1,048,576"
+    ):
+        penstock.open_ring(messages=many)
 
 
 # ── those who came late ──
