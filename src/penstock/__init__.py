@@ -56,7 +56,7 @@ def attach(
     """
     segment = _attach_segment(where)
     if messages is not None:
-        return MessageChannel(_channel_of(segment), tuple(messages))
+        return MessageChannel(_channel_of(segment), messages)
     if segment.kind == 1:
         return Segment(segment)
     return Pool(segment) if segment.kind == 2 else _channel_of(segment)

@@ -276,6 +276,34 @@ def test_what_could_not_be_sent_has_not_happened() -> None:
     assert leading.leader.number == 2
 
 
+@pytest.mark.parametrize("moment", ["before it is sent", "after it is sent", "before it is counted"])
+def test_an_interrupt_that_leaves_open_whether_a_change_was_sent_leaves_nobody_with_another_state(moment: str) -> None:
+    wire = Wire()
+    leading = Leading(wire, Leader(Items(), A))
+    follower = Follower[Put, Shelf](Items())
+    leading.send(put(1))
+    send, sent = wire.send, leading.leader.sent
+
+    def interrupted(*arguments: object) -> None:
+        if moment == "after it is sent":
+            send(*arguments)
+        raise KeyboardInterrupt
+
+    if moment == "before it is counted":
+        leading.leader.sent = interrupted  # type: ignore[method-assign]
+    else:
+        wire.send = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        leading.send(Put(A, 2, "lost", 1))
+    wire.send, leading.leader.sent = send, sent  # type: ignore[method-assign]
+    leading.send(put(leading.leader.next_number))
+    leading.send(Put(A, leading.leader.next_number, "last", 1))
+    list(Following(wire, follower, lambda lost: None))
+    assert follower.is_in_step
+    assert isinstance(leading.leader.state, Items)
+    assert items(follower) == leading.leader.state.items
+
+
 def test_a_change_that_is_not_the_next_one_is_not_sent() -> None:
     wire = Wire()
     leading = Leading(wire, Leader(Items(), A))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import enum
+import gc
 import random
+import weakref
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -315,6 +318,20 @@ def test_a_frame_can_be_made_again_for_who_knows_nothing() -> None:
     assert late.decode(again).settings == value == wire.decoder.decode(again).settings
 
 
+def test_a_definition_that_is_none_does_not_hold_its_frame() -> None:
+    wire = Wire()
+    frame = np.frombuffer(joined(wire.encoder.encode(Asking("x", Interned(Settings("hot"))))), np.uint8)  # type: ignore[arg-type]
+    gone = weakref.ref(frame)
+    gc.disable()
+    try:
+        with contextlib.suppress(DecodeError):
+            wire.decoder.decode(frame)
+        del frame
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_each_sender_has_numbers_of_its_own() -> None:
     one, two, decoder = Wire(), Wire(), FrameDecoder(CATALOGUE)
     a, b = Interned(Settings(1.5)), Interned(Settings(2.5))
@@ -355,6 +372,11 @@ def test_a_definition_survives_a_message_that_could_not_be_decoded() -> None:
         (HEAD.pack(0x81, 0, 0, 1, 2) + b"\xc1\x91\x01", "definitions: "),
         (HEAD.pack(0x81, 0, 0, 1, 2) + b"\x05\x91\x01", "definitions: expected `array`, got `int`"),
         (HEAD.pack(0x83, 0, 0, 6, 3) + b"\x91\x93\x00\x09\xc4\x00" + b"\x92\xa0\x00", "expected one of 1, got 9"),
+        (
+            HEAD.pack(0x81, 0, 0, 8, 2) + b"\x91\x93\xcd\x01\x00\x00\xc4\x00" + b"\x91\x01",
+            "a number less than 256, got 256",
+        ),
+        (HEAD.pack(0x81, 0, 0, 6, 2) + b"\x91\x93\xff\x00\xc4\x00" + b"\x91\x01", "a number less than 256, got -1"),
         (b"\x02\x91\x07", r"Arrays: expected an array of int32, got one of uint16 at \$\.ids"),
         (b"\x02\x91\xcd\x04\x05", r"Arrays: expected a part of 32 bytes, got 0 at \$\.ids"),
         (b"\x02\x91\xc3", r"Arrays: expected an array or part, got bool at \$\.ids"),
@@ -446,6 +468,9 @@ def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
         (lambda: Catalogue(struct(a=list[NDArray[np.datetime64]])), r"say of which numbers"),
         (lambda: Catalogue(struct(a=Interned[Plain2])), r"can be changed: say frozen=True"),
         (lambda: Catalogue(struct(a=Interned[Inner])), r"has arrays or parts"),
+        (lambda: Catalogue(struct(a=Interned[frozen(tuple[Part, ...])])), r"has arrays or parts"),
+        (lambda: Catalogue(struct(a=Interned[frozen(dict[str, tuple[Inner, ...]] | None)])), r"has arrays or parts"),
+        (lambda: Catalogue(struct(a=Interned[Endless])), r"has arrays or parts"),
         (lambda: Catalogue(struct(a=Interned[int])), r"interned in M\.a is a msgspec\.Struct"),  # type: ignore[type-var]
         (lambda: Catalogue(struct(a=msgspec.defstruct("N", ["b"]))), r"N, in M\.a, is encoded with the names"),
         (lambda: Catalogue(struct(a=int), struct(b=int)), "two classes are called M"),
@@ -454,6 +479,14 @@ def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
 def test_what_cannot_be_a_message_is_refused_when_the_channel_is_made(make: Any, why: str) -> None:
     with pytest.raises((TypeError, ValueError), match=why):
         make()
+
+
+class Endless(msgspec.Struct, array_like=True, frozen=True):
+    more: Interned[Endless] | None = None
+
+
+def frozen(what: Any) -> type[msgspec.Struct]:
+    return msgspec.defstruct("Frozen", [("it", what)], array_like=True, frozen=True)
 
 
 class Plain2(msgspec.Struct, array_like=True):

@@ -57,6 +57,13 @@ def test_a_file_without_a_whole_head_is_no_recording(tmp_path: Path) -> None:
             Recording(tmp_path / "y")
 
 
+def test_a_head_nested_too_deep_is_no_recording(tmp_path: Path) -> None:
+    path = tmp_path / "deep"
+    path.write_bytes(b"penstock recording 1\n" + b"[" * 200_000 + b"\n")
+    with pytest.raises(NotARecording, match="a head that cannot be read"):
+        Recording(path)
+
+
 def test_another_version_is_refused_with_both_named(tmp_path: Path) -> None:
     whole = recorded(tmp_path / "x")
     (tmp_path / "y").write_bytes(whole.replace(b"penstock recording 1\n", b"penstock recording 12\n", 1))

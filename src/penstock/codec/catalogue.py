@@ -160,8 +160,7 @@ class Catalogue:
         if not cls.__struct_config__.frozen:
             raise TypeError(f"{cls.__name__}, interned in {where}, can be changed: say frozen=True")
         if cls not in self.interned:
-            parts = [text for _, text in self.structs[cls].fields if "array[" in text or "interned[" in text]
-            if parts or any("part" in text.split() for _, text in self.structs[cls].fields):
+            if any(_special(hint) is not None for hint in _hints_within(cls, set())):
                 raise TypeError(f"{cls.__name__}, interned in {where}, has arrays or parts: these are never interned")
             self.interned.append(cls)
 
@@ -183,6 +182,19 @@ class Catalogue:
         if not found:
             return text
         return f"{head} at ${_named(cls, path.rstrip('`'))}"
+
+
+def _hints_within(hint: Any, seen: set[type]) -> Iterator[Any]:
+    """The type, and what it is made of, each struct once."""
+    yield hint
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        if hint not in seen:
+            seen.add(hint)
+            for inner in typing.get_type_hints(hint, include_extras=True).values():
+                yield from _hints_within(inner, seen)
+    elif typing.get_origin(hint) is not typing.Literal:
+        for inner in typing.get_args(hint):
+            yield from _hints_within(inner, seen)
 
 
 def _special(hint: Any) -> Any:

@@ -25,6 +25,20 @@ if TYPE_CHECKING:
 Greeting = Callable[[], Iterable[msgspec.Struct]]
 
 
+def owned(value: Any) -> Any:
+    """A deep copy, of a view too."""
+    if isinstance(value, msgspec.Struct):
+        made = copy.copy(value)
+        for name in value.__struct_fields__:
+            msgspec.structs.force_setattr(made, name, owned(getattr(value, name)))
+        return made
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(owned, value))
+    if type(value) is dict:
+        return {owned(key): owned(its) for key, its in value.items()}
+    return memoryview(bytes(value)) if isinstance(value, memoryview) else copy.deepcopy(value)
+
+
 class _Closing:
     """What all four ends have of the end below them."""
 
@@ -69,9 +83,9 @@ class _Sending(_Closing):
         return self._greeting() if self._greeting is not None else ()
 
     def _overtaken(self, admissions: int) -> None:
-        self._admissions = admissions
         self._encoder.names.forget()
         self._owes_greeting = self._greeting is not None
+        self._admissions = admissions  # last: an interrupt before it means that we are told again
 
 
 class _Turns:
@@ -130,11 +144,15 @@ class MessageSender(_Sending):
 
     def _send(self, message: msgspec.Struct, timeout: float | None, may_wait: bool) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            if self._owes_greeting and not self._greet(deadline, may_wait):
-                continue
-            if self._put(self._encoder.encode(message), deadline, may_wait):
-                return
+        try:
+            while True:
+                if self._owes_greeting and not self._greet(deadline, may_wait):
+                    continue
+                if self._put(self._encoder.encode(message), deadline, may_wait):
+                    return
+        except BaseException:
+            self._encoder.let_go()
+            raise
 
     def _greet(self, deadline: float | None, may_wait: bool) -> bool:
         self._owes_greeting = False
@@ -239,13 +257,25 @@ class AsyncMessageSender(_Sending):
     async def send(self, message: msgspec.Struct, timeout: float | None = None) -> None:
         """Sends one message as it is now; waits for room without holding the loop up. Raises as MessageSender.send."""
         if self._end.is_busy:
-            message = copy.deepcopy(message)
-        await self._end.send_by(_Attempt(self, message), timeout)
+            message = owned(message)
+        attempt = _Attempt(self, message)
+        try:
+            await self._end.send_by(attempt, timeout)
+        except BaseException:
+            attempt.abandon()
+            raise
 
     def send_nowait(self, message: msgspec.Struct) -> None:
         """The same, but raises WouldBlock instead of waiting."""
-        if self._end.is_busy or not _Attempt(self, message)():
+        if self._end.is_busy:
             self._end.would_block()
+        attempt = _Attempt(self, message)
+        try:
+            if not attempt.is_sent():
+                self._end.would_block()
+        except BaseException:
+            attempt.abandon()
+            raise
 
     async def __aenter__(self) -> AsyncMessageSender:
         return self
@@ -260,21 +290,28 @@ class _Attempt:
     def __init__(self, by: AsyncMessageSender, message: msgspec.Struct) -> None:
         self._by = by
         self._message = message
-        self._is_ours = False
+        self._is_begun = self._is_ours = False
         self._before: list[msgspec.Struct] = []
         self._frame: Buffer | list[Buffer] | None = None  # of the first of them that is not sent
 
     def __call__(self) -> bool:
+        if self.is_sent():
+            return True
+        self._keep()
+        return False
+
+    def is_sent(self) -> bool:
+        """Sends what there is room for. Whether that was all of it."""
         by = self._by
+        self._is_begun = True
         while True:
             if by._owes_greeting and self._frame is None:
-                by._owes_greeting = False
                 self._before = list(by._greetings())
+                by._owes_greeting = False
             if self._frame is None:
                 self._frame = by._encoder.encode(self._before[0] if self._before else self._message)
             admissions = by._end.try_send_if(self._frame, by._admissions)
             if admissions is None:
-                self._keep()
                 return False
             if admissions == by._admissions:
                 by._encoder.sent()
@@ -286,11 +323,17 @@ class _Attempt:
             by._overtaken(admissions)
             self._frame = None if by._owes_greeting else by._encoder.again()
 
+    def abandon(self) -> None:
+        """It is not sent after all. A greeting of which something is left is owed again, whole."""
+        if self._is_begun:  # else another one has its turn
+            self._by._owes_greeting |= bool(self._before)
+            self._by._encoder.let_go()
+
     def _keep(self) -> None:
         """The caller goes on while we wait: what it gave us must not change under us."""
         self._frame = self._by._encoder.held()
         if not self._is_ours:
-            self._message = copy.deepcopy(self._message)
+            self._message = owned(self._message)
             self._is_ours = True
 
 

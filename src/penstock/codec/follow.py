@@ -120,6 +120,13 @@ class Leader(Generic[ChangeT, PictureT]):
         self.number += 1
         self.state.apply(change)
 
+    def doubt(self, change: ChangeT) -> None:
+        """Nobody knows whether the change has been sent. It has not happened here; a picture is due.
+
+        The picture has a later number than the change, so that those who have applied it take the picture, too.
+        """
+        self.number = change.number + 1
+
     def must_answer(self, lost: Lost) -> bool:
         """Whether a picture is due: not if one was made after what this follower stumbled over."""
         return lost.found_leader != self.identity or lost.found > self._pictured
@@ -272,12 +279,23 @@ class Leading(Generic[ChangeT, PictureT]):
         sender.greet(leader.pictures)
 
     def send(self, change: ChangeT, timeout: float | None = None) -> None:
-        """Sends the change, and applies it. What could not be sent has not happened: the state stays what it was."""
+        """Sends the change, and applies it. What could not be sent has not happened: the state stays what it was.
+
+        So it does when an interrupt comes so late that the change may have been sent: `leader.next_number` is another
+        one then, and a picture goes out before the next change.
+        """
         self.leader.require_next(change)
-        self._sender.send(change, timeout)
+        is_sent = False
         try:
+            self._sender.send(change, timeout)
+            is_sent = True
             self.leader.sent(change)
+        except Exception:
+            if is_sent:
+                self._sender.greet(self.leader.pictures)
+            raise
         except BaseException:
+            self.leader.doubt(change)
             self._sender.greet(self.leader.pictures)
             raise
 

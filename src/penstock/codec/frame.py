@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from penstock.codec.catalogue import Catalogue, array_dtype, decode_error
-from penstock.codec.interned import Interned, Names, Values, received
+from penstock.codec.interned import INTERNED, Interned, Names, Values, received
 from penstock.codec.part import CODES, DTYPES, PLAIN, Part
 from penstock.errors import DecodeError
 
@@ -293,6 +293,9 @@ class FrameDecoder:
             if not 0 <= index < len(self._interned):
                 wrong = DecodeError(f"definition of {number}: expected one of {len(self._interned)}, got {index}")
                 continue
+            if not 0 <= number < INTERNED:
+                wrong = DecodeError(f"definitions: expected a number less than {INTERNED}, got {number}")
+                continue
             cls = self.catalogue.interned[index]
             try:
                 self._known.define(number, cls, received(self._interned[index].decode(value), value))
@@ -300,7 +303,10 @@ class FrameDecoder:
                 self._known.forget(number)
                 wrong = decode_error(self.catalogue, cls, error)
         if wrong is not None:
-            raise wrong
+            try:
+                raise wrong
+            finally:
+                wrong = None  # it leads to us: together they would hold the frame until the next collection
 
     # ── what msgspec does not know ──
     def _hook(self, hint: Any, found: Any) -> Any:

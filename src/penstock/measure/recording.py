@@ -107,7 +107,7 @@ class Recording:
                 Source(str(one["name"]), str(one["kind"]), base64.b64decode(one["schema"], validate=True))
                 for one in json.loads(line)["channels"]
             ]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise NotARecording(f"{self._path} has a head that cannot be read: {error!r}") from None
 
     def __iter__(self) -> Iterator[Entry]:
