@@ -35,8 +35,7 @@ struct Keeper {
     // Who is writing what we wait for, for an error.
     std::string writer(const Key& key) {
         for (const auto& item : Store(*by).stats().items)
-            if (item.is_filling && std::memcmp(&item.key, &key, sizeof key) == 0)
-                return by->describe(Pool(*by).block(item.block).taker.load());
+            if (item.is_filling && std::memcmp(&item.key, &key, sizeof key) == 0) return by->describe(item.taker);
         return "somebody";
     }
 };
