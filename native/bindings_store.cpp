@@ -38,10 +38,8 @@ struct Keeper {
     // Who is writing what we wait for, for an error.
     std::string writer(const Key& key) {
         for (const auto& item : Store(*by).stats().items)
-            if (item.is_filling && std::memcmp(&item.key, &key, sizeof key) == 0) {
-                u32 taker = Pool(*by).block(item.block).taker.load();
-                if (taker < by->shape().max_peers) return by->describe(taker);
-            }
+            if (item.is_filling && std::memcmp(&item.key, &key, sizeof key) == 0 && item.taker < by->shape().max_peers)
+                return by->describe(item.taker);
         return "somebody";
     }
 };

@@ -20,7 +20,7 @@ struct StoreStats {
     u64 hits = 0, misses = 0, puts = 0, evictions = 0, evicted_nbytes = 0, fills_awaited = 0, abandoned = 0;
     struct Item {
         Key key;
-        u32 block, generation, holders, hits;
+        u32 block, generation, taker, holders, hits;  // taker: as it says; of one that is being written, the writer
         u64 nbytes, age_ns, idle_ns;
         bool is_filling;
     };
@@ -188,6 +188,7 @@ class Store {
             for (u32 i = 0; i < KEY_WORDS; ++i) item.key.words[i] = b.key[i].load(std::memory_order_relaxed);
             item.block = index;
             item.generation = b.generation.load(std::memory_order_relaxed);
+            item.taker = b.taker.load(std::memory_order_relaxed);
             item.nbytes = b.nbytes.load(std::memory_order_relaxed);
             item.hits = b.hits.load(std::memory_order_relaxed);
             item.is_filling = state == Kept::filling;

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock import _native
+from penstock.codec.catalogue import Schema
+from penstock.errors import LayoutMismatch
 from penstock.inspect.words import printable
 
 Json = dict[str, Any]
@@ -38,8 +40,18 @@ def snapshot_of(pid: int, number: int, place: Place) -> Json:
     if (status.st_dev, status.st_ino) != place:
         os.close(fd)
         raise FileNotFoundError("closed while we looked")
-    found: Json = harmless(_native.snapshot(fd))
-    return found
+    found: Json = _native.snapshot(fd)
+    if "schema" in found:
+        found.update(messages_of(found.pop("schema")))
+    return dict(harmless(found))
+
+
+def messages_of(schema: str) -> Json:
+    """What a channel carries: the names of its messages, or why they cannot be told."""
+    try:
+        return {"messages": [one.name for one in Schema.decode(schema.encode()).messages]}
+    except LayoutMismatch as error:
+        return {"messages": [], "messages_error": str(error)}
 
 
 def harmless(value: Any) -> Any:
@@ -70,6 +82,19 @@ def name_of(segment: Json, end: Json) -> str:
     """'worker 2' (pid 15, stopped)"""
     state = state_of(segment, end)
     return f"'{end['name']}' (pid {end['pid']}{'' if state == 'live' else ', ' + state})"
+
+
+def peer_at(segment: Json, index: int) -> str:
+    """'worker 2' (pid 15, stopped), of whoever has that place; 'nobody we know'."""
+    for peer in segment["peers"]:
+        if peer["index"] == index:
+            return f"'{peer['name']}' (pid {peer['pid']}{'' if peer['state'] == 'live' else ', ' + peer['state']})"
+    return "nobody we know"
+
+
+def short_key(item: Json) -> str:
+    """As much of a key of a store as tells it from the others."""
+    return f"{item['key'][:12]}…"
 
 
 def behind_of(segment: Json, receiver: Json, lane: int) -> tuple[int, int]:

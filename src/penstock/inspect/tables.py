@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.inspect.segments import Json, state_of, title_of
-from penstock.inspect.words import in_seconds, in_units
+from penstock.inspect.segments import Json, peer_at, short_key, state_of, title_of
+from penstock.inspect.words import counted, in_seconds, in_units
+
+MOST_NAMES = 8  # of messages, in a title
+MOST_ITEMS = 16  # of a store; --json has all
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ def tables_of(seen: Json) -> Iterator[Table]:
 def tables_of_segment(segment: Json) -> Iterator[Table]:
     sizes = f"{in_units(segment['claimed_nbytes'])} claimed of {in_units(segment['nbytes'])}"
     title = f"{title_of(segment)}: {sizes}, {in_seconds(max(segment['age_ns'], 0))} old, inode {segment['inode']}"
+    title += carried(segment)
     peers = [
         (str(one["index"]), one["name"], str(one["pid"]), peer_state(one), str(one["epoch"]), one["how"])
         for one in segment["peers"]
@@ -61,6 +65,36 @@ def tables_of_segment(segment: Json) -> Iterator[Table]:
             for one in pool["holders"]
         ]  # fmt: skip
         yield Table(title, ("holder", "pid", "blocks", "bytes", "granted, not yet opened"), rows)
+    for store in segment.get("store", ()):
+        yield table_of_store(segment, store)
+
+
+def carried(segment: Json) -> str:
+    if "messages_error" in segment:
+        return f", carries messages of which nothing is known: {segment['messages_error']}"
+    names = segment.get("messages", [])
+    if not names:
+        return ""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f", carries {', '.join(names[:MOST_NAMES])}{more}"
+
+
+def table_of_store(segment: Json, store: Json) -> Table:
+    """What is being written, what is held and what is asked for most comes first."""
+    title = (
+        f"store of '{segment['name']}': {counted(store['keys'], 'key')}, {in_units(store['nbytes'])}, "
+        f"{store['hits']} hits, {store['misses']} misses, {store['puts']} puts, {store['evictions']} evictions "
+        f"({in_units(store['evicted_nbytes'])}), {store['fills_awaited']} fills awaited, {store['abandoned']} abandoned"
+    )
+    items = sorted(store["items"], key=lambda one: (one["state"] != "filling", -one["holders"], -one["hits"]))
+    if len(items) > MOST_ITEMS:
+        title += f"; {MOST_ITEMS} of them"
+    rows = []
+    for one in items[:MOST_ITEMS]:
+        state = f"being written by {peer_at(segment, one['writer'])}" if one["state"] == "filling" else "ready"
+        age, idle = (in_seconds(max(one[which], 0)) for which in ("age_ns", "idle_ns"))
+        rows.append((short_key(one), in_units(one["nbytes"]), str(one["hits"]), str(one["holders"]), age, idle, state))
+    return Table(title, ("key", "bytes", "hits", "holders", "age", "idle", "state"), rows)
 
 
 def peer_state(peer: Json) -> str:

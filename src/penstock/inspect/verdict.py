@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from penstock.inspect.processes import is_running, process_of
-from penstock.inspect.segments import Json, states_of, title_of
+from penstock.inspect.segments import Json, peer_at, short_key, states_of, title_of
 from penstock.inspect.waits import STUCK_NS, Blocker, Wait, biggest_holders, waits_of
-from penstock.inspect.words import counted, in_units
+from penstock.inspect.words import counted, in_seconds, in_units
 
 LEVELS = ("deadlock", "stuck", "warning", "note", "idle")  # of a sentence, the worst first
 
@@ -38,6 +38,7 @@ def verdict_of(segments: list[Json]) -> list[Json]:
         sentences.extend(about_peers(segment))
         sentences.extend(about_ends(segment))
         sentences.extend(about_pool(segment))
+        sentences.extend(about_store(segment))
     unique = {one["text"]: one for one in sentences}
     return sorted(unique.values(), key=lambda one: LEVELS.index(one["level"]))
 
@@ -135,12 +136,12 @@ def about_ends(segment: Json) -> Iterator[Json]:
 
 
 def about_pool(segment: Json) -> Iterator[Json]:
-    states = states_of(segment)
     for pool in segment.get("pool", ()):
         of = f"the pool {'' if segment['kind'] == 'pool' else 'of ' + segment['kind'] + ' '}'{segment['name']}'"
         most = next(biggest_holders(segment), None)
         holder = f"; {most.clause}" if most else ""
-        is_full = pool["taken_nbytes"] * 10 > pool["nbytes"] * 9 or pool["blocks"] >= pool["max_blocks"]
+        nbytes, blocks = in_use(segment, pool)
+        is_full = nbytes * 10 > pool["nbytes"] * 9 or blocks >= pool["max_blocks"]
         full = (
             f"{in_units(pool['taken_nbytes'])} of {in_units(pool['nbytes'])} taken, "
             f"{pool['blocks']} of {pool['max_blocks']} blocks{holder}"
@@ -152,9 +153,35 @@ def about_pool(segment: Json) -> Iterator[Json]:
             yield sentence("warning" if is_full else "note", "pool", f"{of} {word} {times}: {full}", pids)
         elif is_full:
             yield sentence("note", "pool", f"{of} is nearly exhausted: {full}", pids)
-        locker = pool["lock_holder"]
-        if locker >= 0 and states.get(locker, "unknown") not in ("live", "left"):
-            peer = next((one for one in segment["peers"] if one["index"] == locker), None)
-            who = f"'{peer['name']}' (pid {peer['pid']}, {peer['state']})" if peer else "nobody we know"
-            text = f"the lock of {of} is held by {who}: nobody can take a block"
-            yield sentence("stuck", "lock", text, [peer["pid"]] if peer else [])
+        yield from about_lock(segment, pool["lock_holder"], of, "nobody can take a block")
+
+
+def in_use(segment: Json, pool: Json) -> tuple[int, int]:
+    """Bytes and blocks that do not give way when their room is wanted: a store is always full, and nobody minds."""
+    free_to_go = [
+        one["nbytes"]
+        for store in segment.get("store", ())
+        for one in store["items"]
+        if one["state"] == "ready" and one["holders"] == 0
+    ]
+    return pool["taken_nbytes"] - sum(free_to_go), pool["blocks"] - len(free_to_go)
+
+
+def about_lock(segment: Json, holder: int, of: str, therefore: str) -> Iterator[Json]:
+    if holder >= 0 and states_of(segment).get(holder, "unknown") not in ("live", "left"):
+        pids = [peer["pid"] for peer in segment["peers"] if peer["index"] == holder]
+        yield sentence("stuck", "lock", f"the lock of {of} is held by {peer_at(segment, holder)}: {therefore}", pids)
+
+
+def about_store(segment: Json) -> Iterator[Json]:
+    states = states_of(segment)
+    for store in segment.get("store", ()):
+        of = f"the store '{segment['name']}'"
+        yield from about_lock(segment, store["lock_holder"], of, "nobody can put or get")
+        for one in store["items"]:
+            if one["state"] != "filling" or states.get(one["writer"]) == "live":
+                continue
+            pids = [peer["pid"] for peer in segment["peers"] if peer["index"] == one["writer"]]
+            since = in_seconds(max(one["age_ns"], 0))
+            text = f"key {short_key(one)} of {of} is being written since {since} by {peer_at(segment, one['writer'])}"
+            yield sentence("warning", "store", f"{text}: whoever wants it waits", pids)
