@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import multiprocessing
 import subprocess
@@ -591,3 +592,37 @@ def test_a_loop_that_waits_for_room_keeps_views_as_they_were() -> None:
         channel.close()
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("moment", ["the turn was taken", "it is given back"])
+def test_an_interrupt_leaves_no_end_shut(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened("ring") as channel, channel.sender() as sender, channel.receiver() as receiver:
+        for end, use in (
+            (sender, lambda: sender.send(Stop(), timeout=1)),
+            (sender, lambda: sender.send_nowait(Stop())),
+            (receiver, lambda: receiver.receive(timeout=1)),
+            (receiver, lambda: receiver.receive_view(timeout=1)),
+            (receiver, lambda: receiver.receive_nowait()),
+        ):
+            sender.send(Stop())
+            turns = type(end._turns)
+            take = turns.take
+
+            def interrupted(*arguments: Any, take: Any = take) -> None:
+                if moment == "the turn was taken":
+                    take(*arguments)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(turns, "take" if moment == "the turn was taken" else "give", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                use()
+            monkeypatch.undo()
+            sender.send(Stop(), timeout=1)
+            while True:
+                try:
+                    receiver.receive_nowait()
+                except penstock.WouldBlock:
+                    break
+            with concurrent.futures.ThreadPoolExecutor(1) as other:
+                other.submit(sender.send, Stop(), 1).result()
+                other.submit(receiver.receive, 1).result()

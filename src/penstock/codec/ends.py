@@ -89,16 +89,21 @@ class _Sending(_Closing):
 
 
 class _Turns:
-    """One thread after the other. A thread's deadline counts while it waits for its turn, too."""
+    """One thread after the other. A thread's deadline counts while it waits for its turn, too.
 
-    __slots__ = ("_lock",)
+    Between any two lines an interrupt (Ctrl-C) may leave the turn taken. It is that thread's own, then: the lock knows
+    whose it is, and the thread's next turn is this one.
+    """
+
+    __slots__ = ("_is_ours", "_lock")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_ours = self._lock._is_owned  # type: ignore[attr-defined]
 
     def take(self, end: _native.Sender | _native.Receiver, timeout: float | None) -> float | None:
         """Waits for the turn. Returns what is left of the timeout."""
-        if self._lock.acquire(False):
+        if self._is_ours() or self._lock.acquire(False):
             return timeout
         if timeout is None:
             self._lock.acquire()
@@ -109,7 +114,8 @@ class _Turns:
         return max(0.0, timeout - (time.monotonic() - began))
 
     def give(self) -> None:
-        self._lock.release()
+        if self._is_ours():
+            self._lock.release()
 
 
 class MessageSender(_Sending):
@@ -128,16 +134,16 @@ class MessageSender(_Sending):
         What it holds may be changed as soon as this returns. Raises TypeError where it is not what its class says, and
         else as `Sender.send` does.
         """
-        timeout = self._turns.take(self._end, timeout)
         try:
+            timeout = self._turns.take(self._end, timeout)
             self._send(message, timeout, True)
         finally:
             self._turns.give()
 
     def send_nowait(self, message: msgspec.Struct) -> None:
         """The same, but raises WouldBlock instead of blocking."""
-        self._turns.take(self._end, None)
         try:
+            self._turns.take(self._end, None)
             self._send(message, None, False)
         finally:
             self._turns.give()
@@ -202,24 +208,24 @@ class MessageReceiver(_Closing):
         channel's pool, which is held as long as one of them is. Raises DecodeError for bytes that are not a message,
         which costs that message alone, and else as `Receiver.receive` does.
         """
-        timeout = self._turns.take(self._end, timeout)
         try:
+            timeout = self._turns.take(self._end, timeout)
             return self._decoder.decode(self._end.receive_frame(timeout), self._end.source)
         finally:
             self._turns.give()
 
     def receive_view(self, timeout: float | None = None) -> Any:
         """The same without any copy: its arrays and parts keep their room in the channel as long as they live."""
-        timeout = self._turns.take(self._end, timeout)
         try:
+            timeout = self._turns.take(self._end, timeout)
             return self._decoder.decode(self._end.receive_view(timeout), self._end.source)
         finally:
             self._turns.give()
 
     def receive_nowait(self) -> Any:
         """The same as `receive`, but raises WouldBlock instead of blocking."""
-        self._turns.take(self._end, None)
         try:
+            self._turns.take(self._end, None)
             return self._decoder.decode(self._end.receive_frame_nowait(), self._end.source)
         finally:
             self._turns.give()
