@@ -259,7 +259,7 @@ int main(int argc, char** argv) {
     std::printf("store: seed %" PRIu64 "\n", arguments.seed);
     std::fflush(stdout);
     bool is_threads_only = WATCHES_THREADS || !knows_others_start();
-    u64 operations = (arguments.is_quick ? 60'000 : 500'000) * arguments.scale;
+    u64 operations = (arguments.is_quick ? WATCHES_THREADS ? 15'000 : 60'000 : 500'000) * arguments.scale;
     for (u32 buckets : {1u, 256u}) {
         if (!is_threads_only) at_three_times_the_capacity(arguments, operations, false, buckets);
         at_three_times_the_capacity(arguments, is_threads_only ? operations : operations / 4, true, buckets);
