@@ -106,6 +106,8 @@ while True:
         say(store.commit(leases[name]))
     elif word == "abandon":
         say(store.abandon(leases[name]))
+    elif word == "remove":
+        say(store.remove(key(name)))
     elif word == "get":
         leases[name] = store.get(key(name))
         say("miss" if leases[name] is None else bytes(leases[name]).decode())
@@ -445,6 +447,23 @@ def test_one_that_died_with_the_lock_is_in_nobodys_way() -> None:
         assert other.process.wait() == -signal.SIGKILL
     assert kept.read("a") == b"bytes"
     assert kept.put("b", b"bytes")
+
+
+@pytest.mark.parametrize("point", ["store.unlinked", "store.half"])
+def test_what_was_half_taken_out_is_either_found_or_gone(point: str) -> None:
+    kept = Kept(buckets=1)
+    for name in "abc":
+        kept.put(name, b"bytes")
+    with stranger(kept) as other:
+        other.hear()
+        other.say("die", "b", point)
+        other.hear()
+        other.say("remove", "b")
+        assert other.process.wait() == -signal.SIGKILL
+    assert kept.put("b", b"other") == (point == "store.half")
+    assert [kept.read(name) for name in "ac"] == [b"bytes", b"bytes"]
+    eventually(lambda: kept.blocks() == 3)
+    assert len(kept.store.stats()["items"]) == 3
 
 
 # ── taken out ────────────────────────────────────────────────────────────────────────────────────────────────────────
