@@ -4,8 +4,9 @@ Leaves to the memory below who holds what, and to the codec how messages travel.
 nowhere.
 """
 
+from penstock.tensor.bridge import Tensors, TensorStats
 from penstock.tensor.kinds import UnsupportedTensor
 from penstock.tensor.ref import TensorRef
 from penstock.tensor.tree import Plan, plan, read
 
-__all__ = ["Plan", "TensorRef", "UnsupportedTensor", "plan", "read"]
+__all__ = ["Plan", "TensorRef", "TensorStats", "Tensors", "UnsupportedTensor", "plan", "read"]
