@@ -2,7 +2,6 @@
 
 import array
 import copy
-import gc
 import mmap
 import pickle
 import random
@@ -44,7 +43,6 @@ def new_pool() -> tuple[Pool, Tensors]:
 
 
 def blocks(pool: Pool) -> int:
-    gc.collect()
     return pool.stats().blocks
 
 
@@ -158,6 +156,30 @@ def test_an_array_of_another_library_goes_in_by_dlpack() -> None:
     _, tensors = new_pool()
     for given in (np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.array(5j), np.empty((0, 2))):
         assert np.array_equal(there_and_back(tensors, Foreign(given)), given)
+
+
+def test_numbers_of_ml_dtypes_go_in_as_what_torch_calls_them_and_come_out_as_they_were() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    _, tensors = new_pool()
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int4"):
+        given = np.arange(8).astype(getattr(ml_dtypes, name))[::2]
+        back = there_and_back(tensors, given)
+        assert back.dtype == given.dtype
+        assert np.array_equal(back.view("u1"), np.ascontiguousarray(given).view("u1"))
+    with pytest.raises(UnsupportedTensor, match="no other process would know it"):
+        tensors.put(np.zeros(3, ml_dtypes.float8_e3m4), [])
+
+
+@pytest.mark.filterwarnings("ignore:Exporting an unversioned DLPack")  # NumPy asks again, without a version
+def test_arrays_and_buffers_of_arrow_go_in_as_numbers_or_say_why_not() -> None:
+    arrow = pytest.importorskip("pyarrow")
+    _, tensors = new_pool()
+    assert there_and_back(tensors, arrow.array([1.5, 2.5])).tolist() == [1.5, 2.5]
+    assert there_and_back(tensors, arrow.array([1, 2, 3], arrow.int16())[1:]).tolist() == [2, 3]
+    assert there_and_back(tensors, arrow.py_buffer(b"ab")).tobytes() == b"ab"
+    for given in (arrow.array([1, None]), arrow.array(["x"]), arrow.array([True])):
+        with pytest.raises(UnsupportedTensor, match="does not show its numbers"):
+            tensors.put(given, [])
 
 
 def test_what_comes_out_offers_dlpack_and_says_that_it_is_read_only() -> None:

@@ -22,7 +22,7 @@ from penstock.tensor.ref import TensorRef, nbytes_of
 from penstock.tensor.source import Source, source
 from penstock.tensor.views import As, copied, shown_as, view, writable
 
-INLINE_NBYTES = 4096  # below this, copying is cheaper than lending: see the commit that set it
+INLINE_NBYTES = 16 << 10  # lending costs as much as copying at about 32 KiB, with 1, 2 or 4 receivers
 MOST_INLINE_NBYTES = 1 << 30  # of one that finds no room: msgpack has four bytes for it
 
 Overflow = Literal["inline", "raise"]
