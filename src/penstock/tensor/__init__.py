@@ -4,6 +4,7 @@ Leaves to the memory below who holds what, and to the codec how messages travel.
 nowhere.
 """
 
+from penstock.tensor.bridge import Tensors, TensorStats
 from penstock.tensor.kinds import UnsupportedTensor
 from penstock.tensor.ref import TensorRef
 from penstock.tensor.store import Item, Store, Stored, StoreStats, key_of
@@ -16,6 +17,8 @@ __all__ = [
     "StoreStats",
     "Stored",
     "TensorRef",
+    "TensorStats",
+    "Tensors",
     "UnsupportedTensor",
     "key_of",
     "plan",

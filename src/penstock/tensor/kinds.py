@@ -72,10 +72,12 @@ def kind_of_numpy(dtype: np.dtype[Any]) -> Kind:
     if found is None:
         native = dtype if dtype.isnative else dtype.newbyteorder("=")
         # ml_dtypes' own have names that NumPy does not know, and need not be imported to be recognised.
-        is_foreign = native.kind == "V" and native.names is None and native.subdtype is None
+        is_foreign = native.isbuiltin == 2
         found = _KIND_OF_NUMPY.get(native) or (KIND_OF_NAME.get(native.name) if is_foreign else None)
         if found is None or found.itemsize != native.itemsize:
-            raise UnsupportedTensor(f"an array of {dtype} cannot be sent: {_advice(dtype.kind)}")
+            raise UnsupportedTensor(
+                f"an array of {dtype} cannot be sent: {_advice('foreign' if is_foreign else dtype.kind)}"
+            )
     return found
 
 

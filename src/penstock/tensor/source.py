@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 IN_HOST_MEMORY = (1, 3, 11)  # of DLPack's devices: CPU, and the pinned memory of CUDA and ROCm
 
 
+REFUSALS = (BufferError, RuntimeError, TypeError, ValueError, NotImplementedError)  # what exporters are seen to raise
+
+
 class Source(NamedTuple):
     """An array as it was given. `write` copies its numbers, C-contiguous, and nothing else of what they lie in."""
 
@@ -110,22 +113,24 @@ def _of_torch(torch: Any, tensor: Any, detach: bool) -> Source:
 
 
 def _of_dlpack(array: Any, detach: bool) -> Source:
-    device = array.__dlpack_device__() if hasattr(array, "__dlpack_device__") else (1, 0)
-    if int(device[0]) not in IN_HOST_MEMORY:
-        raise _elsewhere(f"a {type(array).__name__}", f"device {int(device[0])}:{int(device[1])} of DLPack")
+    what = f"a {type(array).__name__}"
     try:
-        return _of_numpy(np.from_dlpack(array))
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:  # a dtype that NumPy has no word for
+        kind, index = array.__dlpack_device__() if hasattr(array, "__dlpack_device__") else (1, 0)
+        if int(kind) not in IN_HOST_MEMORY:
+            raise _elsewhere(what, f"device {int(kind)}:{int(index)} of DLPack")
         try:
+            return _of_numpy(np.from_dlpack(array))
+        except UnsupportedTensor:
+            raise
+        except REFUSALS:  # torch has words for more kinds of numbers
             torch = needed("torch")
-        except ImportError:
-            raise UnsupportedTensor(
-                f"NumPy cannot take a {type(array).__name__} ({error}), nor is torch here"
-            ) from None
-    try:
-        return _of_torch(torch, torch.from_dlpack(array), detach)
-    except (BufferError, RuntimeError, ValueError) as error:
-        raise UnsupportedTensor(f"a {type(array).__name__}: {error}") from None
+            return _of_torch(torch, torch.from_dlpack(array), detach)
+    except UnsupportedTensor:
+        raise
+    except ImportError:
+        raise UnsupportedTensor(f"NumPy has no word for the numbers of {what}; torch might, but is not here") from None
+    except REFUSALS as error:
+        raise UnsupportedTensor(f"{what} does not show its numbers: {error}") from None
 
 
 def _elsewhere(what: str, device: str) -> UnsupportedTensor:

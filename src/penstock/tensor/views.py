@@ -4,7 +4,7 @@ NumPy's arrays say that they are read-only, also through `__dlpack__`. torch has
 a pool lies in a mapping that the kernel guards. A stray write through it is a SIGSEGV of the process that writes,
 never another number for the others. A private (copy-on-write) mapping would let that process live, and was not taken:
 a page that it has written once would never show it the next block at that place. Who wants to write says
-`writable=True`, and has a copy.
+`writable=True`, and has a copy. Pickling copies too: NumPy what a view shows, torch the whole tensor that it is of.
 """
 
 from __future__ import annotations
@@ -30,38 +30,34 @@ def view(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as
     integers of the same width; "bits", where those are always such integers; or "torch".
     """
     seen = memoryview(buffer).toreadonly()
+    array = _array(seen, kind.numpy or kind.bits, shape, offset)
     if as_ != "torch":
-        return _array(seen, _dtype(kind, as_), shape, offset)
-    array = _array(seen, _dtype(kind, "bits"), shape, offset)
+        return shown_as(array, kind, as_)
     # What no mapping guards, torch has a copy of: somebody's bytes, or a block that this process can still write.
     is_guarded = isinstance(seen.obj, (Lease, Bytes)) and memoryview(buffer).readonly
-    made = _tensor(array if is_guarded else array.copy())
-    return made if kind.numpy is not None else made.view(torch_dtype(kind))
+    return shown_as(array if is_guarded else array.copy(), kind, as_)
 
 
-def writable(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as_: As = "numpy") -> Any:
-    """The same over a buffer that may be written, and by whoever has the array."""
-    if as_ != "torch":
-        return _array(memoryview(buffer), _dtype(kind, as_), shape, offset)
-    made = needed("torch").from_numpy(_array(memoryview(buffer), _dtype(kind, "bits"), shape, offset))
-    return made if kind.numpy is not None else made.view(torch_dtype(kind))
+def writable(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0) -> np.ndarray[Any, Any]:
+    """The same over a buffer that may be written, as bits: whoever has the array writes what others see."""
+    return _array(memoryview(buffer), kind.numpy or kind.bits, shape, offset)
 
 
 def copied(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as_: As = "numpy") -> Any:
     """A private copy, which may be written."""
-    array = _array(memoryview(buffer), _dtype(kind, "bits" if as_ == "torch" else as_), shape, offset).copy()
-    if as_ != "torch":
-        return array
-    made = needed("torch").from_numpy(array)
-    return made if kind.numpy is not None else made.view(torch_dtype(kind))
+    return shown_as(_array(memoryview(buffer), kind.numpy or kind.bits, shape, offset).copy(), kind, as_)
 
 
-def _dtype(kind: Kind, as_: As) -> np.dtype[Any]:
+def shown_as(bits: np.ndarray[Any, Any], kind: Kind, as_: As) -> Any:
+    """The same memory as this library shows it."""
+    if as_ == "bits":
+        return bits
     if as_ == "numpy":
-        return numpy_dtype(kind)
-    if as_ != "bits":
+        return bits if kind.numpy is not None else bits.view(numpy_dtype(kind))
+    if as_ != "torch":
         raise ValueError(f"as_ is 'numpy', 'torch' or 'bits', not {as_!r}")
-    return kind.numpy or kind.bits
+    made = needed("torch").from_numpy(bits) if bits.flags.writeable else _tensor(bits)
+    return made if kind.numpy is not None else made.view(torch_dtype(kind))
 
 
 def _array(buffer: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> np.ndarray[Any, Any]:

@@ -1,0 +1,102 @@
+"""Tensors against copies: whatever view of an array is put, what comes out is what a plain copy of it would be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
+
+from penstock import Pool
+from penstock.tensor import TensorRef, Tensors, plan, read
+from penstock.tensor.kinds import KINDS
+
+NUMPY = [kind.numpy for kind in KINDS if kind.numpy is not None]
+
+
+@st.composite
+def views(draw: st.DrawFn) -> NDArray[Any]:
+    """An array, and then a few steps that change how it is seen."""
+    dtype = draw(st.sampled_from(NUMPY)).newbyteorder(draw(st.sampled_from("<>")))
+    shape = draw(arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=7))
+    raw = draw(st.randoms(use_true_random=False)).randbytes(int(np.prod(shape)) * dtype.itemsize)
+    if dtype == np.bool_:
+        raw = bytes(byte & 1 for byte in raw)
+    view: Any = np.frombuffer(raw, dtype).reshape(shape) if raw else np.empty(shape, dtype)
+    for _ in range(draw(st.integers(0, 3))):
+        step = draw(st.sampled_from(("index", "turn", "widen", "flip")))
+        if step == "index" and view.ndim:
+            view = view[draw(arrays.basic_indices(view.shape, allow_newaxis=True, max_dims=6))]
+        elif step == "turn":
+            view = view.transpose(draw(st.permutations(range(view.ndim))))
+        elif step == "widen" and view.ndim < 6:
+            view = np.broadcast_to(view, (2, *view.shape))
+        elif step == "flip" and view.ndim:
+            view = np.flip(view, draw(st.integers(0, view.ndim - 1)))
+    return np.asarray(view)
+
+
+def same(found: NDArray[Any], given: NDArray[Any]) -> bool:
+    native = given.astype(given.dtype.newbyteorder("="))
+    return (found.dtype, found.shape, found.tobytes()) == (native.dtype, native.shape, native.tobytes())
+
+
+@settings(max_examples=300)
+@given(view=views(), inline_nbytes=st.sampled_from((0, 64, 1 << 20)), as_torch=st.booleans())
+def test_what_comes_out_is_what_a_copy_would_be(view: NDArray[Any], inline_nbytes: int, as_torch: bool) -> None:
+    with Pool.create(1 << 17) as pool:
+        tensors = Tensors(pool, inline_nbytes=inline_nbytes)
+        ref = tensors.put(view, [pool.peer, pool.peer])
+        assert isinstance(ref, TensorRef)
+        seen = tensors.view(ref)
+        own = tensors.view(ref, writable=True)
+        assert same(seen, view)
+        assert same(own, view)
+        if as_torch:
+            torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[torch]'")
+            of_torch = torch.from_numpy(view.astype(view.dtype.newbyteorder("=")))
+            back = tensors.view(tensors.put(of_torch, [pool.peer]), "torch")
+            assert back.shape == of_torch.shape
+            assert back.numpy().tobytes() == of_torch.numpy().tobytes()
+            del back
+        del seen
+        assert pool.stats().blocks == 0
+
+
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(-(1 << 63), (1 << 64) - 1), st.floats(allow_nan=False), st.text(), st.binary()
+)
+trees = st.recursive(
+    st.one_of(leaves, views()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.one_of(st.text(max_size=5), st.integers(-5, 5)), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+def alike(found: Any, given: Any) -> bool:
+    if isinstance(given, np.ndarray):
+        return same(found, given)
+    if type(found) is not type(given):
+        return False
+    if isinstance(given, dict):
+        return list(found) == list(given) and all(alike(found[key], given[key]) for key in given)
+    if isinstance(given, (list, tuple)):
+        return len(found) == len(given) and all(map(alike, found, given))
+    return bool(found == given)
+
+
+@settings(max_examples=200)
+@given(tree=trees)
+def test_a_tree_comes_back_as_it_was(tree: Any) -> None:
+    planned = plan(tree)
+    buffer = bytearray(planned.nbytes)
+    planned.write(buffer)
+    assert alike(read(planned.layout, buffer), tree)
