@@ -6,7 +6,6 @@ Leaves to source.py and views.py what an array of them looks like in which libra
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from typing import Any, NamedTuple
 
@@ -99,7 +98,7 @@ def numpy_dtype(kind: Kind) -> np.dtype[Any]:
     if kind.numpy is not None:
         return kind.numpy
     try:
-        ml_dtypes = importlib.import_module("ml_dtypes")
+        import ml_dtypes
     except ImportError:
         return kind.bits
     named = getattr(ml_dtypes, kind.name, None)
@@ -112,7 +111,7 @@ def numpy_dtype(kind: Kind) -> np.dtype[Any]:
 @functools.cache
 def torch_dtype(kind: Kind) -> Any:
     """Raises UnsupportedTensor where this torch is too old to have it."""
-    torch = needed("torch")
+    torch = needed_torch()
     found = getattr(torch, kind.name, None)
     if not isinstance(found, torch.dtype):
         raise UnsupportedTensor(f"torch {torch.__version__} has no {kind.name}: view it as numpy")
@@ -124,5 +123,8 @@ def imported(name: str) -> Any:
     return sys.modules.get(name)
 
 
-def needed(name: str) -> Any:
-    return importlib.import_module(name)
+def needed_torch() -> Any:
+    """torch, imported now if it has not been. Raises ImportError where there is none."""
+    import torch
+
+    return torch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from penstock.tensor.kinds import Kind, UnsupportedTensor, imported, kind_of, kind_of_numpy, needed, torch_dtype
+from penstock.tensor.kinds import Kind, UnsupportedTensor, imported, kind_of, kind_of_numpy, needed_torch, torch_dtype
 from penstock.tensor.ref import nbytes_of
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _of_dlpack(array: Any, detach: bool) -> Source:
         except UnsupportedTensor:
             raise
         except REFUSALS:  # torch has words for more kinds of numbers
-            torch = needed("torch")
+            torch = needed_torch()
             return _of_torch(torch, torch.from_dlpack(array), detach)
     except UnsupportedTensor:
         raise

@@ -19,7 +19,6 @@ from penstock.errors import ClosedError, DecodeError, LayoutMismatch, Missing
 from penstock.memory import Pool, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import attach_segment, fitting, placement, short, within
-from penstock.tensor.kinds import needed
 from penstock.tensor.source import source
 from penstock.tensor.tree import plan, read
 from penstock.tensor.views import As
@@ -37,9 +36,10 @@ def key_of(*contents: Any, salt: bytes = b"") -> bytes:
     hashed already (by SHA-256, say), those 32 bytes are as good a key.
     """
     try:
-        hashing = needed("blake3").blake3(key=None)
+        from blake3 import blake3
     except ImportError:
         raise ImportError("key_of needs blake3: pip install 'penstock[store]', or bring keys of 32 bytes") from None
+    hashing = blake3()
     for content in (salt, *contents):
         if isinstance(content, str):
             content = content.encode()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from penstock._native import Bytes, Lease
-from penstock.tensor.kinds import Kind, needed, numpy_dtype, torch_dtype
+from penstock.tensor.kinds import Kind, needed_torch, numpy_dtype, torch_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -56,7 +56,7 @@ def shown_as(bits: np.ndarray[Any, Any], kind: Kind, as_: As) -> Any:
         return bits if kind.numpy is not None else bits.view(numpy_dtype(kind))
     if as_ != "torch":
         raise ValueError(f"as_ is 'numpy', 'torch' or 'bits', not {as_!r}")
-    made = needed("torch").from_numpy(bits) if bits.flags.writeable else _tensor(bits)
+    made = needed_torch().from_numpy(bits) if bits.flags.writeable else _tensor(bits)
     return made if kind.numpy is not None else made.view(torch_dtype(kind))
 
 
@@ -76,7 +76,7 @@ def _array(buffer: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], off
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Any:
-    torch = needed("torch")
+    torch = needed_torch()
     try:
         return torch.from_dlpack(array)
     except BufferError:  # NumPy before 2.1 cannot say "read-only" to another library
