@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
-from bench.harness import figures, plot
+from bench.harness import figures
 from bench.harness.figures import Figures
 from bench.harness.output import Output, machine, short, short_nbytes
 from bench.harness.phases import Order
@@ -31,6 +31,7 @@ from bench.harness.sessions import Hogs
 from bench.harness.turns import Cell, Column, Outcome, Turns
 from bench.impls import IMPLEMENTATIONS, PENSTOCK, REPLY_NBYTES, Implementation, Unavailable
 from bench.impls.floor import compile_floor, run_floor
+from penstock.measure import plot
 
 STEP_NBYTES = 2600  # a decode step of 32 requests in today's engines
 LARGE_NBYTES = 65536  # from here on a paced sender waits for the replies: at most one such message is under way

@@ -59,7 +59,13 @@ NB_MODULE(_native, m) {
         },
         "name"_a, "action"_a, "countdown"_a = 1, "delay_us"_a = 0,
         "For tests: what happens when this process passes the point for the countdown-th time.");
-    m.def("memory_available", [] { return memory_available(); });
+    m.def(
+        "memory_available",
+        [] {
+            Available available = memory_available();
+            return nb::make_tuple(available.nbytes, available.whose);
+        },
+        nb::sig("def memory_available() -> tuple[int, str]"), "Bytes, and who leaves no more: a part of a sentence.");
     m.def("total_memory", [] {
         struct sysinfo info{};
         ::sysinfo(&info);
@@ -74,4 +80,5 @@ NB_MODULE(_native, m) {
 
     bind_memory(m);
     bind_channel(m);
+    bind_store(m);
 }

@@ -1,5 +1,8 @@
 // bindings_channel.cpp: the ends of a channel, and room in it that is filled in place.
+#include <optional>
+
 #include "python.h"
+#include "tap.h"
 
 namespace penstock::python {
 
@@ -293,6 +296,65 @@ nb::object try_receive(const std::shared_ptr<Receiver>& receiver, As as) {
     return unless_busy([&] { return receive(receiver, nb::none(), false, as); }, nb::object(nb::none()));
 }
 
+// ── tap ──
+// Through a read-only mapping of its own, so that nothing it does can be seen in the channel.
+class TapOfAll {
+   public:
+    TapOfAll(const Segment& segment, bool is_from_start) : tap_(look_at(segment), is_from_start) {}
+    nb::list read(u64 most) {
+        std::unique_lock guard(mutex_, std::try_to_lock);
+        if (!guard) throw Error(Fault::would_block, format("another thread reads this tap of '%s'", tap_.name()));
+        nb::list out;
+        if (corrupt_) throw *std::exchange(corrupt_, std::nullopt);
+        try {
+            for (Seen seen; out.size() < most && tap_.find(seen);) {
+                nb::object frame = copy(seen);
+                if (frame.is_valid())
+                    out.append(nb::make_tuple(seen.lane, seen.sequence, seen.committed_ns, std::move(frame)));
+            }
+        } catch (const Error& error) {
+            corrupt_ = error;  // after what came before it
+        }
+        missed_.store(tap_.missed(), std::memory_order_relaxed);
+        if (corrupt_ && out.size() == 0) throw *std::exchange(corrupt_, std::nullopt);
+        return out;
+    }
+    u64 missed() const { return missed_.load(std::memory_order_relaxed); }
+
+   private:
+    static std::shared_ptr<Segment> look_at(const Segment& segment) {
+        int fd = ::fcntl(segment.fd(), F_DUPFD_CLOEXEC, 0);
+        if (fd < 0) throw Error(Fault::os, format("tapping '%s': %s", segment.name().c_str(), std::strerror(errno)));
+        return Segment::adopt(fd, false, true);
+    }
+    // The record's bytes; None: of a long one that is gone; nothing: it was missed.
+    nb::object copy(const Seen& seen) {
+        nb::object made;
+        if (!seen.is_gone) {
+            made = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(seen.nbytes)));
+            if (!made.is_valid()) {
+                tap_.copy(seen, nullptr);
+                throw nb::python_error();
+            }
+        }
+        u8* to = made.is_valid() ? reinterpret_cast<u8*>(PyBytes_AS_STRING(made.ptr())) : nullptr;
+        bool is_whole;
+        if (seen.nbytes < LONG_COPY || to == nullptr) {
+            is_whole = tap_.copy(seen, to);
+        } else {
+            nb::gil_scoped_release released;
+            is_whole = tap_.copy(seen, to);
+        }
+        if (is_whole) return made;
+        return seen.is_spilled ? nb::object(nb::none()) : nb::object();
+    }
+
+    Tap tap_;
+    std::mutex mutex_;
+    std::optional<Error> corrupt_;
+    std::atomic<u64> missed_{0};
+};
+
 [[noreturn]] void would_block(const char* what, const char* name) {
     throw Error(Fault::would_block, format("%s '%s'", what, name));
 }
@@ -505,6 +567,19 @@ void bind_channel(nb::module_& m) {
         .def_prop_ro("index", &Receiver::index)
         .def_prop_ro("source", &Receiver::source, "The sender (its index) of the record that was received last.")
         .def_prop_ro("name", [](const Receiver& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
+
+    nb::class_<TapOfAll>(m, "Tap",
+                         "Looks at the records of a channel as they pass, without a trace in it: it joins nothing, "
+                         "writes nothing, and nobody waits for it.\n"
+                         "It sees what is sent from now on; from_start: what some receiver has still to read, too.")
+        .def(nb::init<const Segment&, bool>(), "segment"_a, "from_start"_a = false)
+        .def("read", &TapOfAll::read, "most"_a = 1024,
+             nb::sig("def read(self, most: int = 1024) -> list[tuple[int, int, int, bytes | None]]"),
+             "Up to `most` records that have come since the last time: lane, sequence, when it was committed (ns, "
+             "monotonic), and its bytes; None in their place where a long record was given back before it could be "
+             "copied. Never blocks. Raises CorruptRecord for what is no record, and goes on after it.")
+        .def_prop_ro("missed", &TapOfAll::missed,
+                     "Records that were overwritten before they were read, as of the last read().");
 }
 
 }  // namespace penstock::python

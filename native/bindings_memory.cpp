@@ -39,17 +39,6 @@ int bytes_getbuffer(PyObject* self, Py_buffer* view, int flags) {
 }
 PyType_Slot bytes_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(bytes_getbuffer)}, {0, nullptr}};
 
-nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& extent, bool is_writable) {
-    nb::object made = nb::cast(new Lease, nb::rv_policy::take_ownership);
-    Lease* lease = nb::inst_ptr<Lease>(made);
-    lease->by = by;
-    lease->extent = extent;
-    u64 offset = by->segment().geometry().pool_data + extent.offset;
-    lease->is_writable = is_writable;
-    lease->at = is_writable ? by->segment().write_at(offset) : const_cast<u8*>(by->segment().read_at(offset));
-    return made;
-}
-
 nb::tuple ticket_of(const Segment& segment) {
     TicketNumbers t = segment.ticket();
     return nb::make_tuple(t.pid, t.start, t.fd, t.inode, t.nonce);
@@ -103,6 +92,7 @@ void bind_memory(nb::module_& m) {
                 s.pool_nbytes = number("pool_nbytes", 0);
                 s.granule_nbytes = number("granule_nbytes", 0);
                 s.raw_nbytes = number("raw_nbytes", 0);
+                s.buckets = static_cast<u32>(number("buckets", 0));
                 SegmentOptions options{name,
                                        huge_nbytes,
                                        huge_required,
@@ -118,7 +108,9 @@ void bind_memory(nb::module_& m) {
             "name"_a, "shape"_a, "huge_nbytes"_a = 0, "huge_required"_a = false, "numa_node"_a = -1,
             "numa_required"_a = false, "prefault"_a = true, "schema"_a = nb::bytes("", 0))
         .def_static(
-            "adopt", [](int fd) { return Segment::adopt(fd); }, "fd"_a, "Takes the descriptor over.")
+            "adopt", [](int fd, bool is_observer) { return Segment::adopt(fd, !is_observer, is_observer); }, "fd"_a,
+            "is_observer"_a = false,
+            "Takes the descriptor over. An observer maps everything read-only, and can so be nobody's peer.")
         .def_static(
             "attach",
             [](int pid, u64 start, int fd, u64 inode, u64 nonce) {
@@ -127,7 +119,11 @@ void bind_memory(nb::module_& m) {
             "pid"_a, "start"_a, "fd"_a, "inode"_a, "nonce"_a)
         .def("ticket", [](const Segment& s) { return ticket_of(s); })
         .def(
-            "bytes", [](const std::shared_ptr<Segment>& s, bool is_writable) { return Bytes{s, is_writable}; },
+            "bytes",
+            [](const std::shared_ptr<Segment>& s, bool is_writable) {
+                if (is_writable) s->require_writable();
+                return Bytes{s, is_writable};
+            },
             "is_writable"_a)
         .def_prop_ro("fd", &Segment::fd)
         .def_prop_ro(
@@ -143,6 +139,7 @@ void bind_memory(nb::module_& m) {
                      })
         .def_prop_ro("page_nbytes", [](const Segment& s) { return s.geometry().shape.page; })
         .def_prop_ro("fallback", &Segment::fallback)
+        .def_prop_ro("keeps", [](const Segment& s) { return s.geometry().shape.buckets != 0; })
         .def_prop_ro("kind", [](const Segment& s) { return s.geometry().shape.kind; })
         .def_prop_ro(
             "schema",

@@ -89,7 +89,7 @@ class Channel {
             name = by->name_of(end.slot);
             pid = pid_of(peer.identity.load());
             how = how_in_words(peer.how.load());
-            held = format("%llu blocks (%s), given back", static_cast<unsigned long long>(peer.reaped_blocks.load()),
+            held = format("%s (%s), given back", counted(peer.reaped_blocks.load(), "block").c_str(),
                           in_units(peer.reaped_nbytes.load()).c_str());
         }
         return Error(Fault::peer_died, format("%s %u of '%s', '%s' (pid %lld), died: %s; it held %s", role, index,

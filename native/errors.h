@@ -63,6 +63,10 @@ inline std::string in_units(u64 nbytes) {
                      : format("%.1f %s", value, units[unit]);
 }
 
+inline std::string counted(u64 many, const char* what) {
+    return format("%llu %s%s", static_cast<unsigned long long>(many), what, many == 1 ? "" : "s");
+}
+
 inline std::string in_seconds(u64 ns) {
     if (ns < 1'000'000) return format("%.0f us", static_cast<double>(ns) / 1e3);
     if (ns < 1'000'000'000) return format("%.1f ms", static_cast<double>(ns) / 1e6);

@@ -5,6 +5,7 @@
 //   ┌────────┬─────────┬────────────┬────────┬─────────┬───────────┬─────────┬─────────────────────────┐
 //   │ Header │ Peers   │ PoolHeader │ Blocks │ Channel │ Lanes     │ rings   │ pool bytes              │
 //   │        │ × peers │ + entries  │ + rows │ Header  │ Receivers │ × lanes │ (lent out as blocks)    │
+//   │        │         │            │ Store  │         │           │         │                         │
 //   │        │         │            │        │         │ Cursors,  │         │                         │
 //   │        │         │            │        │         │ schema    │         │                         │
 //   └────────┴─────────┴────────────┴────────┴─────────┴───────────┴─────────┴─────────────────────────┘
@@ -60,15 +61,17 @@ struct Shape {
     u32 receiver_death;  // 0: a send that finds a dead receiver raises once; 1: goes on without it
     u32 sender_death;    // the same for a receiver that finds a dead sender (inbox)
     u32 style;           // 1 ring, 2 broadcast, 3 inbox: for names only
-    u64 page;            // what data is aligned to: 4096, or the huge page
-    u64 lane_nbytes;     // a power of two
-    u64 inline_limit;    // longer records go to the pool
+    u32 buckets;         // of a pool that keeps blocks by key, a power of two; 0: it does not
+    u32 unused;
+    u64 page;          // what data is aligned to: 4096, or the huge page
+    u64 lane_nbytes;   // a power of two
+    u64 inline_limit;  // longer records go to the pool
     u64 pool_nbytes;
     u64 granule_nbytes;  // 0: the pool was claimed at creation
     u64 raw_nbytes;
     u64 schema_nbytes;  // of what a channel's messages are said to be; 0: plain bytes
 };
-static_assert(sizeof(Shape) == 96);
+static_assert(sizeof(Shape) == 104);
 
 struct Header {
     u64 magic;
@@ -126,6 +129,8 @@ static_assert(sizeof(Bell) == 64);
 // entries[] (which extents are taken, in the order of their offsets) is derived, and rebuilt when a holder of the
 // pool's lock died. A word of a lock: 0, or owner slot + 1 (bits 0-7) | waiters (8) | tag of the owner's epoch (9-31).
 enum class BlockState : u32 { free = 0, live = 1, returned = 2 };
+enum class Kept : u32 { none = 0, filling = 1, ready = 2 };  // see store.h
+inline constexpr u32 KEY_WORDS = 4;                          // 32 bytes: what a cryptographic hash gives
 
 struct Entry {
     u64 offset;
@@ -164,9 +169,29 @@ struct alignas(LINE) Block {
     Shared<u32> pending_lane;
     Shared<u32> taker;
     Shared<u64> taken_ns;
+    Shared<u32> kept;            // Kept: LOCK store, and LOCK block where it becomes none
+    Shared<u32> next;            // LOCK store: block + 1 of the next in this chain; derived
+    Shared<u64> key[KEY_WORDS];  // LOCK store; written while it is not kept
+    Shared<u64> used_ns;         // LOCK store: these two
+    Shared<u32> hits;
     // rows follow: u32 held[max_peers]; if has_grants u16 grants[max_peers (from)][max_peers (to)]
 };
 static_assert(sizeof(Block) == 128);
+
+struct StoreHeader {
+    alignas(LINE) Shared<u32> lock;   // LOCK store: keys, kept, chains
+    alignas(LINE) Shared<u32> fills;  // moved whenever a block that was being written is written, or is given up
+    alignas(LINE) Bell filled;        // who waits for that; a bit per peer, modulo 64
+    alignas(LINE) Shared<u64> hits;   // counters
+    Shared<u64> misses;
+    Shared<u64> puts;
+    Shared<u64> evictions;
+    Shared<u64> evicted_nbytes;
+    Shared<u64> fills_awaited;
+    Shared<u64> abandoned;
+    // buckets follow: u32, block + 1 of the first in each chain; derived
+};
+static_assert(sizeof(StoreHeader) == 4 * LINE);
 
 // ── channel ────────────────────────────────────────────────────────────────────────────────────────────────────────
 // A lane is the byte ring of one sender; every receiver has a cursor in it. ring: 1 lane, 1 receiver.
@@ -261,6 +286,7 @@ inline constexpr u32 layout_fingerprint() {
                          sizeof(Entry),
                          sizeof(PoolHeader),
                          sizeof(Block),
+                         sizeof(StoreHeader),
                          sizeof(Record),
                          sizeof(SpilledRef),
                          sizeof(Waits),

@@ -119,6 +119,7 @@ class Watcher {
 class Attachment : public std::enable_shared_from_this<Attachment> {
    public:
     static std::shared_ptr<Attachment> join(std::shared_ptr<Segment> segment, const std::string& name) {
+        segment->require_writable();
         std::shared_ptr<Attachment> self(new Attachment(std::move(segment)));
         self->claim(name);
         self->resync();
@@ -395,8 +396,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             }
         }
         throw Error(Fault::memory_exhausted,
-                    format("segment '%s' has %u peers and no place for one more: raise max_peers",
-                           segment_->name().c_str(), shape().max_peers))
+                    format("segment '%s' has %s and no place for one more: raise max_peers", segment_->name().c_str(),
+                           counted(shape().max_peers, "peer").c_str()))
             .with("asked", 1)
             .with("free", 0);
     }

@@ -27,7 +27,8 @@ inline constexpr const char* NAMES[] = {
     "pool.live",    "pool.inserted",    "pool.claiming",  "block.locked",   "share.half",       "open.half",
     "release.last", "send.begun",       "send.spilled",   "send.pending",   "send.written",     "send.committed",
     "send.rung",    "receive.found",    "receive.opened", "receive.copied", "receive.released", "wait.parked",
-    "wait.woken",   "ready.set",        "close.begun",
+    "wait.woken",   "ready.set",        "close.begun",    "store.locked",   "store.taken",      "store.keyed",
+    "store.filled", "store.committed",  "store.opened",   "store.unlinked", "store.half",
 };
 
 inline void hit(const char* name) {

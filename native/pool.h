@@ -101,6 +101,7 @@ class Pool {
         b.extent.store(extent, std::memory_order_relaxed);
         b.nbytes.store(nbytes, std::memory_order_relaxed);
         b.pending.store(0, std::memory_order_relaxed);
+        b.kept.store(static_cast<u32>(Kept::none), std::memory_order_relaxed);
         b.grant_units.store(0, std::memory_order_relaxed);
         b.taker.store(by_.slot(), std::memory_order_relaxed);
         b.taken_ns.store(now_ns(), std::memory_order_relaxed);
@@ -117,6 +118,7 @@ class Pool {
         unlock.now();
         out = {index, generation, best_offset, nbytes};
         claim(out, extent);
+        std::atomic_thread_fence(std::memory_order_release);  // ORDER tap: what lay here was given back before this
         return true;
     }
 
@@ -126,6 +128,14 @@ class Pool {
             return head_.returns.load(std::memory_order_acquire) != seen || by_.is_stale() ||
                    is_closing.load(std::memory_order_relaxed);
         });
+    }
+    // Has [offset, offset + nbytes) its pages? Within bounds; not to be relied on for what nobody holds.
+    bool is_claimed(u64 offset, u64 nbytes) const {
+        if (g_.shape.granule_nbytes == 0 || nbytes == 0) return true;
+        u64 last = (offset + nbytes - 1) / g_.shape.granule_nbytes;
+        for (u64 i = offset / g_.shape.granule_nbytes; i <= last; ++i)
+            if ((head_.granules[i / 64].load(std::memory_order_acquire) >> (i % 64) & 1) == 0) return false;
+        return true;
     }
     u32 returns() const { return head_.returns.load(std::memory_order_acquire); }
 
@@ -152,6 +162,36 @@ class Pool {
             }
         }
         own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    }
+    // The same for the store, which has looked: under its lock, so nothing else may be done on the way.
+    void open_kept(const Extent& ref) {
+        Held guard(*this, ref.block);
+        require(ref);
+        Shared<u32>& own = held(ref.block)[by_.slot()];
+        own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    }
+    // The store gives a block up: it is returned if nobody holds it. False: somebody does, and only_if_unheld.
+    bool keep_no_longer(u32 index, bool only_if_unheld) {
+        bool is_last = false;
+        {
+            Held guard(*this, index);
+            Block& b = block(index);
+            if (only_if_unheld && !is_unheld(index)) return false;
+            b.kept.store(static_cast<u32>(Kept::none), std::memory_order_release);
+            PENSTOCK_POINT("store.half");
+            is_last = static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) == BlockState::live &&
+                      return_if_last(index);
+        }
+        if (is_last) announce_return();
+        return true;
+    }
+    bool is_unheld(u32 index) const {
+        const Block& b = block(index);
+        if (b.pending.load(std::memory_order_relaxed) != 0 || b.grant_units.load(std::memory_order_relaxed) != 0)
+            return false;
+        for (u32 p = 0; p < g_.shape.max_peers; ++p)
+            if (held(index)[p].load(std::memory_order_relaxed) != 0) return false;
+        return true;
     }
     // Opens what a channel granted to one of its receivers: see pend().
     void open_pending(const Extent& ref, u32 receiver) {
@@ -260,8 +300,8 @@ class Pool {
             Unlock unlock{by_, b.lock};
             if (static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) != BlockState::live || !is_still())
                 return;
-            u32 had = held(index)[slot].load(std::memory_order_relaxed);
-            if (had != 0) {
+            bool was_held = !is_unheld(index);
+            if (held(index)[slot].load(std::memory_order_relaxed) != 0) {
                 ++blocks;
                 nbytes += b.nbytes.load(std::memory_order_relaxed);
                 held(index)[slot].store(0, std::memory_order_relaxed);
@@ -282,7 +322,8 @@ class Pool {
                     pending = 0;
                 b.pending.store(pending, std::memory_order_relaxed);
             }
-            is_last = return_if_last(index);
+            is_last = return_if_last(index) &&
+                      (was_held || b.kept.load(std::memory_order_relaxed) == static_cast<u32>(Kept::none));
         }
         if (is_last) announce_return();
     }
@@ -503,12 +544,11 @@ class Pool {
             if (grants(index, from)[slot].load(std::memory_order_relaxed) != 0) return true;
         return false;
     }
+    // Whether others may now have its room: it is returned, or it is kept, and may be evicted.
     bool return_if_last(u32 index) {  // LOCK block is held, the state is live
         Block& b = block(index);
-        if (b.pending.load(std::memory_order_relaxed) != 0 || b.grant_units.load(std::memory_order_relaxed) != 0)
-            return false;
-        for (u32 p = 0; p < g_.shape.max_peers; ++p)
-            if (held(index)[p].load(std::memory_order_relaxed) != 0) return false;
+        if (!is_unheld(index)) return false;
+        if (b.kept.load(std::memory_order_relaxed) != static_cast<u32>(Kept::none)) return true;
         PENSTOCK_POINT("release.last");
         b.state.store(static_cast<u32>(BlockState::returned), std::memory_order_release);
         return true;

@@ -16,9 +16,10 @@ namespace penstock::python {
 
 namespace nb = nanobind;
 
-// Each binds what its file is about: bindings_memory.cpp, bindings_channel.cpp.
+// Each binds what its file is about: bindings_memory.cpp, bindings_channel.cpp, bindings_store.cpp.
 void bind_memory(nb::module_& m);
 void bind_channel(nb::module_& m);
+void bind_store(nb::module_& m);
 
 // What another process wrote may be anything.
 inline nb::object text_of(const std::string& text) {
@@ -59,6 +60,7 @@ struct Lease {
     u64 id = 0;
     bool is_writable = false;
     bool is_released = false;
+    bool is_filling = false;  // of what a store keeps, once this writer commits it; gone without a word: abandoned
     int exports = 0;
 
     Lease() = default;
@@ -71,6 +73,8 @@ struct Lease {
         if (by && by->is_ours()) {
             if (receiver)
                 receiver->release_record(lane, id);
+            else if (is_filling)
+                Store(*by).give_up(extent);
             else
                 Pool(*by).release(extent.block, extent.generation);
         }
@@ -88,5 +92,16 @@ struct Lease {
         if (is_released) throw Error(Fault::closed, "the lease has been released");
     }
 };
+
+inline nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& extent, bool is_writable) {
+    nb::object made = nb::cast(new Lease, nb::rv_policy::take_ownership);
+    Lease* lease = nb::inst_ptr<Lease>(made);
+    lease->by = by;
+    lease->extent = extent;
+    u64 offset = by->segment().geometry().pool_data + extent.offset;
+    lease->is_writable = is_writable;
+    lease->at = is_writable ? by->segment().write_at(offset) : const_cast<u8*>(by->segment().read_at(offset));
+    return made;
+}
 
 }  // namespace penstock::python

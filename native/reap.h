@@ -3,12 +3,14 @@
 // counts change under the block's lock after a look whether the slot is still that peer's.
 #pragma once
 #include "channel.h"
+#include "store.h"
 
 namespace penstock {
 
 inline void wake_everybody(Attachment& by) {
     const Geometry& g = by.segment().geometry();
     if (g.pool != 0) ring_all(by.segment().at<PoolHeader>(g.pool)->memory);
+    if (g.shape.buckets != 0) ring_all(by.segment().at<StoreHeader>(g.store)->filled);
     if (g.channel != 0) {
         ring_all(by.segment().at<ChannelHeader>(g.channel)->bell);
         for (u32 i = 0; i < g.shape.lanes; ++i) ring_all(by.segment().at<Lane>(g.lanes)[i].room);
@@ -71,6 +73,7 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
         }
         by.segment().header().changes.fetch_add(1, std::memory_order_acq_rel);
     }
+    if (g.shape.buckets != 0) Store(by).drop_filling(slot, peer_epoch, is_still);
     u64 blocks = 0, nbytes = 0;
     auto is_committed = [&](u32 lane, u64 position) {
         return g.channel == 0 || lane >= g.shape.lanes ||

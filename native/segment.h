@@ -26,7 +26,8 @@ namespace penstock {
 // Where everything lies, computed from a checked copy of the shape: never from offsets that somebody else can write.
 struct Geometry {
     Shape shape{};
-    u64 peers = 0, pool = 0, entries = 0, blocks = 0, block_stride = 0, channel = 0, lanes = 0, receivers = 0;
+    u64 peers = 0, pool = 0, entries = 0, blocks = 0, block_stride = 0, store = 0, channel = 0, lanes = 0,
+        receivers = 0;
     u64 cursors = 0, schema = 0, data = 0, pool_data = 0, total = 0;
 
     static Geometry of(const Shape& shape) {
@@ -52,6 +53,8 @@ struct Geometry {
         } else if (shape.lanes != 0 || shape.receivers != 0) {
             refuse("lanes");
         }
+        if (shape.buckets > (is_pool ? 2 * MAX_BLOCKS : 0) || (shape.buckets & (shape.buckets - 1)) != 0)
+            refuse("buckets");
         if (shape.schema_nbytes > (is_channel ? MAX_SCHEMA_NBYTES : 0)) refuse("schema_nbytes");
         if ((is_pool || is_channel) && (shape.max_blocks == 0 || shape.pool_nbytes == 0)) refuse("max_blocks");
         if (shape.granule_nbytes != 0 &&
@@ -71,6 +74,7 @@ struct Geometry {
             g.block_stride = sizeof(Block) + round_up(4ull * shape.max_peers, LINE);
             if (shape.has_grants != 0) g.block_stride += round_up(2ull * shape.max_peers * shape.max_peers, LINE);
             g.blocks = lay(g.block_stride * shape.max_blocks);
+            g.store = lay(sizeof(StoreHeader) + 4ull * shape.buckets);
         }
         if (is_channel) {
             g.channel = lay(sizeof(ChannelHeader));
@@ -109,10 +113,13 @@ inline u64 read_number(const char* path, const char* key = nullptr) {  // NEVER:
 
 // What this process may still allocate: the least of what the machine has and what each control group above it leaves.
 // The kernel would answer an overdraft of a group by killing somebody, so it is asked beforehand.
-inline u64 memory_available(std::string* what = nullptr) {
-    u64 least = read_number("/proc/meminfo", "MemAvailable");
-    if (least != NEVER) least *= 1024;
-    if (what != nullptr) *what = "the machine";
+struct Available {
+    u64 nbytes;
+    const char* whose;  // who leaves no more, in words
+};
+inline Available memory_available() {
+    Available least{read_number("/proc/meminfo", "MemAvailable"), "the machine"};
+    if (least.nbytes != NEVER) least.nbytes *= 1024;
     int fd = ::open("/proc/self/cgroup", O_RDONLY | O_CLOEXEC);
     if (fd < 0) return least;
     std::string text(8192, 0);
@@ -139,10 +146,7 @@ inline u64 memory_available(std::string* what = nullptr) {
                 if (limit != NEVER && used != NEVER) {
                     u64 busy = cache != NEVER && cache < used ? used - cache : used;
                     u64 left = limit > busy ? limit - busy : 0;
-                    if (left < least) {
-                        least = left;
-                        if (what != nullptr) *what = "its control group";
-                    }
+                    if (left < least.nbytes) least = {left, "its control group"};
                 }
                 size_t slash = group.find_last_of('/');
                 if (group == "/" || slash == std::string::npos) break;
@@ -154,13 +158,12 @@ inline u64 memory_available(std::string* what = nullptr) {
 }
 
 inline void require_memory(u64 nbytes, const char* what) {
-    std::string whose;
-    u64 available = memory_available(&whose);
-    if (nbytes <= available) return;
+    Available available = memory_available();
+    if (nbytes <= available.nbytes) return;
     throw Error(Fault::memory_exhausted, format("%s of %s does not fit: %s has %s left", what, in_units(nbytes).c_str(),
-                                                whose.c_str(), in_units(available).c_str()))
+                                                available.whose, in_units(available.nbytes).c_str()))
         .with("asked", static_cast<i64>(nbytes))
-        .with("free", static_cast<i64>(available));
+        .with("free", static_cast<i64>(available.nbytes));
 }
 
 // Gives [offset, offset + nbytes) of the file its pages, or says why not; never a SIGBUS later.
@@ -170,7 +173,7 @@ inline void claim_pages(int fd, u64 offset, u64 nbytes, const char* what) {
     do failed = ::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(nbytes)) != 0 ? errno : 0;
     while (failed == EINTR);
     if (failed == 0) return;
-    u64 available = memory_available();
+    u64 available = memory_available().nbytes;
     rlimit limit{};
     if (failed == EFBIG && ::getrlimit(RLIMIT_FSIZE, &limit) == 0) available = limit.rlim_cur;
     throw Error(Fault::memory_exhausted,
@@ -326,6 +329,7 @@ class Segment {
         self->nonce_ = header.nonce;
         header.name[NAME_NBYTES - 1] = 0;
         self->name_ = header.name;
+        self->is_observer_ = is_observer;
         self->map(prefault && !is_observer, is_observer ? PROT_READ : PROT_READ | PROT_WRITE);
         return self;
     }
@@ -381,6 +385,10 @@ class Segment {
     std::string schema() const {  // a copy: it lies where others could write
         return {at<char>(geometry_.schema), geometry_.shape.schema_nbytes};
     }
+    void require_writable() const {
+        if (is_observer_)
+            throw Error(Fault::value, format("segment '%s' was attached to be looked at only", name_.c_str()));
+    }
 
     template <class T>
     T* at(u64 offset) const {
@@ -422,6 +430,7 @@ class Segment {
         prefault_ = prefault;
     }
     u8* map_for_writing() {
+        require_writable();
         u8* mapped = map_part(geometry_.data, data_nbytes(), PROT_READ | PROT_WRITE);
         u8* before = nullptr;
         if (!write_.compare_exchange_strong(before, mapped)) {
@@ -448,6 +457,7 @@ class Segment {
     int fd_;
     u64 nonce_ = 0;
     bool prefault_ = true;
+    bool is_observer_ = false;
     std::string name_, fallback_;
     u8* control_ = nullptr;
     u8* read_ = nullptr;

@@ -289,6 +289,7 @@ class Sender {
             if (committed_ - released <= ch_.g.shape.lane_nbytes)
                 least = std::min(least, released);  // else: not one of ours
         }
+        std::atomic_thread_fence(std::memory_order_release);  // ORDER tap: released before it is overwritten
         return least;
     }
     bool is_awaited() {

@@ -3,6 +3,7 @@
 #include <map>
 
 #include "channel.h"
+#include "store.h"
 
 namespace penstock::snapshot {
 
@@ -81,6 +82,39 @@ inline void add_end(Node& node, Attachment& by, End end) {
         .set("pid", is_known ? static_cast<u64>(pid_of(by.peer(end.slot).identity.load())) : 0);
 }
 
+inline u64 holder_of_lock(u32 word) { return word == 0 ? ~0ull : (word & 0xff) - 1; }
+
+// Of a pool that keeps blocks by key. The keys are read without the lock: one may be of the block's life before.
+inline Node store(Attachment& by) {
+    Store store(by);
+    StoreStats s = store.stats();
+    Node node;
+    node.set("hits", s.hits).set("misses", s.misses).set("puts", s.puts).set("evictions", s.evictions);
+    node.set("evicted_nbytes", s.evicted_nbytes)
+        .set("fills_awaited", s.fills_awaited)
+        .set("abandoned", s.abandoned)
+        .set("lock_holder", holder_of_lock(store.header().lock.load()));
+    u64 nbytes = 0;
+    std::vector<Node> items;
+    for (const auto& i : s.items) {
+        std::string key;
+        const u8* bytes = reinterpret_cast<const u8*>(&i.key);
+        for (size_t at = 0; at < sizeof i.key; ++at) key += format("%02x", bytes[at]);
+        Node item;
+        item.set("key", key).set("block", i.block).set("nbytes", i.nbytes).set("hits", i.hits);
+        item.set("holders", i.holders)
+            .set("age_ns", i.age_ns)
+            .set("idle_ns", i.idle_ns)
+            .set("state", i.is_filling ? "filling" : "ready")
+            .set("writer", i.is_filling && i.taker < by.shape().max_peers ? i.taker : ~0ull);
+        nbytes += i.nbytes;
+        items.push_back(std::move(item));
+    }
+    node.set("keys", s.items.size()).set("nbytes", nbytes);
+    node.lists.emplace_back("items", std::move(items));
+    return node;
+}
+
 inline Node take(int fd) {
     auto by = Attachment::observe(Segment::adopt(fd, false, true));
     const Geometry& g = by->segment().geometry();
@@ -113,8 +147,7 @@ inline Node take(int fd) {
             .set("exhaustions", s.exhaustions)
             .set("recoveries", s.recoveries)
             .set("stale_refs", s.stale_refs);
-        u32 lock = pool.header().lock.load();
-        node.set("lock_holder", lock == 0 ? ~0ull : (lock & 0xff) - 1);
+        node.set("lock_holder", holder_of_lock(pool.header().lock.load()));
         std::vector<Node> holders;
         for (const auto& h : s.holders) {
             Node holder;
@@ -129,6 +162,7 @@ inline Node take(int fd) {
         std::vector<Node> one;
         one.push_back(std::move(node));
         out.lists.emplace_back("pool", std::move(one));
+        if (g.shape.buckets != 0) out.lists.emplace_back("store", std::vector<Node>{store(*by)});
         out.set("claimed_nbytes", g.shape.granule_nbytes == 0 ? g.total : g.pool_data + s.claimed_nbytes);
     } else {
         out.set("claimed_nbytes", g.total);
@@ -139,6 +173,7 @@ inline Node take(int fd) {
         out.set("latency", latencies[g.shape.latency])
             .set("lane_nbytes", g.shape.lane_nbytes)
             .set("inline_limit", g.shape.inline_limit);
+        if (g.shape.schema_nbytes != 0) out.set("schema", by->segment().schema());
         std::vector<Node> senders, receivers;
         for (u32 i = 0; i < g.shape.lanes; ++i) {
             Lane& lane = channel.lane(i);

@@ -12,18 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from penstock.measure.words import short, tidy
+
+__all__ = ["Output", "machine", "short", "short_nbytes"]
+
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def short(value: float) -> str:
-    """Three digits that matter; thousands as k and M."""
-    if value == 0:
-        return "0"
-    for unit, factor in (("M", 1e6), ("k", 1e4)):
-        if abs(value) >= factor:
-            scaled = value / (1e6 if unit == "M" else 1e3)
-            return f"{scaled:.3g}{unit}" if scaled < 1000 else f"{scaled:.0f}{unit}"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def short_nbytes(nbytes: int) -> str:
@@ -31,13 +24,6 @@ def short_nbytes(nbytes: int) -> str:
         if nbytes >= factor and nbytes % factor == 0:
             return f"{nbytes // factor} {unit}"
     return f"{nbytes} B"
-
-
-def tidy(value: Any) -> Any:
-    """No digits that say nothing."""
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else round(value, 4)
-    return value
 
 
 class Output:

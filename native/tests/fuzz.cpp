@@ -6,6 +6,7 @@
 // A round begins with the segment as it was created and is known by seed and number: `fuzz --seed S --round N` repeats
 // it. The rounds run in a child, so that a crash or a hang becomes a line that says which round and which call it was.
 #include "snapshot.h"
+#include "tap.h"
 #include "testing.h"
 
 using namespace testing;
@@ -74,7 +75,7 @@ void mutate(Random& random, World& world) {
     const Geometry& g = world.segment->geometry();
     u64 from = offsetof(Header, peers_version), to = g.data;  // what is before it: adopt_anything
     bool is_control = true;
-    switch (random.below(10)) {  // every structure as often as any other, however small it is
+    switch (random.below(11)) {  // every structure as often as any other, however small it is
         case 0: to = sizeof(Header); break;
         case 1: from = g.peers, to = g.peers + g.shape.max_peers * sizeof(PeerSlot); break;
         case 2: from = g.pool, to = g.pool + offsetof(PoolHeader, granules); break;
@@ -89,6 +90,9 @@ void mutate(Random& random, World& world) {
             }
             break;
         case 8: is_control = false, from = g.data, to = g.total; break;
+        case 9:
+            if (g.store != 0) from = g.store, to = g.store + sizeof(StoreHeader) + 4ull * g.shape.buckets;
+            break;
         default: break;
     }
     const u64 widths[] = {1, 4, 8, 8};
@@ -111,6 +115,7 @@ void spare_the_clock(World& world) {
         if (word.load() != 0) word.store(word.load() | 0xff);
     };
     disown(world.segment->at<PoolHeader>(g.pool)->lock);
+    if (g.shape.buckets != 0) disown(world.segment->at<StoreHeader>(g.store)->lock);
     for (u32 i = 0; i < g.shape.max_blocks; ++i) disown(world.segment->at<Block>(g.blocks + i * g.block_stride)->lock);
 }
 
@@ -157,7 +162,7 @@ class Shaker {
         is_inside_.store(false);
     }
     static bool is_lock(const Geometry& g, u64 at) {
-        if (at == g.pool) return true;
+        if (at == g.pool || (g.shape.buckets != 0 && at == g.store)) return true;
         return at >= g.blocks && at < g.blocks + g.block_stride * g.shape.max_blocks &&
                (at - g.blocks) % g.block_stride == 0;
     }
@@ -203,6 +208,7 @@ struct Ends {
         Extent extent;
     };
     std::vector<Held> held;
+    std::vector<std::unique_ptr<Tap>> taps;
 };
 void give_back(Ends::Held& held) {
     if (held.receiver)
@@ -233,6 +239,22 @@ void receive(World& world, Ends& ends, const std::shared_ptr<Receiver>& receiver
     else
         receiver->accept(found);
 }
+// Through a mapping that nobody can write through: a tap that writes is a crash.
+void add_tap(World& world, Ends& ends, Random& random) {
+    expect_error_or_value("Tap", [&] {
+        auto segment = Segment::adopt(::dup(world.segment->fd()), false, true);
+        ends.taps.push_back(std::make_unique<Tap>(segment, random.one_in(2)));
+    });
+}
+void look(Tap& tap, Random& random) {
+    std::vector<u8> bytes;
+    Seen seen;
+    for (u64 most = 1 + random.below(64); most > 0 && tap.find(seen); --most) {
+        bytes.assign(seen.is_gone ? 0 : seen.nbytes, 0);
+        tap.copy(seen, seen.is_gone || random.one_in(8) ? nullptr : bytes.data());
+    }
+    tap.missed();
+}
 Extent any_extent(Random& random, const Ends& ends, const Shape& shape) {
     Extent extent{static_cast<u32>(random.below(shape.max_blocks)), static_cast<u32>(random.below(4)),
                   random.below(shape.pool_nbytes), random.below(shape.pool_nbytes)};
@@ -253,7 +275,7 @@ Extent any_extent(Random& random, const Ends& ends, const Shape& shape) {
 void join(World& world, Ends& ends) {
     expect_error_or_value("join", [&] { ends.peers.push_back(Attachment::join(world.segment, "fuzz")); });
 }
-void open_ends(World& world, Ends& ends) {
+void open_ends(World& world, Ends& ends, Random& random) {
     const Shape& shape = world.shape();
     for (int i = 0; i < 3; ++i) join(world, ends);
     for (u32 i = 0; i < shape.lanes; ++i)
@@ -263,6 +285,7 @@ void open_ends(World& world, Ends& ends) {
         expect_error_or_value("Receiver", [&] {
             ends.receivers.push_back(std::make_shared<Receiver>(ends.peers[(i + 1) % ends.peers.size()], -1));
         });
+    if (shape.lanes != 0) add_tap(world, ends, random);
 }
 
 void call_pool(World& world, Ends& ends, Random& random) {
@@ -320,10 +343,67 @@ void call_pool(World& world, Ends& ends, Random& random) {
             ends.held.pop_back();
     }
 }
+void call_store(World& world, Ends& ends, Random& random) {
+    Attachment* by = any(random, ends.peers);
+    if (by == nullptr) return;
+    auto shared = by->shared_from_this();
+    Store store(*by);
+    Key key{};  // few, so that they meet, in few buckets
+    key.words[0] = random.below(3);
+    key.words[1] = random.below(4);
+    auto have = [&](const Extent& extent) {
+        read_all(*world.segment, world.segment->read_at(world.segment->geometry().pool_data + extent.offset),
+                 extent.nbytes);
+        ends.held.push_back({shared, nullptr, 0, 0, extent});
+    };
+    Extent extent = any_extent(random, ends, world.shape());
+    switch (random.below(12)) {
+        case 0:
+        case 1:
+            expect_error_or_value("Store::get", [&] {
+                if (store.get(key, extent)) have(extent);
+            });
+            break;
+        case 2:
+        case 3:
+        case 4:
+        case 5:
+            expect_error_or_value("Store::begin", [&] {
+                const u64 sizes[] = {0, 1, 64, 1000, 8000, world.shape().pool_nbytes};
+                u32 seen = 0;
+                Store::Begun begun = store.begin(key, random.of(sizes), extent, seen);
+                if (begun == Store::Begun::wait) {
+                    Spinner spinner(Latency::eco);
+                    Waits waits{};
+                    store.wait_for_fill(seen, now_ns() + random.below(50'000), spinner, waits);
+                    return;
+                }
+                have(extent);
+                if (begun != Store::Begun::fill) return;
+                std::memset(world.segment->write_at(world.segment->geometry().pool_data + extent.offset), 0x77,
+                            extent.nbytes);
+                if (random.one_in(4)) return;
+                random.one_in(4) ? store.abandon(extent) : static_cast<void>(store.commit(extent));
+            });
+            break;
+        case 6: expect_error_or_value("Store::commit", [&] { store.commit(extent); }); break;
+        case 7: expect_error_or_value("Store::abandon", [&] { store.abandon(extent); }); break;
+        case 8:
+            expect_error_or_value("Store::give_up", [&] {
+                u32 seen = 0;
+                Store::Begun begun = store.begin(key, random.below(9000), extent, seen);
+                if (begun == Store::Begun::fill) store.give_up(extent);
+                if (begun == Store::Begun::hit) have(extent);
+            });
+            break;
+        case 9: expect_error_or_value("Store::remove", [&] { store.remove(random.one_in(8) ? nullptr : &key); }); break;
+        default: expect_error_or_value("Store::stats", [&] { store.stats(); });
+    }
+}
 void call_channel(World& world, Ends& ends, Random& random) {
     Sender* sender = any(random, ends.senders);
     Receiver* receiver = any(random, ends.receivers);
-    switch (random.below(12)) {
+    switch (random.below(14)) {
         case 0:
         case 1:
         case 2:
@@ -381,6 +461,13 @@ void call_channel(World& world, Ends& ends, Random& random) {
             }
             break;
         }
+        case 11:
+            if (random.one_in(4) && ends.taps.size() < 3) add_tap(world, ends, random);
+            [[fallthrough]];
+        case 12:
+            if (!ends.taps.empty())
+                expect_error_or_value("Tap::find", [&] { look(*ends.taps[random.below(ends.taps.size())], random); });
+            break;
         default:
             if (sender != nullptr)
                 expect_error_or_value("describe", [&] {
@@ -425,7 +512,7 @@ void play(World& world, Shaker& shaker, u64 seed, u64 round, bool may_wait_long)
     Ends ends;
     bool is_shaken = !WATCHES_THREADS && random.one_in(6);
     world.restore();
-    open_ends(world, ends);
+    open_ends(world, ends, random);
     Header before{};
     std::memcpy(static_cast<void*>(&before), &world.segment->header(), offsetof(Header, peers_version));
     u64 quiet = random.below(12), calls = quiet + 4 + random.below(16);
@@ -437,6 +524,8 @@ void play(World& world, Shaker& shaker, u64 seed, u64 round, bool may_wait_long)
         u64 kind = random.below(10);
         if (kind < 6 && world.shape().lanes != 0)
             call_channel(world, ends, random);
+        else if (kind < 6 && world.shape().buckets != 0)
+            call_store(world, ends, random);
         else if (kind < 9)
             call_pool(world, ends, random);
         else
@@ -495,6 +584,14 @@ void adopt_anything(World& world, u64 seed, u64 round) {
                 Pool(*by).release(extent.block, extent.generation);
             }
         }
+        if (g.shape.buckets != 0) {
+            Extent extent;
+            u32 seen = 0;
+            Store store(*by);
+            if (store.begin(Key{}, 100, extent, seen) == Store::Begun::fill) store.commit(extent);
+            Pool(*by).release(extent.block, extent.generation);
+            store.remove(nullptr);
+        }
         if (g.channel != 0) {
             Sender sender(by, -1);
             auto receiver = std::make_shared<Receiver>(by, -1);
@@ -506,6 +603,8 @@ void adopt_anything(World& world, u64 seed, u64 round) {
                 receiver->accept(found);
             }
         }
+        Tap tap(segment, true);
+        look(tap, random);
     });
 }
 
@@ -518,6 +617,9 @@ void adopt_anything(World& world, u64 seed, u64 round) {
     Shape growing = channel_shape(1, 1, 1, 4096, 256, 64 << 10, 8, 8);
     growing.granule_nbytes = 4096;
     worlds.push_back(std::make_unique<World>(growing));
+    Shape keeping = pool_shape(32 << 10, 16, 8);
+    keeping.buckets = 4;
+    worlds.push_back(std::make_unique<World>(keeping));
     Shaker shaker;
     for (u64 round = first;; ++round) {
         progress->round.store(round);

@@ -29,6 +29,7 @@ from penstock.errors import (
     EndOfChannel,
     LayoutMismatch,
     MemoryExhausted,
+    Missing,
     PeerDied,
     PenstockError,
     StaleRef,
@@ -55,7 +56,7 @@ def attach(
     """
     segment = _attach_segment(where)
     if messages is not None:
-        return MessageChannel(_channel_of(segment), tuple(messages))
+        return MessageChannel(_channel_of(segment), messages)
     if segment.kind == 1:
         return Segment(segment)
     return Pool(segment) if segment.kind == 2 else _channel_of(segment)
@@ -82,6 +83,7 @@ __all__ = [
     "MessageChannel",
     "MessageReceiver",
     "MessageSender",
+    "Missing",
     "Part",
     "Peer",
     "PeerDied",

@@ -9,7 +9,7 @@ from typing_extensions import Buffer
 
 LAYOUT_VERSION: int = 2
 
-LAYOUT_FINGERPRINT: int = 2990692165
+LAYOUT_FINGERPRINT: int = 2536587959
 
 MAX_PEERS: int = 128
 
@@ -26,7 +26,8 @@ def arm_point(name: str, action: str, countdown: int = 1, delay_us: int = 0) -> 
     For tests: what happens when this process passes the point for the countdown-th time.
     """
 
-def memory_available() -> int: ...
+def memory_available() -> tuple[int, str]:
+    """Bytes, and who leaves no more: a part of a sentence."""
 
 def total_memory() -> int: ...
 
@@ -49,8 +50,10 @@ class Segment:
     def create(name: str, shape: dict, huge_nbytes: int = 0, huge_required: bool = False, numa_node: int = -1, numa_required: bool = False, prefault: bool = True, schema: bytes = ...) -> Segment: ...
 
     @staticmethod
-    def adopt(fd: int) -> Segment:
-        """Takes the descriptor over."""
+    def adopt(fd: int, is_observer: bool = False) -> Segment:
+        """
+        Takes the descriptor over. An observer maps everything read-only, and can so be nobody's peer.
+        """
 
     @staticmethod
     def attach(pid: int, start: int, fd: int, inode: int, nonce: int) -> Segment: ...
@@ -79,6 +82,9 @@ class Segment:
 
     @property
     def fallback(self) -> str: ...
+
+    @property
+    def keeps(self) -> bool: ...
 
     @property
     def kind(self) -> int: ...
@@ -293,3 +299,50 @@ class Receiver:
 
     @property
     def name(self, /) -> str: ...
+
+class Tap:
+    """
+    Looks at the records of a channel as they pass, without a trace in it: it joins nothing, writes nothing, and nobody waits for it.
+    It sees what is sent from now on; from_start: what some receiver has still to read, too.
+    """
+
+    def __init__(self, segment: Segment, from_start: bool = False) -> None: ...
+
+    def read(self, most: int = 1024) -> list[tuple[int, int, int, bytes | None]]:
+        """
+        Up to `most` records that have come since the last time: lane, sequence, when it was committed (ns, monotonic), and its bytes; None in their place where a long record was given back before it could be copied. Never blocks. Raises CorruptRecord for what is no record, and goes on after it.
+        """
+
+    @property
+    def missed(self) -> int:
+        """
+        Records that were overwritten before they were read, as of the last read().
+        """
+
+KEY_NBYTES: int = 32
+
+class Store:
+    """Blocks of a pool that are kept under a key after their last lease."""
+
+    def __init__(self, attachment: Attachment) -> None: ...
+
+    def get(self, key: bytes) -> Lease | None: ...
+
+    def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, Lease]:
+        """
+        True and a writable lease, to be written and committed; or False and a lease of what is there. Waits while somebody else writes it, or for room.
+        """
+
+    def commit(self, lease: Lease) -> bool:
+        """
+        What was written is there for everybody, and the lease is for reading from now on: it must have no views. False: it was taken out meanwhile.
+        """
+
+    def abandon(self, lease: Lease) -> None:
+        """
+        Somebody else may write it. So it is, too, when the lease goes without a commit.
+        """
+
+    def remove(self, key: bytes | None) -> int: ...
+
+    def stats(self) -> dict: ...

@@ -1,7 +1,7 @@
 """The command `penstock`: what stands on its command line, and what it answers with.
 
 0: well. 1: something is wrong with what was looked at. 2: there is nothing to look at, or it was not asked rightly.
-Leaves to `inspect`, `demo` and the library: everything else.
+Leaves to `inspect`, `demo`, `measure` and the library: everything else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import penstock
@@ -63,6 +64,20 @@ def parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=run_demo)
 
+    measure = commands.add_parser(
+        "measure", help="what goes over the channels of a process: bytes by message and field, and how many are new"
+    )
+    measure.add_argument("target", nargs="?", metavar="PID|TICKET|FILE", type=measured, help="FILE: what was recorded")
+    measure.add_argument("--channel", metavar="NAME", help="only channels of this name")
+    measure.add_argument("--seconds", metavar="N", type=seconds, help="end by itself (default: Ctrl-C ends it)")
+    measure.add_argument("--record", metavar="FILE", type=Path, help="keep what is seen, to be measured again")
+    measure.add_argument("--plot", metavar="FILE.svg", type=Path, help="draw a chart too")
+    measure.add_argument("--json", action="store_true", help="one object per line")
+    measure.add_argument("--compare", action="store_true", help="instead: the same decode steps in other formats")
+    measure.add_argument("--requests", metavar="N,…", type=counts, help="with --compare (default: 4,32,256,1024)")
+    measure.add_argument("--rounds", metavar="N", type=positive, help="with --compare (default: 7)")
+    measure.set_defaults(run=run_measure)
+
     doctor = commands.add_parser("doctor", help="whether this machine has what penstock needs")
     doctor.set_defaults(run=run_doctor)
     return found
@@ -91,6 +106,25 @@ def workers(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 16:
         raise argparse.ArgumentTypeError(f"1 to 16 receivers, not {text!r}")
     return int(text)
+
+
+def measured(text: str) -> int | Ticket | Path:
+    from penstock.measure.command import target_of
+
+    try:
+        return target_of(text)
+    except LayoutMismatch as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 100_000:
+        raise argparse.ArgumentTypeError(f"1 to 100000, not {text!r}")
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(positive(part) for part in text.split(","))
 
 
 def rate(text: str) -> int:
@@ -144,6 +178,29 @@ def run_demo(options: argparse.Namespace) -> int:
             rate=options.rate,
             is_plain=options.plain,
             has_chaos=options.chaos,
+        )
+    )
+
+
+# ── measure ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def run_measure(options: argparse.Namespace) -> int:
+    from penstock.measure import command
+
+    is_asked = options.target is not None
+    if is_asked == options.compare:
+        text = "either PID|TICKET|FILE or --compare" if is_asked else "say PID|TICKET|FILE, or --compare"
+        print(f"penstock measure: {text}", file=sys.stderr)
+        return 2
+    if options.compare:
+        return command.run_comparison(options.requests, options.rounds, options.plot, options.json)
+    return command.run(
+        command.Options(
+            target=options.target,
+            channel=options.channel,
+            seconds=options.seconds,
+            record=options.record,
+            plot=options.plot,
+            is_json=options.json,
         )
     )
 
@@ -236,14 +293,7 @@ def examine_proc() -> Finding:
 
 
 def examine_memory() -> Finding:
-    # The core knows whose limit is the tightest, and says so when asked for more than there can be.
-    available = _native.memory_available()
-    whose = "the machine"
-    try:
-        penstock.Segment.create(1 << 43, name="doctor")
-    except penstock.MemoryExhausted as error:
-        found = re.search(r"does not fit: (.+) has .+ left", str(error))
-        whose = found[1] if found else f"a limit of this process ({error})"
+    available, whose = _native.memory_available()
     limits = [
         f"{name} {in_units(soft)}"
         for name, number in (("address space", resource.RLIMIT_AS), ("file size", resource.RLIMIT_FSIZE))

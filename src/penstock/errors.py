@@ -62,6 +62,12 @@ class StaleRef(PenstockError):
     found: int = 0
 
 
+class Missing(PenstockError, KeyError):
+    """Nothing is kept under this key: it never was, or its room was wanted. Put it again."""
+
+    __str__ = Exception.__str__  # KeyError's own would quote the sentence
+
+
 class LayoutMismatch(PenstockError):
     """What was attached to is not a segment of this build, or is gone."""
 

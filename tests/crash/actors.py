@@ -7,10 +7,13 @@ outlives it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import struct
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -83,6 +86,12 @@ def arm(part: Part) -> None:
         _native.arm_point(part.point, "kill", part.countdown)
 
 
+def arm_coming(part: Part) -> None:
+    """The points that are passed while it comes."""
+    if part.point.endswith(".claimed"):
+        arm(part)
+
+
 def insist(make: Any) -> Any:
     """Takes the place of one who died, as soon as that one is buried."""
     deadline = time.monotonic() + WATCHDOG
@@ -95,197 +104,198 @@ def insist(make: Any) -> Any:
             time.sleep(0.001)
 
 
+# ── what those who send have in common, and those who receive ────────────────────────────────────────────────────────
+class Actor:
+    """One end of a channel; with a pool, of the broadcast that carries the references."""
+
+    def __init__(self, talk: Connection, part: Part, is_sender: bool, pool: penstock.Pool | None = None) -> None:
+        self.talk, self.part = talk, part
+        self.board = Board(penstock.Segment.attach(part.board))
+        channel = penstock.attach(part.through if pool else part.where)
+        claim = channel.sender if is_sender else channel.receiver
+        self.end = insist(lambda: claim(part.index, name=f"actor {part.actor}"))
+        # A borrower joins the pool last: what it is granted and not sent would never be opened, and never come back.
+        talk.send(("ready", os.getpid(), *([pool.peer.index] if pool else [])))
+        arm(part)
+
+    def died(self, death: penstock.PeerDied) -> None:
+        self.talk.send(("died", death.name, death.pid, time.monotonic()))
+
+    def is_early(self, records: int) -> bool:
+        return self.part.closes_early and records >= 50
+
+    def send_all(self, body: Callable[[int, int], Any]) -> int:
+        """Record after record, of what `body` says, until all is over: how many were sent."""
+        part, board = self.part, self.board
+        number = 0
+        is_last = False
+        while not is_last:
+            is_over = board.is_over
+            is_last = is_over or self.is_early(number)
+            nbytes = part.sizes[number % len(part.sizes)]
+            record = [HEAD.pack(part.actor, LAST if is_over else RECORD, number, nbytes), body(number, nbytes)]
+            while True:
+                try:
+                    self.end.send(record, timeout=WATCHDOG)
+                    number += 1
+                    break
+                except penstock.PeerDied as death:
+                    self.died(death)
+                    if is_last:
+                        break
+                except penstock.EndOfChannel:  # nobody is there: what was not sent is not counted
+                    if is_last or board.is_over:
+                        is_last = True
+                        break
+                time.sleep(0.002)
+            board.note(part.actor, SENT, number)
+            if part.pause:
+                time.sleep(part.pause)
+        return number
+
+    def receive_all(self, receive: Callable[[int], Any], met: Callable[[Any, int, int], None]) -> Heard:
+        """Until the last of every lane, or the end. `receive` waits for one, and `met` has it, its number and size."""
+        heard = Heard()
+        lasts = 0
+        while lasts < self.part.lanes and not self.is_early(heard.records):
+            try:
+                record = receive(heard.records)
+            except penstock.PeerDied as death:
+                if death.pid not in heard.deaths:
+                    heard.deaths.append(death.pid)
+                    self.died(death)
+                else:
+                    time.sleep(0.0005)  # it will be replaced
+                continue
+            except penstock.EndOfChannel:
+                if self.part.lanes == 1 or self.board.is_over:
+                    break
+                time.sleep(0.0005)
+                continue
+            actor, kind, number, nbytes = HEAD.unpack_from(record)
+            span = heard.spans.setdefault(actor, [number, number])
+            assert number == span[1], f"actor {actor}: record {number} came where {span[1]} was due"
+            span[1] += 1
+            met(record, number, nbytes)
+            del record
+            lasts += kind == LAST
+            heard.records += 1
+            self.board.note(self.part.actor, RECEIVED, heard.records)
+        return heard
+
+
+@dataclass
+class Heard:
+    """What a receiver heard: of each actor the first record and one past the last, and who died."""
+
+    spans: dict[int, list[int]] = field(default_factory=dict)
+    deaths: list[int] = field(default_factory=list)
+    records: int = 0
+
+
+class Held:
+    """What is kept for a while, and must be at its end what it was when it came."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.held: list[tuple[Any, int, int]] = []
+
+    def keep(self, bytes_of: Any, number: int, nbytes: int) -> None:
+        self.held.append((bytes_of, number, nbytes))
+        while len(self.held) > self.most:
+            self.let_go()
+
+    def let_go(self) -> None:
+        bytes_of, number, nbytes = self.held.pop(0)
+        assert memoryview(bytes_of) == payload(number, nbytes), f"record {number} changed while it was held"
+        if isinstance(bytes_of, penstock.Lease):
+            bytes_of.release()
+
+    def let_all_go(self) -> None:
+        while self.held:
+            self.let_go()
+
+
 # ── channels ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def sender(talk: Connection, part: Part) -> None:
-    board = Board(penstock.Segment.attach(part.board))
-    if part.point.endswith(".claimed"):
-        arm(part)
-    channel = penstock.attach(part.where)
-    end = insist(lambda: channel.sender(part.index, name=f"actor {part.actor}"))
-    talk.send(("ready", os.getpid()))
-    arm(part)
-    number = 0
-    is_last = False
-    while not is_last:
-        is_over = board.is_over
-        is_last = is_over or (part.closes_early and number >= 50)
-        nbytes = part.sizes[number % len(part.sizes)]
-        head = HEAD.pack(part.actor, LAST if is_over else RECORD, number, nbytes)
-        while True:
-            try:
-                end.send([head, payload(number, nbytes)], timeout=WATCHDOG)
-                number += 1
-                break
-            except penstock.PeerDied as died:
-                talk.send(("died", died.name, died.pid, time.monotonic()))
-                if is_last:
-                    break
-            except penstock.EndOfChannel:  # nobody is there: what was not sent is not counted
-                if is_last or board.is_over:
-                    is_last = True
-                    break
-            time.sleep(0.002)
-        board.note(part.actor, SENT, number)
-        if part.pause:
-            time.sleep(part.pause)
-    end.close()
+    arm_coming(part)
+    actor = Actor(talk, part, is_sender=True)
+    number = actor.send_all(payload)
+    actor.end.close()
     talk.send(("closed", number))
-    del end
 
 
 def receiver(talk: Connection, part: Part) -> None:
-    board = Board(penstock.Segment.attach(part.board))
-    if part.point.endswith(".claimed"):
-        arm(part)
-    channel = penstock.attach(part.where)
-    end = insist(lambda: channel.receiver(part.index, name=f"actor {part.actor}"))
-    talk.send(("ready", os.getpid()))
-    arm(part)
-    seen: dict[int, list[int]] = {}
-    told: list[int] = []
-    held: list[tuple[Any, int, int]] = []
-    lasts = count = 0
-    while lasts < part.lanes:
-        try:
-            if count % 3 == 0:
-                lease = end.receive_view(timeout=WATCHDOG)
-                record = memoryview(lease)
-            else:
-                lease, record = None, memoryview(end.receive(timeout=WATCHDOG))
-        except penstock.PeerDied as died:
-            if died.pid not in told:
-                told.append(died.pid)
-                talk.send(("died", died.name, died.pid, time.monotonic()))
-            else:
-                time.sleep(0.0005)  # it will be replaced
-            continue
-        except penstock.EndOfChannel:
-            if part.lanes == 1 or board.is_over:
-                break
-            time.sleep(0.0005)
-            continue
-        actor, kind, number, nbytes = HEAD.unpack_from(record)
+    """Takes every third record as a view, and holds a few."""
+    arm_coming(part)
+    actor = Actor(talk, part, is_sender=False)
+    held = Held(part.holds)
+
+    def receive(count: int) -> memoryview:
+        return memoryview((actor.end.receive if count % 3 else actor.end.receive_view)(timeout=WATCHDOG))
+
+    def met(record: memoryview, number: int, nbytes: int) -> None:
         body = record[HEAD.size :]
-        assert body == payload(number, nbytes), f"record {number} of actor {actor} is not what was sent"
-        span = seen.setdefault(actor, [number, number])
-        assert number == span[1], f"actor {actor}: record {number} came where {span[1]} was due"
-        span[1] += 1
-        if kind == LAST:
-            lasts += 1
-        count += 1
-        board.note(part.actor, RECEIVED, count)
-        if lease is not None:
-            held.append((body, number, nbytes))
-        del record, body, lease
-        while len(held) > part.holds:
-            body, number, nbytes = held.pop(0)
-            assert body == payload(number, nbytes), f"record {number} changed while it was held"
-            del body
-        if part.closes_early and count >= 50:
-            break
-    for body, number, nbytes in held:
-        assert body == payload(number, nbytes), f"record {number} changed while it was held"
-        del body
-    held.clear()
-    end.close()
-    talk.send(("seen", {actor: tuple(span) for actor, span in seen.items()}, told))
-    del end
+        assert body == payload(number, nbytes), f"record {number} is not what was sent"
+        if not isinstance(record.obj, bytes):
+            held.keep(body, number, nbytes)
+
+    heard = actor.receive_all(receive, met)
+    held.let_all_go()
+    actor.end.close()
+    talk.send(("seen", {one: tuple(span) for one, span in heard.spans.items()}, heard.deaths))
 
 
 # ── pools ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def lender(talk: Connection, part: Part) -> None:
     """Fills blocks and sends references to all who listen, each granted to each; keeps a few."""
-    board = Board(penstock.Segment.attach(part.board))
-    if part.point.endswith(".claimed"):
-        arm(part)
+    arm_coming(part)
     pool = penstock.Pool.attach(part.where, peer_name=f"actor {part.actor}")
-    peer = pool.join()
-    channel = penstock.attach(part.through)
-    end = insist(lambda: channel.sender(part.index, name=f"actor {part.actor}"))
-    talk.send(("ready", os.getpid(), peer.index))
-    arm(part)
-    kept = []
-    number = 0
-    while True:
-        is_over = board.is_over
-        is_last = is_over or (part.closes_early and number >= 50)
-        nbytes = part.sizes[number % len(part.sizes)]
+    pool.join()
+    actor = Actor(talk, part, is_sender=True, pool=pool)
+    kept: list[Any] = []
+
+    def lend(number: int, nbytes: int) -> bytes:
+        if len(kept) > part.holds:
+            kept.pop(number % len(kept)).release()
         lease = pool.take(nbytes, timeout=WATCHDOG)
         memoryview(lease)[:] = payload(number, nbytes)
         peers = [peer.index for peer in pool.peers() if peer.state == "live" and peer.name.startswith("borrower")]
+        ref = pool.share(lease)
         for to in peers:
-            try:
-                ref = pool.share(lease, [to])
-            except penstock.PeerDied:
-                continue
-        if not peers:
-            ref = pool.share(lease)
-        head = HEAD.pack(part.actor, LAST if is_over else RECORD, number, nbytes)
-        while True:
-            try:
-                end.send([head, msgspec.json.encode(ref)], timeout=WATCHDOG)
-                break
-            except (penstock.PeerDied, penstock.EndOfChannel):
-                if is_last or board.is_over:
-                    break
-                time.sleep(0.002)
+            with contextlib.suppress(penstock.PeerDied):
+                pool.share(lease, [to])
         kept.append(lease)
-        del lease
-        if len(kept) > part.holds:
-            kept.pop(number % len(kept)).release()
-        number += 1
-        board.note(part.actor, SENT, number)
-        if is_last:
-            break
-        time.sleep(part.pause)
+        return msgspec.json.encode(ref)
+
+    number = actor.send_all(lend)
     kept.clear()
-    end.close()
+    actor.end.close()
     pool.close()
     talk.send(("closed", number))
-    del end
 
 
 def borrower(talk: Connection, part: Part) -> None:
     """Opens what it is sent, looks whether it is what it should be, and holds some of it for a while."""
-    board = Board(penstock.Segment.attach(part.board))
-    if part.point.endswith(".claimed"):
-        arm(part)
+    arm_coming(part)
     pool = penstock.Pool.attach(part.where, peer_name=f"borrower {part.actor}")
-    peer = pool.join()
-    channel = penstock.attach(part.through)
-    end = insist(lambda: channel.receiver(part.index, name=f"actor {part.actor}"))
-    talk.send(("ready", os.getpid(), peer.index))
-    arm(part)
-    held: list[Any] = []
-    count = stale = 0
-    while True:
-        try:
-            record = end.receive(timeout=WATCHDOG)
-        except penstock.PeerDied:
-            time.sleep(0.0005)
-            continue
-        except penstock.EndOfChannel:
-            break
-        _, kind, number, nbytes = HEAD.unpack_from(record)
+    actor = Actor(talk, part, is_sender=False, pool=pool)
+    held = Held(part.holds)
+    stale: list[int] = []
+
+    def met(record: bytes, number: int, nbytes: int) -> None:
         ref = msgspec.json.decode(record[HEAD.size :], type=penstock.Ref)
         try:
             lease = pool.open(ref)
-            assert lease.nbytes == nbytes, f"a lease of {lease.nbytes} bytes where {nbytes} were lent"
-            assert memoryview(lease) == payload(number, nbytes), f"block of record {number} is not what was lent"
-            held.append((lease, number, nbytes))
-            del lease
         except penstock.StaleRef:
-            stale += 1  # its lender died, or it was lent before we came
-        while len(held) > part.holds:
-            lease, number, nbytes = held.pop(0)
-            assert memoryview(lease) == payload(number, nbytes), f"block of record {number} changed while it was held"
-            lease.release()
-        count += 1
-        board.note(part.actor, RECEIVED, count)
-        if kind == LAST or (part.closes_early and count >= 50):
-            break
-    held.clear()
-    end.close()
+            stale.append(number)  # its lender died, or it was lent before we came
+            return
+        assert lease.nbytes == nbytes, f"a lease of {lease.nbytes} bytes where {nbytes} were lent"
+        assert memoryview(lease) == payload(number, nbytes), f"block of record {number} is not what was lent"
+        held.keep(lease, number, nbytes)
+
+    heard = actor.receive_all(lambda count: actor.end.receive(timeout=WATCHDOG), met)
+    held.let_all_go()
+    actor.end.close()
     pool.close()
-    talk.send(("seen", count, stale))
-    del end
+    talk.send(("seen", heard.records, len(stale)))

@@ -6,7 +6,7 @@
     unlock            Attachment::unlock: ORDER lock
     take_over         Attachment::take_over
     is_abandoned      Attachment::is_abandoned
-    reap              Attachment::reap, and of reap_holdings (reap.h): is_still, then Pool::recover_lock (pool.h)
+    reap_holdings     reap.h: is_still, then Pool::recover_lock (pool.h); reap is in native.py
     newcomer          Attachment::claim, into a slot whose peer is dead
 
 A word of the lock is 0 or (slot, epoch, whether there are waiters). What it protects is a word that is not 0 while
@@ -24,14 +24,11 @@ from tests.model.explorer import (
     RELAXED,
     RELEASE,
     SEQ_CST,
-    Explored,
     Process,
     Step,
     View,
-    Violation,
     cas,
     exchange,
-    explore,
     fetch_add,
     futex_wait,
     futex_wake,
@@ -42,6 +39,8 @@ from tests.model.explorer import (
     until,
     until_gone,
 )
+from tests.model.native import reap
+from tests.model.scene import ASLEEP, BUSY, Scene, Words
 
 NOBODY = -1
 
@@ -127,23 +126,10 @@ def locker(me: str, slot: int, times: int = 1, order: int = RELEASE, **how: obje
 
 
 # ── reaping ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def reaper(me: str, mine: int, slots: dict[str, int], **how: object) -> Step:
+def reaper(me: str, mine: int, slots: dict[str, int], looks_at: str = "slot and epoch") -> Step:
     died = yield until_gone(*slots)
-    yield from reap(me, mine, died, slots[died], **how)
-
-
-def reap(me: str, mine: int, who: str, slot: int, looks_at: str = "slot and epoch") -> Step:
-    state, found = yield load(("identity", slot), ACQUIRE)
-    if found != who:
-        return
-    if state == "live":
-        yield cas(("identity", slot), ("live", who), ("dying", who), SEQ_CST)
-    del state, found
-    identity = yield load(("identity", slot), ACQUIRE)
-    if identity != ("dying", who):
-        return
-    yield from reap_holdings(me, mine, slot, identity, looks_at)
-    yield cas(("identity", slot), identity, ("dead", who), SEQ_CST)
+    slot = slots[died]
+    yield from reap(died, slot, lambda identity: reap_holdings(me, mine, slot, identity, looks_at))
 
 
 def reap_holdings(me: str, mine: int, slot: int, identity: Hashable, looks_at: str) -> Step:
@@ -172,8 +158,8 @@ def is_dead(identity: tuple[str, str]) -> bool:
     return identity[0] == "dead"
 
 
-def memory(*names: str) -> dict[Hashable, Hashable]:
-    words: dict[Hashable, Hashable] = {"lock": 0, "inside": 0}
+def memory(*names: str) -> Words:
+    words: Words = {"lock": 0, "inside": 0}
     for slot, name in enumerate(names):
         words["identity", slot] = ("live", name)
         words["epoch", slot] = 1
@@ -185,15 +171,13 @@ def is_left_unlocked(view: View) -> None:
     must(view["inside"] == 0, f"what it protects is left half done by {view['inside']}")
 
 
-def lockers(n: int, times: int = 1, model: str = "sc", **how: object) -> Explored:
+def lockers(n: int, times: int = 1, **how: object) -> Scene:
     names = [f"peer {i}" for i in range(n)]
     processes = [Process(name, partial(locker, name, i, times, **how)) for i, name in enumerate(names)]
-    return explore(memory(*names), processes, model=model, at_end=is_left_unlocked, must_end=True)
+    return Scene(memory(*names), processes, at_end=is_left_unlocked, must_end=True)
 
 
-def lockers_of_whom_some_die(
-    n: int, reapers: int = 1, model: str = "sc", faults: int = 1, does_reap: bool = True, **how: object
-) -> Explored:
+def lockers_of_whom_some_die(n: int, reapers: int = 1, faults: int = 1, **how: object) -> Scene:
     names = [f"peer {i}" for i in range(n)]
     reaping = [f"reaper {i}" for i in range(reapers)]
     slots = {name: i for i, name in enumerate(names)}
@@ -206,10 +190,10 @@ def lockers_of_whom_some_die(
         if faults == 1 and reapers:
             is_left_unlocked(view)
 
-    return explore(memory(*names, *reaping), processes, model=model, faults=faults, at_end=at_end, must_end=True)
+    return Scene(memory(*names, *reaping), processes, faults=faults, at_end=at_end, must_end=True)
 
 
-def a_slot_that_is_taken_again(looks_at: str) -> Explored:
+def a_slot_that_is_taken_again(looks_at: str) -> Scene:
     """Peer 0 dies; two reapers see it; its slot is taken by somebody else while one of them is still at it."""
     slots = {"peer 0": 0}
     processes = [
@@ -223,67 +207,49 @@ def a_slot_that_is_taken_again(looks_at: str) -> Explored:
         is_left_unlocked(view)
         must(view.is_done("newcomer") or not view.is_dead("peer 0"), "the newcomer did not come in")
 
-    return explore(memory("peer 0", "reaper 0", "reaper 1"), processes, at_end=at_end, must_end=True)
+    return Scene(memory("peer 0", "reaper 0", "reaper 1"), processes, at_end=at_end, must_end=True)
 
 
 @pytest.mark.parametrize("model", ["sc", "tso", "weak"])
 def test_one_at_a_time(model: str) -> None:
-    explored = lockers(2, 2, model)
-    print(explored)
-    assert explored.states > 500
+    lockers(2, 2).holds(500, model)
 
 
 def test_whoever_waits_is_woken_by_the_one_before_and_needs_no_clock_while_nobody_dies() -> None:
-    explored = lockers(3, 1, may_time_out=False)
-    print(explored)
-    assert explored.states > 1_000
+    lockers(3, 1, may_time_out=False).holds(1_000)
 
 
 @pytest.mark.parametrize("model", ["sc", "weak"])
 def test_a_holder_that_dies_anywhere_wedges_nobody(model: str) -> None:
-    explored = lockers_of_whom_some_die(2, model=model)
-    print(explored)
-    assert explored.states > 1_000
+    lockers_of_whom_some_die(2).holds(1_000, model)
 
 
 def test_two_waiters_and_two_reapers_may_take_it_over_at_the_same_time() -> None:
-    explored = lockers_of_whom_some_die(3, reapers=0)
-    print(explored)
-    assert explored.states > 10_000
-    explored = lockers_of_whom_some_die(2, reapers=2)
-    print(explored)
-    assert explored.states > 10_000
+    lockers_of_whom_some_die(3, reapers=0).holds(10_000)
+    lockers_of_whom_some_die(2, reapers=2).holds(10_000)
 
 
 def test_one_who_took_it_over_may_die_as_well() -> None:
-    explored = lockers_of_whom_some_die(3, reapers=0, faults=2)
-    print(explored)
-    assert explored.states > 10_000
+    lockers_of_whom_some_die(3, reapers=0, faults=2).holds(10_000)
 
 
 def test_a_slow_reaper_does_not_take_the_lock_from_the_next_peer_in_that_slot() -> None:
-    explored = a_slot_that_is_taken_again("slot and epoch")
-    print(explored)
-    assert explored.states > 1_000
+    a_slot_that_is_taken_again("slot and epoch").holds(1_000)
 
 
 # ── what each part is there for ──────────────────────────────────────────────────────────────────────────────────────
 def test_a_reaper_that_looks_at_the_slot_alone_takes_the_lock_from_the_living() -> None:
-    with pytest.raises(Violation, match=r"came in while|is inside too|half done"):
-        a_slot_that_is_taken_again("slot")
+    a_slot_that_is_taken_again("slot").fails(r"came in while|is inside too|half done")
 
 
 def test_waiters_that_do_not_look_at_the_holder_hang_on_the_reaper() -> None:
-    with pytest.raises(Violation, match="busy for ever"):
-        lockers_of_whom_some_die(2, reapers=0, without="looking at the holder")
+    lockers_of_whom_some_die(2, reapers=0, without="looking at the holder").fails(BUSY)
 
 
 def test_a_waiter_that_drops_the_bit_leaves_the_next_asleep() -> None:
-    with pytest.raises(Violation, match="nobody will wake it"):
-        lockers(3, 1, may_time_out=False, without="keeping the bit")
+    lockers(3, 1, may_time_out=False, without="keeping the bit").fails(ASLEEP)
 
 
 def test_an_unlock_that_does_not_release_lets_the_next_in_too_early() -> None:
-    lockers(2, 1, "tso", order=RELAXED, may_time_out=True)
-    with pytest.raises(Violation, match=r"half done|came in"):
-        lockers(2, 1, "weak", order=RELAXED)
+    lockers(2, 1, order=RELAXED, may_time_out=True).holds(100, "tso")
+    lockers(2, 1, order=RELAXED).fails(r"half done|came in", "weak")

@@ -123,9 +123,9 @@ def test_a_spilled_reservation_of_a_dead_sender_is_given_back() -> None:
             tell(other, "reserve", 800_000)
             assert channel.snapshot()["pool"][0]["blocks"] == 1
             other.kill()
-            with pytest.raises(PeerDied, match=r"it held 1 blocks \(781.2 KiB\), given back") as told:
+            with pytest.raises(PeerDied, match=r"it held 1 block \(781.2 KiB\), given back") as told:
                 receiver.receive(timeout=5)
-            assert told.value.held == "1 blocks (781.2 KiB), given back"
+            assert told.value.held == "1 block (781.2 KiB), given back"
             assert channel.snapshot()["pool"][0]["blocks"] == 0
 
 

@@ -15,6 +15,7 @@ TREE = {
     "Timeout": (errors.PenstockError, TimeoutError),
     "PeerDied": (errors.PenstockError,),
     "MemoryExhausted": (errors.PenstockError, MemoryError),
+    "Missing": (errors.PenstockError, KeyError),
     "StaleRef": (errors.PenstockError,),
     "LayoutMismatch": (errors.PenstockError,),
     "DecodeError": (errors.PenstockError, ValueError),

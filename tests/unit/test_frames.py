@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import enum
+import gc
 import random
+import weakref
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -119,6 +122,13 @@ def test_arrays_are_parts_of_the_frame_and_views_of_it() -> None:
     assert np.array_equal(got.ids, sent) and np.array_equal(got.wide, np.ones(700))
 
 
+def test_what_was_received_is_read_only_whatever_the_frame_is() -> None:
+    wire = Wire()
+    sent = Arrays(np.arange(3, dtype=np.int32), wide=np.ones(700), image=Part(b"x" * 300))
+    got = wire.decoder.decode(bytearray(wire.frame(sent)))
+    assert not got.ids.flags.writeable and not got.wide.flags.writeable and got.image.view.readonly
+
+
 def test_a_million_numbers_never_become_python_objects() -> None:
     class Ids(msgspec.Struct, array_like=True):
         ids: NDArray[np.int32]
@@ -194,6 +204,52 @@ def test_an_array_of_other_numbers_deep_inside_is_refused_where_it_arrives() -> 
             wire.over(wrong)
 
 
+@pytest.mark.parametrize("stand_in", [5, 0, True, [5], b"abc", "x"], ids=repr)
+def test_what_would_be_taken_for_an_array_a_part_or_an_interned_value_is_refused_where_it_is_sent(
+    stand_in: Any,
+) -> None:
+    wire = Wire()
+    wire.over(Asking("x", Interned(Settings(7.0))))  # it has number 0 now
+    name = type(stand_in).__name__
+    for message, why in (
+        (Arrays(stand_in), rf"Arrays\.ids is an array of int32, not {name}"),
+        (Arrays(np.zeros(1, np.int32), image=stand_in), rf"Arrays\.image is Part, not {name}"),
+        (Asking("x", stand_in), rf"Asking\.settings is Interned, not {name}"),
+    ):
+        with pytest.raises(TypeError, match=why):
+            wire.frame(message)
+
+
+def test_an_array_that_is_more_than_its_numbers_is_refused() -> None:
+    sent = np.arange(3, dtype=np.int32)
+    assert np.array_equal(Wire().over(Arrays(sent.view(np.recarray))).ids, sent)
+    with pytest.raises(TypeError, match="a masked array cannot be sent: its mask would be lost"):
+        Wire().frame(Arrays(np.ma.masked_array(sent, [True, False, False])))
+    with pytest.raises(TypeError, match=r"Arrays\.ids is an array of int32, not of float64"):
+        Wire().frame(Arrays(array.array("d", [1.0])))  # type: ignore[arg-type]
+
+
+def test_a_number_wider_than_python_s_is_refused() -> None:
+    with pytest.raises(TypeError, match="a longdouble cannot be sent"):
+        Wire().frame(Plain(1, ratio=np.longdouble(1)))  # type: ignore[arg-type]
+
+
+def test_what_was_interrupted_while_it_was_encoded_is_not_in_the_next_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire()
+    part = wire.encoder._part
+
+    def interrupted(kind: int, nbytes: int, at: Any) -> int:
+        part(kind, nbytes, at)
+        wire.encoder._end = 0  # as it was when the array had been put among the parts, and not been counted
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(wire.encoder, "_part", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        wire.encoder.encode(Arrays(np.arange(5000, dtype=np.int32)))
+    monkeypatch.undo()
+    assert np.array_equal(wire.over(Arrays(np.arange(200, dtype=np.int32))).ids, np.arange(200))
+
+
 def test_arrays_of_the_standard_library_and_numbers_of_numpy_are_taken() -> None:
     wire = Wire()
     got = wire.over(Arrays(array.array("i", [1, 2, 3])))  # type: ignore[arg-type]
@@ -262,6 +318,20 @@ def test_a_frame_can_be_made_again_for_who_knows_nothing() -> None:
     assert late.decode(again).settings == value == wire.decoder.decode(again).settings
 
 
+def test_a_definition_that_is_none_does_not_hold_its_frame() -> None:
+    wire = Wire()
+    frame = np.frombuffer(joined(wire.encoder.encode(Asking("x", Interned(Settings("hot"))))), np.uint8)  # type: ignore[arg-type]
+    gone = weakref.ref(frame)
+    gc.disable()
+    try:
+        with contextlib.suppress(DecodeError):
+            wire.decoder.decode(frame)
+        del frame
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_each_sender_has_numbers_of_its_own() -> None:
     one, two, decoder = Wire(), Wire(), FrameDecoder(CATALOGUE)
     a, b = Interned(Settings(1.5)), Interned(Settings(2.5))
@@ -302,6 +372,11 @@ def test_a_definition_survives_a_message_that_could_not_be_decoded() -> None:
         (HEAD.pack(0x81, 0, 0, 1, 2) + b"\xc1\x91\x01", "definitions: "),
         (HEAD.pack(0x81, 0, 0, 1, 2) + b"\x05\x91\x01", "definitions: expected `array`, got `int`"),
         (HEAD.pack(0x83, 0, 0, 6, 3) + b"\x91\x93\x00\x09\xc4\x00" + b"\x92\xa0\x00", "expected one of 1, got 9"),
+        (
+            HEAD.pack(0x81, 0, 0, 8, 2) + b"\x91\x93\xcd\x01\x00\x00\xc4\x00" + b"\x91\x01",
+            "a number less than 256, got 256",
+        ),
+        (HEAD.pack(0x81, 0, 0, 6, 2) + b"\x91\x93\xff\x00\xc4\x00" + b"\x91\x01", "a number less than 256, got -1"),
         (b"\x02\x91\x07", r"Arrays: expected an array of int32, got one of uint16 at \$\.ids"),
         (b"\x02\x91\xcd\x04\x05", r"Arrays: expected a part of 32 bytes, got 0 at \$\.ids"),
         (b"\x02\x91\xc3", r"Arrays: expected an array or part, got bool at \$\.ids"),
@@ -393,6 +468,9 @@ def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
         (lambda: Catalogue(struct(a=list[NDArray[np.datetime64]])), r"say of which numbers"),
         (lambda: Catalogue(struct(a=Interned[Plain2])), r"can be changed: say frozen=True"),
         (lambda: Catalogue(struct(a=Interned[Inner])), r"has arrays or parts"),
+        (lambda: Catalogue(struct(a=Interned[frozen(tuple[Part, ...])])), r"has arrays or parts"),
+        (lambda: Catalogue(struct(a=Interned[frozen(dict[str, tuple[Inner, ...]] | None)])), r"has arrays or parts"),
+        (lambda: Catalogue(struct(a=Interned[Endless])), r"has arrays or parts"),
         (lambda: Catalogue(struct(a=Interned[int])), r"interned in M\.a is a msgspec\.Struct"),  # type: ignore[type-var]
         (lambda: Catalogue(struct(a=msgspec.defstruct("N", ["b"]))), r"N, in M\.a, is encoded with the names"),
         (lambda: Catalogue(struct(a=int), struct(b=int)), "two classes are called M"),
@@ -401,6 +479,14 @@ def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
 def test_what_cannot_be_a_message_is_refused_when_the_channel_is_made(make: Any, why: str) -> None:
     with pytest.raises((TypeError, ValueError), match=why):
         make()
+
+
+class Endless(msgspec.Struct, array_like=True, frozen=True):
+    more: Interned[Endless] | None = None
+
+
+def frozen(what: Any) -> type[msgspec.Struct]:
+    return msgspec.defstruct("Frozen", [("it", what)], array_like=True, frozen=True)
 
 
 class Plain2(msgspec.Struct, array_like=True):

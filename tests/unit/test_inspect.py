@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 import penstock
-from penstock import cli, inspect
+from penstock import _native, cli, inspect
 from penstock.inspect import in_seconds, in_units
 from tests.conftest import eventually, spawn
 
@@ -232,9 +233,95 @@ def snapshot(name: str, inode: int, **more: Any) -> dict[str, Any]:
 def test_a_lock_that_a_stopped_peer_holds_is_told() -> None:
     pool = {"nbytes": 10, "taken_nbytes": 0, "blocks": 0, "max_blocks": 5, "exhaustions": 0, "lock_holder": 3}
     peer = {"index": 3, "pid": 999999999, "name": "sleepy", "state": "stopped", "how": "", "waiting_for_memory_ns": 0}
-    found = inspect.verdict([snapshot("p", 1, pool=[{**pool, "holders": []}], peers=[peer])])
+    found = inspect.verdict_of([snapshot("p", 1, pool=[{**pool, "holders": []}], peers=[peer])])
     assert found[0]["level"] == "stuck"
     assert found[0]["text"].startswith("the lock of the pool 'p' is held by 'sleepy' (pid 999999999, stopped)")
+
+
+def store_of(pool: penstock.Pool) -> Any:
+    return _native.Store(pool._place)
+
+
+def keeping_pool(name: str, max_blocks: int = 16) -> penstock.Pool:
+    shape = {"kind": 2, "max_peers": 8, "max_blocks": max_blocks, "has_grants": 1, "pool_nbytes": 1 << 16}
+    return penstock.Pool(_native.Segment.create(name, {**shape, "buckets": 32}), "looker")
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * _native.KEY_NBYTES
+
+
+def begin_and_sleep(pool: penstock.Pool) -> None:
+    pool.join("slow writer")
+    _, lease = store_of(pool).begin(key(0xCD), 5000)
+    threading.Event().wait()
+    lease.release()
+
+
+def put(pool: penstock.Pool, number: int, nbytes: int) -> None:
+    is_ours, lease = store_of(pool).begin(key(number), nbytes)
+    assert is_ours
+    store_of(pool).commit(lease)
+
+
+def store_seen() -> dict[str, Any]:
+    (store,) = inspect.look(os.getpid())["segments"][0]["store"]
+    return dict(store)
+
+
+def test_a_store_tells_its_counts_and_what_it_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+    with keeping_pool("images") as pool:
+        put(pool, 0xAB, 3000)
+        put(pool, 0x01, 1000)
+        held = store_of(pool).get(key(0xAB))
+        assert store_of(pool).get(key(0x77)) is None
+        store = store_seen()
+        assert {word: store[word] for word in ("hits", "misses", "puts", "evictions", "keys", "nbytes")} == {
+            "hits": 1, "misses": 1, "puts": 2, "evictions": 0, "keys": 2, "nbytes": 4000,
+        }  # fmt: skip
+        (seen,) = (one for one in store["items"] if one["key"] == "ab" * 32)
+        assert {word: seen[word] for word in ("nbytes", "hits", "holders", "state", "writer")} == {
+            "nbytes": 3000, "hits": 1, "holders": 1, "state": "ready", "writer": -1,
+        }  # fmt: skip
+        assert 0 <= seen["idle_ns"] <= seen["age_ns"] < 60e9
+        inspect.show(inspect.look(os.getpid()))
+        held.release()
+        assert {one["holders"] for one in store_seen()["items"]} == {0}
+    shown = capsys.readouterr().out
+    assert "store of 'images': 2 keys, 3.9 KiB, 1 hits, 1 misses, 2 puts, 0 evictions (0 B)" in shown
+    assert shown.index("abababababab…") < shown.index("010101010101…"), "what is held comes first"
+    del held
+
+
+def test_what_a_stopped_peer_is_writing_is_told_with_its_name_and_since_when(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with keeping_pool("images") as pool:
+        pool.join("us")
+        with spawn(begin_and_sleep, pool) as writer:
+            eventually(lambda: store_seen()["items"], within=20)
+            (item,) = store_seen()["items"]
+            assert item["state"] == "filling"
+            inspect.show(inspect.look(os.getpid()))
+            assert f"being written by 'slow writer' (pid {writer.pid})" in capsys.readouterr().out
+            assert not said("warning", "is being written")(), "it is at work"
+            assert writer.pid is not None
+            os.kill(writer.pid, signal.SIGSTOP)
+            text = eventually(said("warning", "is being written"), within=20)
+            assert text.startswith("key cdcdcdcdcdcd… of the store 'images' is being written since ")
+            assert f"by 'slow writer' (pid {writer.pid}, stopped)" in text
+
+
+def test_a_store_that_is_full_of_what_nobody_holds_alarms_nobody() -> None:
+    with keeping_pool("images", max_blocks=4) as pool:
+        for number in range(4):
+            put(pool, number, 100)
+        assert levels() <= {"idle"}
+        leases = [store_of(pool).get(key(number)) for number in range(4)]
+        assert said("note", "the pool 'images' is nearly exhausted", "4 of 4 blocks")()
+        for lease in leases:
+            lease.release()
+        del lease, leases
 
 
 # ── where it looks ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -343,6 +430,33 @@ def test_it_is_shown_with_and_without_rich(
         assert words in shown
 
 
+class Step(msgspec.Struct, array_like=True):
+    number: int
+
+
+class Stop(msgspec.Struct, array_like=True):
+    reason: str
+
+
+def test_a_channel_of_messages_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+    ring, plain = penstock.open_ring("steps", messages=(Step, Stop)), penstock.open_ring("bytes")
+    seen = inspect.look(os.getpid())
+    assert {one["name"]: one.get("messages") for one in seen["segments"]} == {"steps": ["Step", "Stop"], "bytes": None}
+    inspect.show(seen)
+    titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ring ")]
+    assert [title.partition(", carries ")[2] for title in titles] == ["", "Step, Stop"]
+    with mmap.mmap(ring.fd, min(os.fstat(ring.fd).st_size, 8 << 20)) as memory:
+        at = memory.find(b'"messages"')
+        assert at > 0, "the description lies further behind"
+        memory[at + 1] = 0
+    (broken,) = (one for one in inspect.look(os.getpid())["segments"] if one["name"] == "steps")
+    assert broken["messages"] == []
+    assert "is no description" in broken["messages_error"]
+    inspect.show(inspect.look(os.getpid()))
+    assert "carries messages of which nothing is known" in capsys.readouterr().out
+    del plain
+
+
 def test_numbers_are_written_as_people_write_them() -> None:
     assert [in_units(n) for n in (0, 1023, 1024, 5 << 20, -1)] == ["0 B", "1023 B", "1.0 KiB", "5.0 MiB", "16384 PiB"]
     assert [in_seconds(n) for n in (0, 999, 1500, 999_900, 3.2e9, 12e9, 90e9, 7200e9)] == [
@@ -361,15 +475,16 @@ def test_a_segment_full_of_garbage_is_shown_all_the_same(seed: int, capsys: pyte
             penstock.open_inbox(3, "inbox", capacity=4096, spill_nbytes=1 << 20),
         ]
         pool = penstock.Pool.create(1 << 16, name="pool", max_blocks=16, max_peers=8)
+        keeping = keeping_pool("store")
         shape_ends = 4096  # the header before it is checked once, and refused if it is impossible
-        for fd in [*(channel.fd for channel in channels), pool.fd]:
+        for fd in [*(channel.fd for channel in channels), pool.fd, keeping.fd]:
             with mmap.mmap(fd, min(os.fstat(fd).st_size, 96 << 10)) as memory:
                 for _ in range(chance.choice((1, 30, 3000))):
                     at = chance.randrange(shape_ends, len(memory) - 8) // 4 * 4
                     word = chance.choice((0, 1, 2**63, 2**64 - 1, chance.getrandbits(64), os.getpid() << 38 | 1 << 60))
                     memory[at : at + 8] = word.to_bytes(8, "little")
         seen = inspect.look(os.getpid())
-        assert len(seen["segments"]) == 4
+        assert len(seen["segments"]) == 5
         json.dumps(seen)
         inspect.show(seen)
         capsys.readouterr()
@@ -404,6 +519,17 @@ def test_the_doctor_looks_at_everything_and_finds_this_machine_fit(capsys: pytes
     for line, subject in zip(lines, subjects):
         assert line.split()[0] in ("ok", "warning")
         assert subject in line
+
+
+def test_the_doctor_says_who_leaves_no_more_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes, whose = _native.memory_available()
+    assert nbytes > 0
+    assert whose in ("the machine", "its control group")
+    monkeypatch.setattr(_native, "memory_available", lambda: (3 << 20, "a small box"))
+    cli.main(["doctor"])
+    assert "3.0 MiB available, as a small box leaves them" in capsys.readouterr().out
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

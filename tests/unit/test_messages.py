@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import gc
 import multiprocessing
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import msgspec
@@ -198,9 +201,24 @@ def test_the_description_lies_in_the_segment_for_everybody_to_read() -> None:
     assert [one.name for one in schema.structs] == ["Settings"]
 
 
-def test_messages_is_a_tuple_of_classes() -> None:
-    with pytest.raises(TypeError, match=r"messages=\(Job,\)"):
-        penstock.open_ring(messages=Job)  # type: ignore[call-overload]
+@pytest.mark.parametrize(("given", "why"), [(Job, r"messages=\(Job,\)"), (5, "not 5"), ("Job", "not 'Job'")], ids=str)
+def test_messages_is_a_tuple_of_classes(given: Any, why: str) -> None:
+    with pytest.raises(TypeError, match=why):
+        penstock.open_ring(messages=given)
+    with opened() as channel, pytest.raises(TypeError, match=why):
+        penstock.attach(channel.ticket, messages=given)
+    with penstock.open_ring(messages=iter((Job,))) as ring:  # type: ignore[call-overload]
+        assert ring.catalogue.messages == (Job,)
+
+
+def test_a_description_that_does_not_fit_says_how_long_it_is() -> None:
+    many = tuple(
+        msgspec.defstruct(f"M{n}", [(f"f{k}_{'x' * 900}", int) for k in range(20)], array_like=True) for n in range(64)
+    )
+    with pytest.raises(
+        ValueError, match=r"of these 64 classes takes 1,\d+,\d+ bytes; a channel has room for 1,048,576"
+    ):
+        penstock.open_ring(messages=many)
 
 
 # ── those who came late ──
@@ -457,3 +475,154 @@ def test_a_late_receiver_is_greeted_by_a_loop_that_waits_for_room() -> None:
         channel.close()
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timeout", "nowait", "error"])
+def test_a_greeting_that_a_loop_could_not_send_is_still_owed(how: str) -> None:
+    async def play() -> None:
+        channel = opened("ring", capacity=4096, inline_limit=1024)
+        async with channel.async_sender() as sender:
+            receiver = channel.receiver()
+            if how != "error":
+                with pytest.raises(penstock.WouldBlock):
+                    while True:
+                        sender.send_nowait(Stop("x" * 200))
+            greetings = [ZeroDivisionError] if how == "error" else []
+
+            def greeting() -> list[msgspec.Struct]:
+                if greetings:
+                    raise greetings.pop()
+                return [State(7), Stop("hello" * 20)]
+
+            sender.greet(greeting)
+            if how == "cancelled":
+                sending = asyncio.ensure_future(sender.send(Job(1)))
+                await asyncio.sleep(0.01)
+                sending.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await sending
+            elif how == "timeout":
+                with pytest.raises(penstock.Timeout):
+                    await sender.send(Job(1), timeout=0.01)
+            elif how == "nowait":
+                with pytest.raises(penstock.WouldBlock):
+                    sender.send_nowait(Job(1))
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    await sender.send(Job(1))
+            with pytest.raises(penstock.WouldBlock):
+                while True:
+                    receiver.receive_nowait()
+            await sender.send(Job(2), timeout=5)
+            got = [receiver.receive(timeout=5)]
+            while got[-1] != Job(2):
+                got.append(receiver.receive(timeout=5))
+            assert got == [State(7), Stop("hello" * 20), Job(2)]
+            receiver.close()
+        channel.close()
+
+    asyncio.run(play())
+
+
+def test_what_could_not_be_sent_is_let_go() -> None:
+    with opened("ring", capacity=4096, inline_limit=1024) as channel, channel.receiver():
+
+        def held_by(send: Any) -> list[Any]:
+            ids = np.zeros(200, np.int32)
+            gone = weakref.ref(ids)
+            with pytest.raises((penstock.WouldBlock, TypeError, penstock.Timeout)):
+                while True:
+                    send(Job(0, WARM, ids))
+            with pytest.raises((penstock.WouldBlock, TypeError, penstock.Timeout)):
+                send(Job(1, WARM, ids))
+            del ids
+            return [] if gone() is None else gc.get_referrers(gone())
+
+        with channel.sender() as sender:
+            assert held_by(sender.send_nowait) == []
+            assert held_by(lambda message: sender.send(message, timeout=0.01)) == []
+            assert held_by(lambda message: sender.send(Job(1, 5, message.ids))) == []
+
+
+def test_an_interrupt_while_the_sender_hears_of_a_late_receiver_does_not_hide_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened() as channel, channel.sender() as sender:
+        first, gone = channel.receiver(0), channel.receiver(1)
+        sender.greet(lambda: [State(1)])
+        sender.send(Job(1, WARM))
+        gone.close()
+        sender.send(Job(2, WARM))
+        late = channel.receiver(1)
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(sender._encoder.names, "forget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sender.send(Job(3, WARM))
+        monkeypatch.undo()
+        sender.send(Job(4, WARM))
+        assert late.receive(timeout=5) == State(1)
+        assert late.receive(timeout=5) == Job(4, WARM)
+        late.close()
+        first.close()
+
+
+def test_a_loop_that_waits_for_room_keeps_views_as_they_were() -> None:
+    Viewed = msgspec.defstruct("Viewed", [("at", memoryview), ("more", list[bytes])], array_like=True)
+
+    async def play() -> None:
+        channel = opened("ring", messages=(Viewed,), capacity=4096, inline_limit=1024)
+        async with channel.async_sender() as sender:
+            receiver = channel.receiver()
+            room = bytearray(b"a" * 450)
+            sending = []
+            for letter in b"bcdefghijk":
+                room[:] = bytes([letter]) * 450
+                sending.append(asyncio.ensure_future(sender.send(Viewed(memoryview(room), [bytes(room)]))))
+                await asyncio.sleep(0)
+            room[:] = bytes(450)
+            for letter in b"bcdefghijk":
+                got = await asyncio.to_thread(receiver.receive, 5)
+                assert bytes(got.at) == got.more[0] == bytes([letter]) * 450
+                await asyncio.sleep(0)
+            await asyncio.gather(*sending)
+            receiver.close()
+        channel.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("moment", ["the turn was taken", "it is given back"])
+def test_an_interrupt_leaves_no_end_shut(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened("ring") as channel, channel.sender() as sender, channel.receiver() as receiver:
+        for end, use in (
+            (sender, lambda: sender.send(Stop(), timeout=1)),
+            (sender, lambda: sender.send_nowait(Stop())),
+            (receiver, lambda: receiver.receive(timeout=1)),
+            (receiver, lambda: receiver.receive_view(timeout=1)),
+            (receiver, lambda: receiver.receive_nowait()),
+        ):
+            sender.send(Stop())
+            turns = type(end._turns)
+            take = turns.take
+
+            def interrupted(*arguments: Any, take: Any = take) -> None:
+                if moment == "the turn was taken":
+                    take(*arguments)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(turns, "take" if moment == "the turn was taken" else "give", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                use()
+            monkeypatch.undo()
+            sender.send(Stop(), timeout=1)
+            while True:
+                try:
+                    receiver.receive_nowait()
+                except penstock.WouldBlock:
+                    break
+            with concurrent.futures.ThreadPoolExecutor(1) as other:
+                other.submit(sender.send, Stop(), 1).result()
+                other.submit(receiver.receive, 1).result()

@@ -81,6 +81,13 @@ def test_one_peer_more_than_there_are_places_is_refused() -> None:
     Pool.attach(pool.ticket).join()
 
 
+def test_a_pool_for_one_peer_says_so_in_the_singular() -> None:
+    pool = Pool.create(4096, max_peers=1, name="own")
+    pool.join()
+    with pytest.raises(MemoryExhausted, match="segment 'own' has 1 peer and no place"):
+        Pool.attach(pool.ticket).join()
+
+
 def test_a_closed_end_has_left() -> None:
     channel = penstock.open_ring()
     ends = [channel.sender(name="sender"), channel.receiver(name="receiver")]

@@ -79,7 +79,7 @@ class Catalogue:
         self.messages = messages
         self.structs: dict[type, Described] = {}
         self.interned: list[type[msgspec.Struct]] = []
-        self.arrays: dict[type, list[tuple[str, np.dtype[Any]]]] = {}  # the fields of a message that are arrays
+        self.special: dict[type, list[tuple[str, Any]]] = {}  # fields that msgspec would not look at: see _special
         for cls in messages:
             self._add(cls, "a message")
             msgspec.msgpack.Decoder(cls)  # what msgspec cannot tell apart is a TypeError here, and not later
@@ -110,17 +110,15 @@ class Catalogue:
         self.structs[cls] = Described(cls.__name__, ())  # it may hold itself
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = []
-        arrays = []
+        special = []
         for field in msgspec.structs.fields(cls):
             where = f"{cls.__name__}.{field.name}"
             fields.append((field.name, self._describe(hints[field.name], where)))
-            for one in _choices(hints[field.name]):
-                if typing.get_origin(one) is np.ndarray:
-                    arrays.append((field.name, array_dtype(one)))
+            special += [(field.name, one) for one in map(_special, _choices(hints[field.name])) if one is not None]
         if config.tag is not None:
             fields.insert(0, ("", f"tag {config.tag!r}"))
         self.structs[cls] = Described(cls.__name__, tuple(fields))
-        self.arrays[cls] = arrays
+        self.special[cls] = special
 
     def _describe(self, hint: Any, where: str) -> str:
         origin = typing.get_origin(hint)
@@ -162,8 +160,7 @@ class Catalogue:
         if not cls.__struct_config__.frozen:
             raise TypeError(f"{cls.__name__}, interned in {where}, can be changed: say frozen=True")
         if cls not in self.interned:
-            parts = [text for _, text in self.structs[cls].fields if "array[" in text or "interned[" in text]
-            if parts or any("part" in text.split() for _, text in self.structs[cls].fields):
+            if any(_special(hint) is not None for hint in _hints_within(cls, set())):
                 raise TypeError(f"{cls.__name__}, interned in {where}, has arrays or parts: these are never interned")
             self.interned.append(cls)
 
@@ -185,6 +182,28 @@ class Catalogue:
         if not found:
             return text
         return f"{head} at ${_named(cls, path.rstrip('`'))}"
+
+
+def _hints_within(hint: Any, seen: set[type]) -> Iterator[Any]:
+    """The type, and what it is made of, each struct once."""
+    yield hint
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        if hint not in seen:
+            seen.add(hint)
+            for inner in typing.get_type_hints(hint, include_extras=True).values():
+                yield from _hints_within(inner, seen)
+    elif typing.get_origin(hint) is not typing.Literal:
+        for inner in typing.get_args(hint):
+            yield from _hints_within(inner, seen)
+
+
+def _special(hint: Any) -> Any:
+    """What travels as a number that stands for something else: an array (its dtype), Part, Interned; or None."""
+    if typing.get_origin(hint) is np.ndarray:
+        return array_dtype(hint)
+    if hint is Part or typing.get_origin(hint) is Interned:
+        return Part if hint is Part else Interned
+    return None
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ Leaves to the channel everything but what its records mean.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -19,11 +20,21 @@ from penstock.memory.segment import Ticket
 Messages = tuple[type[msgspec.Struct], ...]
 
 
+def classes_of(messages: Any) -> Messages:
+    """What was given as `messages=`, as a tuple. Raises TypeError."""
+    if isinstance(messages, type):
+        raise TypeError(f"messages is a tuple of classes: messages=({messages.__name__},)")
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
+        raise TypeError(f"messages is a tuple of classes, not {messages!r}")
+    return tuple(messages)
+
+
 class MessageChannel:
     """A ring, broadcast or inbox whose ends take and give messages of the classes that were agreed on."""
 
     def __init__(self, channel: Channel, messages: Messages) -> None:
         """Raises LayoutMismatch, which says how they differ, where the channel carries something else."""
+        messages = classes_of(messages)
         self.catalogue = Catalogue(*messages)
         described = channel.schema
         if not described:

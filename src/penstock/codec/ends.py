@@ -25,6 +25,20 @@ if TYPE_CHECKING:
 Greeting = Callable[[], Iterable[msgspec.Struct]]
 
 
+def owned(value: Any) -> Any:
+    """A deep copy, of a view too."""
+    if isinstance(value, msgspec.Struct):
+        made = copy.copy(value)
+        for name in value.__struct_fields__:
+            msgspec.structs.force_setattr(made, name, owned(getattr(value, name)))
+        return made
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(owned, value))
+    if type(value) is dict:
+        return {owned(key): owned(its) for key, its in value.items()}
+    return memoryview(bytes(value)) if isinstance(value, memoryview) else copy.deepcopy(value)
+
+
 class _Closing:
     """What all four ends have of the end below them."""
 
@@ -65,25 +79,31 @@ class _Sending(_Closing):
         self._owes_greeting = True
 
     def _greetings(self) -> Iterable[msgspec.Struct]:
+        self._encoder.names.forget()  # who needs them may have missed what was defined before: they stand alone
         return self._greeting() if self._greeting is not None else ()
 
     def _overtaken(self, admissions: int) -> None:
-        self._admissions = admissions
         self._encoder.names.forget()
         self._owes_greeting = self._greeting is not None
+        self._admissions = admissions  # last: an interrupt before it means that we are told again
 
 
 class _Turns:
-    """One thread after the other. A thread's deadline counts while it waits for its turn, too."""
+    """One thread after the other. A thread's deadline counts while it waits for its turn, too.
 
-    __slots__ = ("_lock",)
+    Between any two lines an interrupt (Ctrl-C) may leave the turn taken. It is that thread's own, then: the lock knows
+    whose it is, and the thread's next turn is this one.
+    """
+
+    __slots__ = ("_is_ours", "_lock")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_ours = self._lock._is_owned  # type: ignore[attr-defined]
 
     def take(self, end: _native.Sender | _native.Receiver, timeout: float | None) -> float | None:
         """Waits for the turn. Returns what is left of the timeout."""
-        if self._lock.acquire(False):
+        if self._is_ours() or self._lock.acquire(False):
             return timeout
         if timeout is None:
             self._lock.acquire()
@@ -94,7 +114,8 @@ class _Turns:
         return max(0.0, timeout - (time.monotonic() - began))
 
     def give(self) -> None:
-        self._lock.release()
+        if self._is_ours():
+            self._lock.release()
 
 
 class MessageSender(_Sending):
@@ -113,27 +134,31 @@ class MessageSender(_Sending):
         What it holds may be changed as soon as this returns. Raises TypeError where it is not what its class says, and
         else as `Sender.send` does.
         """
-        timeout = self._turns.take(self._end, timeout)
         try:
+            timeout = self._turns.take(self._end, timeout)
             self._send(message, timeout, True)
         finally:
             self._turns.give()
 
     def send_nowait(self, message: msgspec.Struct) -> None:
         """The same, but raises WouldBlock instead of blocking."""
-        self._turns.take(self._end, None)
         try:
+            self._turns.take(self._end, None)
             self._send(message, None, False)
         finally:
             self._turns.give()
 
     def _send(self, message: msgspec.Struct, timeout: float | None, may_wait: bool) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            if self._owes_greeting and not self._greet(deadline, may_wait):
-                continue
-            if self._put(self._encoder.encode(message), deadline, may_wait):
-                return
+        try:
+            while True:
+                if self._owes_greeting and not self._greet(deadline, may_wait):
+                    continue
+                if self._put(self._encoder.encode(message), deadline, may_wait):
+                    return
+        except BaseException:
+            self._encoder.let_go()
+            raise
 
     def _greet(self, deadline: float | None, may_wait: bool) -> bool:
         self._owes_greeting = False
@@ -183,24 +208,24 @@ class MessageReceiver(_Closing):
         channel's pool, which is held as long as one of them is. Raises DecodeError for bytes that are not a message,
         which costs that message alone, and else as `Receiver.receive` does.
         """
-        timeout = self._turns.take(self._end, timeout)
         try:
+            timeout = self._turns.take(self._end, timeout)
             return self._decoder.decode(self._end.receive_frame(timeout), self._end.source)
         finally:
             self._turns.give()
 
     def receive_view(self, timeout: float | None = None) -> Any:
         """The same without any copy: its arrays and parts keep their room in the channel as long as they live."""
-        timeout = self._turns.take(self._end, timeout)
         try:
+            timeout = self._turns.take(self._end, timeout)
             return self._decoder.decode(self._end.receive_view(timeout), self._end.source)
         finally:
             self._turns.give()
 
     def receive_nowait(self) -> Any:
         """The same as `receive`, but raises WouldBlock instead of blocking."""
-        self._turns.take(self._end, None)
         try:
+            self._turns.take(self._end, None)
             return self._decoder.decode(self._end.receive_frame_nowait(), self._end.source)
         finally:
             self._turns.give()
@@ -238,13 +263,25 @@ class AsyncMessageSender(_Sending):
     async def send(self, message: msgspec.Struct, timeout: float | None = None) -> None:
         """Sends one message as it is now; waits for room without holding the loop up. Raises as MessageSender.send."""
         if self._end.is_busy:
-            message = copy.deepcopy(message)
-        await self._end.send_by(_Attempt(self, message), timeout)
+            message = owned(message)
+        attempt = _Attempt(self, message)
+        try:
+            await self._end.send_by(attempt, timeout)
+        except BaseException:
+            attempt.abandon()
+            raise
 
     def send_nowait(self, message: msgspec.Struct) -> None:
         """The same, but raises WouldBlock instead of waiting."""
-        if self._end.is_busy or not _Attempt(self, message)():
+        if self._end.is_busy:
             self._end.would_block()
+        attempt = _Attempt(self, message)
+        try:
+            if not attempt.is_sent():
+                self._end.would_block()
+        except BaseException:
+            attempt.abandon()
+            raise
 
     async def __aenter__(self) -> AsyncMessageSender:
         return self
@@ -259,21 +296,28 @@ class _Attempt:
     def __init__(self, by: AsyncMessageSender, message: msgspec.Struct) -> None:
         self._by = by
         self._message = message
-        self._is_ours = False
+        self._is_begun = self._is_ours = False
         self._before: list[msgspec.Struct] = []
         self._frame: Buffer | list[Buffer] | None = None  # of the first of them that is not sent
 
     def __call__(self) -> bool:
+        if self.is_sent():
+            return True
+        self._keep()
+        return False
+
+    def is_sent(self) -> bool:
+        """Sends what there is room for. Whether that was all of it."""
         by = self._by
+        self._is_begun = True
         while True:
             if by._owes_greeting and self._frame is None:
-                by._owes_greeting = False
                 self._before = list(by._greetings())
+                by._owes_greeting = False
             if self._frame is None:
                 self._frame = by._encoder.encode(self._before[0] if self._before else self._message)
             admissions = by._end.try_send_if(self._frame, by._admissions)
             if admissions is None:
-                self._keep()
                 return False
             if admissions == by._admissions:
                 by._encoder.sent()
@@ -285,11 +329,17 @@ class _Attempt:
             by._overtaken(admissions)
             self._frame = None if by._owes_greeting else by._encoder.again()
 
+    def abandon(self) -> None:
+        """It is not sent after all. A greeting of which something is left is owed again, whole."""
+        if self._is_begun:  # else another one has its turn
+            self._by._owes_greeting |= bool(self._before)
+            self._by._encoder.let_go()
+
     def _keep(self) -> None:
         """The caller goes on while we wait: what it gave us must not change under us."""
         self._frame = self._by._encoder.held()
         if not self._is_ours:
-            self._message = copy.deepcopy(self._message)
+            self._message = owned(self._message)
             self._is_ours = True
 
 

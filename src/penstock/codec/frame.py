@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from penstock.codec.catalogue import Catalogue, array_dtype, decode_error
-from penstock.codec.interned import Interned, Names, Values, received
+from penstock.codec.interned import INTERNED, Interned, Names, Values, received
 from penstock.codec.part import CODES, DTYPES, PLAIN, Part
 from penstock.errors import DecodeError
 
@@ -44,6 +44,7 @@ BOOL = CODES[np.dtype(np.bool_)]
 Definition = tuple[int, int, bytes]  # number, index of its class in Catalogue.interned, value
 WRONG = (msgspec.MsgspecError, ValueError, RecursionError)  # what decoding raises for bytes that are not what they say
 _Ext = msgspec.msgpack.Ext
+_Array = np.ndarray
 
 
 class Split(typing.NamedTuple):
@@ -89,7 +90,7 @@ class FrameEncoder:
         self.catalogue = catalogue
         self.names = Names() if names is None else names
         self._classes = {
-            cls: (number, bytes([number]), catalogue.arrays[cls]) for number, cls in enumerate(catalogue.messages, 1)
+            cls: (number, bytes([number]), catalogue.special[cls]) for number, cls in enumerate(catalogue.messages, 1)
         }
         self._interned = {cls: index for index, cls in enumerate(catalogue.interned)}
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._hook)
@@ -103,21 +104,23 @@ class FrameEncoder:
     def encode(self, message: msgspec.Struct) -> Buffer | list[Buffer]:
         """The frame, whole or in pieces. The pieces are the caller's own arrays: they are read when it is sent.
 
-        Raises TypeError where the message is not what its class says it is.
+        Raises TypeError where the message, or one of its arrays, parts and interned values, is not what its class says.
         """
         found = self._classes.get(type(message))
         if found is None:
             raise self.catalogue.foreign(type(message))
-        self._number, byte, arrays = found
-        for name, dtype in arrays:
+        self._number, byte, special = found
+        for name, kind in special:
             value = getattr(message, name)
-            if value is not None and getattr(value, "dtype", dtype) != dtype:
-                raise TypeError(f"{type(message).__name__}.{name} is an array of {dtype}, not of {value.dtype}")
-        if self._end:
+            its = type(value)
+            if value is not None and its is not kind and (its is not _Array or value.dtype is not kind):
+                _require(value, kind, f"{type(message).__name__}.{name}")
+        if self._parts:
             self._parts, self._end, self._is_long = [], 0, False
-        self.names.begin()
+        if self._interned:
+            self.names.begin()
         self._encoded = self._encoder.encode(message)
-        if not self._end and not self.names.unknown():
+        if not self._end and not (self._interned and self.names.unknown()):
             return byte + self._encoded
         return self._with_parts()
 
@@ -128,9 +131,14 @@ class FrameEncoder:
 
     def sent(self) -> None:
         """The last frame has been sent: what it defined is known, and what it referred to is let go."""
-        self.names.sent()
-        if self._end:
+        if self._interned:
+            self.names.sent()
+        if self._parts:
             self._parts, self._end, self._is_long = [], 0, False
+
+    def let_go(self) -> None:
+        """The last frame is not sent: what it referred to is let go."""
+        self._encoded, self._parts, self._end, self._is_long = b"", [], 0, False
 
     def held(self) -> Buffer | list[Buffer]:
         """The last frame, with copies of what it only referred to: the caller goes on before it is sent."""
@@ -139,8 +147,7 @@ class FrameEncoder:
 
     def _with_parts(self) -> list[Buffer]:
         definitions = b""
-        unknown = self.names.unknown()
-        if unknown:
+        if self._interned and (unknown := self.names.unknown()):
             definitions = msgspec.msgpack.encode([(its, self._interned[cls], value) for its, (cls, value) in unknown])
         try:
             head = HEAD.pack(self._number | WITH_PARTS, self._is_long, 0, len(definitions), len(self._encoded))
@@ -154,27 +161,25 @@ class FrameEncoder:
 
     # ── what msgspec does not know ──
     def _hook(self, value: Any) -> Any:
-        if type(value) is np.ndarray or isinstance(value, np.ndarray):
+        if isinstance(value, _Array):
             return self._array(value)
         if isinstance(value, Interned):
             if type(value.value) not in self._interned:
                 raise TypeError(f"{type(value.value).__name__} is not interned in this channel")
             return self.names.number(value)
         if isinstance(value, Part):
-            return self._part(PLAIN, value.nbytes, value.view)
+            return self._part(PLAIN, value.nbytes, value.view) if value.nbytes else _Ext(PLAIN, b"")
         if isinstance(value, array.array):
             return self._array(np.frombuffer(value, value.typecode) if len(value) else np.empty(0, value.typecode))
-        if isinstance(value, np.generic):
+        if isinstance(value, np.generic) and not isinstance(value, _LIKE_NO_OTHER):
             return value.item()
         raise TypeError(f"a {type(value).__name__} cannot be sent")
 
     def _array(self, value: np.ndarray[Any, Any]) -> Any:
         code = CODES.get(value.dtype)
-        if code is None:
-            value = value.astype(value.dtype.newbyteorder("="))
-            code = CODES.get(value.dtype)
-            if code is None:
-                raise TypeError(f"an array of {value.dtype} cannot be sent")
+        if code is None or type(value) is not _Array:
+            value = _plain(value)
+            code = CODES[value.dtype]
         nbytes = value.nbytes
         if nbytes <= INLINE_NBYTES:
             flat: Any = _Ext(code, value.tobytes())
@@ -182,19 +187,44 @@ class FrameEncoder:
             flat = self._part(code, nbytes, value if value.flags.c_contiguous else np.ascontiguousarray(value))
         return flat if value.ndim == 1 else [flat, *value.shape]
 
-    def _part(self, kind: int, nbytes: int, at: Any) -> Any:
-        if not nbytes:
-            return _Ext(kind, b"")
-        if nbytes >= LONG_NBYTES:
-            self._is_long = True
-            gap = -self._end & 63
-        else:
-            gap = -self._end & 7
+    def _part(self, kind: int, nbytes: int, at: Any) -> int:
+        gap = -self._end & (63 if nbytes >= LONG_NBYTES else 7)
         if gap:
             self._parts.append(PADDING[gap])
-        self._parts.append(at)
+        self._parts.append(at)  # first: who interrupts us finds that there is something to forget
         self._end += gap + nbytes
+        if nbytes >= LONG_NBYTES:
+            self._is_long = True
         return nbytes << KIND_BITS | kind
+
+
+_LIKE_NO_OTHER = (np.longdouble, np.clongdouble)  # no number of Python's is as wide
+
+
+def _require(value: Any, kind: Any, where: str) -> None:
+    """Raises TypeError where a field that must hold an array of this dtype, or an object of this class, does not."""
+    if isinstance(kind, type):
+        if not isinstance(value, kind):
+            raise TypeError(f"{where} is {kind.__name__}, not {type(value).__name__}")
+    elif isinstance(value, _Array):
+        if value.dtype != kind:
+            raise TypeError(f"{where} is an array of {kind}, not of {value.dtype}")
+    elif not isinstance(value, array.array):
+        raise TypeError(f"{where} is an array of {kind}, not {type(value).__name__}")
+    elif np.dtype(value.typecode) != kind:
+        raise TypeError(f"{where} is an array of {kind}, not of {np.dtype(value.typecode)}")
+
+
+def _plain(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Of a class or byte order of its own, as one that can travel. Raises TypeError where that would lose something."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("a masked array cannot be sent: its mask would be lost")
+    value = np.asarray(value)
+    if value.dtype.kind in "biufc":
+        value = value.astype(value.dtype.newbyteorder("="), copy=False)
+    if value.dtype not in CODES:
+        raise TypeError(f"an array of {value.dtype} cannot be sent")
+    return value
 
 
 class FrameDecoder:
@@ -211,7 +241,7 @@ class FrameDecoder:
         self._values: dict[int, Values] = {}
         self._hints: dict[int, tuple[Any, Any]] = {}  # by identity, which the second of the pair keeps alive
         self._known = Values()
-        self._frame = NOTHING
+        self._frame: Buffer = NOTHING
         self._first = 0  # where the parts of this frame begin
         self._end = 0  # of the part that was read last, from there
         self._nbytes = 0  # of all of them
@@ -232,14 +262,15 @@ class FrameDecoder:
         at, end, first = read_head(view)
         if at > HEAD_NBYTES:
             self._define(view[HEAD_NBYTES:at])
-        self._frame, self._first, self._end, self._nbytes = view, first, 0, len(view) - first
+        self._frame = frame if view.readonly else view.toreadonly()
+        self._first, self._end, self._nbytes = first, 0, len(view) - first
         try:
             message = self._decode(number & ~WITH_PARTS, view[at:end])
             if self._end != self._nbytes:
                 raise DecodeError(f"expected parts of {self._end} bytes, got {self._nbytes}")
             return message
         finally:
-            self._frame, self._nbytes = NOTHING, 0
+            self._frame, self._end, self._nbytes = NOTHING, 0, 0
 
     def _decode(self, number: int, encoded: memoryview) -> Any:
         if not 1 <= number <= len(self._decoders):
@@ -262,6 +293,9 @@ class FrameDecoder:
             if not 0 <= index < len(self._interned):
                 wrong = DecodeError(f"definition of {number}: expected one of {len(self._interned)}, got {index}")
                 continue
+            if not 0 <= number < INTERNED:
+                wrong = DecodeError(f"definitions: expected a number less than {INTERNED}, got {number}")
+                continue
             cls = self.catalogue.interned[index]
             try:
                 self._known.define(number, cls, received(self._interned[index].decode(value), value))
@@ -269,7 +303,10 @@ class FrameDecoder:
                 self._known.forget(number)
                 wrong = decode_error(self.catalogue, cls, error)
         if wrong is not None:
-            raise wrong
+            try:
+                raise wrong
+            finally:
+                wrong = None  # it leads to us: together they would hold the frame until the next collection
 
     # ── what msgspec does not know ──
     def _hook(self, hint: Any, found: Any) -> Any:
@@ -278,19 +315,31 @@ class FrameDecoder:
             known = self._hints[id(hint)] = (_target(hint), hint)
         target = known[0]
         if type(target) is not tuple:
-            if target is not Part:
-                return self._known.value(found, target)
-            kind, view, start, nbytes = self._find(found)
-            if kind != PLAIN:
-                raise DecodeError(f"expected a part of plain bytes, got one of {DTYPES.get(kind, kind)}")
-            return _part_of(memoryview(view)[start : start + nbytes].toreadonly())
+            return self._known.value(found, target)
         dtype, code, itemsize = target
         shape = None
-        if type(found) is list and found:
+        if type(found) is list and found and dtype is not None:
             found, *shape = found
-        kind, view, start, nbytes = self._find(found)
+        # Where the bytes are:
+        view: Any
+        if type(found) is int and found >= 0:
+            kind, nbytes, view = found & KIND_MASK, found >> KIND_BITS, self._frame
+            start = self._end + (-self._end & (63 if nbytes >= LONG_NBYTES else 7))
+            self._end = start + nbytes
+            if self._end > self._nbytes:
+                raise DecodeError(f"expected a part of {nbytes} bytes, got {max(0, self._nbytes - start)}")
+            start += self._first
+        elif type(found) is _Ext:
+            kind, view, start = found.code, found.data, 0
+            nbytes = len(view)
+        else:
+            raise DecodeError(f"expected an array or part, got {type(found).__name__}")
+        # What they are:
         if kind != code:
-            raise DecodeError(f"expected an array of {dtype}, got one of {DTYPES.get(kind, f'kind {kind}')}")
+            wanted = "a part of plain bytes" if dtype is None else f"an array of {dtype}"
+            raise DecodeError(f"expected {wanted}, got one of {DTYPES.get(kind, f'kind {kind}')}")
+        if dtype is None:
+            return _part_of(memoryview(view)[start : start + nbytes].toreadonly())
         if nbytes % itemsize:
             raise DecodeError(f"expected numbers of {itemsize} bytes each, got {nbytes} bytes")
         # frombuffer refuses to make an array of nothing
@@ -298,21 +347,6 @@ class FrameDecoder:
         if code == BOOL and nbytes and made.view(np.uint8).max() > 1:
             raise DecodeError(f"expected 0 and 1, got {made.view(np.uint8).max()}")
         return made if shape is None else _reshaped(made, shape)
-
-    def _find(self, found: object) -> tuple[int, Any, int, int]:
-        """Where the bytes of an array or part are: kind, what they lie in, where, and how many."""
-        if type(found) is int and found >= 0:
-            nbytes = found >> KIND_BITS
-            start = self._end + (-self._end & (63 if nbytes >= LONG_NBYTES else 7))
-            end = start + nbytes
-            if end > self._nbytes:
-                raise DecodeError(f"expected a part of {nbytes} bytes, got {max(0, self._nbytes - start)}")
-            self._end = end
-            return found & KIND_MASK, self._frame, self._first + start, nbytes
-        if type(found) is _Ext:
-            short: Any = found.data
-            return found.code, short, 0, len(short)
-        raise DecodeError(f"expected an array or part, got {type(found).__name__}")
 
 
 def _part_of(view: memoryview) -> Part:
@@ -339,7 +373,7 @@ def _reshaped(flat: np.ndarray[Any, Any], shape: list[Any]) -> np.ndarray[Any, A
 
 
 def _target(hint: Any) -> Any:
-    """What a field of this type is made into: a dtype (its code, its size), Part, or the class of an interned value."""
+    """What a field is made into: an array (dtype, code, size of one), a part (no dtype), an interned class."""
     origin = typing.get_origin(hint)
     if origin is np.ndarray:
         dtype = array_dtype(hint)
@@ -347,5 +381,5 @@ def _target(hint: Any) -> Any:
     if origin is Interned:
         return typing.get_args(hint)[0]
     if hint is Part:
-        return Part
+        return (None, PLAIN, 1)
     raise TypeError(f"{hint!r} cannot be received")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, overload
 
 from penstock.channel import Broadcast, Channel, Inbox, Ring
@@ -9,7 +10,9 @@ from penstock.channel import open_broadcast as _open_broadcast
 from penstock.channel import open_inbox as _open_inbox
 from penstock.channel import open_ring as _open_ring
 from penstock.codec.catalogue import Catalogue
-from penstock.codec.channels import MessageChannel, Messages
+from penstock.codec.channels import MessageChannel, Messages, classes_of
+
+MOST_DESCRIBED = 1 << 20  # layout.h: schema_nbytes
 
 
 @overload
@@ -20,7 +23,7 @@ def open_ring(name: str = "ring", *, messages: Messages | None = None, **options
     """A channel from one process to one other. Options: see `open_broadcast`."""
     if messages is None:
         return _open_ring(name, **options)
-    return _carrying(messages, _open_ring(name, schema=_described(messages), **options))
+    return _carrying(messages, _open_ring, name, **options)
 
 
 @overload
@@ -45,7 +48,7 @@ def open_broadcast(
     """
     if messages is None:
         return _open_broadcast(receivers, name, **options)
-    return _carrying(messages, _open_broadcast(receivers, name, schema=_described(messages), **options))
+    return _carrying(messages, _open_broadcast, receivers, name, **options)
 
 
 @overload
@@ -58,14 +61,15 @@ def open_inbox(
     """A channel from up to `senders` processes at a time to one. Options: see `open_broadcast`."""
     if messages is None:
         return _open_inbox(senders, name, **options)
-    return _carrying(messages, _open_inbox(senders, name, schema=_described(messages), **options))
+    return _carrying(messages, _open_inbox, senders, name, **options)
 
 
-def _described(messages: Any) -> bytes:
-    if isinstance(messages, type):
-        raise TypeError(f"messages is a tuple of classes: messages=({messages.__name__},)")
-    return Catalogue(*messages).schema.encode()
-
-
-def _carrying(messages: Messages, channel: Channel) -> MessageChannel:
-    return MessageChannel(channel, tuple(messages))
+def _carrying(messages: Messages, open_channel: Callable[..., Channel], *place: Any, **options: Any) -> MessageChannel:
+    messages = classes_of(messages)
+    described = Catalogue(*messages).schema.encode()
+    if len(described) > MOST_DESCRIBED:
+        raise ValueError(
+            f"the description of these {len(messages)} classes takes {len(described):,} bytes; a channel has room for "
+            f"{MOST_DESCRIBED:,}: give them fewer fields, or shorter names"
+        )
+    return MessageChannel(open_channel(*place, schema=described, **options), messages)

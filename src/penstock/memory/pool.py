@@ -124,7 +124,9 @@ class Pool(Shareable):
 
     def share(self, lease: _native.Lease, to: Iterable[Peer | int] = ()) -> Ref:
         """A reference to the leased bytes. Each peer in `to` is granted one open(): there is no moment at which nobody
-        holds the block, even if our lease ends before they come. A grant ends with its use, or with either side."""
+        holds the block, even if our lease ends before they come. A grant ends with its use, or with either side: one to
+        a peer that has joined the pool and will never be sent the reference, because it does not listen yet where that
+        is said, holds the block until that peer leaves."""
         ref = Ref(*lease.ref_numbers())
         if ref.segment != self._segment.nonce:
             raise ValueError(f"the lease is of another pool than '{self.name}'")

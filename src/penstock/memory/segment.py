@@ -61,8 +61,9 @@ def fitting(nbytes: int, what: str) -> int:
     if nbytes <= 0:
         raise ValueError(f"{what} has at least one byte, not {nbytes}")
     if nbytes > MAX_NBYTES:
-        error = MemoryExhausted(f"{what} of {nbytes} bytes does not fit: {_native.memory_available()} are left")
-        error.asked, error.free = nbytes, _native.memory_available()
+        available, whose = _native.memory_available()
+        error = MemoryExhausted(f"{what} of {nbytes} bytes does not fit: {whose} has {available} left")
+        error.asked, error.free = nbytes, available
         raise error
     return nbytes
 

@@ -7,6 +7,20 @@ nowhere.
 from penstock.tensor.bridge import Tensors, TensorStats
 from penstock.tensor.kinds import UnsupportedTensor
 from penstock.tensor.ref import TensorRef
+from penstock.tensor.store import Item, Store, Stored, StoreStats, key_of
 from penstock.tensor.tree import Plan, plan, read
 
-__all__ = ["Plan", "TensorRef", "TensorStats", "Tensors", "UnsupportedTensor", "plan", "read"]
+__all__ = [
+    "Item",
+    "Plan",
+    "Store",
+    "StoreStats",
+    "Stored",
+    "TensorRef",
+    "TensorStats",
+    "Tensors",
+    "UnsupportedTensor",
+    "key_of",
+    "plan",
+    "read",
+]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from bench.harness.output import short
+from penstock.measure.words import short
 
 OURS = ("#0b6e4f", "#39a078", "#7cc6a4", "#b5e2cf")
 OTHERS = ("#6b7a99", "#93a0ba", "#b08968", "#c9a98b", "#8d6a9f", "#b39bc1", "#a8a8a8", "#cfcfcf", "#7f7f7f")

@@ -1,0 +1,141 @@
+"""How few bytes a decode step needs, and how little time: the targets of the typed messages, and whether they are met.
+
+Bytes and times of every format: `penstock measure --compare`, whose code this runs.
+
+    scripts/bench codec                      everything, in about a minute
+    scripts/bench codec --quick              fewer rounds
+    PENSTOCK_PEER_PYTHON=… scripts/bench codec   with vLLM's own classes, and gloo, where that interpreter has them
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
+
+from bench.harness.output import Output, machine, short
+from bench.harness.quiet import FOREIGN_LIMIT, load_between, look
+from penstock.measure import collective, comparison, vllm_peer
+from penstock.measure.formats import OURS
+from penstock.measure.tables import Row, Table
+
+STEADY_NBYTES = 24
+BLOCKS_NBYTES = {4: 40, 32: 60, 256: 300, 1024: 1000}
+ROUNDS, QUICK_ROUNDS = 9, 3
+
+Summary = dict[tuple[str, int], dict[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One line of the table. `figure` None: not measured here."""
+
+    case: str
+    limit: float
+    unit: str
+    figure: float | None
+    is_least: bool = False  # the figure is to be at least the limit; otherwise at most
+
+    @property
+    def is_met(self) -> bool | None:
+        if self.figure is None:
+            return None
+        return self.figure >= self.limit if self.is_least else self.figure <= self.limit
+
+
+def targets(found: Summary, params: Sequence[Row], broadcast: Sequence[Row]) -> Iterator[Target]:
+    def ours(case: str, requests: int, key: str) -> float | None:
+        figures = found.get((case, requests), {}).get(OURS)
+        return figures[key] if figures else None
+
+    for requests in comparison.REQUESTS:
+        yield Target(f"steady decode step, {requests} requests", STEADY_NBYTES, "B",
+                     ours("step_steady", requests, "bytes"))  # fmt: skip
+    for requests, limit in BLOCKS_NBYTES.items():
+        yield Target(f"decode step with new blocks, {requests} requests", limit, "B",
+                     ours("step_blocks", requests, "bytes"))  # fmt: skip
+    yield Target("encode + decode + apply, 256 requests, steady", 8, "µs",
+                 ours("step_steady", 256, "encode_decode_us"))  # fmt: skip
+    yield Target("worker output of 256 tokens, encode + decode", 4, "µs",
+                 ours("worker_output", 256, "encode_decode_us"))  # fmt: skip
+    yield Target("worker output of 256 tokens", 1100, "B", ours("worker_output", 256, "bytes"))
+    yield Target("outputs to the API server, 256 requests, encode + decode", 6, "µs",
+                 ours("api_outputs", 256, "encode_decode_us"))  # fmt: skip
+    yield Target("outputs to the API server, 256 requests", 5000, "B", ours("api_outputs", 256, "bytes"))
+    after = [one["after_bytes"] for one in params if one["impl"] == OURS and "after_bytes" in one]
+    yield Target("default sampling parameters, after the first time", 2, "B", after[0] if after else None)
+    yield Target(f"request with {comparison.LONG_PROMPT:,} prompt tokens, encode + decode", 30, "µs",
+                 ours("long_prompt", 1, "encode_decode_us"))  # fmt: skip
+    ratios = [one["one_way_ratio_to_penstock"] for one in broadcast if "one_way_ratio_to_penstock" in one]
+    yield Target(f"{collective.NBYTES:,} B to {collective.RECEIVERS} receivers, gloo's time over ours", 20, "x",
+                 ratios[0] if ratios else None, is_least=True)  # fmt: skip
+
+
+def told(output: Output, rows: Iterator[Row] | Sequence[Row], table: Table) -> None:
+    for one in rows:
+        output.record(one["case"], one["impl"], **{k: v for k, v in one.items() if k not in ("bench", "case", "impl")})
+    if table.rows:
+        output.table(table.title, table.columns[1:], [(cells[0], cells[1:]) for cells in table.rows])
+    else:
+        output.say(f"\n{table.title}")
+    for note in table.notes:
+        output.say(f"  {note}")
+
+
+def run(output: Output, rounds: int) -> list[Target]:
+    outcomes = []
+    try:
+        for outcome in comparison.run(rounds=rounds):
+            outcomes.append(outcome)
+            told(output, list(comparison.rows_of(outcome)), comparison.table_of(outcome))
+    finally:
+        vllm_peer.close()
+    params, table = comparison.params_told()
+    told(output, params, table)
+    broadcast, table = collective.told(rounds)
+    told(output, broadcast, table)
+    return list(targets(comparison.summary(outcomes), params, broadcast))
+
+
+def show(output: Output, found: Sequence[Target]) -> None:
+    words = {True: "yes", False: "NO", None: "not measured"}
+    rows = []
+    for one in found:
+        limit = f"{'≥' if one.is_least else '≤'} {one.limit:,.0f} {one.unit}"
+        figure = "-" if one.figure is None else f"{short(one.figure)} {one.unit}"
+        rows.append((one.case, [limit, figure, words[one.is_met]]))
+        met = {"met": one.is_met} if one.figure is not None else {"missing": "not measured"}
+        output.record("target", OURS, target=one.case, unit=one.unit, limit=one.limit,
+                      **({"figure": one.figure} if one.figure is not None else {}), **met)  # fmt: skip
+    output.table("Targets", ["target", "figure", "met?"], rows)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench codec", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one object per line on stdout, tables on stderr")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds, not {ROUNDS}")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
+    options = parser.parse_args(arguments)
+    output = Output("codec", is_json=options.json, folder=options.out)
+    about = machine()
+    output.record("machine", "-", **about)
+    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    before = look()
+    found = run(output, QUICK_ROUNDS if options.quick else ROUNDS)
+    load = load_between(before, look())
+    show(output, found)
+    output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
+    if not load.is_quiet:
+        output.say(
+            f"\nforeign processes took {load.cores:.2f} cores; with more than {FOREIGN_LIMIT:.2f}, times say little"
+        )
+    return 0 if all(one.is_met is not False for one in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,160 @@
+// bindings_store.cpp: blocks that are kept under a key.
+#include "python.h"
+
+using namespace penstock;
+using namespace penstock::python;
+using namespace nb::literals;
+
+namespace {
+
+Key key_of(nb::bytes bytes) {
+    if (bytes.size() != sizeof(Key))
+        throw Error(Fault::value, format("a key has %zu bytes, not %zu", sizeof(Key), bytes.size()));
+    Key key;
+    std::memcpy(&key, bytes.c_str(), sizeof key);
+    return key;
+}
+
+struct Keeper {
+    std::shared_ptr<Attachment> by;
+
+    explicit Keeper(std::shared_ptr<Attachment> attachment) : by(std::move(attachment)) {
+        by->require_ours();
+        Store{*by};  // there is one
+    }
+    Store store() {
+        by->require_ours();
+        return Store(*by);
+    }
+    // The store, for the one who was given this lease to write what it keeps and has not yet said that it is written.
+    Store store_of(const Lease& lease) {
+        by->require_ours();
+        lease.require();
+        if (lease.by != by || !lease.is_filling)
+            throw Error(Fault::value,
+                        "this lease was not given by begin() of this store to be written, or it has been");
+        return Store(*by);
+    }
+    // Who is writing what we wait for, for an error.
+    std::string writer(const Key& key) {
+        for (const auto& item : Store(*by).stats().items)
+            if (item.is_filling && std::memcmp(&item.key, &key, sizeof key) == 0 && item.taker < by->shape().max_peers)
+                return by->describe(item.taker);
+        return "somebody";
+    }
+};
+
+nb::tuple begin(Keeper& keeper, nb::bytes bytes, u64 nbytes, nb::handle timeout) {
+    Key key = key_of(bytes);
+    Store store = keeper.store();
+    u64 deadline = deadline_of(timeout), started = now_ns();
+    Spinner spinner(Latency::eco);
+    Waits waits{};
+    std::atomic<bool> never{false};
+    if (nbytes > MAX_NBYTES) nbytes = MAX_NBYTES;
+    for (;;) {
+        Extent extent;
+        u32 seen = 0, returns = store.pool().returns();
+        Store::Begun begun = Store::Begun::wait;
+        bool is_full = false;
+        try {
+            begun = store.begin(key, nbytes, extent, seen);
+        } catch (const Error& error) {
+            if (error.fault != Fault::memory_exhausted || now_ns() >= deadline || nbytes > store.pool().nbytes()) throw;
+            is_full = true;
+        }
+        if (begun == Store::Begun::hit) return nb::make_tuple(false, make_lease(keeper.by, extent, false));
+        if (begun == Store::Begun::fill) {
+            nb::object lease = make_lease(keeper.by, extent, true);
+            nb::inst_ptr<Lease>(lease)->is_filling = true;
+            return nb::make_tuple(true, lease);
+        }
+        if (now_ns() >= deadline)
+            throw Error(Fault::timeout, format("what '%s' keeps under this key is being written by %s for %s",
+                                               keeper.by->segment().name().c_str(), keeper.writer(key).c_str(),
+                                               in_seconds(now_ns() - started).c_str()));
+        Woken woken;
+        {
+            nb::gil_scoped_release released;
+            woken = is_full ? store.pool().wait_for_return(returns, deadline, spinner, waits, never)
+                            : store.wait_for_fill(seen, deadline, spinner, waits);
+        }
+        if (woken == Woken::interrupted) check_signals();
+    }
+}
+
+// After it nobody can write what others read: what could is refused, and the lease is for reading from now on.
+bool commit(Keeper& keeper, Lease& lease) {
+    Store store = keeper.store_of(lease);
+    if (lease.exports != 0) {
+        PyErr_Format(PyExc_BufferError, "the lease has %d views, which could still write: drop them first",
+                     lease.exports);
+        throw nb::python_error();
+    }
+    bool is_there = store.commit(lease.extent);
+    lease.is_filling = lease.is_writable = false;
+    lease.at =
+        const_cast<u8*>(keeper.by->segment().read_at(keeper.by->segment().geometry().pool_data + lease.extent.offset));
+    return is_there;
+}
+
+nb::dict stats_of(Keeper& keeper) {
+    keeper.by->require_ours();
+    StoreStats s = Store(*keeper.by).stats();
+    nb::dict out;
+    out["hits"] = s.hits;
+    out["misses"] = s.misses;
+    out["puts"] = s.puts;
+    out["evictions"] = s.evictions;
+    out["evicted_nbytes"] = s.evicted_nbytes;
+    out["fills_awaited"] = s.fills_awaited;
+    out["abandoned"] = s.abandoned;
+    nb::list items;
+    for (const auto& item : s.items)
+        items.append(nb::make_tuple(nb::bytes(reinterpret_cast<const char*>(&item.key), sizeof item.key), item.nbytes,
+                                    item.hits, item.holders, static_cast<double>(item.age_ns) / 1e9,
+                                    static_cast<double>(item.idle_ns) / 1e9, item.is_filling));
+    out["items"] = items;
+    return out;
+}
+
+}  // namespace
+
+void penstock::python::bind_store(nb::module_& m) {
+    m.attr("KEY_NBYTES") = sizeof(Key);
+    nb::class_<Keeper>(m, "Store", "Blocks of a pool that are kept under a key after their last lease.")
+        .def(nb::new_([](const std::shared_ptr<Attachment>& by) { return new Keeper(by); }), "attachment"_a)
+        .def(
+            "get",
+            [](Keeper& keeper, nb::bytes key) -> nb::object {
+                Extent extent;
+                if (!keeper.store().get(key_of(key), extent)) return nb::none();
+                return make_lease(keeper.by, extent, false);
+            },
+            "key"_a, nb::sig("def get(self, key: bytes) -> Lease | None"))
+        .def("begin", &begin, "key"_a, "nbytes"_a, "timeout"_a.none() = nb::none(),
+             nb::sig("def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, Lease]"),
+             "True and a writable lease, to be written and committed; or False and a lease of what is there. Waits "
+             "while "
+             "somebody else writes it, or for room.")
+        .def(
+            "commit", &commit, "lease"_a,
+            "What was written is there for everybody, and the lease is for reading from now on: it must have no views. "
+            "False: it was taken out meanwhile.")
+        .def(
+            "abandon",
+            [](Keeper& keeper, Lease& lease) {
+                keeper.store_of(lease).abandon(lease.extent);
+                lease.is_filling = false;
+            },
+            "lease"_a, "Somebody else may write it. So it is, too, when the lease goes without a commit.")
+        .def(
+            "remove",
+            [](Keeper& keeper, nb::object key) {
+                if (key.is_none()) return keeper.store().remove(nullptr);
+                Key one = key_of(nb::cast<nb::bytes>(key));
+                return keeper.store().remove(&one);
+            },
+            "key"_a.none(), nb::sig("def remove(self, key: bytes | None) -> int"))
+        .def("stats", &stats_of);
+}

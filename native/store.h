@@ -1,0 +1,406 @@
+// store.h: blocks that are kept under a key after the last lease is gone, until their room is wanted.
+//
+// A kept block:   none ──begin──► filling ──commit──► ready ──evict──► none
+//                           └──── abandon, or the writer's lease is gone ─┘
+//
+// The truth is in the blocks: kept and key, and who is writing: the taker, as long as it holds a lease. What is derived
+// (the chains by which a key is found) is rebuilt by whoever takes over the lock of a dead holder. A block that is kept
+// is not returned with its last lease; one that is evicted is returned at once, for only blocks that nobody holds are
+// evicted. LOCK store is taken before LOCK block, never while LOCK pool is held.
+#pragma once
+#include "pool.h"
+
+namespace penstock {
+
+struct Key {
+    u64 words[KEY_WORDS];
+};
+
+struct StoreStats {
+    u64 hits = 0, misses = 0, puts = 0, evictions = 0, evicted_nbytes = 0, fills_awaited = 0, abandoned = 0;
+    struct Item {
+        Key key;
+        u32 block, generation, taker, holders, hits;  // taker: as it says; of one that is being written, the writer
+        u64 nbytes, age_ns, idle_ns;
+        bool is_filling;
+    };
+    std::vector<Item> items;
+};
+
+class Store {
+   public:
+    enum class Begun { hit, fill, wait };
+
+    explicit Store(Attachment& by)
+        : by_(by),
+          g_(by.segment().geometry()),
+          pool_(by),
+          head_(*by.segment().at<StoreHeader>(g_.store)),
+          buckets_(by.segment().at<Shared<u32>>(g_.store + sizeof(StoreHeader))) {
+        if (g_.shape.buckets == 0)
+            throw Error(Fault::layout_mismatch, format("pool '%s' keeps nothing by key", by.segment().name().c_str()));
+    }
+    Pool& pool() { return pool_; }
+    StoreHeader& header() const { return head_; }
+
+    // A lease of what is kept under this key. False: nothing is, or it is not written yet.
+    bool get(const Key& key, Extent& out) {
+        by_.refresh();
+        Locked guard(*this);
+        u32 index = find(key);
+        if (index == NONE || kept(index) != Kept::ready) {
+            count(head_.misses);
+            return false;
+        }
+        use(index, out);
+        count(head_.hits);
+        return true;
+    }
+
+    // hit: it is there, and out is a lease of it. fill: out is a lease of a block that is being written, by the caller,
+    // who commits or abandons it. wait: somebody else is writing it; wait_for_fill(seen) and begin again.
+    // Throws MemoryExhausted where all that is in the way is held.
+    Begun begin(const Key& key, u64 nbytes, Extent& out, u32& seen) {
+        by_.refresh();
+        bool is_full = false;
+        for (int attempts = 0;; ++attempts) {
+            {
+                Locked guard(*this);
+                Begun found;
+                if (look(key, out, seen, found)) return found;
+            }
+            if (is_full) throw pool_.exhausted(nbytes);  // and it did not come meanwhile, with what was in the way
+            if (pool_.try_take(nbytes, out)) break;
+            is_full = attempts >= MOST_ATTEMPTS || !evict(nbytes);
+        }
+        PENSTOCK_POINT("store.taken");
+        Begun found = Begun::fill;
+        Extent ours = out;
+        try {
+            Locked guard(*this);
+            if (!look(key, out, seen, found)) {
+                Block& b = pool_.block(ours.block);
+                for (u32 i = 0; i < KEY_WORDS; ++i) b.key[i].store(key.words[i], std::memory_order_relaxed);
+                b.used_ns.store(now_ns(), std::memory_order_relaxed);
+                b.hits.store(0, std::memory_order_relaxed);
+                set_kept(ours.block, Kept::filling);
+                PENSTOCK_POINT("store.keyed");
+                link(ours.block);
+                count(head_.puts);
+                return Begun::fill;
+            }
+        } catch (...) {
+            pool_.release(ours.block, ours.generation);
+            throw;
+        }
+        pool_.release(ours.block, ours.generation);  // somebody was faster
+        return found;
+    }
+    // What was written is there for everybody. False: it was taken out meanwhile (clear()).
+    bool commit(const Extent& extent) {
+        bool is_ours;
+        {
+            Locked guard(*this);
+            is_ours = is_filling(extent);
+            PENSTOCK_POINT("store.filled");
+            if (is_ours) set_kept(extent.block, Kept::ready);  // ORDER block: written before this
+        }
+        PENSTOCK_POINT("store.committed");
+        announce_fill();
+        return is_ours;
+    }
+    // What was being written is nobody's: the block goes with its last lease, and somebody else may write the key.
+    void abandon(const Extent& extent, u64 within_ns = Pool::LOCK_NS) {
+        {
+            Locked guard(*this, within_ns);
+            if (!is_filling(extent)) return;
+            let_go(extent.block);
+            count(head_.abandoned);
+        }
+        announce_fill();
+    }
+    // The writer's last lease, given back without a word. Where somebody stopped holds the lock, that alone says it:
+    // see is_given_up().
+    void give_up(const Extent& extent) noexcept {
+        try {
+            abandon(extent, Pool::RELEASE_NS);
+        } catch (...) {
+            count(head_.abandoned);
+        }
+        pool_.release(extent.block, extent.generation);
+        announce_fill();
+    }
+    // Takes one key out, or, without one, all: what is held goes with its last lease.
+    u64 remove(const Key* key) {
+        u64 removed = 0;
+        {
+            Locked guard(*this);
+            for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
+                if (kept(index) == Kept::none || (key != nullptr && !is_key(index, *key))) continue;
+                let_go(index);
+                ++removed;
+            }
+        }
+        announce_fill();
+        return removed;
+    }
+    u32 fills() const { return head_.fills.load(std::memory_order_acquire); }
+    Woken wait_for_fill(u32 seen, u64 deadline, Spinner& spinner, Waits& waits) {
+        count(head_.fills_awaited);
+        return wait<false>(head_.filled, 1ull << (by_.slot() % 64), deadline, spinner, waits, nullptr,
+                           [&] { return head_.fills.load(std::memory_order_acquire) != seen || by_.is_stale(); });
+    }
+
+    // For the reaper: what that peer was writing is nobody's; if it held the lock, what is derived is rebuilt.
+    template <class Still>
+    void drop_filling(u32 slot, u32 epoch, Still&& is_still) {
+        {
+            if (by_.take_over(head_.lock, slot, epoch))
+                rebuild();
+            else if (by_.lock(head_.lock, now_ns() + Pool::LOCK_NS / 10))
+                rebuild();
+            Unlock unlock{by_, head_.lock};
+            for (u32 index = 0; index < g_.shape.max_blocks && is_still(); ++index) {
+                if (kept(index) != Kept::filling || pool_.block(index).taker.load(std::memory_order_relaxed) != slot)
+                    continue;
+                let_go(index);
+                count(head_.abandoned);
+            }
+        }
+        announce_fill();  // in any case: it may have died between committing and saying so, as may another reaper
+    }
+
+    StoreStats stats() const {
+        StoreStats s;
+        s.hits = head_.hits.load(std::memory_order_relaxed);
+        s.misses = head_.misses.load(std::memory_order_relaxed);
+        s.puts = head_.puts.load(std::memory_order_relaxed);
+        s.evictions = head_.evictions.load(std::memory_order_relaxed);
+        s.evicted_nbytes = head_.evicted_nbytes.load(std::memory_order_relaxed);
+        s.fills_awaited = head_.fills_awaited.load(std::memory_order_relaxed);
+        s.abandoned = head_.abandoned.load(std::memory_order_relaxed);
+        u64 now = now_ns();
+        for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
+            Block& b = pool_.block(index);
+            Kept state = kept(index);
+            if (state == Kept::none || !is_live(index)) continue;
+            StoreStats::Item item{};
+            for (u32 i = 0; i < KEY_WORDS; ++i) item.key.words[i] = b.key[i].load(std::memory_order_relaxed);
+            item.block = index;
+            item.generation = b.generation.load(std::memory_order_relaxed);
+            item.taker = b.taker.load(std::memory_order_relaxed);
+            item.nbytes = b.nbytes.load(std::memory_order_relaxed);
+            item.hits = b.hits.load(std::memory_order_relaxed);
+            item.is_filling = state == Kept::filling;
+            for (u32 p = 0; p < g_.shape.max_peers; ++p)
+                item.holders += pool_.held(index)[p].load(std::memory_order_relaxed) != 0;
+            u64 taken = b.taken_ns.load(std::memory_order_relaxed), used = b.used_ns.load(std::memory_order_relaxed);
+            item.age_ns = now - std::min(now, taken);
+            item.idle_ns = now - std::min(now, used);
+            s.items.push_back(item);
+        }
+        return s;
+    }
+
+   private:
+    static constexpr u32 NONE = ~0u;
+    static constexpr int MOST_ATTEMPTS = 64;  // others may take what was made free; then it is really full
+
+    struct Unlock {
+        Attachment& by;
+        Shared<u32>& word;
+        ~Unlock() { by.unlock(word); }
+    };
+    struct Locked {  // LOCK store, with what is derived repaired if its last holder died
+        Store& store;
+        explicit Locked(Store& store, u64 within_ns = Pool::LOCK_NS) : store(store) {
+            if (store.by_.lock(store.head_.lock, now_ns() + within_ns)) store.rebuild();
+            PENSTOCK_POINT("store.locked");
+        }
+        ~Locked() { store.by_.unlock(store.head_.lock); }
+    };
+
+    static void count(Shared<u64>& counter) { counter.fetch_add(1, std::memory_order_relaxed); }
+    Kept kept(u32 index) const {
+        return static_cast<Kept>(pool_.block(index).kept.load(std::memory_order_acquire));  // ORDER block
+    }
+    void set_kept(u32 index, Kept state) {
+        pool_.block(index).kept.store(static_cast<u32>(state), std::memory_order_release);
+    }
+    bool is_live(u32 index) const {
+        return static_cast<BlockState>(pool_.block(index).state.load(std::memory_order_acquire)) == BlockState::live;
+    }
+    bool is_key(u32 index, const Key& key) const {
+        for (u32 i = 0; i < KEY_WORDS; ++i)
+            if (pool_.block(index).key[i].load(std::memory_order_relaxed) != key.words[i]) return false;
+        return true;
+    }
+    bool is_filling(const Extent& extent) const {
+        return extent.block < g_.shape.max_blocks && kept(extent.block) == Kept::filling &&
+               pool_.block(extent.block).generation.load(std::memory_order_relaxed) == extent.generation;
+    }
+    Shared<u32>& bucket(u64 word) const { return buckets_[word & (g_.shape.buckets - 1)]; }
+
+    // LOCK store is held in all of these.
+    u32 find(const Key& key) {
+        for (bool is_rebuilt : {false, true}) {
+            u32 link = bucket(key.words[0]).load(std::memory_order_relaxed), steps = 0;
+            for (; link != 0 && link <= g_.shape.max_blocks && steps <= g_.shape.max_blocks; ++steps) {
+                u32 index = link - 1;
+                if (kept(index) != Kept::none && is_key(index, key) && is_live(index)) return index;
+                link = pool_.block(index).next.load(std::memory_order_relaxed);
+            }
+            if (link == 0 || is_rebuilt) break;
+            rebuild();  // somebody wrote where it must not
+        }
+        return NONE;
+    }
+    // Its writer has no lease of it any more, and so will never commit it.
+    bool is_given_up(u32 index) const {
+        u32 taker = pool_.block(index).taker.load(std::memory_order_relaxed);
+        return kept(index) == Kept::filling &&
+               (taker >= g_.shape.max_peers || pool_.held(index)[taker].load(std::memory_order_acquire) == 0);
+    }
+    void link(u32 index) {
+        Shared<u32>& head = bucket(pool_.block(index).key[0].load(std::memory_order_relaxed));
+        pool_.block(index).next.store(head.load(std::memory_order_relaxed), std::memory_order_relaxed);
+        head.store(index + 1, std::memory_order_relaxed);
+    }
+    void unlink(u32 index) {
+        Shared<u32>* at = &bucket(pool_.block(index).key[0].load(std::memory_order_relaxed));
+        for (u32 steps = 0; steps <= g_.shape.max_blocks; ++steps) {
+            u32 link = at->load(std::memory_order_relaxed);
+            if (link == 0 || link > g_.shape.max_blocks) return;
+            Shared<u32>& next = pool_.block(link - 1).next;
+            if (link - 1 == index) {
+                at->store(next.load(std::memory_order_relaxed), std::memory_order_relaxed);
+                return;
+            }
+            at = &next;
+        }
+    }
+    void rebuild() {
+        pool_.header().recoveries.fetch_add(1, std::memory_order_relaxed);
+        for (u32 i = 0; i < g_.shape.buckets; ++i) buckets_[i].store(0, std::memory_order_relaxed);
+        for (u32 index = 0; index < g_.shape.max_blocks; ++index)
+            if (is_live(index) && kept(index) != Kept::none) link(index);
+    }
+    void use(u32 index, Extent& out) {
+        Block& b = pool_.block(index);
+        out = {index, b.generation.load(std::memory_order_relaxed), b.offset.load(std::memory_order_relaxed),
+               b.nbytes.load(std::memory_order_relaxed)};
+        pool_.open_kept(out);
+        PENSTOCK_POINT("store.opened");
+        b.used_ns.store(now_ns(), std::memory_order_relaxed);
+        b.hits.store(b.hits.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    }
+    bool look(const Key& key, Extent& out, u32& seen, Begun& found) {
+        seen = fills();
+        u32 index = find(key);
+        if (index == NONE) return false;
+        if (is_given_up(index)) {
+            let_go(index);
+            return false;
+        }
+        found = kept(index) == Kept::ready ? Begun::hit : Begun::wait;
+        if (found == Begun::hit) {
+            use(index, out);
+            count(head_.hits);
+        }
+        return true;
+    }
+    // The block is kept no longer; it is returned at once if nobody holds it. True: it was.
+    bool let_go(u32 index) {
+        unlink(index);
+        PENSTOCK_POINT("store.unlinked");
+        return pool_.keep_no_longer(index, false);
+    }
+
+    // Makes room for so many bytes in one piece, by giving up those neighbours that nobody holds and that are together
+    // worth least. Worth falls with the time unused and grows with the size: a small one goes for a small need, and a
+    // large one that was not used for long goes before small ones that were. False: there is no such piece.
+    bool evict(u64 nbytes) {
+        u64 need = round_up(std::max<u64>(nbytes, 1), LINE);
+        Locked guard(*this);
+        std::vector<Item> items = by_offset();
+        auto room = [&](size_t first, size_t end) {  // were [first, end) gone
+            u64 low = first == 0 ? 0 : items[first - 1].end,
+                high = end < items.size() ? items[end].offset : pool_.nbytes();
+            return high > low ? high - low : 0;
+        };
+        size_t best_first = 0, best_end = 0;
+        Worth best = ~Worth{0};
+        auto consider = [&](size_t first, size_t end, Worth worth) {
+            if (worth >= best) return;
+            best = worth;
+            best_first = first;
+            best_end = end;
+        };
+        bool is_gap = false;
+        for (size_t at = 0; at <= items.size(); ++at) is_gap = is_gap || room(at, at) >= need;
+        if (is_gap) {
+            if (items.size() < g_.shape.max_blocks) return true;  // it has come meanwhile
+            for (size_t at = 0; at < items.size(); ++at)          // what is short is a number for the block
+                if (items[at].may_go) consider(at, at + 1, items[at].worth);
+        } else {
+            Worth worth = 0;
+            for (size_t first = 0, at = 0; at < items.size(); ++at) {
+                if (!items[at].may_go) {
+                    first = at + 1;
+                    worth = 0;
+                    continue;
+                }
+                worth += items[at].worth;
+                while (first < at && room(first + 1, at + 1) >= need) worth -= items[first++].worth;
+                if (room(first, at + 1) >= need) consider(first, at + 1, worth);
+            }
+        }
+        for (size_t i = best_first; i < best_end; ++i) {
+            unlink(items[i].index);
+            PENSTOCK_POINT("store.unlinked");
+            if (!pool_.keep_no_longer(items[i].index, true)) {  // somebody has opened it by its reference
+                link(items[i].index);
+                continue;
+            }
+            count(head_.evictions);
+            head_.evicted_nbytes.fetch_add(items[i].end - items[i].offset, std::memory_order_relaxed);
+        }
+        return best_first != best_end;
+    }
+    __extension__ typedef unsigned __int128 Worth;  // exact, so that small ones are not lost in sums with large ones
+    struct Item {
+        u64 offset, end;
+        Worth worth;
+        u32 index;
+        bool may_go;
+    };
+    std::vector<Item> by_offset() const {
+        std::vector<Item> items;
+        u64 now = now_ns();
+        for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
+            if (!is_live(index)) continue;
+            Block& b = pool_.block(index);
+            u64 offset = b.offset.load(std::memory_order_relaxed), extent = b.extent.load(std::memory_order_relaxed);
+            u64 idle_ns = now - std::min(now, b.used_ns.load(std::memory_order_relaxed));
+            bool may_go = (kept(index) == Kept::ready || is_given_up(index)) && pool_.is_unheld(index);
+            items.push_back({offset, offset + extent, (Worth{extent} << 64) / (idle_ns + 1), index, may_go});
+        }
+        std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.offset < b.offset; });
+        return items;
+    }
+    void announce_fill() {
+        head_.fills.fetch_add(1, std::memory_order_release);
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell
+        if (head_.filled.parked.load(std::memory_order_relaxed) == 0) return;
+        head_.filled.parked.exchange(0, std::memory_order_seq_cst);
+        ring_all(head_.filled);
+    }
+
+    Attachment& by_;
+    const Geometry& g_;
+    mutable Pool pool_;
+    StoreHeader& head_;
+    Shared<u32>* buckets_;
+};
+
+}  // namespace penstock

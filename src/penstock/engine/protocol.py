@@ -1,0 +1,313 @@
+"""Every message that crosses a boundary of the engine, in the order in which a request meets them.
+
+Columns, not rows: what a message says of many requests stands in arrays of equal length. A request has a number of its
+server, and while it is in a core a slot of that core. Leaves to `schedule` what a step does.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock.codec import Interned
+from penstock.codec.follow import Change, Lost, Picture
+from penstock.errors import DecodeError
+
+Slots = npt.NDArray[np.uint16]  # small numbers, each of one request that a core knows now
+Ints = npt.NDArray[np.int32]  # token ids, blocks, counts, lengths
+Requests = Ints  # numbers that a server gave, each unique among its open requests
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # one of Ints
+MOST_SLOTS = 1 << 16
+MOST_INTERNED = 128
+
+
+# ── server → core, by the core's inbox ───────────────────────────────────────────────────────────────────────────────
+class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
+    """How tokens are chosen, and when a request ends. Sent once for each receiver, as it is interned."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: as many as fit the model
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many besides the sampled one
+    prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which decoding turns into an error with a path."""
+        for name, low, high in _LIMITS:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"expected {name} between {low:g} and {high:g}, got {value}")
+        if not self.top_p > 0:
+            raise ValueError(f"expected top_p above 0, got {self.top_p}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"expected min_tokens up to max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if "" in self.stop:
+            raise ValueError("expected stop strings that are not empty")
+        if self.stop and not self.detokenize:
+            raise ValueError("expected detokenize with stop strings: they are found in text")
+
+
+_MOST = float(2**31 - 1)
+_LIMITS = (
+    ("n", 1.0, 16384.0),
+    ("temperature", 0.0, 1e6),
+    ("top_p", 0.0, 1.0),
+    ("top_k", 0.0, _MOST),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 1e-6, 1e6),
+    ("max_tokens", 1.0, _MOST),
+    ("min_tokens", 0.0, _MOST),
+    ("logprobs", 0.0, _MOST),
+    ("prompt_logprobs", 0.0, _MOST),
+)
+
+
+class Inputs(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """What stands in prompts instead of text: images, say. Where it lies is for the key to say; nobody here looks."""
+
+    counts: Ints  # how many belong to each prompt
+    keys: tuple[bytes, ...]
+    positions: Ints  # where in its prompt each one begins
+    lengths: Ints  # and how many ids stand there for it
+
+
+class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """A request. `n` samples of one prompt are one request, and as many slots."""
+
+    server: Natural
+    request: Number  # of this server
+    prompt: Ints
+    params: Interned[SamplingParams]
+    priority: int = 0  # lower is sooner
+    client: str = ""  # among whom to be fair
+    salt: bytes = b""  # requests share cached blocks only with those of the same salt
+    inputs: Inputs | None = None
+    output: Natural = 0  # the output processor that has heard of it
+
+
+class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """From a server, whose client has gone, or from an output processor, which has found a stop string."""
+
+    server: Natural
+    requests: Requests
+
+
+class Ready(msgspec.Struct, array_like=True, frozen=True):
+    """From a worker: it has loaded the model, and has room for so many blocks."""
+
+    rank: Natural
+    blocks: Natural
+
+
+# ── core → workers and output processors, by broadcast ───────────────────────────────────────────────────────────────
+class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """Requests that take a slot, one row each. One that left in the same step may have had it."""
+
+    slots: Slots
+    requests: Requests
+    params: tuple[Interned[SamplingParams], ...]  # MOST_INTERNED at most, as a message has room for so many
+    lengths: Ints  # of the prompts
+    ids: Ints  # the prompts, one after the other
+    block_counts: Ints
+    blocks: Ints
+    others: tuple[SamplingParams, ...] = ()  # parameters for which there was no room among the interned
+    params_of: Slots | None = None  # which of both, in this order, each one has; None: one each
+    computed: Ints | None = None  # how much of each prompt the cache has; None: nothing
+    parents: Slots | None = (
+        None  # whose prompt each one has (then its length is 0), or its own slot; None: all their own
+    )
+    servers: Slots | None = None  # None: all of server 0
+    inputs: Inputs | None = None
+
+
+class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """Requests that were preempted, and run again with other blocks."""
+
+    slots: Slots
+    block_counts: Ints
+    blocks: Ints
+    computed: Ints | None = None  # what the cache still has; None: nothing
+
+
+class Appended(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """Blocks at the end of block tables."""
+
+    slots: Slots
+    blocks: Ints
+    counts: Ints | None = None  # None: one each
+
+
+class Advances(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """How many tokens this step computes, of the requests of which it is not one: chunks of prefill, or drafts."""
+
+    slots: Slots
+    counts: Ints  # 0: not in this step
+    draft_counts: Ints | None = None  # how many of them are proposals to be verified; None: none
+    drafts: Ints | None = None  # those that the core proposes, one request after the other
+
+
+class Rewound(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """Tokens that were counted as computed, and turned out to be wrong drafts. Speaks of the state before the step."""
+
+    slots: Slots
+    counts: Ints
+
+
+class Step(Change, array_like=True, frozen=True, eq=False):
+    """What the ranks do next, told as what is new. The fields happen in this order. All who run and are not in
+    `advances` compute one token."""
+
+    rewound: Rewound | None = None
+    left: Slots | None = None
+    preempted: Slots | None = None  # keep slot and prompt, lose their blocks
+    joined: Joined | None = None
+    resumed: Resumed | None = None
+    appended: Appended | None = None
+    advances: Advances | None = None
+
+
+class Whole(Picture, array_like=True, frozen=True, eq=False):
+    """The schedule as a whole, for who came late or missed a step."""
+
+    slots: Natural  # how many there are
+    blocks: Natural
+    block_size: Natural
+    joined: Joined | None = None  # all that have a slot
+    preempted: Slots | None = None  # those of them that do not run
+
+
+class Stop(msgspec.Struct, array_like=True, frozen=True):
+    """No more steps come."""
+
+    reason: str = ""
+
+
+# ── worker → core and output processors, by the worker's broadcast ───────────────────────────────────────────────────
+class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """For each sampled token: itself first, then the likeliest."""
+
+    ids: Ints
+    values: Floats
+    ranks: Ints  # of the sampled tokens only
+    counts: Ints | None = None  # how many for each sampled token; None: as many for all
+
+
+class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """What a step has sampled."""
+
+    leader: int
+    number: Natural  # of the step
+    ids: Ints
+    slots: Slots | None = None  # None: those that ran in this step, from the lowest slot to the highest
+    counts: Slots | None = None  # of each slot's ids; None: one each
+    logprobs: Logprobs | None = None
+    failed: Slots | None = None  # their numbers were not numbers: these requests end
+
+    def require_fit(self, rows: int) -> None:
+        """Raises DecodeError where this is not about `rows` requests: as many as ran, if it does not name them."""
+        rows = rows if self.slots is None else self.slots.size
+        shape = (rows,)
+        if self.slots is not None and self.slots.shape != shape:
+            raise DecodeError(f"expected one dimension, got {self.slots.ndim} at $.slots")
+        if self.counts is not None:
+            if self.counts.shape != shape:
+                raise DecodeError(f"expected {rows} numbers, got a shape of {self.counts.shape} at $.counts")
+            shape = (int(self.counts.sum()),)
+        if self.ids.shape != shape:
+            raise DecodeError(f"expected {shape[0]} numbers, got a shape of {self.ids.shape} at $.ids")
+
+
+# ── output processor → server, by ring ───────────────────────────────────────────────────────────────────────────────
+class FinishReason(enum.IntEnum):
+    STOP = 1  # an end id or a stop string
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+class Finished(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """Which rows of a Delta are the last of their sample, and why."""
+
+    rows: Slots
+    reasons: Bytes  # FinishReason
+    stops: tuple[int | str | None, ...] | None = None  # the id or string that ended each; None: none of them
+    cached: Ints | None = None  # how much of each prompt the cache had; None: nothing
+
+
+class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """What users get next: one row for each sample that has something new.
+
+    Its columns of numbers lie in one array, as each array costs a microsecond, whatever its length.
+    """
+
+    rows: Natural
+    numbers: Ints  # requests, one a row; lengths of their texts, one a row; ids
+    text: bytes  # utf-8 of all rows, one after the other
+    counts: Slots | None = None  # of each row's ids; None: one each
+    samples: Slots | None = None  # which of a request's n; None: all the first
+    finished: Finished | None = None
+    logprobs: Logprobs | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which decoding turns into an error with a path."""
+        for name, column in (("counts", self.counts), ("samples", self.samples)):
+            if column is not None and column.shape != (self.rows,):
+                raise ValueError(f"expected {self.rows} {name}, got a shape of {column.shape}")
+        ids = self.rows if self.counts is None else int(self.counts.sum())
+        if self.numbers.shape != (2 * self.rows + ids,):
+            raise ValueError(f"expected {2 * self.rows + ids} numbers, got a shape of {self.numbers.shape}")
+
+    @property
+    def requests(self) -> Requests:
+        return self.numbers[: self.rows]
+
+    @property
+    def text_lengths(self) -> Ints:
+        return self.numbers[self.rows : 2 * self.rows]
+
+    @property
+    def ids(self) -> Ints:
+        return self.numbers[2 * self.rows :]
+
+
+# ── core or output processor → server ────────────────────────────────────────────────────────────────────────────────
+class Failed(msgspec.Struct, array_like=True, frozen=True):
+    """A request that ends without an answer. `status` is HTTP's."""
+
+    request: Number
+    status: Natural
+    reason: str
+
+
+# What each channel carries; its number in this list is the message's number on the wire.
+INBOX = (Submit, Abort, Ready, Lost)
+STEPS = (Step, Whole, Stop)
+RESULTS = (StepDone,)
+DELTAS = (Delta, Failed)

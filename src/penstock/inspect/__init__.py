@@ -1,0 +1,30 @@
+"""What running processes' segments tell of themselves, and why somebody waits: seen from outside, nobody is disturbed.
+
+`finding` says where to look (`processes`, `segments`), `verdict` what it means (`waits`), `showing` how it is told
+(`tables`, `words`). Leaves to the native core: reading one segment.
+"""
+
+from penstock.inspect.finding import NotFound, holders_of_segments, look
+from penstock.inspect.processes import Process, all_processes, process_of
+from penstock.inspect.segments import Json
+from penstock.inspect.showing import show
+from penstock.inspect.tables import Table, tables_of
+from penstock.inspect.verdict import verdict_of
+from penstock.inspect.words import counted, in_seconds, in_units
+
+__all__ = [
+    "Json",
+    "NotFound",
+    "Process",
+    "Table",
+    "all_processes",
+    "counted",
+    "holders_of_segments",
+    "in_seconds",
+    "in_units",
+    "look",
+    "process_of",
+    "show",
+    "tables_of",
+    "verdict_of",
+]

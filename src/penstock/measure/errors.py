@@ -1,0 +1,26 @@
+"""What can go wrong in measuring; the text is one line for whoever typed the command."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from penstock.errors import PenstockError
+
+
+class MeasureError(PenstockError):
+    """There is nothing to measure, or not here."""
+
+
+class NotARecording(MeasureError):
+    """A file that is not a recording, or not of this version."""
+
+
+def required(module: str, what: str) -> Any:
+    """A module that only measuring needs. Raises MeasureError that says what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        text = f"{what} needs {package}, which is not installed: pip install 'penstock[measure]'"
+        raise MeasureError(text) from None

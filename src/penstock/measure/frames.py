@@ -1,0 +1,168 @@
+"""One frame taken apart: which bytes of it belong to which field. The pieces together are the frame, to the byte.
+
+Leaves to the codec: what a frame is. Classes of messages are not needed, only the description that a channel carries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+
+from penstock.codec.catalogue import Described, Schema
+from penstock.codec.frame import HEAD_NBYTES, KIND_BITS, LONG_NBYTES, WITH_PARTS, WRONG, split
+from penstock.errors import DecodeError
+
+PLAIN = "bytes"  # what a message of a channel without classes is called
+HEAD = "(head)"  # number of the message, lengths, and how many fields there are
+INTERNED = "(interned values)"
+PADDING = "(padding)"
+UNKNOWN = "(more than described)"
+DEEPEST = 8  # structs within structs
+
+RAW_LIST = msgspec.msgpack.Decoder(list[msgspec.Raw])
+ANYTHING = msgspec.msgpack.Decoder()
+
+
+class Piece(NamedTuple):
+    """Bytes of one field; what is in the struct, and what of it lies in parts."""
+
+    name: str
+    content: bytes
+
+
+class Message(NamedTuple):
+    name: str
+    pieces: list[Piece]
+
+
+class Field(NamedTuple):
+    name: str
+    raw: bytes
+    hint: str
+
+
+class Layout:
+    """How the frames of one channel are to be read."""
+
+    def __init__(self, schema: bytes) -> None:
+        self.schema = Schema.decode(schema) if schema else None
+        self._structs: dict[str, Described] = {}
+        if self.schema is not None:
+            self._structs = {one.name: one for one in (*self.schema.messages, *self.schema.structs)}
+
+    def take_apart(self, frame: bytes) -> Message:
+        """Raises DecodeError where the frame is not of this layout."""
+        if self.schema is None:
+            return Message(PLAIN, [Piece("", frame)])
+        number, definitions, encoded, parts = split(frame)
+        if not 1 <= number <= len(self.schema.messages):
+            raise DecodeError(f"expected a message of 1 to {len(self.schema.messages)}, got {number}")
+        described = self.schema.messages[number - 1]
+        try:
+            fields = list(self._fields(bytes(encoded), described, "", 0))
+            pieces = [Piece(one.name, one.raw) for one in fields]
+            pieces += self._parts(fields, bytes(parts))
+        except WRONG as error:
+            raise DecodeError(f"{described.name}: {error}") from None
+        pieces.append(Piece(INTERNED, bytes(definitions)))
+        pieces.append(Piece(HEAD, frame[: 1 if frame[0] < WITH_PARTS else HEAD_NBYTES]))
+        pieces.append(Piece(PADDING, bytes(len(frame) - sum(len(piece.content) for piece in pieces))))
+        return Message(described.name, merged(pieces))
+
+    def _fields(self, encoded: bytes, described: Described, prefix: str, depth: int) -> Iterator[Field]:
+        """A struct's fields, those of structs in it too, in the order in which they stand; then what holds it up."""
+        raws = [bytes(raw) for raw in RAW_LIST.decode(encoded)]
+        for index, raw in enumerate(raws):
+            known = index < len(described.fields)
+            name, hint = described.fields[index] if known else (UNKNOWN, "")
+            name = prefix + (name or "(tag)")
+            inner = self._struct_of(hint)
+            if inner is not None and is_array(raw) and depth < DEEPEST:
+                yield from self._fields(raw, inner, name + ".", depth + 1)
+            else:
+                yield Field(name, raw, hint)
+        around = len(encoded) - sum(map(len, raws))
+        yield Field(prefix[:-1] or HEAD, encoded[:around], "")
+
+    def _struct_of(self, hint: str) -> Described | None:
+        """The struct that a field is, if it is one of those, or None."""
+        choices = [one for one in parted(hint, " | ") if one != "None"]
+        return self._structs.get(choices[0]) if len(choices) == 1 else None
+
+    def _parts(self, fields: Iterable[Field], parts: bytes) -> Iterator[Piece]:
+        """What lies behind the struct. Parts lie in the order in which the fields name them."""
+        at = 0
+        for field in fields:
+            for number in self._named(ANYTHING.decode(field.raw), field.hint) if field.hint else ():
+                nbytes = number >> KIND_BITS
+                at += -at % alignment(nbytes)
+                if nbytes < 0 or at + nbytes > len(parts):
+                    raise ValueError(f"{field.name}: expected a part of {nbytes} bytes, got {max(len(parts) - at, 0)}")
+                yield Piece(field.name, parts[at : at + nbytes])
+                at += nbytes
+        yield Piece(UNKNOWN, parts[at:])
+
+    def _named(self, value: Any, hint: str) -> Iterator[int]:
+        """The numbers that stand for parts, in a value of which the description says what it is."""
+        choices = [one for one in parted(hint, " | ") if one != "None"]
+        if value is None or len(choices) != 1:
+            return
+        name, _, inside = choices[0].partition("[")
+        inside = inside.rpartition("]")[0]
+        if name == "array" and type(value) is list and value:
+            value = value[0]  # the others are its shape
+        if name in ("array", "part"):
+            if type(value) is int:
+                yield value
+        elif name == "tuple" and not inside.endswith("…") and type(value) is list:
+            for one, its_hint in zip(value, parted(inside, ", ")):
+                yield from self._named(one, its_hint)
+        elif name in ("list", "tuple", "set", "frozenset") and type(value) is list:
+            for one in value:
+                yield from self._named(one, parted(inside, ", ")[0])
+        elif name == "dict" and type(value) is dict:
+            for one in value.values():
+                yield from self._named(one, parted(inside, ", ")[-1])
+        elif name in self._structs and type(value) is list:
+            for one, (_, its_hint) in zip(value, self._structs[name].fields):
+                yield from self._named(one, its_hint)
+
+
+def is_array(raw: bytes) -> bool:
+    return 0x90 <= raw[0] <= 0x9F or raw[0] in (0xDC, 0xDD)
+
+
+def alignment(nbytes: int) -> int:
+    return 64 if nbytes >= LONG_NBYTES else 8
+
+
+def parted(hint: str, separator: str) -> list[str]:
+    """Split where it is not within brackets."""
+    found, depth, begin = [], 0, 0
+    for at, letter in enumerate(hint):
+        depth += (letter == "[") - (letter == "]")
+        if depth == 0 and hint.startswith(separator, at):
+            found.append(hint[begin:at])
+            begin = at + len(separator)
+    return [*found, hint[begin:]]
+
+
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """One piece for each name; none that is empty."""
+    found: dict[str, bytes] = {}
+    for name, content in pieces:
+        if content:
+            found[name] = found.get(name, b"") + content
+    return [Piece(name, content) for name, content in found.items()]
+
+
+def decode(frame: bytes) -> Any:
+    """What a receiver that knows nothing of the classes makes of the struct: numbers, texts, lists."""
+    return ANYTHING.decode(split(frame).struct)
+
+
+def encode(value: Any) -> bytes:
+    """The struct again."""
+    return msgspec.msgpack.encode(value)

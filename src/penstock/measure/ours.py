@@ -1,0 +1,166 @@
+"""What we send, as ways to be compared. Leaves to the engine's protocol and schedule what the messages are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
+from penstock.codec.follow import Follower, Leader, Verdict
+from penstock.engine.plan import Plan
+from penstock.engine.protocol import DELTAS, INBOX, RESULTS, STEPS, Delta, SamplingParams, StepDone, Submit
+from penstock.engine.schedule import Schedule
+from penstock.measure.frames import Layout
+from penstock.measure.rounds import Local, Round, Way, whole
+from penstock.measure.workload import BLOCK, TEMPERATURE, TOP_P, Decode
+
+LEADER = 0x9A7B_5C3D  # as many bytes as almost all have that are drawn
+LATER = 1_000_000  # steps that came before, so that numbers have the length that they have in the long run
+LEAST = 100  # messages of one round; each takes microseconds
+MOST_BLOCKS = 1 << 20
+
+
+class Coder:
+    """A sender's and a receiver's half of one channel."""
+
+    def __init__(self, messages: tuple[type[msgspec.Struct], ...]) -> None:
+        self.catalogue = Catalogue(*messages)
+        self._encoder = FrameEncoder(self.catalogue)
+        self.decode = FrameDecoder(self.catalogue).decode
+
+    def encode(self, message: msgspec.Struct) -> Any:
+        encoded = self._encoder.encode(message)
+        self._encoder.sent()
+        return encoded
+
+
+def way(coder: Coder, make: Callable[[int], Sequence[Any]]) -> Way:
+    return Many(Local(make, coder.encode, coder.decode))
+
+
+class Many:
+    """The same in longer rounds: what is short is measured more often."""
+
+    def __init__(self, local: Local) -> None:
+        self._local = local
+
+    def perform(self, messages: int) -> Round:
+        return self._local.perform(max(messages, LEAST))
+
+
+# ── a decode step ────────────────────────────────────────────────────────────────────────────────────────────────────
+class Steps:
+    """A core and a worker; both states are applied to, the core's untimed."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._requests = len(decode.running)
+        self._coder = Coder(STEPS)
+        self._leader = Leader(Schedule(self._requests, MOST_BLOCKS, BLOCK), LEADER)
+        self._plan = Plan(self._leader.state)  # type: ignore[arg-type]
+        params = Interned(SamplingParams(temperature=TEMPERATURE, top_p=TOP_P))
+        for row, one in enumerate(decode.running):
+            blocks = np.array(one.blocks, np.int32)
+            # The step in which it joins computes one token, as all do.
+            self._plan.join(row, np.array(one.prompt, np.int32), params, blocks, computed=one.computed - 1)
+        self._leader.sent(self._plan.finish(LEADER, 1))
+        self._leader.number = LATER
+        self._follower = Follower(Schedule(self._requests, MOST_BLOCKS, BLOCK))
+        (picture,) = self._leader.pictures()
+        verdict = self._follower.take(self._coder.decode(whole(self._coder.encode(picture))))
+        assert verdict is Verdict.TAKEN, f"the follower did not take the picture: {verdict}"
+
+    def make(self, messages: int) -> list[Any]:
+        return [self._next() for _ in range(messages)]
+
+    def _next(self) -> Any:
+        advance = self._decode.step()
+        if advance.due:
+            slots = np.array(list(advance.due), np.intp)
+            self._plan.append_each(slots, np.array(list(advance.due.values()), np.int32))
+        step = self._plan.finish(LEADER, self._leader.next_number)
+        self._leader.sent(step)
+        self._decode.finish(advance)
+        return step
+
+    def decode(self, frame: bytes) -> None:
+        if self._follower.take(self._coder.decode(frame)) is not Verdict.APPLIED:
+            raise AssertionError(f"the follower is out of step: {self._follower.lost}")
+
+    def perform(self, messages: int) -> Round:
+        return Local(self.make, self._coder.encode, self.decode).perform(messages)
+
+    def states(self) -> tuple[Schedule, Schedule]:
+        """The core's and the worker's."""
+        return self._leader.state, self._follower.state  # type: ignore[return-value]
+
+
+class Steady(Steps):
+    """Nobody needs a block, for as long as one likes: all of them have been given before."""
+
+    def _next(self) -> Any:
+        step = self._plan.finish(LEADER, self._leader.next_number)
+        self._leader.sent(step)
+        return step
+
+    def perform(self, messages: int) -> Round:
+        return super().perform(max(messages, LEAST))
+
+
+# ── the others ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def advances(decode: Decode) -> Iterator[tuple[int, list[int]]]:
+    number = LATER
+    while True:
+        advance = decode.step()
+        yield number, advance.sampled
+        decode.finish(advance)
+        number += 1
+
+
+def worker_outputs(decode: Decode) -> Way:
+    following = advances(decode)
+
+    def make(messages: int) -> list[Any]:
+        found = (next(following) for _ in range(messages))
+        return [StepDone(LEADER, number, np.array(sampled, np.int32)) for number, sampled in found]
+
+    return way(Coder(RESULTS), make)
+
+
+def api_outputs(decode: Decode) -> Way:
+    """Text too: four bytes a token, which the others have not got in theirs."""
+    following = advances(decode)
+    rows = len(decode.running)
+    requests = np.arange(LATER, LATER + rows, dtype=np.int32)
+    lengths = np.full(rows, 4, np.int32)
+    text = b" the" * rows
+
+    def make(messages: int) -> list[Any]:
+        found = (np.array(next(following)[1], np.int32) for _ in range(messages))
+        return [Delta(rows, np.concatenate((requests, lengths, sampled)), text) for sampled in found]
+
+    return way(Coder(DELTAS), make)
+
+
+def requests(prompt: Sequence[int]) -> Way:
+    ids = np.array(prompt, np.int32)
+    params = Interned(SamplingParams(temperature=TEMPERATURE, top_p=TOP_P))
+
+    def make(messages: int) -> list[Any]:
+        return [Submit(0, LATER + index, ids, params) for index in range(messages)]
+
+    return way(Coder(INBOX), make)
+
+
+def params_nbytes() -> tuple[int, int]:
+    """Of default sampling parameters, in a request: the first time, and afterwards."""
+    coder = Coder(INBOX)
+    first, after = (
+        whole(coder.encode(Submit(0, 1, np.arange(4, dtype=np.int32), Interned(SamplingParams())))) for _ in range(2)
+    )
+    pieces = dict(Layout(coder.catalogue.schema.encode()).take_apart(after).pieces)
+    nbytes = len(pieces["params"])
+    return len(first) - len(after) + nbytes, nbytes

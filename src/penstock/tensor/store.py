@@ -1,0 +1,259 @@
+"""One store that many processes share: trees of tensors under a key of their content, put once and read by everybody.
+
+A value lies in one block: its layout, then its tensors. Leaves to the native core who writes a key, who waits for it,
+what is evicted, and what a death gives back.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from penstock import _native
+from penstock.errors import ClosedError, DecodeError, LayoutMismatch, Missing
+from penstock.memory import Pool, Ref, Ticket
+from penstock.memory.pool import BLOCK_ALIGN
+from penstock.memory.segment import attach_segment, fitting, placement, short, within
+from penstock.tensor.kinds import needed
+from penstock.tensor.source import source
+from penstock.tensor.tree import plan, read
+from penstock.tensor.views import As
+
+KEY_NBYTES = 32
+HEAD = struct.Struct("<II")  # nbytes of the layout, 0
+PUT_TIMEOUT = 5.0  # seconds: for another process to write the same key, or for room that is held
+
+
+def key_of(*contents: Any, salt: bytes = b"") -> bytes:
+    """A key by content: blake3 of the bytes, dtypes and shapes of arrays, of bytes and of text.
+
+    Nobody can make two contents with one key, so a hit never shows one user what another has put. Different `salt`s
+    never share: give each tenant one if not even the existence of an equal value may show. Where the content has been
+    hashed already (by SHA-256, say), those 32 bytes are as good a key.
+    """
+    try:
+        hashing = needed("blake3").blake3(key=None)
+    except ImportError:
+        raise ImportError("key_of needs blake3: pip install 'penstock[store]', or bring keys of 32 bytes") from None
+    for content in (salt, *contents):
+        if isinstance(content, str):
+            content = content.encode()
+            what = b"s"
+        elif isinstance(content, (bytes, bytearray, memoryview)):
+            what = b"b"
+        else:
+            found = source(content)
+            what = f"a{found.kind.name}{found.shape}".encode()
+            array = found.array
+            is_plain = isinstance(array, np.ndarray) and array.flags.c_contiguous and array.dtype.isnative
+            content = memoryview(array.reshape(-1).view(np.uint8)) if is_plain and found.nbytes else found.tobytes()
+        nbytes = memoryview(content).nbytes
+        hashing.update(b"%d:%d:" % (len(what), nbytes) + what)  # so that no two lists of contents are one text
+        hashing.update(content)
+    digest: bytes = hashing.digest()
+    return digest
+
+
+class Stored:
+    """A value of the store, held: it is not evicted while this, or an array of it, lives."""
+
+    __slots__ = ("_lease", "ref")
+
+    def __init__(self, lease: _native.Lease) -> None:
+        self._lease: _native.Lease | None = lease
+        self.ref = Ref(*lease.ref_numbers())  # plain data, for any message: `Store.open_stored` over there
+
+    @property
+    def nbytes(self) -> int:
+        """Of the block, its layout included."""
+        return self.ref.nbytes
+
+    def value(self, as_: As = "numpy", *, writable: bool = False) -> Any:
+        """The tree, its tensors read-only views of shared memory, which hold it; copies if `writable`."""
+        if self._lease is None:
+            raise ClosedError("the value has been released")
+        seen = memoryview(self._lease)
+        if len(seen) < HEAD.size:
+            raise DecodeError(f"expected a value, got a block of {len(seen)} bytes")
+        layout_nbytes, zero = HEAD.unpack_from(seen)
+        at = _tensors_at(layout_nbytes)
+        if zero or at > len(seen):
+            raise DecodeError(f"expected a value, got a layout of {layout_nbytes} bytes in a block of {len(seen)}")
+        return read(seen[HEAD.size : HEAD.size + layout_nbytes], self._lease, at, as_=as_, writable=writable)
+
+    def release(self) -> None:
+        """Holds it no longer; arrays that were taken from it still do, each until it is gone."""
+        self._lease = None
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Item(msgspec.Struct, frozen=True):
+    """What the store keeps under one key."""
+
+    key: bytes
+    nbytes: int
+    hits: int
+    holders: int  # processes that hold it now
+    age: float  # seconds since it was put
+    idle: float  # seconds since somebody asked for it
+    is_being_written: bool
+
+
+class StoreStats(msgspec.Struct, frozen=True):
+    hits: int
+    misses: int
+    puts: int
+    evictions: int
+    evicted_nbytes: int
+    fills_awaited: int
+    abandoned: int
+    items: tuple[Item, ...]
+
+
+class Store(Pool):
+    """A pool that keeps values by key until their room is wanted: the longest unused, and those that free most, first.
+
+    Any number of processes put and get; what one of them holds is never evicted. It is a pool too: blocks can be taken
+    and shared without a key, from the same memory.
+    """
+
+    def __init__(self, segment: _native.Segment, peer_name: str = "") -> None:
+        super().__init__(segment, peer_name)
+        self._kept: tuple[_native.Attachment, _native.Store] | None = None
+        self._pins: dict[bytes, Stored] = {}
+        self._pinned: Counter[bytes] = Counter()
+
+    @classmethod
+    def create(  # type: ignore[override]
+        cls,
+        nbytes: int,
+        *,
+        name: str = "store",
+        peer_name: str = "",
+        max_items: int = 4096,
+        max_peers: int = 32,
+        huge_pages: bool | str = False,
+        numa_node: int | None = None,
+        numa_required: bool = False,
+        prefault: bool = True,
+    ) -> Store:
+        """Claims all its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
+        within("max_items", max_items, 1, _native.MAX_BLOCKS)
+        shape = {
+            "kind": 2,
+            "max_peers": within("max_peers", max_peers, 1, _native.MAX_PEERS),
+            "max_blocks": max_items,
+            "has_grants": 1,
+            "pool_nbytes": -(-fitting(nbytes, "a store") // BLOCK_ALIGN) * BLOCK_ALIGN,
+            "buckets": 1 << max_items.bit_length(),
+        }
+        options = placement(huge_pages, numa_node, numa_required)
+        return cls(_native.Segment.create(short(name), shape, prefault=prefault, **options), peer_name)
+
+    @classmethod
+    def attach(cls, where: Ticket | str | int, *, peer_name: str = "") -> Store:
+        segment = attach_segment(where)
+        if segment.kind != 2 or not segment.keeps:
+            raise LayoutMismatch(f"'{segment.name}' is not a store")
+        return cls(segment, peer_name)
+
+    @property
+    def _store(self) -> _native.Store:
+        place = self._place
+        if self._kept is None or self._kept[0] is not place:
+            self._kept = place, _native.Store(place)
+            self._pins, self._pinned = {}, Counter()  # of the process before a fork()
+        return self._kept[1]
+
+    # ── values ──
+    def put(self, key: bytes, value: Any, *, timeout: float | None = PUT_TIMEOUT, detach: bool = False) -> Stored:
+        """Keeps a tree (dicts, lists, tuples; tensors and small values) under a key, and holds it.
+
+        Copies once, unless the key is there, or somebody is writing it: then waits for that, or, if it dies, writes.
+        Raises MemoryExhausted, which names the holders, when all that is in the way is held for `timeout` seconds;
+        Timeout when somebody writes the same key for longer; UnsupportedTensor for what cannot be kept.
+        """
+        planned = plan(value, detach=detach)
+        layout = planned.layout
+        at = _tensors_at(len(layout))
+        is_new, lease = self._store.begin(_checked(key), at + planned.nbytes, timeout)
+        if not is_new:
+            return Stored(lease)
+        try:
+            with memoryview(lease) as room:
+                HEAD.pack_into(room, 0, len(layout), 0)
+                room[HEAD.size : HEAD.size + len(layout)] = layout
+                planned.write(room, at)
+            self._store.commit(lease)
+        except BaseException:
+            self._store.abandon(lease)
+            raise
+        return Stored(lease)
+
+    def get(self, key: bytes) -> Stored:
+        """What is kept under the key, held. Raises Missing if nothing is, or it is only being written."""
+        lease = self._store.get(_checked(key))
+        if lease is None:
+            raise Missing(f"'{self.name}' keeps nothing under {key.hex()[:16]}…")
+        return Stored(lease)
+
+    def get_many(self, keys: Iterable[bytes]) -> dict[bytes, Stored]:
+        """What is kept under these keys, held; keys that are missing are missing."""
+        store = self._store
+        found = {key: store.get(_checked(key)) for key in keys}
+        return {key: Stored(lease) for key, lease in found.items() if lease is not None}
+
+    def open_stored(self, ref: Ref) -> Stored:
+        """A value by the `ref` of somebody who holds it. Raises StaleRef if it is gone."""
+        return Stored(self.open(ref))
+
+    # ── what stays, and what goes ──
+    def pin(self, key: bytes) -> None:
+        """Holds a value until it is unpinned as often, or this process ends. Raises Missing if it is not there."""
+        stored = self._pins.get(key) or self.get(key)
+        self._pins[key] = stored
+        self._pinned[key] += 1
+
+    def unpin(self, key: bytes) -> None:
+        if not self._pinned[key]:
+            raise Missing(f"'{self.name}': this process has not pinned {key.hex()[:16]}…")
+        self._pinned[key] -= 1
+        if not self._pinned[key]:
+            del self._pinned[key], self._pins[key]
+
+    def remove(self, key: bytes) -> bool:
+        """Keeps the key no longer. Who holds the value has it as long as it likes. False: it was not there."""
+        return self._store.remove(_checked(key)) != 0
+
+    def clear(self) -> int:
+        """Keeps nothing any longer. Returns how many keys that were."""
+        return self._store.remove(None)
+
+    def stats_of_keys(self) -> StoreStats:
+        native: dict[str, Any] = self._store.stats()
+        items = tuple(Item(*item) for item in native.pop("items"))
+        return StoreStats(**native, items=items)
+
+    def close(self) -> None:
+        self._pins, self._pinned, self._kept = {}, Counter(), None
+        super().close()
+
+
+def _tensors_at(layout_nbytes: int) -> int:
+    return -(-(HEAD.size + layout_nbytes) // BLOCK_ALIGN) * BLOCK_ALIGN
+
+
+def _checked(key: bytes) -> bytes:
+    if type(key) is not bytes or len(key) != KEY_NBYTES:
+        raise ValueError(f"a key is {KEY_NBYTES} bytes (see key_of), not {key!r:.80}")
+    return key

@@ -1,0 +1,333 @@
+"""An inbox, step by step: its lanes, their senders, its one receiver, and who reaps them. For test_ready.py (a receiver
+that is there from the first record on) and test_replaced.py (one that comes later).
+
+    here                  native
+    Sender.come           sender.h    the constructor: claims the lane, looks who wants to join
+    Sender.try_reserve, look_at_ends, admit: sender.h, of the same names, with receiver_death = 1
+    Sender.commit         sender.h    of Pool::pend, who is counted; then from lane_->committed.store on: ORDER publish,
+                                      ORDER ready, ORDER bell
+    Sender.close          sender.h    Sender::close
+    Receiver.come         receiver.h  the constructor, for a place that was closed, or whose receiver died
+    Receiver.try_find     receiver.h  Receiver::try_find for an inbox: ORDER ready. find_in is a look at committed
+    Receiver.was_admitted, look_at_ends (with sender_death = 0), is_awaited, let_go: receiver.h, of the same names
+    reap_sender, reap_receiver
+                          reap.h      reap_holdings for lanes, and for a receiver; Attachment::reap: identity,
+                                      header.changes, wake_everybody
+
+A position counts records. `committed` of a lane has one number for each of its records: the epoch of the receiver that
+was counted when it was sent, or NOBODY. There is always room, and one receiver: the rest is test_ring.py's.
+"""
+
+from collections.abc import Callable
+
+from tests.model.explorer import (
+    ACQ_REL,
+    ACQUIRE,
+    RELAXED,
+    RELEASE,
+    SEQ_CST,
+    Step,
+    cas,
+    exchange,
+    fetch_add,
+    fetch_and,
+    fetch_or,
+    load,
+    must,
+    store,
+    until,
+    until_gone,
+)
+from tests.model.native import lowest, put_out, ring, ring_all, wait
+from tests.model.scene import Words
+
+LANES = 2
+NOBODY = 0
+FIRST = 1  # the epoch of the first in every place
+
+
+def inbox(senders: tuple[str, ...] = ("live", "live"), receiver: str = "live") -> Words:
+    """Who is where; a receiver that is live is counted in every lane, one that is dead or closed in none."""
+    words: Words = {"ready": 0, "changes": 0, "rings": 0, "parked": 0, "receiver": (receiver, FIRST)}
+    for lane, state in enumerate(senders):
+        words["word", lane] = (state, 0 if state == "expected" else FIRST)
+        words["committed", lane] = ()
+        words["joining", lane] = 0
+        words["mode", lane] = ("counted" if receiver == "live" else "out", FIRST)
+        words["released", lane] = words["read", lane] = 0
+    return words
+
+
+class Sender:
+    def __init__(self, lane: int, mutation: str = "", epoch: int = FIRST) -> None:
+        self.lane, self.mutation, self.epoch = lane, mutation, epoch
+        self.committed: tuple[int, ...] = ()
+        self.seen_changes = -1
+        self.has_receivers = True
+
+    def come(self, before: tuple[str, int]) -> Step:
+        self.epoch = before[1] + 1
+        yield cas(("word", self.lane), before, ("live", self.epoch), ACQ_REL)  # Channel::claim
+        self.committed = yield load(("committed", self.lane), ACQUIRE)
+        mode, _ = yield load(("mode", self.lane), ACQUIRE)
+        if mode == "joining" and "the constructor does not look who is joining" not in self.mutation:
+            yield fetch_or(("joining", self.lane), 1, ACQ_REL)
+        del mode
+        yield fetch_add("changes", 1, ACQ_REL)
+
+    def send_all(self, records: int) -> Step:
+        """Waits for a receiver where there is none; then closes."""
+        for _ in range(records):
+            yield from self.send()
+        yield from self.close()
+
+    def send(self) -> Step:
+        while True:
+            is_sent = yield from self.try_send()
+            if is_sent:
+                return
+            yield until(("mode", self.lane), is_in)  # the caller tries again
+
+    def send_to(self, who: str) -> Step:
+        """Reserves, and aborts while it is not that receiver, which says its epoch there, that is counted."""
+        while True:
+            yield from self.try_reserve()
+            mode, counted = yield load(("mode", self.lane), ACQUIRE)
+            wanted = yield load(who)
+            if mode == "counted" and counted == wanted:
+                yield from self.commit()
+                return
+            del mode, counted, wanted
+
+    def try_send(self) -> Step:
+        yield from self.try_reserve()
+        if self.has_receivers:
+            yield from self.commit()
+        return self.has_receivers
+
+    def try_reserve(self) -> Step:
+        changes = yield load("changes", ACQUIRE)
+        if changes != self.seen_changes:
+            yield from self.look_at_ends()
+        del changes
+        joining = yield load(("joining", self.lane), ACQUIRE)
+        if joining != 0:
+            yield from self.admit()
+
+    def look_at_ends(self) -> Step:
+        changes = yield load("changes", ACQUIRE)
+        mode, _ = yield load(("mode", self.lane), ACQUIRE)
+        if mode == "joining" and "look_at_ends does not ask for it" not in self.mutation:
+            yield fetch_or(("joining", self.lane), 1, ACQ_REL)  # it may not have asked yet
+        self.has_receivers = mode != "out"
+        self.seen_changes = changes
+
+    def admit(self) -> Step:
+        joining = yield exchange(("joining", self.lane), 0, ACQ_REL)
+        if joining != 0:
+            mode, epoch = yield load(("mode", self.lane), ACQUIRE)
+            if mode == "joining":
+                yield store(("released", self.lane), len(self.committed), RELAXED)
+                yield cas(("mode", self.lane), ("joining", epoch), ("counted", epoch), ACQ_REL)
+                self.has_receivers = True
+            del mode, epoch
+        del joining
+        yield from ring_all()
+
+    def commit(self) -> Step:
+        mode, epoch = yield load(("mode", self.lane), ACQUIRE)  # Pool::pend: who is counted
+        self.committed = (*self.committed, epoch if mode == "counted" else NOBODY)
+        del mode, epoch
+        if "ready before committed" in self.mutation:
+            yield fetch_or("ready", 1 << self.lane, SEQ_CST)
+            yield store(("committed", self.lane), self.committed, RELEASE)
+        else:
+            order = RELAXED if "ready is relaxed" in self.mutation else SEQ_CST
+            yield store(("committed", self.lane), self.committed, RELEASE)  # ORDER publish
+            yield fetch_or("ready", 1 << self.lane, order)  # ORDER ready
+            del order
+        yield from ring()
+
+    def close(self) -> Step:
+        yield cas(("word", self.lane), ("live", self.epoch), ("closed", self.epoch), ACQ_REL)
+        yield fetch_or("ready", 1 << self.lane, SEQ_CST)
+        yield fetch_add("changes", 1, ACQ_REL)
+        yield from ring_all()
+
+
+class Receiver:
+    def __init__(self, mutation: str = "", epoch: int = FIRST, is_counted: bool = True) -> None:
+        self.mutation, self.epoch = mutation, epoch
+        self.position = [0] * LANES
+        self.is_counted = [is_counted] * LANES
+        self.told = [0] * LANES  # the epoch of the last sender of whose death it was told
+        self.last_lane = 0
+        self.seen_changes = -1
+
+    def come(self, before: tuple[str, int]) -> Step:
+        self.epoch = before[1] + 1
+        yield cas("receiver", before, ("live", self.epoch), ACQ_REL)  # Channel::claim
+        for i in range(LANES):
+            yield store(("mode", i), ("joining", self.epoch), RELEASE)
+            if "the constructor does not ask" not in self.mutation:
+                yield fetch_or(("joining", i), 1, ACQ_REL)
+        yield fetch_add("changes", 1, ACQ_REL)
+
+    def receive(self, most: int = 1 << 30) -> Step:
+        """Until the channel ends, or it has had enough and leaves: what it read, and of whose death it was told."""
+        while most > 0:
+            outcome = yield from self.try_find()
+            if outcome == "end of channel":
+                return tuple(self.position), tuple(self.told)
+            if outcome == "found":
+                most -= 1
+            if outcome == "nothing":
+                yield from wait(1, self.is_awaited)
+        yield from self.let_go()
+        return tuple(self.position), tuple(self.told)
+
+    def try_find(self) -> Step:
+        while True:
+            ready = yield load("ready", ACQUIRE)
+            if ready == 0:
+                break
+            later = ready & ~((2 << self.last_lane) - 1)
+            i = lowest(later or ready)  # in turn: no sender starves another
+            del ready, later
+            self.last_lane = i
+            is_found = yield from self.find_in(i)
+            if is_found:
+                return "found"
+            del is_found
+            is_unread = False
+            if "looks before clearing" in self.mutation:
+                is_unread = yield from self.is_unread(i)
+            yield fetch_and("ready", ~(1 << i), SEQ_CST)  # ORDER ready: cleared before the last look
+            if "no second look who was admitted" in self.mutation and not self.is_counted[i]:
+                continue
+            if "looks before clearing" not in self.mutation and "no last look" not in self.mutation:
+                is_unread = yield from self.is_unread(i)
+            if is_unread:
+                yield fetch_or("ready", 1 << i, SEQ_CST)
+            del is_unread, i
+        outcome = yield from self.look_at_ends()
+        return outcome
+
+    def find_in(self, i: int) -> Step:
+        is_counted = yield from self.was_admitted(i)
+        if not is_counted:
+            return False
+        committed = yield load(("committed", i), ACQUIRE)  # ORDER publish
+        if len(committed) == self.position[i]:
+            return False
+        sent_to = committed[self.position[i]]
+        must(sent_to == self.epoch, f"a record that was sent to receiver {sent_to} came to receiver {self.epoch}")
+        del committed, sent_to
+        self.position[i] += 1
+        yield store(("read", i), self.position[i], RELAXED)  # pass
+        return True
+
+    def is_unread(self, i: int) -> Step:
+        """Whether it is counted there, and has not read all."""
+        is_counted = yield from self.was_admitted(i)
+        if not is_counted:
+            return False
+        committed = yield load(("committed", i), SEQ_CST)
+        return len(committed) != self.position[i]
+
+    def was_admitted(self, i: int) -> Step:
+        if self.is_counted[i]:
+            return True
+        mode, _ = yield load(("mode", i), ACQUIRE)
+        if mode == "counted":
+            self.position[i] = yield load(("released", i), ACQUIRE)
+            yield store(("read", i), self.position[i], RELAXED)
+            self.is_counted[i] = True
+        return self.is_counted[i]
+
+    def look_at_ends(self) -> Step:
+        changes = yield load("changes", ACQUIRE)
+        if changes == self.seen_changes:
+            return "nothing"
+        is_all_ended = True
+        for i in range(LANES):
+            state, epoch = yield load(("word", i), ACQUIRE)
+            if state in ("live", "expected"):
+                is_all_ended = False
+            if state != "dead" or self.told[i] == epoch:
+                continue
+            is_unread = yield from self.is_unread(i)
+            if is_unread and "look_at_ends does not look after it" not in self.mutation:
+                yield fetch_or("ready", 1 << i, SEQ_CST)  # what it had committed comes first
+                return "nothing"
+            del is_unread, state
+            self.told[i] = epoch
+            return "told"  # there may be more to tell: seen_changes stays
+        if is_all_ended:
+            ready = yield load("ready", SEQ_CST)
+            return "nothing" if ready != 0 else "end of channel"
+        self.seen_changes = changes
+        return "nothing"
+
+    def is_awaited(self) -> Step:
+        changes = yield load("changes", ACQUIRE)
+        if changes != self.seen_changes:
+            return True
+        ready = yield load("ready", ACQUIRE)
+        return ready != 0
+
+    def let_go(self) -> Step:
+        for i in range(LANES):
+            yield from put_out(("mode", i), self.epoch)
+        yield cas("receiver", ("live", self.epoch), ("closed", self.epoch), ACQ_REL)
+        yield fetch_add("changes", 1, ACQ_REL)
+
+
+def reap_sender(who: str, lane: int, mutation: str = "", epoch: int = FIRST, is_followed: bool = True) -> Step:
+    yield until_gone(who)
+    found = yield cas(("word", lane), ("live", epoch), ("dead", epoch), ACQ_REL)
+    if found == ("live", epoch) and "the reaper says nothing" not in mutation:
+        yield fetch_or("ready", 1 << lane, SEQ_CST)  # it may have died between committing and saying so
+    del found
+    if is_followed:
+        yield from bury(who)
+    yield from tell_of_a_death(mutation)
+
+
+def reap_receiver(who: str, mutation: str = "", epoch: int = FIRST) -> Step:
+    yield until_gone(who)
+    found = yield cas("receiver", ("live", epoch), ("dead", epoch), ACQ_REL)
+    if found == ("live", epoch):
+        for i in range(LANES):
+            yield from put_out(("mode", i), epoch, mutation)
+        yield fetch_and("parked", 0, SEQ_CST)
+    del found
+    yield from bury(who)
+    yield from tell_of_a_death(mutation)
+
+
+def bury(who: str) -> Step:
+    """From then on its places may be had: its identity says dead. Left out where nobody follows."""
+    yield fetch_add("changes", 1, ACQ_REL)
+    yield store(("is buried", who), True, SEQ_CST)
+
+
+def tell_of_a_death(mutation: str) -> Step:
+    yield fetch_add("changes", 1, RELEASE)
+    if "the reaper wakes nobody" not in mutation:
+        yield from ring_all()
+
+
+def is_in(mode: tuple[str, int]) -> bool:
+    return mode[0] != "out"
+
+
+def is_true(word: object) -> bool:
+    return bool(word)
+
+
+def follows(who: str, at: tuple[str, int] | str, come: Callable[[tuple[str, int]], Step]) -> Step:
+    """Takes the place of one who died, when it is buried."""
+    yield until(("is buried", who), is_true)
+    before = yield load(at, ACQUIRE)
+    yield from come(before)

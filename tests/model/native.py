@@ -1,0 +1,122 @@
+"""What several of the models have in common: the parts of the native core that every end of every channel goes through.
+
+here                native
+wait                wait.h     penstock::wait, from "for (;;)" on; no spinning, no deadline and no look-up, so
+                               that a sleeper sleeps until it is woken. clears=False is wait<false>
+ring, ring_all      wait.h     of the same names: ORDER bell
+put_out             channel.h  put_out
+reap                peers.h    Attachment::reap, up to the identity that says dead; what it does in between is given
+"""
+
+from collections.abc import Callable
+
+from tests.model.explorer import (
+    ACQUIRE,
+    EVERYBODY,
+    RELAXED,
+    SEQ_CST,
+    Step,
+    cas,
+    fence,
+    fetch_add,
+    fetch_and,
+    fetch_or,
+    futex_wait,
+    futex_wake,
+    load,
+)
+from tests.model.explorer import exchange as take_bits
+
+HAND_ON_WAKES = 2
+
+
+def lowest(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+# ── bells ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def nobody(others: int) -> Step:
+    yield from ()
+
+
+def wait(
+    bit: int,
+    ready: Callable[[], Step],
+    hand_on: Callable[[int], Step] = nobody,
+    clears: bool = True,
+    without: str = "",
+    bell: str = "",
+) -> Step:
+    while True:
+        if without != "rings read first":
+            seen = yield load(bell + "rings", SEQ_CST)  # first: a ringer that takes our bit moves rings after
+        yield fetch_or(bell + "parked", bit, SEQ_CST)  # ORDER bell: before the second look
+        if without == "rings read first":
+            seen = yield load(bell + "rings", SEQ_CST)
+        yield fence()
+        is_ready = False
+        if without != "second look":
+            is_ready = yield from ready()
+        got = 0
+        if not is_ready:
+            got = yield futex_wait(bell + "rings", seen, mask=bit)
+        del seen
+        others = 0
+        if clears:
+            others = yield fetch_and(bell + "parked", ~bit, SEQ_CST)
+            others &= ~bit
+        if others != 0 and got == 0 and not is_ready:
+            yield from hand_on(others)
+        del others, got
+        if is_ready:
+            return
+        is_ready = yield from ready()
+        if is_ready:
+            return
+
+
+def ring(most: int = HAND_ON_WAKES, without: str = "", clears: bool = False, bell: str = "") -> Step:
+    if without != "fence":
+        yield fence()  # ORDER bell: published before parked is read
+    if clears:  # never so: test_bell.py shows what it costs
+        parked = yield take_bits(bell + "parked", 0)
+    else:
+        parked = yield load(bell + "parked", RELAXED)
+    if parked == 0:
+        return
+    yield fetch_add(bell + "rings", 1, SEQ_CST)
+    yield futex_wake(bell + "rings", most, parked)
+
+
+def ring_all(bell: str = "") -> Step:
+    yield fetch_add(bell + "rings", 1, SEQ_CST)
+    yield futex_wake(bell + "rings", EVERYBODY)
+
+
+# ── ends that go ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def put_out(at: tuple[str, int], end_epoch: int, mutation: str = "") -> Step:
+    """The sender may just be admitting it, which moves the word: then once more. Never that of a successor."""
+    mode, epoch = yield load(at, SEQ_CST)
+    while epoch <= end_epoch and (mode, epoch) != ("out", end_epoch):
+        if mutation == "only its own epoch" and epoch != end_epoch:
+            break
+        found = yield cas(at, (mode, epoch), ("out", end_epoch), SEQ_CST)
+        if found == (mode, epoch) or mutation == "one try":
+            break
+        mode, epoch = found
+    yield fence()  # ORDER pend: out, then look for what is still pending
+
+
+def reap(who: str, slot: int, holdings: Callable[[tuple[str, str]], Step]) -> Step:
+    """Gives back the holdings of one that died; several may, and the slot may be another's by then."""
+    state, found = yield load(("identity", slot), ACQUIRE)
+    if found != who:
+        return
+    if state == "live":
+        yield cas(("identity", slot), ("live", who), ("dying", who), SEQ_CST)
+    del state, found
+    identity = yield load(("identity", slot), ACQUIRE)
+    if identity != ("dying", who):
+        return
+    yield from holdings(identity)
+    yield cas(("identity", slot), identity, ("dead", who), SEQ_CST)

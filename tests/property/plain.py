@@ -1,0 +1,349 @@
+"""The schedule in plain Python: dicts and lists, one request after the other. What the arrays must be equal to."""
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
+from penstock.engine.plan import Plan
+from penstock.engine.protocol import STEPS, SamplingParams, Step
+from penstock.engine.schedule import PREEMPTED, RUNNING, Input, Schedule
+
+CATALOGUE = Catalogue(*STEPS)
+SLOTS, BLOCKS, BLOCK_SIZE, MOST_BLOCKS = 12, 500, 4, 40
+
+
+def small_schedule() -> Schedule:
+    return Schedule(SLOTS, BLOCKS, BLOCK_SIZE, MOST_BLOCKS)
+
+
+class Refused(Exception):
+    """What must be a DecodeError."""
+
+
+def require(condition: object) -> None:
+    if not condition:
+        raise Refused
+
+
+class Row:
+    def __init__(self, request: int, prompt: list[int], params: SamplingParams, server: int, inputs: list[Input]):
+        self.request = request
+        self.prompt = prompt
+        self.params = params
+        self.server = server
+        self.inputs = inputs
+        self.computed = 0
+        self.blocks: list[int] = []
+        self.runs = True
+        self.count = 0
+
+    def told(self) -> dict[str, Any]:
+        return dict(vars(self), blocks=list(self.blocks))
+
+
+class Plain:
+    """Told one thing after the other, in the order in which a step's columns happen."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Row] = {}
+
+    def told(self) -> dict[int, dict[str, Any]]:
+        return {slot: self.rows[slot].told() for slot in sorted(self.rows)}
+
+    def copy(self) -> "Plain":
+        copied = Plain()
+        for slot, row in self.rows.items():
+            copied.rows[slot] = Row(row.request, row.prompt, row.params, row.server, row.inputs)
+            vars(copied.rows[slot]).update(row.told())
+        return copied
+
+    def running(self) -> list[int]:
+        return [slot for slot in sorted(self.rows) if self.rows[slot].runs]
+
+    def at(self, slot: int, *, runs: bool) -> Row:
+        require(slot in self.rows and self.rows[slot].runs == runs)
+        return self.rows[slot]
+
+    def rewind(self, slot: int, count: int) -> None:
+        row = self.at(slot, runs=True)
+        require(0 <= count <= row.computed)
+        row.computed -= count
+
+    def leave(self, slot: int) -> None:
+        require(slot in self.rows)
+        del self.rows[slot]
+
+    def preempt(self, slot: int) -> None:
+        row = self.at(slot, runs=True)
+        row.runs, row.computed, row.blocks, row.count = False, 0, [], 0
+
+    def join(self, slot: int, row: Row, blocks: list[int], computed: int) -> None:
+        require(0 <= slot < SLOTS and slot not in self.rows)
+        require(row.request >= 0 and all(one >= 0 for one in row.prompt))
+        self.rows[slot] = row
+        self.run(row, blocks, computed)
+
+    def resume(self, slot: int, blocks: list[int], computed: int) -> None:
+        self.run(self.at(slot, runs=False), blocks, computed)
+
+    def run(self, row: Row, blocks: list[int], computed: int) -> None:
+        require(computed >= 0)
+        row.runs, row.computed, row.blocks = True, computed, []
+        self.give(row, blocks)
+
+    def append(self, slot: int, blocks: list[int]) -> None:
+        self.give(self.at(slot, runs=True), blocks)
+
+    def give(self, row: Row, blocks: list[int]) -> None:
+        require(all(0 <= one < BLOCKS for one in blocks) and len(row.blocks) + len(blocks) <= MOST_BLOCKS)
+        row.blocks += blocks
+
+    def advance(self, counts: dict[int, int]) -> None:
+        for slot, count in counts.items():
+            self.at(slot, runs=True)
+            require(count >= 0)
+        for slot in self.running():
+            row = self.rows[slot]
+            row.count = counts.get(slot, 1)
+            row.computed += row.count
+            require(row.computed <= len(row.blocks) * BLOCK_SIZE)
+
+    # ── a step, read column by column ──
+    def apply(self, step: Step) -> "Plain":
+        """The next state. Raises Refused where a step must be refused."""
+        then = self.copy()
+        if step.rewound is not None:
+            for slot, count in rows(step.rewound.slots, step.rewound.counts):
+                then.rewind(slot, count)
+        for slot in numbers(step.left):
+            then.leave(slot)
+        for slot in numbers(step.preempted):
+            then.preempt(slot)
+        require(len(set(numbers(step.preempted))) == len(numbers(step.preempted)))
+        if step.joined is not None:
+            then.apply_joined(step)
+        if step.resumed is not None:
+            resumed = step.resumed
+            blocks = split(resumed.blocks, resumed.block_counts)
+            computed = [0] * len(blocks) if resumed.computed is None else numbers(resumed.computed)
+            for slot, more, done in rows(resumed.slots, blocks, computed):
+                then.resume(slot, more, done)
+        if step.appended is not None:
+            appended = step.appended
+            counts = appended.counts
+            if counts is None:
+                counts = np.ones(len(numbers(appended.slots)), np.int32)
+            for slot, more in rows(appended.slots, split(appended.blocks, counts)):
+                then.append(slot, more)
+        advances = step.advances
+        if advances is not None and advances.draft_counts is not None:
+            for count, draft_count in rows(advances.counts, advances.draft_counts, distinct=False):
+                require(0 <= draft_count <= count)
+            if advances.drafts is not None:
+                require(all(one >= 0 for some in split(advances.drafts, advances.draft_counts) for one in some))
+        elif advances is not None:
+            require(advances.drafts is None)
+        then.advance({} if advances is None else dict(rows(advances.slots, advances.counts)))
+        return then
+
+    def apply_joined(self, step: Step) -> None:
+        joined = step.joined
+        assert joined is not None
+        slots = numbers(joined.slots)
+        size = len(slots)
+        prompts = split(joined.ids, joined.lengths)
+        known = [one.value for one in joined.params] + list(joined.others)
+        of = list(range(len(known))) if joined.params_of is None else numbers(joined.params_of)
+        require(len(of) == size and all(one < len(known) for one in of))
+        parents = slots if joined.parents is None else numbers(joined.parents)
+        computed = [0] * size if joined.computed is None else numbers(joined.computed)
+        servers = [0] * size if joined.servers is None else numbers(joined.servers)
+        inputs: list[list[Input]] = [[] for _ in slots]
+        if joined.inputs is not None:
+            flat = list(rows(list(joined.inputs.keys), joined.inputs.positions, joined.inputs.lengths, distinct=False))
+            require(all(position >= 0 and length >= 0 for _, position, length in flat))
+            inputs = split(flat, joined.inputs.counts)
+        columns = (prompts, of, numbers(joined.requests), split(joined.blocks, joined.block_counts))
+        for slot, prompt, its, request, blocks, done, server, media, parent in rows(
+            slots, *columns, computed, servers, inputs, parents
+        ):
+            if parent != slot:
+                require(not prompt and parent in self.rows)
+                prompt = self.rows[parent].prompt
+            self.join(slot, Row(request, prompt, known[its], server, media), blocks, done)
+
+
+def numbers(column: Any) -> list[Any]:
+    if column is None:
+        return []
+    if isinstance(column, list):
+        return column
+    require(column.ndim == 1)
+    found: list[Any] = column.tolist()
+    return found
+
+
+def rows(*columns: Any, distinct: bool = True) -> Iterable[tuple[Any, ...]]:
+    lists = [numbers(column) for column in columns]
+    require(len({len(one) for one in lists}) == 1)
+    require(not distinct or len(set(lists[0])) == len(lists[0]))
+    return list(zip(*lists, strict=True))
+
+
+def split(column: Any, counts: Any) -> list[Any]:
+    column, counts = numbers(column), numbers(counts)
+    require(all(count >= 0 for count in counts) and sum(counts) == len(column))
+    ends = np.cumsum(counts).tolist()
+    return [column[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def shown(schedule: Schedule) -> dict[int, dict[str, Any]]:
+    """The arrays, as `Plain` tells it. They must also agree among themselves."""
+    assert schedule.rows.tolist() == np.flatnonzero(schedule.status == RUNNING).tolist()
+    assert not schedule.counts[schedule.status != RUNNING].any()
+    assert not schedule.computed[schedule.status != RUNNING].any()
+    assert not schedule.block_counts[schedule.status != RUNNING].any()
+    out = {}
+    for slot in np.flatnonzero(schedule.status).tolist():
+        params = schedule.params[slot]
+        assert params is not None
+        out[slot] = {
+            "request": int(schedule.requests[slot]),
+            "prompt": schedule.prompts[slot].tolist(),
+            "params": params.value,
+            "server": int(schedule.servers[slot]),
+            "inputs": list(schedule.inputs[slot]),
+            "computed": int(schedule.computed[slot]),
+            "blocks": schedule.blocks_of(slot).tolist(),
+            "runs": schedule.status[slot] != PREEMPTED,
+            "count": int(schedule.counts[slot]),
+        }
+    return out
+
+
+def without_counts(told: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """What a picture shows: not what the last step has computed."""
+    return {slot: {name: value for name, value in row.items() if name != "count"} for slot, row in told.items()}
+
+
+class Wire:
+    """Frames of one sender, and what they say."""
+
+    def __init__(self) -> None:
+        self.encoder = FrameEncoder(CATALOGUE)
+
+    def frame(self, message: Any) -> bytes:
+        frame = self.encoder.encode(message)
+        self.encoder.sent()
+        return flat(frame)
+
+    def whole_frame(self, message: Any) -> bytes:
+        """One that needs nothing that was sent before."""
+        self.encoder.names.forget()
+        return self.frame(message)
+
+
+def flat(frame: Any) -> bytes:
+    return b"".join(memoryview(piece).cast("B") for piece in frame) if isinstance(frame, list) else bytes(frame)
+
+
+class Life:
+    """A random scheduler: what it decides it tells a plan and the plain state, in the same order."""
+
+    def __init__(self, random: random.Random) -> None:
+        self.random = random
+        self.plain = Plain()
+        self.schedule = small_schedule()
+        self.plan = Plan(self.schedule)
+        self.requests = 0
+
+    def blocks(self, count: int) -> list[int]:
+        return [self.random.randrange(BLOCKS) for _ in range(count)]
+
+    def decide(self) -> None:
+        """One step. In half of the cases nobody comes or goes, and everybody computes one token."""
+        chance, plain = self.random.random, self.plain
+        counts: dict[int, int] = {}
+        for slot in plain.running():
+            if plain.rows[slot].computed >= (MOST_BLOCKS - 8) * BLOCK_SIZE:
+                self.plan.leave(slot)
+                plain.leave(slot)
+        if chance() < 0.5 and plain.rows:
+            self.go(counts)
+            return
+        for slot in plain.running():
+            if chance() < 0.15 and plain.rows[slot].computed:
+                count = self.random.randint(1, min(4, plain.rows[slot].computed))
+                self.plan.rewind(slot, count)
+                plain.rewind(slot, count)
+        for slot in sorted(plain.rows):  # ended, aborted
+            if chance() < 0.06:
+                self.plan.leave(slot)
+                plain.leave(slot)
+        for slot in plain.running():
+            if chance() < 0.05:
+                self.plan.preempt(slot)
+                plain.preempt(slot)
+        while len(plain.rows) < SLOTS and chance() < 0.4:
+            self.join(counts)
+        for slot in sorted(plain.rows):
+            if not plain.rows[slot].runs and chance() < 0.3:
+                blocks = self.blocks(self.random.randint(0, 3))
+                computed = self.random.randint(0, len(blocks) * BLOCK_SIZE)
+                self.plan.resume(slot, blocks, computed=computed)
+                plain.resume(slot, blocks, computed)
+        for slot in plain.running():
+            if chance() < 0.3:
+                counts[slot] = self.random.choice((0, 0, 2, 3, 5, 17))
+                drafts = np.arange(self.random.randint(0, counts[slot]), dtype=np.int32)
+                self.plan.advance(slot, counts[slot], drafts=drafts)
+        self.go(counts)
+
+    def join(self, counts: dict[int, int]) -> None:
+        self.requests += 1
+        seed = self.random.choice((None, None, 1, self.requests))
+        params = SamplingParams(temperature=0.8, top_p=0.95, seed=seed)
+        prompt = np.array([self.random.randrange(50_000) for _ in range(self.random.randint(0, 60))], np.int32)
+        parent = self.random.choice(sorted(self.plain.rows)) if self.plain.rows and self.random.random() < 0.2 else None
+        told = self.plain.rows[parent].prompt if parent is not None else prompt.tolist()
+        blocks = self.blocks(self.random.randint(0, 16))
+        computed = self.random.randint(0, min(len(told), len(blocks) * BLOCK_SIZE)) if self.random.random() < 0.4 else 0
+        inputs = [(b"%032d" % n, n, 7) for n in range(self.random.choice((0, 0, 0, 2)))]
+        server, chunk = self.random.choice((0, 0, 3)), self.random.choice((1, 8, 20))
+        slot = self.plan.join(
+            self.requests,
+            prompt,
+            Interned(params),
+            blocks,
+            computed=computed,
+            chunk=chunk,
+            parent=parent,
+            server=server,
+            inputs=tuple(inputs),
+        )
+        counts[slot] = chunk
+        self.plain.join(slot, Row(self.requests, told, params, server, inputs), list(blocks), computed)
+
+    def go(self, counts: dict[int, int]) -> None:
+        each: list[int] = []
+        for slot in self.plain.running():
+            row = self.plain.rows[slot]
+            short = -(-(row.computed + counts.get(slot, 1)) // BLOCK_SIZE) - len(row.blocks)
+            if short == 1 and self.random.random() < 0.7:
+                each.append(slot)
+            elif short > 0:
+                blocks = self.blocks(short)
+                self.plan.append(slot, blocks)
+                self.plain.append(slot, blocks)
+        blocks = self.blocks(len(each))
+        self.plan.append_each(np.array(each, np.int32), np.array(blocks, np.int32))
+        for slot, block in zip(each, blocks, strict=True):
+            self.plain.append(slot, [block])
+        self.plain.advance(counts)
+
+
+def decode(frame: bytes, decoder: FrameDecoder | None = None) -> Any:
+    return (FrameDecoder(CATALOGUE) if decoder is None else decoder).decode(frame)

@@ -1,0 +1,73 @@
+"""The edit distance: exact where that is affordable, and else an upper bound that says so."""
+
+import random
+
+import pytest
+
+from penstock.measure import distance
+from penstock.measure.distance import between, most_between, without_common_ends
+from penstock.measure.errors import MeasureError, required
+
+
+def by_the_book(first: bytes, second: bytes) -> int:
+    row = list(range(len(second) + 1))
+    for i, a in enumerate(first, 1):
+        before, row = row, [i]
+        for j, b in enumerate(second, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (a != b)))
+    return row[-1]
+
+
+def test_the_distance_is_that_of_the_book(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(200):
+        first = bytes(chance.choices(b"abc", k=chance.randrange(40)))
+        second = bytes(chance.choices(b"abc", k=chance.randrange(40)))
+        assert between(first, second) == (by_the_book(first, second), True)
+
+
+def test_a_small_change_in_a_long_message_is_found_exactly(seed: int) -> None:
+    before = random.Random(seed).randbytes(100_000)
+    after = before[:50] + b"12345" + before[50:90_000] + before[90_003:]
+    assert before[90_000:90_003] != b"" and between(before, before).edits == 0
+    found = between(before, after)
+    assert found.is_exact
+    assert found.edits <= 8
+
+
+def test_long_messages_that_have_little_in_common_get_a_bound(seed: int) -> None:
+    chance = random.Random(seed)
+    before, after = chance.randbytes(20_000), chance.randbytes(19_000)
+    found = between(before, after)
+    assert not found.is_exact
+    assert 15_000 < found.edits <= 20_000
+    assert between(before, after, near=20_000).is_exact
+
+
+def test_the_bound_is_never_below_the_distance(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(200):
+        first = bytes(chance.choices(b"ab", k=chance.randrange(30)))
+        second = bytes(chance.choices(b"ab", k=chance.randrange(30)))
+        assert most_between(first, second) >= by_the_book(first, second)
+
+
+def test_common_ends_are_taken_off_once() -> None:
+    assert without_common_ends(b"aaa", b"aaaa") == (b"", b"a")
+    assert without_common_ends(b"abXcd", b"abYYcd") == (b"X", b"YY")
+    assert without_common_ends(b"", b"x") == (b"", b"x")
+    assert without_common_ends(b"same", b"same") == (b"", b"")
+
+
+def test_taking_ends_off_does_not_change_the_distance(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distance, "CELLS", 0)
+    chance = random.Random(seed)
+    for _ in range(200):
+        first = bytes(chance.choices(b"ab", k=chance.randrange(1, 30)))
+        second = bytes(chance.choices(b"ab", k=chance.randrange(1, 30)))
+        assert between(first, second) == (by_the_book(first, second), True)
+
+
+def test_a_library_that_is_not_there_is_named_with_what_to_install() -> None:
+    with pytest.raises(MeasureError, match=r"needs nowhere, which is not installed: pip install 'penstock\[measure\]'"):
+        required("nowhere.distance", "the edit distance")

@@ -1,0 +1,195 @@
+"""The engine's messages: every one travels as it is, columns cost what they should, and what is wrong has a place."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock import DecodeError
+from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
+from penstock.codec.follow import Lost
+from penstock.engine.protocol import (
+    DELTAS,
+    INBOX,
+    RESULTS,
+    STEPS,
+    Abort,
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    Inputs,
+    Logprobs,
+    Ready,
+    SamplingParams,
+    StepDone,
+    Stop,
+    Submit,
+)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def slots(*values: int) -> np.ndarray:
+    return np.array(values, np.uint16)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def flat(frame: Any) -> bytes:
+    return b"".join(memoryview(piece).cast("B") for piece in frame) if isinstance(frame, list) else bytes(frame)
+
+
+def encoded(message: Any, *channel: type[msgspec.Struct]) -> bytes:
+    return flat(FrameEncoder(Catalogue(*channel)).encode(message))
+
+
+def plain(value: Any) -> Any:
+    """A message as lists, to be compared."""
+    if isinstance(value, Interned):
+        return plain(value.value)
+    if isinstance(value, msgspec.Struct):
+        return [type(value).__name__, *(plain(getattr(value, name)) for name in value.__struct_fields__)]
+    return [value.dtype.str, value.tolist()] if isinstance(value, np.ndarray) else value
+
+
+INPUTS = Inputs(ints(1), (b"k" * 32,), ints(5), ints(576))
+PARAMS = Interned(SamplingParams(n=2, stop=("\n",), logit_bias=((5, -1.0),), seed=3, max_tokens=None))
+LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), ints(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("message", "channel"),
+    [
+        (Submit(1, 7, np.arange(1000, dtype=np.int32), PARAMS, -3, "client", b"salt", INPUTS, 1), INBOX),
+        (Submit(0, 0, ints(), PARAMS), INBOX),
+        (Abort(1, ints(7, 8)), INBOX),
+        (Ready(3, 1 << 40), INBOX),
+        (Lost("worker 1", None, None, 5, 6, "why"), INBOX),
+        (Stop("it is late"), STEPS),
+        (StepDone(0xFFFFFFFF, 1 << 40, ints(5, 6, 7), slots(1, 4), slots(1, 2), LOGPROBS, slots(9)), RESULTS),
+        (Delta(2, ints(7, 8, 3, 2, 50, 51, 52), "aé\n".encode() + b"b", slots(2, 1), slots(0, 1)), DELTAS),
+        (
+            Delta(
+                1,
+                ints(7, 0, 50),
+                b"",
+                finished=Finished(slots(0), np.array([FinishReason.STOP], np.uint8), ("\n",), ints(16)),
+                logprobs=LOGPROBS,
+            ),
+            DELTAS,
+        ),
+        (Failed(7, 503, "its worker died"), DELTAS),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, msgspec.Struct) else "",
+)
+def test_a_message_arrives_as_it_was_sent(message: Any, channel: tuple[type[msgspec.Struct], ...]) -> None:
+    received = FrameDecoder(Catalogue(*channel)).decode(encoded(message, *channel))
+    assert plain(received) == plain(message)
+
+
+def test_the_columns_of_a_delta_are_what_they_are_called() -> None:
+    delta = Delta(2, ints(7, 8, 3, 2, 50, 51, 52), b"abcde", slots(2, 1))
+    assert delta.requests.tolist() == [7, 8] and delta.text_lengths.tolist() == [3, 2]
+    assert delta.ids.tolist() == [50, 51, 52]
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ([2, 5], "expected 6 numbers, got a shape of"),
+        ([2, 6, [1]], "expected 2 counts, got a shape of"),
+        ([2, 6, [1, 2]], "expected 7 numbers, got a shape of"),
+        ([1 << 62, 6], "expected 13835058055282163712 numbers"),
+        ([-1, 6], r"expected `int` >= 0 at \$\.rows"),
+    ],
+)
+def test_a_delta_whose_columns_do_not_fit_is_refused(fields: list[Any], why: str) -> None:
+    class Loose(msgspec.Struct, array_like=True):
+        rows: int
+        numbers: np.ndarray
+        text: bytes
+        counts: np.ndarray | None = None
+
+    counts = slots(*fields[2]) if len(fields) > 2 else None
+    encoder = FrameEncoder(Catalogue(*DELTAS))
+    fake = Loose(fields[0], np.zeros(fields[1], np.int32), b"", counts)
+    frame = b"\x01" + msgspec.msgpack.Encoder(enc_hook=encoder._hook).encode(fake)
+    with pytest.raises(DecodeError, match=why):
+        FrameDecoder(Catalogue(*DELTAS)).decode(frame)
+
+
+@pytest.mark.parametrize(
+    ("done", "rows"),
+    [
+        (StepDone(1, 1, ints(5, 6, 7)), 3),
+        (StepDone(1, 1, ints(5, 6, 7), slots(8, 9), slots(2, 1)), 4),
+        (StepDone(1, 1, ints(5, 6, 7), None, slots(2, 0, 1)), 3),
+        (StepDone(1, 1, ints(5, 6), slots(8, 9)), 4),
+    ],
+)
+def test_what_a_step_sampled_must_be_as_much_as_it_says(done: StepDone, rows: int) -> None:
+    done.require_fit(rows)
+    longer = np.append(done.ids, done.ids[:1])
+    with pytest.raises(DecodeError, match=r"expected \d numbers, got .* at \$\.ids"):
+        msgspec.structs.replace(done, ids=longer).require_fit(rows)
+    with pytest.raises(DecodeError, match=r"at \$\.ids"):
+        msgspec.structs.replace(done, ids=done.ids.reshape(1, -1)).require_fit(rows)
+    if done.slots is None:
+        with pytest.raises(DecodeError):
+            done.require_fit(rows + 1)
+    elif done.counts is not None:
+        with pytest.raises(DecodeError, match=r"at \$\.counts"):
+            msgspec.structs.replace(done, counts=done.counts[1:]).require_fit(rows)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"n": 0}, "expected n between 1 and"),
+        ({"temperature": -0.1}, "expected temperature between 0"),
+        ({"temperature": float("nan")}, "expected temperature between 0"),
+        ({"top_p": 0.0}, "expected top_p above 0"),
+        ({"top_p": 1.1}, "expected top_p between 0 and 1"),
+        ({"top_k": -1}, "expected top_k"),
+        ({"presence_penalty": 2.5}, "expected presence_penalty between -2 and 2"),
+        ({"max_tokens": 0}, "expected max_tokens between 1"),
+        ({"min_tokens": 17}, r"expected min_tokens up to max_tokens \(16\), got 17"),
+        ({"stop": ("",)}, "expected stop strings that are not empty"),
+        ({"stop": ("x",), "detokenize": False}, "expected detokenize with stop strings"),
+    ],
+)
+def test_parameters_that_mean_nothing_are_refused_where_they_are_made_and_where_they_arrive(
+    wrong: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        SamplingParams(**wrong)
+    defaults = msgspec.structs.asdict(SamplingParams())
+    encoded = msgspec.msgpack.encode(list({**defaults, **wrong}.values()))
+    with pytest.raises(msgspec.ValidationError, match=why):
+        msgspec.msgpack.decode(encoded, type=SamplingParams)
+
+
+def test_what_a_step_sampled_of_256_requests_fits_1100_bytes() -> None:
+    assert len(encoded(StepDone(0xFFFFFFFF, 1 << 31, np.full(256, 150_000, np.int32)), *RESULTS)) <= 1100
+
+
+def test_outputs_of_256_requests_fit_5000_bytes() -> None:
+    ids = np.full(256, 150_000, np.int32)
+    numbers = np.concatenate([np.arange(256, dtype=np.int32), np.full(256, 5, np.int32), ids])
+    assert len(encoded(Delta(256, numbers, b"token" * 256), *DELTAS)) <= 5000
+
+
+def test_a_million_ids_are_sent_as_they_lie_and_received_where_they_lie() -> None:
+    prompt = np.arange(1_000_000, dtype=np.int32)
+    frame = FrameEncoder(Catalogue(*INBOX)).encode(Submit(0, 1, prompt, PARAMS))
+    assert isinstance(frame, list) and any(piece is prompt for piece in frame)
+    whole = flat(frame)
+    received = FrameDecoder(Catalogue(*INBOX)).decode(whole)
+    assert np.shares_memory(received.prompt, np.frombuffer(whole, np.uint8))
+    assert np.array_equal(received.prompt, prompt) and not received.prompt.flags.writeable

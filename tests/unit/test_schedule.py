@@ -1,0 +1,362 @@
+"""The engine's schedule: what a step may say, what is refused and where, what it costs on the wire."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+
+from penstock import DecodeError
+from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
+from penstock.codec.follow import Follower, Leader, Verdict
+from penstock.engine.plan import Plan
+from penstock.engine.protocol import (
+    STEPS,
+    Advances,
+    Appended,
+    Joined,
+    Resumed,
+    Rewound,
+    SamplingParams,
+    Step,
+    Whole,
+)
+from penstock.engine.schedule import FREE, PREEMPTED, Schedule
+
+PARAMS = Interned(SamplingParams(temperature=0.8, top_p=0.95))
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def slots(*values: int) -> np.ndarray:
+    return np.array(values, np.uint16)
+
+
+def running(count: int, blocks_each: int = 4, preempted: tuple[int, ...] = ()) -> Schedule:
+    """So many requests, each with a prompt of 20 that is computed, block size 16; there are 8 slots and 100 blocks."""
+    schedule = Schedule(8, 100, 16, most_blocks=6)
+    plan = Plan(schedule)
+    for n in range(count):
+        plan.join(n, np.arange(20, dtype=np.int32), PARAMS, range(n * blocks_each, (n + 1) * blocks_each), chunk=20)
+    schedule.apply(plan.finish(1, 1))
+    for slot in preempted:
+        plan.preempt(slot)
+    if preempted:
+        schedule.apply(plan.finish(1, 2))
+    return schedule
+
+
+def told(schedule: Schedule) -> list[object]:
+    return [
+        schedule.status.tolist(),
+        schedule.computed.tolist(),
+        [schedule.blocks_of(slot).tolist() for slot in range(schedule.slots)],
+        [prompt.tolist() for prompt in schedule.prompts],
+        schedule.rows.tolist(),
+        schedule.counts.tolist(),
+    ]
+
+
+def one_joins(**changes: object) -> Joined:
+    columns: dict[str, object] = {
+        "slots": slots(7),
+        "requests": ints(9),
+        "params": (PARAMS,),
+        "lengths": ints(3),
+        "ids": ints(5, 6, 7),
+        "block_counts": ints(1),
+        "blocks": ints(50),
+    }
+    return Joined(**{**columns, **changes})  # type: ignore[arg-type]
+
+
+def test_everybody_advances_by_one_of_whom_nothing_else_is_said() -> None:
+    schedule = running(3)
+    schedule.apply(Step(1, 2))
+    assert schedule.computed[:4].tolist() == [21, 21, 21, 0]
+    assert schedule.counts[:4].tolist() == [1, 1, 1, 0] and schedule.rows.tolist() == [0, 1, 2]
+    schedule.apply(Step(1, 3, advances=Advances(slots(0, 2), ints(0, 5))))
+    assert schedule.computed[:4].tolist() == [21, 22, 26, 0] and schedule.counts[:4].tolist() == [0, 1, 5, 0]
+
+
+def test_a_step_for_which_the_blocks_do_not_suffice_is_refused_in_time() -> None:
+    schedule = running(2)
+    for number in range(44):  # 20 + 44 = 4 blocks of 16
+        schedule.apply(Step(1, number))
+    with pytest.raises(DecodeError, match=r"expected room for 65 tokens in slot 0, got 4 blocks of 16 at \$"):
+        schedule.apply(Step(1, 9))
+    assert schedule.short_of_blocks().tolist() == [0, 1]
+    with pytest.raises(DecodeError, match="slot 1"):
+        schedule.apply(Step(1, 9, appended=Appended(slots(0), ints(9))))
+    schedule.apply(Step(1, 9, appended=Appended(slots(0, 1), ints(9, 9))))
+    assert schedule.computed[:2].tolist() == [65, 65] and schedule.short_of_blocks().tolist() == []
+    with pytest.raises(DecodeError, match=r"at \$\.advances\.counts\[0\]"):
+        schedule.apply(Step(1, 9, advances=Advances(slots(1), ints(16))))
+
+
+def test_a_slot_that_is_left_may_be_taken_in_the_same_step() -> None:
+    schedule = running(8)
+    schedule.apply(Step(1, 2, left=slots(7), joined=one_joins()))
+    assert schedule.prompts[7].tolist() == [5, 6, 7] and schedule.blocks_of(7).tolist() == [50]
+    assert schedule.computed[7] == 1 and schedule.requests[7] == 9
+
+
+def test_who_leaves_leaves_nothing_behind() -> None:
+    schedule = running(2)
+    prompt = weakref.ref(schedule.prompts[1])
+    schedule.apply(Step(1, 2, left=slots(1)))
+    gc.collect()
+    assert prompt() is None and schedule.params[1] is None
+    assert schedule.status[1] == FREE and schedule.computed[1] == 0 and schedule.rows.tolist() == [0]
+
+
+def test_who_is_preempted_keeps_slot_and_prompt_and_runs_again_with_other_blocks() -> None:
+    schedule = running(2)
+    prompt = schedule.prompts[1]
+    schedule.apply(Step(1, 2, preempted=slots(1)))
+    schedule.apply(Step(1, 3))
+    assert schedule.status[1] == PREEMPTED and schedule.computed[1] == 0 and not schedule.blocks_of(1).size
+    resumed = Resumed(slots(1), ints(2), ints(90, 91), ints(16))
+    schedule.apply(Step(1, 4, resumed=resumed, advances=Advances(slots(1), ints(4))))
+    assert schedule.prompts[1] is prompt and schedule.computed[1] == 20 and schedule.blocks_of(1).tolist() == [90, 91]
+
+
+def test_wrong_drafts_are_taken_back_before_the_next_tokens_are_counted() -> None:
+    schedule = running(2)
+    schedule.apply(Step(1, 2, advances=Advances(slots(1), ints(5), ints(4), ints(1, 2, 3, 4))))
+    assert schedule.computed[1] == 25
+    schedule.apply(Step(1, 3, rewound=Rewound(slots(1), ints(3))))
+    assert schedule.computed[1] == 23
+
+
+def test_samples_of_one_prompt_share_it_also_after_a_picture() -> None:
+    schedule = running(1)
+    plan = Plan(schedule)
+    for _ in range(3):
+        plan.join(0, schedule.prompts[0], PARAMS, [0, 1], computed=20, parent=0)
+    step = plan.finish(1, 2)
+    assert step.joined is not None and step.joined.ids.size == 0
+    schedule.apply(step)
+    assert all(schedule.prompts[slot] is schedule.prompts[0] for slot in range(4))
+    picture = schedule.picture(1, 2)
+    assert picture.joined is not None and picture.joined.ids.size == 20
+    other = Schedule(8, 100, 16, most_blocks=6)
+    other.become(picture)
+    assert all(other.prompts[slot] is other.prompts[0] for slot in range(4)) and other.computed[3] == 21
+
+
+def test_what_was_received_is_not_kept_alive_by_the_state() -> None:
+    ids = ints(5, 6, 7)
+    schedule = running(1)
+    schedule.apply(Step(1, 2, joined=one_joins(ids=ids)))
+    ids[:] = 0
+    assert schedule.prompts[7].tolist() == [5, 6, 7] and not schedule.prompts[7].flags.writeable
+
+
+def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
+    schedule = running(3)
+    rows, counts = schedule.rows, schedule.counts
+    kept = rows.tolist(), counts.tolist()
+    schedule.apply(Step(1, 2, left=slots(0), advances=Advances(slots(1), ints(3))))
+    schedule.apply(Step(1, 3))
+    assert (rows.tolist(), counts.tolist()) == kept
+
+
+@pytest.mark.parametrize(
+    ("step", "where"),
+    [
+        (Step(1, 9, left=slots(8)), r"expected less than 8, got 8 at \$\.left\[0\]"),
+        (Step(1, 9, left=slots(0, 0)), r"expected each slot once, got 0 twice at \$\.left"),
+        (Step(1, 9, left=slots(1, 5)), r"running or preempted, got 5, free, at \$\.left\[1\]"),
+        (Step(1, 9, left=slots(1).reshape(1, 1)), r"expected 1 numbers, got a shape of \(1, 1\) at \$\.left"),
+        (Step(1, 9, preempted=slots(3)), r"expected a slot that is running, got 3, preempted, at \$\.preempted\[0\]"),
+        (Step(1, 9, left=slots(1), preempted=slots(1)), r"got 1, free, at \$\.preempted\[0\]"),
+        (Step(1, 9, joined=one_joins(slots=slots(2))), r"that is free, got 2, running, at \$\.joined\.slots\[0\]"),
+        (Step(1, 9, joined=one_joins(requests=ints())), r"expected 1 numbers, got .* at \$\.joined\.requests"),
+        (Step(1, 9, joined=one_joins(lengths=ints(4))), r"expected 4 numbers, got .* at \$\.joined\.ids"),
+        (Step(1, 9, joined=one_joins(lengths=ints(-3))), r"expected 0 or more, got -3 at \$\.joined\.lengths\[0\]"),
+        (Step(1, 9, joined=one_joins(ids=ints(1, -2, 3))), r"got -2 at \$\.joined\.ids\[1\]"),
+        (Step(1, 9, joined=one_joins(params=())), r"expected 1, got 0 at \$\.joined\.params"),
+        (Step(1, 9, joined=one_joins(params_of=slots(1))), r"less than 1, got 1 at \$\.joined\.params_of"),
+        (Step(1, 9, joined=one_joins(block_counts=ints(2))), r"expected 2 numbers, .* at \$\.joined\.blocks"),
+        (Step(1, 9, joined=one_joins(blocks=ints(100))), r"less than 100, got 100 at \$\.joined\.blocks\[0\]"),
+        (Step(1, 9, joined=one_joins(blocks=ints(-1))), r"0 or more, got -1 at \$\.joined\.blocks\[0\]"),
+        (Step(1, 9, joined=one_joins(computed=ints(1 << 30))), r"at \$\.joined\.computed\[0\]"),
+        (Step(1, 9, joined=one_joins(computed=ints(16))), r"room for 17 tokens in slot 7, got 1 blocks"),
+        (Step(1, 9, joined=one_joins(parents=slots(0))), r"0 for who has its parent's, got 3 at \$\.joined\.lengths"),
+        (
+            Step(1, 9, joined=one_joins(parents=slots(6), lengths=ints(0), ids=ints())),
+            r"expected a slot with a prompt, got 6 at \$\.joined\.parents\[0\]",
+        ),
+        (
+            Step(1, 9, left=slots(0), joined=one_joins(parents=slots(0), lengths=ints(0), ids=ints())),
+            r"expected a slot with a prompt, got 0 at \$\.joined\.parents\[0\]",
+        ),
+        (Step(1, 9, resumed=Resumed(slots(0), ints(0), ints())), r"preempted, got 0, running, at \$\.resumed\.slots"),
+        (Step(1, 9, resumed=Resumed(slots(3), ints(0), ints())), r"room for 1 tokens in slot 3, got 0 blocks"),
+        (Step(1, 9, appended=Appended(slots(0), ints())), r"expected 1 numbers, got .* at \$\.appended\.blocks"),
+        (Step(1, 9, appended=Appended(slots(3), ints(1))), r"running, got 3, preempted, at \$\.appended\.slots\[0\]"),
+        (Step(1, 9, appended=Appended(slots(0), ints(1), ints(2))), r"at \$\.appended\.blocks"),
+        (
+            Step(1, 9, appended=Appended(slots(0), ints(1, 2, 3), ints(3))),
+            r"expected at most 6 blocks in all, got 7 at \$\.appended\.slots\[0\]",
+        ),
+        (Step(1, 9, advances=Advances(slots(6), ints(1))), r"running, got 6, free, at \$\.advances\.slots\[0\]"),
+        (Step(1, 9, advances=Advances(slots(0), ints(-1))), r"0 or more, got -1 at \$\.advances\.counts\[0\]"),
+        (Step(1, 9, advances=Advances(slots(0), ints(2**31 - 1))), r"at \$\.advances\.counts\[0\]"),
+        (Step(1, 9, advances=Advances(slots(0), ints(2), ints(3))), r"at most 2, got 3 at \$\.advances\.draft_counts"),
+        (Step(1, 9, advances=Advances(slots(0), ints(2), None, ints(3))), r"at \$\.advances\.drafts"),
+        (Step(1, 9, rewound=Rewound(slots(0), ints(21))), r"at most 20, got 21 at \$\.rewound\.counts\[0\]"),
+        (Step(1, 9, rewound=Rewound(slots(3), ints(0))), r"running, got 3, preempted, at \$\.rewound\.slots\[0\]"),
+    ],
+    ids=lambda one: "" if isinstance(one, Step) else one,
+)
+def test_a_malformed_step_is_refused_with_its_place_and_changes_nothing(step: Step, where: str) -> None:
+    schedule = running(4, preempted=(3,))
+    schedule.computed[:3] = 20
+    before = told(schedule)
+    with pytest.raises(DecodeError, match=where):
+        schedule.apply(step)
+    assert told(schedule) == before
+
+
+def test_the_last_column_that_is_wrong_undoes_all_that_were_right() -> None:
+    schedule = running(4, preempted=(3,))
+    before = told(schedule)
+    step = Step(
+        1,
+        9,
+        rewound=Rewound(slots(0), ints(1)),
+        left=slots(1),
+        preempted=slots(2),
+        joined=one_joins(),
+        resumed=Resumed(slots(3), ints(1), ints(1)),
+        appended=Appended(slots(0), ints(99)),
+        advances=Advances(slots(0), ints(-1)),
+    )
+    with pytest.raises(DecodeError):
+        schedule.apply(step)
+    assert told(schedule) == before
+
+
+def test_a_picture_of_another_configuration_is_refused() -> None:
+    schedule = Schedule(8, 100, 32)
+    with pytest.raises(DecodeError, match=r"to be \(8, 100, 32\), got \(8, 100, 16\) at \$\.slots"):
+        schedule.become(running(1).picture(1, 1))
+
+
+def test_a_picture_of_somebody_who_is_preempted_and_has_blocks_is_refused() -> None:
+    picture = running(2).picture(1, 1)
+    wrong = Whole(1, 1, 8, 100, 16, picture.joined, slots(0))
+    with pytest.raises(DecodeError, match="no blocks and nothing computed"):
+        Schedule(8, 100, 16).become(wrong)
+
+
+def test_tables_grow_as_far_as_one_request_may_have_blocks() -> None:
+    schedule = Schedule(4, 10_000, 16)
+    plan = Plan(schedule)
+    plan.join(1, ints(1), PARAMS, [5])
+    schedule.apply(plan.finish(1, 1))
+    for number in range(2, 12):
+        plan.append(0, range(900))
+        schedule.apply(plan.finish(1, number))
+    assert schedule.blocks_of(0).tolist() == [5, *(list(range(900)) * 10)]
+    assert schedule.table.shape[1] <= 10_000
+
+
+# ── a plan ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_plan_takes_back_what_was_decided_for_who_is_preempted_or_leaves_after_all() -> None:
+    schedule = running(3, preempted=(2,))
+    plan = Plan(schedule)
+    plan.append(0, [7])
+    plan.advance(0, 5)
+    plan.preempt(0)
+    plan.append(1, [8])
+    plan.leave(1)
+    plan.resume(2, [9], chunk=3)
+    plan.preempt(2)
+    joined = plan.join(1, ints(1), PARAMS, [5])
+    assert joined == 1
+    plan.leave(joined)
+    step = plan.finish(1, 2)
+    assert step.appended is step.advances is step.resumed is step.joined is None
+    schedule.apply(step)
+    assert schedule.status.tolist() == [PREEMPTED, FREE, PREEMPTED] + [FREE] * 5
+    assert plan.free_slots == 6
+
+
+def test_a_plan_without_a_free_slot_says_so() -> None:
+    plan = Plan(running(8))
+    with pytest.raises(ValueError, match="no slot is free"):
+        plan.join(1, ints(1), PARAMS, [5])
+
+
+def test_a_plan_that_is_finished_begins_again_with_nothing() -> None:
+    plan = Plan(running(2))
+    plan.advance(1, 2, drafts=ints(4))
+    plan.rewind(0, 1)
+    first, second = plan.finish(1, 2), plan.finish(1, 3)
+    assert first.advances is not None and first.advances.drafts is not None and first.rewound is not None
+    assert second.advances is second.rewound is None
+
+
+# ── on the wire ──────────────────────────────────────────────────────────────────────────────────────────────────────
+CATALOGUE = Catalogue(*STEPS)
+
+
+class Pair:
+    """A core and a worker, and the bytes of each frame between them."""
+
+    def __init__(self, requests: int) -> None:
+        self.schedule = Schedule(1024, 1 << 20)
+        self.plan = Plan(self.schedule)
+        self.leader = Leader(self.schedule, 0xFFFFFFFF)
+        self.leader.number = 1 << 31  # it has run for a month
+        self.worker: Follower[Step, Whole] = Follower(Schedule(1024, 1 << 20))
+        self.encoder, self.decoder = FrameEncoder(CATALOGUE), FrameDecoder(CATALOGUE)
+        assert self.send(self.leader.pictures()[0])
+        for n in range(requests):
+            self.plan.join(n, np.arange(32, dtype=np.int32), PARAMS, range(4), chunk=32 + n % 16)
+        self.step()
+
+    def send(self, message: Step | Whole) -> int:
+        frame = self.encoder.encode(message)
+        self.encoder.sent()
+        pieces = frame if isinstance(frame, list) else [frame]
+        whole = b"".join(memoryview(piece).cast("B") for piece in pieces)
+        if isinstance(message, Step):
+            self.leader.sent(message)
+        assert self.worker.take(self.decoder.decode(whole)) in (Verdict.APPLIED, Verdict.TAKEN)
+        return len(whole)
+
+    def step(self) -> int:
+        short = self.schedule.short_of_blocks()
+        self.plan.append_each(short, short.astype(np.int32))
+        return self.send(self.plan.finish(self.leader.identity, self.leader.next_number))
+
+
+@pytest.mark.parametrize(("requests", "average"), [(4, 40), (32, 60), (256, 300), (1024, 1000)])
+def test_a_decode_step_takes_a_few_bytes_whatever_the_number_of_requests(requests: int, average: int) -> None:
+    pair = Pair(requests)
+    sizes = [pair.step() for _ in range(64)]
+    steady = Step(pair.leader.identity, pair.leader.next_number)
+    assert len(pair.encoder.encode(steady)) <= 24
+    assert sum(sizes) / len(sizes) <= average
+
+
+def test_parameters_that_are_known_take_two_bytes_at_most() -> None:
+    pair = Pair(4)
+
+    def joining(params: Interned[SamplingParams]) -> int:
+        pair.plan.join(9, ints(1), params, [1])
+        return pair.send(pair.plan.finish(pair.leader.identity, pair.leader.next_number))
+
+    fresh = Interned(SamplingParams(seed=7))
+    first, second, third = joining(fresh), joining(fresh), joining(PARAMS)
+    assert first > second == third
+    without = Step(1, 2, joined=one_joins(params=(), params_of=slots(0)))
+    known = Step(1, 2, joined=one_joins(params_of=slots(0)))
+    frames = [FrameEncoder(CATALOGUE, pair.encoder.names).encode(step) for step in (without, known)]
+    assert len(frames[1]) - len(frames[0]) <= 2
