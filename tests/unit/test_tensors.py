@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import DecodeError, MemoryExhausted, Pool, Ref, StaleRef
+from penstock import DecodeError, MemoryExhausted, PeerDied, Pool, Ref, StaleRef
 from penstock.tensor import TensorRef, Tensors, UnsupportedTensor
 from penstock.tensor.kinds import KIND_OF_CODE, KINDS
 from tests.conftest import eventually, spawn
@@ -358,7 +358,12 @@ def test_a_contiguous_part_of_an_array_in_the_pool_is_shared_by_itself() -> None
         tensors.share(made[:, ::2])
     with pytest.raises(ValueError, match="not contiguous"):
         tensors.share(made.T)
-    del part, made
+    with pytest.raises(ValueError, match="other byte order"):
+        tensors.share(made.view(made.dtype.newbyteorder()), [pool.peer])
+    beyond = np.lib.stride_tricks.as_strided(made, (11, 100))
+    with pytest.raises(ValueError, match="does not lie in this pool"):
+        tensors.share(beyond, [pool.peer])
+    del part, made, beyond
     assert blocks(pool) == 0
 
 
@@ -493,6 +498,16 @@ def test_what_is_dropped_unread_or_taken_back_is_free() -> None:
     tensors.drop(ref)  # gone already
     tensors.drop(TensorRef.of("uint8", (1,), b"x"))
     tensors.revoke(TensorRef.of("uint8", (1,), b"x"), [pool.peer])
+
+
+def test_a_copy_for_somebody_who_is_gone_is_an_error_and_holds_nothing() -> None:
+    pool, tensors = new_pool()
+    with Pool.attach(pool.ticket, peer_name="gone") as other:
+        gone = other.join()
+    eventually(lambda: gone.index not in [peer.index for peer in pool.peers() if peer.state == "live"])
+    with pytest.raises(PeerDied):
+        tensors.put(np.arange(100), [pool.peer, gone])
+    assert blocks(pool) == 0
 
 
 # ── what is received is not believed ──

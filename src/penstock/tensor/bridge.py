@@ -94,14 +94,13 @@ class Tensors:
         kind = kind_of(dtype)
         sizes = (int(shape),) if isinstance(shape, (int, np.integer)) else tuple(map(int, shape))
         nbytes = nbytes_of(kind, sizes)
-        if self.pool is None or nbytes <= self.inline_nbytes:
-            if nbytes > self.inline_nbytes:
-                raise MemoryExhausted(f"no pool for a tensor of {nbytes} bytes")
-            made = np.empty(sizes, kind.numpy or kind.bits)
-        else:
-            made = writable(self.pool.take(nbytes, timeout), kind, sizes)
-            whole: Any = made.base  # what every view of it keeps, also in torch
-            self._made[made.ctypes.data] = whole
+        if nbytes <= self.inline_nbytes:
+            return shown_as(np.empty(sizes, kind.numpy or kind.bits), kind, as_)
+        if self.pool is None:
+            raise MemoryExhausted(f"no pool for a tensor of {nbytes} bytes")
+        made = writable(self.pool.take(nbytes, timeout), kind, sizes)
+        whole: Any = made.base  # what every view of it keeps, also in torch
+        self._made[made.ctypes.data] = whole
         return shown_as(made, kind, as_)
 
     def share(self, array: Any, to: Iterable[Peer | int] = ()) -> TensorRef:
@@ -116,12 +115,13 @@ class Tensors:
             self.stats.inline += 1
             return _inline(given)
         shown = given.array
-        if not isinstance(shown, np.ndarray) or not shown.flags.c_contiguous:
-            raise ValueError("the array is not contiguous, so it cannot be shared where it lies: put() copies it")
-        whole = self._within(shown.ctypes.data)
-        if self.pool is None or whole is None:
+        if not isinstance(shown, np.ndarray) or not shown.flags.c_contiguous or not shown.dtype.isnative:
+            raise ValueError("the array is not contiguous, or in the other byte order: put() copies it")
+        address = shown.ctypes.data
+        whole = self._within(address)
+        if self.pool is None or whole is None or address + given.nbytes > whole.ctypes.data + whole.nbytes:
             raise ValueError("the array does not lie in this pool: share() takes what empty() made, put() copies any")
-        ref = self.pool.share(_lease_of(whole), to).slice(shown.ctypes.data - whole.ctypes.data, given.nbytes)
+        ref = self.pool.share(_lease_of(whole), to).slice(address - whole.ctypes.data, given.nbytes)
         for one in (whole, array):
             if isinstance(one, np.ndarray):
                 one.flags.writeable = False
@@ -139,7 +139,8 @@ class Tensors:
         """The tensor, where it lies: read-only, and held as long as any view of it lives. Raises StaleRef if it is
         gone or was never there.
 
-        as_: "numpy", "torch" or "bits" (see views.py, also for what a stray write does). writable: a private copy.
+        as_: "numpy", "torch" or "bits": see views.py. writable: a private copy. Otherwise NumPy refuses to write; torch
+        cannot, so a stray write through it is a SIGSEGV of this process, and no other process sees anything of it.
         """
         self.stats.views += 1
         make = copied if writable else view

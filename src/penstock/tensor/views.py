@@ -4,7 +4,7 @@ NumPy's arrays say that they are read-only, also through `__dlpack__`. torch has
 a pool lies in a mapping that the kernel guards. A stray write through it is a SIGSEGV of the process that writes,
 never another number for the others. A private (copy-on-write) mapping would let that process live, and was not taken:
 a page that it has written once would never show it the next block at that place. Who wants to write says
-`writable=True`, and has a copy.
+`writable=True`, and has a copy. Pickling copies too: NumPy what a view shows, torch the whole tensor that it is of.
 """
 
 from __future__ import annotations
