@@ -139,6 +139,7 @@ void bind_memory(nb::module_& m) {
                      })
         .def_prop_ro("page_nbytes", [](const Segment& s) { return s.geometry().shape.page; })
         .def_prop_ro("fallback", &Segment::fallback)
+        .def_prop_ro("pool_nbytes", [](const Segment& s) { return s.geometry().shape.pool_nbytes; })
         .def_prop_ro("keeps", [](const Segment& s) { return s.geometry().shape.buckets != 0; })
         .def_prop_ro("kind", [](const Segment& s) { return s.geometry().shape.kind; })
         .def_prop_ro(

@@ -149,6 +149,9 @@ void penstock::python::bind_store(nb::module_& m) {
             },
             "lease"_a, "Somebody else may write it. So it is, too, when the lease goes without a commit.")
         .def(
+            "make_room", [](Keeper& keeper, u64 nbytes) { return keeper.store().make_room(nbytes); }, "nbytes"_a,
+            "Gives up kept blocks that nobody holds, so that one of `nbytes` fits. False: there is no such place.")
+        .def(
             "remove",
             [](Keeper& keeper, nb::object key) {
                 if (key.is_none()) return keeper.store().remove(nullptr);

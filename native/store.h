@@ -130,6 +130,11 @@ class Store {
         pool_.release(extent.block, extent.generation);
         announce_fill();
     }
+    // For a block without a key: what is kept gives way to it. False: what is in the way is held.
+    bool make_room(u64 nbytes) {
+        by_.refresh();
+        return evict(nbytes);
+    }
     // Takes one key out, or, without one, all: what is held goes with its last lease.
     u64 remove(const Key* key) {
         u64 removed = 0;

@@ -38,6 +38,7 @@ from penstock.errors import (
 )
 from penstock.memory import Holder, Peer, Pool, PoolStats, Ref, Segment, Ticket
 from penstock.memory.segment import attach_segment as _attach_segment
+from penstock.tensor import Store, Stored, TensorRef, Tensors, UnsupportedTensor, key_of
 
 __version__ = _version("penstock")
 
@@ -59,7 +60,9 @@ def attach(
         return MessageChannel(_channel_of(segment), messages)
     if segment.kind == 1:
         return Segment(segment)
-    return Pool(segment) if segment.kind == 2 else _channel_of(segment)
+    if segment.kind == 2:
+        return Store(segment) if segment.keeps else Pool(segment)
+    return _channel_of(segment)
 
 
 __all__ = [
@@ -97,11 +100,17 @@ __all__ = [
     "Segment",
     "Sender",
     "StaleRef",
+    "Store",
+    "Stored",
+    "TensorRef",
+    "Tensors",
     "Ticket",
     "Timeout",
+    "UnsupportedTensor",
     "WouldBlock",
     "__version__",
     "attach",
+    "key_of",
     "open_broadcast",
     "open_inbox",
     "open_ring",

@@ -84,6 +84,9 @@ class Segment:
     def fallback(self) -> str: ...
 
     @property
+    def pool_nbytes(self) -> int: ...
+
+    @property
     def keeps(self) -> bool: ...
 
     @property
@@ -341,6 +344,11 @@ class Store:
     def abandon(self, lease: Lease) -> None:
         """
         Somebody else may write it. So it is, too, when the lease goes without a commit.
+        """
+
+    def make_room(self, nbytes: int) -> bool:
+        """
+        Gives up kept blocks that nobody holds, so that one of `nbytes` fits. False: there is no such place.
         """
 
     def remove(self, key: bytes | None) -> int: ...

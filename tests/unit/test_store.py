@@ -188,6 +188,33 @@ def test_what_is_held_outlives_a_clear() -> None:
         assert store.stats().blocks == 0
 
 
+def test_a_block_without_a_key_takes_the_room_of_what_nobody_holds() -> None:
+    with Store.create(MB) as store:
+        for number in range(8):
+            store.put(key(number), tree(number, 120_000)).release()
+        with store.take(900_000) as lease:
+            assert lease.is_writable
+            with pytest.raises(MemoryExhausted):
+                store.take(900_000)
+            with pytest.raises(MemoryExhausted):
+                store.take(900_000, timeout=0.08)
+        held = store.put(key(1), tree(1, 900_000))
+        timer = threading.Timer(0.02, held.release)
+        timer.start()
+        store.take(900_000, timeout=20).release()
+        timer.join()
+        with pytest.raises(MemoryExhausted, match="raise the pool's nbytes"):
+            store.take(2 * MB, timeout=None)
+
+
+def test_a_ticket_of_a_store_leads_to_a_store() -> None:
+    with Store.create(MB) as store:
+        store.put(key(1), tree(1))
+        other = penstock.attach(store.ticket)
+        assert isinstance(other, Store) and holds(other.get(key(1)).value(), 1)
+        other.close()
+
+
 def test_pins_are_counted_and_hold() -> None:
     with Store.create(MB) as store:
         with pytest.raises(Missing):

@@ -7,6 +7,7 @@ what is evicted, and what a death gives back.
 from __future__ import annotations
 
 import struct
+import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 
 from penstock import _native
-from penstock.errors import ClosedError, DecodeError, LayoutMismatch, Missing
+from penstock.errors import ClosedError, DecodeError, LayoutMismatch, MemoryExhausted, Missing
 from penstock.memory import Pool, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import attach_segment, fitting, placement, short, within
@@ -25,6 +26,7 @@ from penstock.tensor.views import As
 
 KEY_NBYTES = 32
 HEAD = struct.Struct("<II")  # nbytes of the layout, 0
+LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room
 PUT_TIMEOUT = 5.0  # seconds: for another process to write the same key, or for room that is held
 
 
@@ -129,6 +131,7 @@ class Store(Pool):
 
     def __init__(self, segment: _native.Segment, peer_name: str = "") -> None:
         super().__init__(segment, peer_name)
+        self._pool_nbytes = segment.pool_nbytes
         self._kept: tuple[_native.Attachment, _native.Store] | None = None
         self._pins: dict[bytes, Stored] = {}
         self._pinned: Counter[bytes] = Counter()
@@ -166,6 +169,11 @@ class Store(Pool):
         if segment.kind != 2 or not segment.keeps:
             raise LayoutMismatch(f"'{segment.name}' is not a store")
         return cls(segment, peer_name)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all values and blocks that fit."""
+        return self._pool_nbytes
 
     @property
     def _store(self) -> _native.Store:
@@ -216,6 +224,24 @@ class Store(Pool):
     def open_stored(self, ref: Ref) -> Stored:
         """A value by the `ref` of somebody who holds it. Raises StaleRef if it is gone."""
         return Stored(self.open(ref))
+
+    def take(self, nbytes: int, timeout: float | None = 0) -> _native.Lease:
+        """A writable lease of a block without a key, as `Pool.take`; values that nobody holds give way to it."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                return super().take(nbytes, 0)
+            except MemoryExhausted:
+                if nbytes <= self.nbytes and self._store.make_room(nbytes):
+                    continue  # unless somebody was faster, and then there is more to be made
+                left = None if deadline is None else deadline - time.monotonic()
+                if nbytes > self.nbytes or (left is not None and left <= 0):
+                    raise
+            try:
+                # Whatever comes back may be the room, or what was in the way of making it: so not for long at a time.
+                return super().take(nbytes, LOOK_AGAIN if left is None else min(left, LOOK_AGAIN))
+            except MemoryExhausted:
+                pass
 
     # ── what stays, and what goes ──
     def pin(self, key: bytes) -> None:
