@@ -34,7 +34,9 @@ HEAD_NBYTES = HEAD.size
 WITH_PARTS = 0x80
 KIND_BITS = 5
 KIND_MASK = (1 << KIND_BITS) - 1
-INLINE_NBYTES = 128  # longer arrays are parts: bench/codec --sweep inline
+INLINE_NBYTES = (
+    4096  # of an array: up to here copying it costs less than what a part costs (RESULTS.md: 1 us both ways)
+)
 LONG_NBYTES = 4096
 MOST_DIMENSIONS = 32
 PADDING = [bytes(gap) for gap in range(64)]
