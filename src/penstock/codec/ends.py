@@ -9,7 +9,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Greeting = Callable[[], Iterable[msgspec.Struct]]
+_S = TypeVar("_S", bound="_InThreads")
+_L = TypeVar("_L", bound="_InLoop")
 
 
 def owned(value: Any) -> Any:
@@ -54,6 +56,22 @@ class _Closing:
     @property
     def index(self) -> int:
         return self._end.index
+
+
+class _InThreads(_Closing):
+    def __enter__(self: _S) -> _S:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _InLoop(_Closing):
+    async def __aenter__(self: _L) -> _L:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Sending(_Closing):
@@ -118,7 +136,7 @@ class _Turns:
             self._lock.release()
 
 
-class MessageSender(_Sending):
+class MessageSender(_Sending, _InThreads):
     """The end that sends. Threads may share it: their messages go one after the other."""
 
     _end: _native.Sender
@@ -184,14 +202,8 @@ class MessageSender(_Sending):
                 return False
             frame = self._encoder.again()
 
-    def __enter__(self) -> MessageSender:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class MessageReceiver(_Closing):
+class MessageReceiver(_InThreads):
     """The end that receives. Threads may share it: each message goes to one of them."""
 
     _end: _native.Receiver
@@ -244,14 +256,8 @@ class MessageReceiver(_Closing):
         except EndOfChannel:
             raise StopIteration from None
 
-    def __enter__(self) -> MessageReceiver:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class AsyncMessageSender(_Sending):
+class AsyncMessageSender(_Sending, _InLoop):
     """The sending end in an event loop. The semantics are the MessageSender's."""
 
     _end: AsyncSender
@@ -282,12 +288,6 @@ class AsyncMessageSender(_Sending):
         except BaseException:
             attempt.abandon()
             raise
-
-    async def __aenter__(self) -> AsyncMessageSender:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Attempt:
@@ -343,7 +343,7 @@ class _Attempt:
             self._is_ours = True
 
 
-class AsyncMessageReceiver(_Closing):
+class AsyncMessageReceiver(_InLoop):
     """The receiving end in an event loop. The semantics are the MessageReceiver's."""
 
     _end: AsyncReceiver
@@ -375,9 +375,3 @@ class AsyncMessageReceiver(_Closing):
             return await self.receive()
         except EndOfChannel:
             raise StopAsyncIteration from None
-
-    async def __aenter__(self) -> AsyncMessageReceiver:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()

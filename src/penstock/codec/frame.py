@@ -58,6 +58,11 @@ class Split(typing.NamedTuple):
     parts: memoryview
 
 
+def gap_before(end: int, nbytes: int) -> int:
+    """Between what ends there, from the start of the first part, and a part of so many bytes."""
+    return -end & (63 if nbytes >= LONG_NBYTES else 7)
+
+
 def split(frame: Buffer) -> Split:
     """Takes a frame apart. Raises DecodeError where its lengths do not fit."""
     view = memoryview(frame)
@@ -190,7 +195,7 @@ class FrameEncoder:
         return flat if value.ndim == 1 else [flat, *value.shape]
 
     def _part(self, kind: int, nbytes: int, at: Any) -> int:
-        gap = -self._end & (63 if nbytes >= LONG_NBYTES else 7)
+        gap = gap_before(self._end, nbytes)
         if gap:
             self._parts.append(PADDING[gap])
         self._parts.append(at)  # first: who interrupts us finds that there is something to forget
@@ -326,7 +331,7 @@ class FrameDecoder:
         view: Any
         if type(found) is int and found >= 0:
             kind, nbytes, view = found & KIND_MASK, found >> KIND_BITS, self._frame
-            start = self._end + (-self._end & (63 if nbytes >= LONG_NBYTES else 7))
+            start = self._end + gap_before(self._end, nbytes)
             self._end = start + nbytes
             if self._end > self._nbytes:
                 raise DecodeError(f"expected a part of {nbytes} bytes, got {max(0, self._nbytes - start)}")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock.codec.catalogue import Described, Schema
-from penstock.codec.frame import HEAD_NBYTES, KIND_BITS, LONG_NBYTES, WITH_PARTS, WRONG, split
+from penstock.codec.frame import HEAD_NBYTES, KIND_BITS, WITH_PARTS, WRONG, gap_before, split
 from penstock.errors import DecodeError
 
 PLAIN = "bytes"  # what a message of a channel without classes is called
@@ -97,7 +97,7 @@ class Layout:
         for field in fields:
             for number in self._named(ANYTHING.decode(field.raw), field.hint) if field.hint else ():
                 nbytes = number >> KIND_BITS
-                at += -at % alignment(nbytes)
+                at += gap_before(at, nbytes)
                 if nbytes < 0 or at + nbytes > len(parts):
                     raise ValueError(f"{field.name}: expected a part of {nbytes} bytes, got {max(len(parts) - at, 0)}")
                 yield Piece(field.name, parts[at : at + nbytes])
@@ -132,10 +132,6 @@ class Layout:
 
 def is_array(raw: bytes) -> bool:
     return 0x90 <= raw[0] <= 0x9F or raw[0] in (0xDC, 0xDD)
-
-
-def alignment(nbytes: int) -> int:
-    return 64 if nbytes >= LONG_NBYTES else 8
 
 
 def parted(hint: str, separator: str) -> list[str]:
