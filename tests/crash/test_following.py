@@ -17,7 +17,8 @@ from penstock import DecodeError
 from penstock.codec.follow import Change, Follower, Following, Leader, Leading, Lost, Picture
 from tests.conftest import eventually
 from tests.crash.actors import Board, insist
-from tests.crash.zygote import Child, Zygote
+from tests.crash.replacing import Replacing
+from tests.crash.zygote import Zygote
 
 DEATHS = 600 if os.environ.get("PENSTOCK_FULL") == "1" else 40
 CELLS = 300
@@ -151,45 +152,23 @@ def test_whoever_is_there_in_the_end_has_the_state_of_the_leader(zygote: Zygote,
         penstock.open_broadcast(3, messages=STEPS, capacity=16 << 10, inline_limit=2048, **options) as steps,
         penstock.open_inbox(3, messages=BACK, **options) as back,
     ):
-        actors = 0
-        cast: dict[str, tuple[int, Child]] = {}
-        dead: list[Child] = []
+        parts = {"leader 0": leader, "follower 0": follower, "follower 1": follower, "follower 2": follower}
+        where = str(board.segment.ticket), str(steps.ticket), str(back.ticket)
+        play = Replacing(zygote, parts, lambda index, actor: Role(*where, index, actor))
 
-        def add(part: str) -> None:
-            nonlocal actors
-            role = Role(str(board.segment.ticket), str(steps.ticket), str(back.ticket), int(part[-1]), actors)
-            child = zygote.child(leader if part.startswith("leader") else follower, role)
-            child.hear("ready")
-            cast[part] = (actors, child)
-            actors += 1
-
-        parts = ["leader 0", "follower 0", "follower 1", "follower 2"]
-        for part in parts:
-            add(part)
-
-        def flows(least: int) -> bool:
-            for actor, child in cast.values():
-                child.heard()
-                assert child.is_alive(), f"actor {actor} ended; it said {child.said}"
-            return all(max(board.received(actor), board.sent(actor)) > least for actor, _ in cast.values())
+        def flows() -> bool:
+            play.must_live()
+            return all(max(board.received(actor), board.sent(actor)) > 50 for actor, _ in play.cast.values())
 
         for _ in range(DEATHS):
-            time.sleep(chance.random() ** 2 * 0.05)
-            part = chance.choice(parts)
-            child = cast.pop(part)[1]
-            assert child.is_alive(), f"{part} ended; it said {child.heard()}"
-            child.kill()
-            child.gone_at()
-            dead.append(child)
-            add(part)
-        eventually(lambda: flows(50), within=20)
+            play.replace_one(chance, pause=0.05)
+        eventually(flows, within=20)
         board.end()
-        for part, (_, child) in cast.items():
+        for part, (_, child) in play.cast.items():
             if part == "leader 0":
                 assert child.hear("led")[1] > 50
             else:
                 _, is_same, applied, asked = child.hear("same")
                 assert is_same, f"{part} differs after {applied} changes; it asked {asked} times"
             child.gone_at()
-        for child in [*dead, *(child for _, child in cast.values())]:
-            child.close()
+        play.close()

@@ -15,7 +15,8 @@ import penstock
 from penstock import Interned
 from tests.conftest import eventually
 from tests.crash.actors import Board, insist
-from tests.crash.zygote import Child, Zygote
+from tests.crash.replacing import Replacing
+from tests.crash.zygote import Zygote
 
 DEATHS = 1000 if os.environ.get("PENSTOCK_FULL") == "1" else 60
 
@@ -100,43 +101,22 @@ def test_who_follows_one_that_was_killed_can_read_what_it_gets(zygote: Zygote, s
     board = Board.create()
     options = {"capacity": 16 << 10, "inline_limit": 2048, "on_receiver_death": "ignore", "on_sender_death": "ignore"}
     with penstock.open_broadcast(3, messages=MESSAGES, spill_nbytes=8 << 20, **options) as channel:
-        actors = 0
-        cast: dict[str, tuple[int, Child]] = {}
-
-        def add(part: str) -> None:
-            nonlocal actors
-            role = Role(str(board.segment.ticket), str(channel.ticket), int(part[-1]), actors)
-            child = zygote.child(sender if part.startswith("sender") else receiver, role)
-            child.hear("ready")
-            cast[part] = (actors, child)
-            actors += 1
-
-        parts = ["sender 0", "receiver 0", "receiver 1", "receiver 2"]
-        for part in parts:
-            add(part)
+        parts = {"sender 0": sender, "receiver 0": receiver, "receiver 1": receiver, "receiver 2": receiver}
+        where = str(board.segment.ticket), str(channel.ticket)
+        play = Replacing(zygote, parts, lambda index, actor: Role(*where, index, actor))
 
         def flows(least: int) -> bool:
-            for actor, child in cast.values():
-                child.heard()
-                assert child.is_alive(), f"actor {actor} ended; it said {child.said}"
-            return all(board.received(actor) > least for part, (actor, _) in cast.items() if part != "sender 0")
+            play.must_live()
+            return all(board.received(actor) > least for part, (actor, _) in play.cast.items() if part != "sender 0")
 
-        dead = []
         for _ in range(DEATHS):
-            time.sleep(chance.random() ** 2 * 0.03)
-            part = chance.choice(parts)
-            child = cast.pop(part)[1]
-            child.kill()
-            child.gone_at()
-            dead.append(child)
-            add(part)
+            play.replace_one(chance, pause=0.03)
             if chance.random() < 0.1:
                 eventually(lambda: flows(0), within=20)
         eventually(lambda: flows(20), within=20)
         board.end()
-        for part, (_, child) in cast.items():
+        for part, (_, child) in play.cast.items():
             if part != "sender 0":
                 assert child.hear("seen")[1] > 20
             child.gone_at()
-        for child in [*dead, *(child for _, child in cast.values())]:
-            child.close()
+        play.close()
