@@ -142,10 +142,12 @@ def test_a_small_value_travels_inline_and_nothing_is_held() -> None:
         assert (stats.inline_small, stats.inline, stats.puts, stats.inline_nbytes) == (1, 1, 1, item.nbytes)
 
 
-def test_without_a_store_everything_travels_inline() -> None:
+def test_without_a_store_everything_travels_inline_and_a_key_once_for_each_scope() -> None:
     outgoing = Outgoing(None)
     with outgoing.scope() as scope:
-        item = travelled(scope.put(image(1), key(1)))
+        made = scope.put(image(1), key(1))
+        assert scope.put(object(), key(1)) is made, "it was looked at again"
+        item = travelled(made)
     with Incoming(None).open(item) as held:
         assert shows(held.value(), 1) and held.nbytes == item.nbytes
         pixels = held.value()["pixels"]
@@ -155,7 +157,7 @@ def test_without_a_store_everything_travels_inline() -> None:
         held.value()
     assert shows({"pixels": pixels, "grid": [1, 2, 1]}, 1)
     assert outgoing.stats() == OutgoingStats(
-        items=1, nbytes=item.nbytes, inline_without_store=1, inline_nbytes=item.nbytes
+        items=2, nbytes=2 * item.nbytes, hits=1, inline_without_store=1, inline_nbytes=item.nbytes
     )
 
 

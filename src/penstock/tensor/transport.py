@@ -94,7 +94,7 @@ class OutgoingStats(msgspec.Struct):
     inline_without_store: int = 0
     inline_full: int = 0  # no room, or no end of somebody else's writing, within the timeout
     inline_too_large: int = 0  # larger than the whole store
-    inline_nbytes: int = 0
+    inline_nbytes: int = 0  # of those four
     open_scopes: int = 0  # now
 
     @property
@@ -165,7 +165,7 @@ class Outgoing:
             counts.items += 1
             counts.nbytes += item.nbytes
             setattr(counts, how, getattr(counts, how) + 1)
-            if item.is_inline:
+            if item.is_inline and how != "hits":
                 counts.inline_nbytes += item.nbytes
 
     def _forget(self, scope: Scope) -> None:
@@ -284,7 +284,7 @@ class Carried:
             raise ClosedError("the value has been released")
         layout, tensors = self._item.where, self._item.tensors
         assert isinstance(layout, bytes) and tensors is not None, "Item looks at that"
-        return read(layout, tensors.view.toreadonly(), as_=as_, writable=writable)
+        return read(layout, tensors.view, as_=as_, writable=writable)
 
     def release(self) -> None:
         self._item = None
