@@ -64,7 +64,7 @@ def must_be_held_by_nobody(store: Store) -> None:
 
 @pytest.mark.timeout(3600 if IS_FULL else 180)
 def test_requests_end_at_every_stage_and_processes_die_and_nothing_stays_held(zygote: Zygote, seed: int) -> None:
-    """Scenarios 33 and 38: M servers, D cores of N workers each, one store."""
+    """M servers, D cores of N workers each, one store."""
     chance = random.Random(seed)
     board = Board.create()
     began = time.monotonic()

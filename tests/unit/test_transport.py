@@ -199,7 +199,6 @@ def test_a_value_that_somebody_else_is_writing_for_too_long_travels_inline() -> 
 
 
 def test_an_object_larger_than_the_store_travels_inline_is_counted_and_warned_of_once() -> None:
-    """Scenario 39."""
     with Store.create(MB, name="small") as store:
         outgoing, another = Outgoing(store), Outgoing(store)
         with outgoing.scope() as scope, another.scope() as other_scope:
@@ -268,13 +267,14 @@ def test_an_abort_while_a_value_is_being_copied_leaves_nothing(monkeypatch: pyte
 
             with monkeypatch.context() as patch:
                 patch.setattr(Plan, "write", released_meanwhile)
-                with pytest.raises(ClosedError):
+                with pytest.raises(ClosedError) as kept:
                     scope.put(image(1), its)
-            assert is_held_by_nobody(store) and outgoing.stats().open_scopes == 0
+            assert is_held_by_nobody(store), f"held for as long as somebody looks at {kept!r}"
+            assert outgoing.stats().open_scopes == 0
 
 
 def test_the_same_item_delivered_twice_is_one_value_held_until_the_last_lets_go() -> None:
-    """Scenario 17: n > 1 samples, retries, another route."""
+    """Several samples of one request, retries, another route."""
     with images() as store:
         outgoing, incoming = Outgoing(store), Incoming(store)
         scope, retry = outgoing.scope(), outgoing.scope()
@@ -315,7 +315,7 @@ def test_many_threads_put_one_key_in_one_scope_and_have_one_item() -> None:
 
 
 def test_an_item_that_nobody_ever_opens_is_let_go_without_being_read() -> None:
-    """Scenario 18: the prefix is cached, so no worker needs the image."""
+    """The prefix is cached, so no worker needs the image."""
     with images() as store:
         outgoing, incoming = Outgoing(store), Incoming(store)
         with outgoing.scope() as scope:
@@ -328,7 +328,7 @@ def test_an_item_that_nobody_ever_opens_is_let_go_without_being_read() -> None:
 # ── what is gone, and what never was ──
 @pytest.mark.parametrize("its", [key(1), None], ids=["with a key", "without a key"])
 def test_who_opens_too_late_misses_that_one_value_and_can_have_it_again(its: bytes | None) -> None:
-    """Scenarios 34 and 36: evicted, or the store was cleared, between the server and the worker."""
+    """Evicted, or the store was cleared, between the server and the worker."""
     with images() as store:
         outgoing, incoming = Outgoing(store), Incoming(store)
         scope, other = outgoing.scope(), outgoing.scope()
@@ -370,7 +370,6 @@ def test_a_miss_keeps_nothing_that_its_caller_has_opened() -> None:
 
 
 def test_a_value_that_was_evicted_to_make_room_is_a_miss_and_never_another_value() -> None:
-    """Scenario 36."""
     with images() as store:
         outgoing, incoming = Outgoing(store), Incoming(store)
         with outgoing.scope() as scope:
@@ -421,7 +420,6 @@ NUMBERS = Part(b"x" * 400)
 def test_an_item_that_contradicts_itself_is_refused_where_it_is_made_and_where_it_arrives(
     fields: tuple[Any, ...], why: str
 ) -> None:
-    """Scenario 45."""
     with pytest.raises(ValueError, match=why):
         Item(*fields)
 
@@ -437,7 +435,6 @@ def test_an_item_that_contradicts_itself_is_refused_where_it_is_made_and_where_i
 
 
 def test_a_forged_item_shows_the_value_of_its_key_or_is_refused_before_anything_is_read() -> None:
-    """Scenario 45."""
     with images() as store:
         incoming = Incoming(store)
         with Outgoing(store).scope() as scope:

@@ -10,13 +10,13 @@ What keeps a value alive is leases, and nothing else. The server's are held in a
 lives; nothing is granted to others, nothing is acknowledged, no table of one process is mirrored in another. So it does
 not matter at what stage a request ends, nor in what order messages arrive, or how often. Who aborts, times out or is
 done releases its scope; who dies has its leases given back by the reaper. A worker that opened in time holds a lease of
-its own, as long as any array of the value lives. One that opens too late, or whose item was forged, gets `Missing`,
-which concerns that request alone: it may be sent again. A value with a key stays in the store for the next request
-until its room is wanted; one without is gone with its last lease.
+its own, as long as any array of the value lives. One that opens too late, or whose item names nothing that is there,
+gets `Missing`, which concerns that request alone: it may be sent again. A value with a key stays in the store for the
+next request until its room is wanted; one without is gone with its last lease.
 
-An item is plain data, and checks itself where it is made and where it is received. A value that is small, or for which
-there is no store or no room, travels inline: beside the struct of the message that carries it, through every process
-that forwards that. Leaves to the store where values lie and who waits for room, to the codec how messages travel.
+A value that is small, or for which there is no store or no room, travels inline: beside the struct of the message that
+carries it, through every process that forwards that. Leaves to the store where values lie and who waits for room, to
+the codec how messages travel.
 """
 
 from __future__ import annotations
@@ -28,58 +28,15 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from penstock import _native
 from penstock.codec.part import Part
 from penstock.errors import ClosedError, MemoryExhausted, Missing, StaleRef, Timeout
-from penstock.memory import Ref
-from penstock.memory.pool import BLOCK_ALIGN
-from penstock.memory.segment import MAX_NBYTES
 from penstock.tensor.bridge import INLINE_NBYTES
-from penstock.tensor.store import HEAD, KEY_NBYTES, Store, Stored, block_nbytes
+from penstock.tensor.item import Item
+from penstock.tensor.store import Store, Stored, block_nbytes
 from penstock.tensor.tree import Plan, plan, read
 from penstock.tensor.views import As
 
-ROOM_TIMEOUT = 0.1  # seconds to wait for room, or for who writes the same key: inline, 64 MB cost no more than that
-
-
-class Item(msgspec.Struct, frozen=True, array_like=True):
-    """One value: its key, if it has one, and where it lies. Of at most 200 bytes where it refers to a store.
-
-    Raises ValueError (in a message: DecodeError) where it contradicts itself.
-    """
-
-    key: bytes | None
-    where: Ref | bytes  # a block of the store; or, inline, the layout of `tensors`: tree.py
-    tensors: Part | None = None
-
-    def __post_init__(self) -> None:
-        if self.key is not None and (type(self.key) is not bytes or len(self.key) != KEY_NBYTES):
-            raise ValueError(f"expected a key of {KEY_NBYTES} bytes, got {self.key!r:.80}")
-        where = self.where
-        if isinstance(where, bytes):
-            if self.tensors is None:
-                raise ValueError("expected the tensors of a value that travels inline, got none")
-            return
-        if self.tensors is not None:
-            raise ValueError(f"expected tensors in the store or inline, got {self.tensors} besides {where}")
-        if where.offset % BLOCK_ALIGN or not HEAD.size <= where.nbytes <= MAX_NBYTES:
-            raise ValueError(f"expected a reference to the block of a value, got {where}")
-        limits = (1 << 64, _native.MAX_BLOCKS, 1 << 32, MAX_NBYTES)
-        numbers = (where.segment, where.block, where.generation, where.offset)
-        if not all(0 <= number < limit for number, limit in zip(numbers, limits, strict=True)):
-            raise ValueError(f"expected a reference to a block, got {where}")
-
-    @property
-    def is_inline(self) -> bool:
-        return isinstance(self.where, bytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Of the value, its layout included."""
-        where = self.where
-        if isinstance(where, Ref):
-            return where.nbytes
-        return len(where) + (0 if self.tensors is None else self.tensors.nbytes)
+ROOM_TIMEOUT = 0.1  # seconds to wait for room, or for who writes the same key; short, as there is always a way inline
 
 
 # ── for those who send ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -233,6 +190,8 @@ class Scope:
 
     def _keep(self, item: Item, stored: Stored | None, how: str) -> Item:
         with self._changing:
+            if self._is_released and stored is not None:
+                stored.release()  # and not when nobody looks at the error any more
             self._require_open()
             if item.key is not None:
                 item = self._by_key.setdefault(item.key, item)  # another thread may have put it meanwhile
