@@ -43,6 +43,7 @@ class Scale:
     images: int
     largest_image: int
     messages: int  # of each server
+    serving_rounds: int
     trades: int
     traded_nbytes: int
     traders: tuple[tuple[int, int], ...]  # processes and threads of each
@@ -58,7 +59,8 @@ FULL = Scale(
     seconds=0.2,
     images=100,
     largest_image=23 * MB,
-    messages=50,
+    messages=40,
+    serving_rounds=2,
     trades=100_000,
     traded_nbytes=64 * MB,
     traders=((4, 4), (16, 1)),
@@ -74,6 +76,7 @@ QUICK = Scale(
     images=10,
     largest_image=MB,
     messages=5,
+    serving_rounds=1,
     trades=2000,
     traded_nbytes=8 * MB,
     traders=((2, 2), (4, 1)),
@@ -122,12 +125,15 @@ def run_carrying(
 
 def run_serving(turns: Turns, scale: Scale, ways: Sequence[Implementation], found: goals.Found) -> None:
     from bench.impls import serving as ends
-    from bench.impls import serving_penstock
+    from bench.impls import serving_classic, serving_penstock
 
     turns.open(with_options(ways, largest=scale.largest_image, images=scale.images), ends.SERVERS + ends.WORKERS)
-    found.served = serving.run_serving(turns, scale.images, scale.largest_image, scale.messages, scale.rounds)
+    found.served = serving.run_serving(turns, scale.images, scale.largest_image, scale.messages, scale.serving_rounds)
     turns.close()
     found.request_nbytes = serving_penstock.request_nbytes()
+    if any("classic-serving" in outcome.rounds for outcome in found.served.values()):
+        means = "vLLM's MessageQueue" if serving_classic.has_vllm() else "pickle over a pipe for each"
+        turns.output.say(f"  classic-serving: to the core by ZeroMQ, from there to the workers by {means}")
     turns.output.say(f"  a request with the key of one image: a frame of {found.request_nbytes:.0f} B")
 
 
@@ -170,7 +176,7 @@ def scale_of(options: argparse.Namespace) -> Scale:
     if options.sizes:
         scale = replace(scale, sizes=options.sizes, to_most=options.sizes)
     if options.rounds:
-        scale = replace(scale, rounds=options.rounds)
+        scale = replace(scale, rounds=options.rounds, serving_rounds=options.rounds)
     if options.patience is not None:
         scale = replace(scale, patience=options.patience)
     return scale

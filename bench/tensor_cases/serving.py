@@ -69,5 +69,8 @@ def run_serving(turns: Turns, images: int, largest: int, messages: int, rounds: 
     table("Request to last view, µs p50 / p99", two("view"), "view_p50_us")
     table("Request until all workers have read it, µs p50 / p99", two("read"), "read_p50_us")
     table("Request to answer, µs p50 / p99", two("answer"), "answer_p50_us")
-    table("Requests that found their image", lambda found: f"{found['hits']:.0%}", "per_s")
+    for share, outcome in outcomes.items():
+        if OURS in outcome.rounds:
+            hits = outcome.figures(OURS)["hits"]
+            turns.output.say(f"  {share:.0%} asked for an image that was kept at first; {hits:.0%} found theirs")
     return outcomes
