@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
-from bench.harness.output import Output, machine, short
+from bench.harness.output import Output, machine
 from bench.harness.quiet import FOREIGN_LIMIT, load_between, look
+from bench.harness.targets import Target, show
 from penstock.measure import collective, comparison, vllm_peer
 from penstock.measure.formats import OURS
 from penstock.measure.tables import Row, Table
@@ -29,23 +29,6 @@ BLOCKS_NBYTES = {4: 40, 32: 60, 256: 300, 1024: 1000}
 ROUNDS, QUICK_ROUNDS = 9, 3
 
 Summary = dict[tuple[str, int], dict[str, dict[str, Any]]]
-
-
-@dataclass(frozen=True)
-class Target:
-    """One line of the table. `figure` None: not measured here."""
-
-    case: str
-    limit: float
-    unit: str
-    figure: float | None
-    is_least: bool = False  # the figure is to be at least the limit; otherwise at most
-
-    @property
-    def is_met(self) -> bool | None:
-        if self.figure is None:
-            return None
-        return self.figure >= self.limit if self.is_least else self.figure <= self.limit
 
 
 def targets(found: Summary, params: Sequence[Row], broadcast: Sequence[Row]) -> Iterator[Target]:
@@ -102,19 +85,6 @@ def run(output: Output, rounds: int) -> list[Target]:
     return list(targets(comparison.summary(outcomes), params, broadcast))
 
 
-def show(output: Output, found: Sequence[Target]) -> None:
-    words = {True: "yes", False: "NO", None: "not measured"}
-    rows = []
-    for one in found:
-        limit = f"{'≥' if one.is_least else '≤'} {one.limit:,.0f} {one.unit}"
-        figure = "-" if one.figure is None else f"{short(one.figure)} {one.unit}"
-        rows.append((one.case, [limit, figure, words[one.is_met]]))
-        met = {"met": one.is_met} if one.figure is not None else {"missing": "not measured"}
-        output.record("target", OURS, target=one.case, unit=one.unit, limit=one.limit,
-                      **({"figure": one.figure} if one.figure is not None else {}), **met)  # fmt: skip
-    output.table("Targets", ["target", "figure", "met?"], rows)
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench codec", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="one object per line on stdout, tables on stderr")
@@ -128,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     before = look()
     found = run(output, QUICK_ROUNDS if options.quick else ROUNDS)
     load = load_between(before, look())
-    show(output, found)
+    show(output, OURS, found)
     output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
     if not load.is_quiet:
         output.say(

@@ -29,6 +29,7 @@ class Order(NamedTuple):
     messages: int
     pace: float = 0.0  # seconds between the starts of two sends
     is_acknowledged: bool = True  # the sender waits for all replies before it goes on
+    share: float = 0.0  # of requests, those for what is kept already
 
 
 @dataclass
@@ -247,18 +248,6 @@ RECEIVE: dict[str, Callable[[Receiver, Order], Report]] = {
     "collect": collect_receive,
     "exchange": exchange_receive,
 }
-
-
-def send_phase(end: Sender, order: Order) -> Report:
-    with collector_off():
-        end.expect(order.nbytes)
-        return SEND[order.kind](end, order)
-
-
-def receive_phase(end: Receiver, order: Order) -> Report:
-    with collector_off():
-        end.expect(order.nbytes)
-        return RECEIVE[order.kind](end, order)
 
 
 @contextmanager

@@ -13,13 +13,17 @@ import pickle
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from bench.harness.phases import Order, receive_phase, send_phase
+from bench.harness import phases, tensor_phases
+from bench.harness.phases import Order, Report, collector_off
 from bench.impls import IMPLEMENTATIONS, Receiver, Seat, Sender
 
 PR_SET_PDEATHSIG = 1
+SEND = {**phases.SEND, **tensor_phases.SEND}
+RECEIVE = {**phases.RECEIVE, **tensor_phases.RECEIVE}
 
 
 class Assignment(NamedTuple):
@@ -66,7 +70,7 @@ def _serve(parent: Connection, assignment: Assignment) -> None:
         sender: Sender = module.Sender(assignment.wire, seat, meet)
         parent.send(("ready", 0))
         while isinstance(order := parent.recv(), Order):
-            parent.send(("report", send_phase(sender, order)))
+            parent.send(("report", perform(SEND, sender, order)))
         reserved = sender.reserved_nbytes()
         sender.close()
         parent.send(("closed", reserved))
@@ -74,9 +78,15 @@ def _serve(parent: Connection, assignment: Assignment) -> None:
         receiver: Receiver = module.Receiver(assignment.wire, seat, meet)
         parent.send(("ready", 0))
         while isinstance(order := parent.recv(), Order):
-            parent.send(("report", receive_phase(receiver, order)))
+            parent.send(("report", perform(RECEIVE, receiver, order)))
         receiver.close()
         parent.send(("closed", 0))
+
+
+def perform(phase_of: dict[str, Callable[[Any, Order], Report]], end: Any, order: Order) -> Report:
+    with collector_off():
+        end.expect(order.nbytes)
+        return phase_of[order.kind](end, order)
 
 
 if __name__ == "__main__":

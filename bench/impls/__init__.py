@@ -106,6 +106,15 @@ class Implementation:
         return wires
 
 
+TENSORS = frozenset({"carry", "warm", "hold", "weigh", "let_go"})  # phases of the ways to give a tensor
+SERVING = frozenset({"fill", "serve"})
+
+
+def way(name: str, module_name: str, kinds: frozenset[str] = TENSORS, **options: str) -> Implementation:
+    """One that takes part in the benchmark of tensors alone. `tensors.Sender` says what its ends are."""
+    return Implementation(name, module_name, options, kinds, is_default=False)
+
+
 PENSTOCK = "penstock"
 IMPLEMENTATIONS = {
     implementation.name: implementation
@@ -127,5 +136,16 @@ IMPLEMENTATIONS = {
         Implementation("iceoryx2", "iceoryx"),
         Implementation("gloo", "gloo"),
         Implementation("vllm", "vllm_queue"),
+        way("penstock-store", "tensors_penstock"),
+        way("penstock-store-torch", "tensors_penstock", as_="torch"),
+        way("penstock-produce", "tensors_penstock", how="produce"),
+        way("vllm-cache", "tensors_vllm", how="cache"),
+        way("vllm-queue", "tensors_vllm", how="queue"),
+        way("vllm-arena", "tensors_vllm", how="arena"),
+        way("torch-queue", "tensors_torch"),
+        way("zeromq-parts", "tensors_zeromq"),
+        way("pickle-5", "tensors_pickle"),
+        way("penstock-serving", "serving_penstock", SERVING),
+        way("classic-serving", "serving_classic", SERVING),
     )
 }

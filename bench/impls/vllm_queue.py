@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,12 @@ def _collect(end: Sender | Receiver) -> None:
 
 
 class Sender:
+    options: Mapping[str, Any] = {}  # of the queue there, more than the sizes
+
     def __init__(self, scratch: str, seat: Seat, meet: Meet) -> None:
         message_queue = _message_queue(scratch)
-        self._frames = message_queue(seat.receivers, seat.receivers, max_chunk_bytes=BROADCAST_CHUNK_NBYTES)
+        receivers = seat.receivers
+        self._frames = message_queue(receivers, receivers, max_chunk_bytes=BROADCAST_CHUNK_NBYTES, **self.options)
         handles = meet(self._frames.export_handle())
         self._replies = [message_queue.create_from_handle(handle, 0) for handle in handles[1:]]
         self._frames.wait_until_ready()

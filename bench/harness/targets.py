@@ -1,0 +1,39 @@
+"""What was to be reached, and whether it was: the table at the end of a run, computed from that run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.harness.output import Output, short
+
+
+@dataclass(frozen=True)
+class Target:
+    """One line of the table. `figure` None: not measured here."""
+
+    case: str
+    limit: float
+    unit: str
+    figure: float | None
+    is_least: bool = False  # the figure is to be at least the limit; otherwise at most
+
+    @property
+    def is_met(self) -> bool | None:
+        if self.figure is None:
+            return None
+        return self.figure >= self.limit if self.is_least else self.figure <= self.limit
+
+
+def show(output: Output, impl: str, found: Sequence[Target]) -> None:
+    """The table, and a record of each line under the name of what was measured."""
+    words = {True: "yes", False: "NO", None: "not measured"}
+    rows = []
+    for one in found:
+        limit = f"{'≥' if one.is_least else '≤'} {one.limit:,.4g} {one.unit}".rstrip()
+        figure = "-" if one.figure is None else f"{short(one.figure)} {one.unit}".rstrip()
+        rows.append((one.case, [limit, figure, words[one.is_met]]))
+        met = {"met": one.is_met} if one.figure is not None else {"missing": "not measured"}
+        output.record("target", impl, target=one.case, unit=one.unit, limit=one.limit,
+                      **({"figure": one.figure} if one.figure is not None else {}), **met)  # fmt: skip
+    output.table("Targets", ["target", "figure", "met?"], rows)

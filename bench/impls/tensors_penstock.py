@@ -1,0 +1,147 @@
+"""Ours: put into a store and got by key, or made in a pool and shared; keys and references go by a broadcast.
+
+how: "store" or "produce". as_: what the receiver asks for, "numpy" or "torch".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.impls import Meet, Seat, Unavailable, Wires, tensors
+
+TIMEOUT = 60.0
+PLACES = 3  # of the largest tensor
+
+
+def check() -> None:
+    if importlib.util.find_spec("penstock") is None:
+        raise Unavailable("penstock cannot be imported")
+
+
+def check_torch() -> None:
+    check()
+    if importlib.util.find_spec("torch") is None:
+        raise Unavailable("torch is not installed")
+
+
+def lay(receivers: int, scratch: Path, largest: str, how: str = "store", as_: str = "numpy") -> Wires:
+    if as_ == "torch":
+        check_torch()
+    import penstock
+
+    store = penstock.Store.create(PLACES * (int(largest) + (1 << 20)), name="images")
+    tokens = penstock.open_broadcast(receivers=receivers, name="keys")
+    replies = penstock.open_inbox(senders=receivers, name="replies")
+    return Wires([(store, tokens, replies, how, as_)] * (receivers + 1))
+
+
+class Sender(tensors.Sender):
+    def __init__(self, wire: tuple[Any, ...], seat: Seat, meet: Meet) -> None:
+        import msgspec
+
+        import penstock
+
+        self._store, tokens, replies, how, _ = wire
+        self._sender = tokens.sender()
+        self._inbox = replies.receiver()
+        self._receivers = range(seat.receivers)
+        self._peers = [each for each in meet(self._store.join().index)[1:] if isinstance(each, int)]
+        self._tensors = penstock.Tensors(self._store)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._numbers = itertools.count()
+        self._held: Any = None
+        self.is_compared_with_memcpy = how == "store"
+        self.put = self._put if how == "store" else self._produce
+
+    def expect(self, nbytes: int) -> None:
+        self._array = tensors.pattern(nbytes)
+        if self.is_compared_with_memcpy and not hasattr(self, "_room"):
+            self._room = np.zeros(self._store.nbytes // PLACES * PLACES, np.uint8)  # as much as puts go through
+            self._room_at = 0
+
+    def prepare(self) -> None:
+        self._held = None
+        if not self.is_compared_with_memcpy:  # fills the very block that is made next: filling is not measured
+            np.copyto(self._tensors.empty(self._array.shape, self._array.dtype), self._array)
+
+    def _put(self) -> bytes:
+        key = next(self._numbers).to_bytes(32, "little")
+        self._held = self._store.put(key, {"pixels": self._array, "grid": [1, 16, 16]})
+        return key
+
+    def _produce(self) -> bytes:
+        self._held = self._tensors.empty(self._array.shape, self._array.dtype)
+        return self._encode(self._tensors.share(self._held, self._peers))
+
+    def copy(self) -> None:
+        nbytes = self._array.nbytes
+        if self._room_at + nbytes > len(self._room):
+            self._room_at = 0
+        np.copyto(self._room[self._room_at : self._room_at + nbytes], tensors.bytes_of(self._array))
+        self._room_at += -(-nbytes // 4096) * 4096
+
+    def warm(self) -> None:
+        self._held = None
+        self._store.clear()
+        with self._store.take(self._store.stats().largest_free_nbytes) as lease:
+            np.frombuffer(memoryview(lease), np.uint8)[:] = 0
+        if self.is_compared_with_memcpy:
+            self._room[:] = 1
+
+    def send(self, token: bytes) -> None:
+        self._sender.send(token, timeout=TIMEOUT)
+
+    def gather(self) -> None:
+        for _ in self._receivers:
+            self._inbox.receive(timeout=TIMEOUT)
+
+    def shared_nbytes(self) -> int:
+        """What the store has lent out: everybody maps all of it from the start, so what is mapped says nothing."""
+        return int(self._store.stats().taken_nbytes)
+
+    def reserved_nbytes(self) -> int:
+        return int(self._store.segment_nbytes)
+
+    def close(self) -> None:
+        self._held = None
+        self._sender.close()
+        self._inbox.close()
+
+
+class Receiver(tensors.Receiver):
+    def __init__(self, wire: tuple[Any, ...], seat: Seat, meet: Meet) -> None:
+        import msgspec
+
+        import penstock
+
+        self._store, tokens, replies, how, self._as = wire
+        self._receiver = tokens.receiver(seat.rank - 1)
+        self._sender = replies.sender(seat.rank - 1)
+        meet(self._store.join().index)
+        self._tensors = penstock.Tensors(self._store)
+        self._decode = msgspec.msgpack.Decoder(penstock.TensorRef).decode
+        self.get = self._get if how == "store" else self._view
+
+    def receive(self) -> bytes:
+        return bytes(self._receiver.receive(timeout=TIMEOUT))
+
+    def _get(self, key: bytes) -> Any:
+        return self._store.get(key).value(self._as)["pixels"]
+
+    def _view(self, token: bytes) -> Any:
+        return self._tensors.view(self._decode(token), self._as)
+
+    def shared_nbytes(self) -> int:
+        return 0  # the sender tells
+
+    def reply(self, frame: bytes) -> None:
+        self._sender.send(frame, timeout=TIMEOUT)
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()

@@ -1,0 +1,224 @@
+"""What a tensor costs on its way to other processes: our store and pool beside everything else.
+
+All ways have their processes up at the same time and take turns in every round, as in bench/channels.py.
+
+    scripts/bench tensors                        everything, in about eight minutes
+    scripts/bench tensors --quick                small tensors, few rounds: does it run?
+    scripts/bench tensors --only carry --readers 4 --sizes 67108864 --impl penstock-store,vllm-cache
+    PENSTOCK_PEER_PYTHON=… scripts/bench tensors     with vLLM's ways, where that interpreter has it
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
+
+from bench.harness.output import Output, machine
+from bench.harness.quiet import FOREIGN_LIMIT, Patience, load_between, look
+from bench.harness.targets import show
+from bench.harness.turns import Turns
+from bench.impls import IMPLEMENTATIONS, SERVING, TENSORS, Implementation, Unavailable
+from bench.tensor_cases import carrying, goals, serving, trading
+
+MB = 1 << 20
+CASES = ("carry", "memory", "serve", "trade")
+SLOW_TO_START = {"vllm-cache": (1, 4), "vllm-queue": (1, 4), "vllm-arena": (1, 4)}  # 8 s of CPU for each process
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    rounds: int
+    readers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    to_most: tuple[int, ...]  # sizes that are measured with the most readers alone
+    held: int  # the size whose copies are counted
+    seconds: float  # of one way's turn
+    images: int
+    largest_image: int
+    messages: int  # of each server
+    serving_rounds: int
+    trades: int
+    traded_nbytes: int
+    traders: tuple[tuple[int, int], ...]  # processes and threads of each
+    patience: float
+
+
+FULL = Scale(
+    rounds=3,
+    readers=(1, 2, 4),
+    sizes=(MB, 8 * MB, 64 * MB, 256 * MB),
+    to_most=(15 * MB, 32 * MB),
+    held=64 * MB,
+    seconds=0.2,
+    images=100,
+    largest_image=23 * MB,
+    messages=40,
+    serving_rounds=2,
+    trades=100_000,
+    traded_nbytes=64 * MB,
+    traders=((4, 4), (16, 1)),
+    patience=45.0,
+)
+QUICK = Scale(
+    rounds=1,
+    readers=(2,),
+    sizes=(MB,),
+    to_most=(2 * MB,),
+    held=16 * MB,
+    seconds=0.02,
+    images=10,
+    largest_image=MB,
+    messages=5,
+    serving_rounds=1,
+    trades=2000,
+    traded_nbytes=8 * MB,
+    traders=((2, 2), (4, 1)),
+    patience=0.0,
+)
+
+
+def available(names: Sequence[str], kinds: frozenset[str], output: Output) -> list[Implementation]:
+    """Those of these kinds that can run here; the others are named with the reason."""
+    found = []
+    for each in (IMPLEMENTATIONS[name] for name in names):
+        if each.kinds != kinds:
+            continue
+        try:
+            each.check()
+            found.append(each)
+        except Unavailable as missing:
+            output.say(f"skipped {each.name}: {missing}")
+            output.record("skipped", each.name, reason=str(missing))
+    return found
+
+
+def with_options(ways: Sequence[Implementation], **options: int) -> list[Implementation]:
+    more = {key: str(value) for key, value in options.items()}
+    return [replace(each, options={**each.options, **more}) for each in ways]
+
+
+def run_carrying(
+    turns: Turns, scale: Scale, ways: Sequence[Implementation], cases: Sequence[str], found: goals.Found
+) -> None:
+    largest = max(*scale.sizes, *scale.to_most, scale.held)
+    for receivers in scale.readers:
+        is_most = receivers == max(scale.readers)
+        if "carry" not in cases and not is_most:
+            continue
+        here = [each for each in ways if receivers in SLOW_TO_START.get(each.name, (receivers,))]
+        turns.open(with_options(here, largest=largest), receivers)
+        if "memory" in cases and is_most:
+            found.memory = carrying.run_memory(turns, scale.held)
+        if "carry" in cases:
+            carrying.warm(turns, largest)
+            sizes = sorted({*scale.sizes, *(scale.to_most if is_most else ())})
+            found.carried[receivers] = carrying.run_sizes(turns, sizes, scale.seconds)
+        turns.close()
+
+
+def run_serving(turns: Turns, scale: Scale, ways: Sequence[Implementation], found: goals.Found) -> None:
+    from bench.impls import serving as ends
+    from bench.impls import serving_classic, serving_penstock
+
+    turns.open(with_options(ways, largest=scale.largest_image, images=scale.images), ends.SERVERS + ends.WORKERS)
+    found.served = serving.run_serving(turns, scale.images, scale.largest_image, scale.messages, scale.serving_rounds)
+    turns.close()
+    found.request_nbytes = serving_penstock.request_nbytes()
+    if any("classic-serving" in outcome.rounds for outcome in found.served.values()):
+        means = "vLLM's MessageQueue" if serving_classic.has_vllm() else "pickle over a pipe for each"
+        turns.output.say(f"  classic-serving: to the core by ZeroMQ, from there to the workers by {means}")
+    turns.output.say(f"  a request with the key of one image: a frame of {found.request_nbytes:.0f} B")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def one_of(known: Sequence[str]) -> Callable[[str], str]:
+    """Checks one or several names, separated by commas."""
+
+    def check(text: str) -> str:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"there is no {name!r}; there are {', '.join(known)}")
+        return text
+
+    return check
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench tensors", description=(__doc__ or "").partition("\n")[0])
+    ways = [name for name, each in IMPLEMENTATIONS.items() if each.kinds in (TENSORS, SERVING)]
+    parser.add_argument("--json", action="store_true", help="one object per line on stdout, tables on stderr")
+    parser.add_argument("--quick", action="store_true", help="small tensors, few rounds: does it run?")
+    parser.add_argument("--only", metavar="CASE,…", type=one_of(CASES), default=",".join(CASES), help="of %(default)s")
+    parser.add_argument("--readers", metavar="N,…", type=numbers)
+    parser.add_argument("--sizes", metavar="BYTES,…", type=numbers)
+    parser.add_argument("--impl", metavar="NAME,…", type=one_of(ways), default=",".join(ways))
+    parser.add_argument("--rounds", metavar="N", type=int)
+    parser.add_argument("--noisy", action="store_true", help="compare although foreign processes use the machine")
+    parser.add_argument("--patience", metavar="S", type=float, help="seconds, in all, to wait for a quiet machine")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
+    return parser.parse_args(arguments)
+
+
+def scale_of(options: argparse.Namespace) -> Scale:
+    scale = QUICK if options.quick else FULL
+    if options.readers:
+        scale = replace(scale, readers=options.readers)
+    if options.sizes:
+        scale = replace(scale, sizes=options.sizes, to_most=options.sizes)
+    if options.rounds:
+        scale = replace(scale, rounds=options.rounds, serving_rounds=options.rounds)
+    if options.patience is not None:
+        scale = replace(scale, patience=options.patience)
+    return scale
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    scale, cases, names = scale_of(options), options.only.split(","), options.impl.split(",")
+    output = Output("tensors", is_json=options.json, folder=options.out)
+    about = machine()
+    output.record("machine", "-", **about)
+    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    patience = Patience(scale.patience)
+
+    def turns_of(reference: str) -> Turns:
+        return Turns(
+            output, patience, reference=reference, rounds=scale.rounds, is_pinned=False, is_noisy=options.noisy
+        )
+
+    found = goals.Found()
+    before = look()
+    carriers, servers = turns_of(carrying.STORE), turns_of(serving.OURS)
+    try:
+        if {"carry", "memory"} & set(cases):
+            run_carrying(carriers, scale, available(names, TENSORS, output), cases, found)
+        if "serve" in cases:
+            run_serving(servers, scale, available(names, SERVING, output), found)
+    finally:
+        carriers.kill()
+        servers.kill()
+    if "trade" in cases:
+        found.traded = trading.run_trading(output, scale.traders, scale.trades, scale.traded_nbytes)
+    load = load_between(before, look())
+    met = list(goals.targets(found))
+    show(output, "penstock", met)
+    output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
+    if not load.is_quiet:
+        output.say(
+            f"\nforeign processes took {load.cores:.2f} cores; with more than {FOREIGN_LIMIT:.2f}, times say little"
+        )
+    return 0 if all(each.is_met is not False for each in met) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

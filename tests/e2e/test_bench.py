@@ -1,0 +1,41 @@
+"""The benchmark of tensors as a user starts it, small: every case runs, what arrives is what was sent, all is told."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+OURS = "penstock-store,penstock-produce,pickle-5,penstock-serving"
+
+
+def test_a_quick_run_of_the_tensors_measures_every_case_and_loses_nothing(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PENSTOCK_PEER_PYTHON"}
+    run = subprocess.run(
+        [sys.executable, "bench/tensors.py", "--quick", "--json", "--impl", OURS, "--out", str(tmp_path)],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
+    records = [json.loads(line) for line in run.stdout.splitlines()]
+    assert (tmp_path / "tensors.jsonl").read_text().splitlines() == run.stdout.splitlines()
+
+    def of(case: str, impl: str = "penstock-store") -> list[dict[str, object]]:
+        return [record for record in records if record["case"] == case and record["impl"] == impl]
+
+    assert not [record for record in records if record["case"] == "failed"]
+    sizes = {1 << 20, 2 << 20}
+    for impl in ("penstock-store", "penstock-produce", "pickle-5"):
+        assert {record["nbytes"] for record in of("carry", impl)} == sizes
+    assert {record["nbytes"] for record in of("put_and_get")} == sizes
+    assert [record["hits"] for record in of("serving", "penstock-serving")][::2] == [0, 1]
+    assert [record["faults"] for record in of("trading")] == [0, 0]
+
+    def figure(target: str) -> object:
+        return next(record["figure"] for record in of("target", "penstock") if str(record["target"]).startswith(target))
+
+    assert figure("memory for one image") == pytest.approx(1, abs=0.3)  # times its size; 3 would be a copy for each
+    assert figure("request message with one image") == 45
+    assert "Targets" in run.stderr
