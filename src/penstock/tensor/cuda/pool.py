@@ -151,6 +151,7 @@ class CudaPool(Shareable):
         self.books = Pool(segment, peer_name)
         self._given_driver = driver
         self._mapped: Mapped | None = _own.get(segment.nonce)
+        self._frees = False  # who has allocated it does: another pool of the same memory in this process does not
         self._parts: weakref.WeakSet[Slice] = weakref.WeakSet()
         self._producer = -1  # its pidfd, once we have mapped
 
@@ -188,6 +189,7 @@ class CudaPool(Shareable):
         mapped = _own[segment.nonce] = Mapped(driver, address, is_own=True)
         made = cls(segment, driver=driver, peer_name=peer_name)
         made._mapped = mapped
+        made._frees = True
         made.books.join()
         return made
 
@@ -258,6 +260,8 @@ class CudaPool(Shareable):
                 f"{self.driver.uuid.hex()}: tell the producer its place"
             )
         self.driver.in_flight.poll()
+        if self._has_lost_producer():
+            raise PeerDied(f"the producer of '{self.name}', pid {self.about.pid}, died, and its memory with it")
         lease = self.books.open(ref)
         return self._part(lease)
 
@@ -274,6 +278,7 @@ class CudaPool(Shareable):
 
     def flush(self, timeout: float | None = 0) -> bool:
         """Gives back what the device is done with; whoever turns idle should. Returns whether that was all."""
+        self._has_lost_producer()
         return self.driver.in_flight.flush(timeout)
 
     # ── the mapping ──
@@ -288,14 +293,23 @@ class CudaPool(Shareable):
         if self.is_producer:
             assert self._mapped is not None
             return self._mapped
-        if self._producer < 0:
-            self._producer = pidfd_of(self.about.pid, self.about.start)
-        if self._producer < 0 or select.select([self._producer], [], [], 0)[0]:
-            self._mapped = None  # closed with the last slice of it
-            raise PeerDied(f"the producer of '{self.name}', pid {self.about.pid}, died, and its memory with it")
         if self._mapped is None:
             self._mapped = Mapped(self.driver, self.driver.open(self.about.handle, self.nbytes), is_own=False)
         return self._mapped
+
+    def _has_lost_producer(self) -> bool:
+        """Whether it is dead: then its memory is closed here, with the last slice of it."""
+        if self._is_closed or self.is_producer:
+            return False
+        if self._producer < 0:
+            self._producer = pidfd_of(self.about.pid, self.about.start)
+        if self._producer >= 0:
+            poll = select.poll()  # unlike select(), for descriptors of any number
+            poll.register(self._producer, select.POLLIN)
+            if not poll.poll(0):
+                return False
+        self._mapped = None
+        return True
 
     def close(self) -> bool:
         """Gives this process's place up, as soon as its last slice is back. The producer's frees the memory.
@@ -310,7 +324,7 @@ class CudaPool(Shareable):
         mapped = self._mapped
         if mapped is not None:
             mapped.driver.in_flight.poll()
-        if mapped is None or not mapped.is_own:
+        if mapped is None or not self._frees:
             self._mapped = None
             self.books.close()
             return True
@@ -320,8 +334,8 @@ class CudaPool(Shareable):
             return False
         self._mapped = None
         self.books.close()
-        if _own.pop(self._segment.nonce, None) is not None:
-            mapped.driver.free(mapped.address)
+        del _own[self._segment.nonce]
+        mapped.driver.free(mapped.address)
         return True
 
     def __enter__(self) -> CudaPool:

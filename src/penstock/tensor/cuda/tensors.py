@@ -160,7 +160,8 @@ class CudaTensors:
     # ── for both ──
     def flush(self, timeout: float | None = 0) -> bool:
         """Gives back what the device is done with; whoever turns idle should. Returns whether that was all."""
-        uploads, slices = self.uploads.flush(timeout), self.driver.in_flight.flush(timeout)
+        uploads = self.uploads.flush(timeout)
+        slices = self.pool.flush(timeout) if self.pool is not None else self.driver.in_flight.flush(timeout)
         return uploads and slices
 
     def close(self) -> bool:
