@@ -152,8 +152,13 @@ class TorchDriver:
         return self._torch.empty(shape, dtype=torch_dtype(kind), device=self._device)
 
     def copy(self, to: Any, source: Any) -> None:
-        if to.numel():
-            to.copy_(source, non_blocking=True)
+        if not to.numel():
+            return
+        kind = kind_of(to.dtype)
+        if kind.numpy is None and not source.is_conj() and not source.is_neg():  # torch does not copy all of these
+            bits = getattr(self._torch, kind.bits.name.removeprefix("u") if kind.itemsize > 1 else "uint8")
+            to, source = to.view(bits), source.view(bits)
+        to.copy_(source, non_blocking=True)
 
     # ── host memory ──
     def register(self, address: int, nbytes: int) -> None:
