@@ -159,10 +159,10 @@ def test_who_waits_for_room_gets_what_its_own_process_has_in_flight() -> None:
     stream = driver.current
     stream.stop()
     part.release()
-    with thread(lambda: pool.take(KIB, timeout=20)) as taking:
+    with thread(lambda: pool.take(KIB, timeout=60)) as taking:
         eventually(lambda: any(peer["waiting_for_memory_ns"] for peer in pool.books._place.peers()))
         stream.go_on()
-        assert isinstance(taking.ended().value, Slice)
+        assert isinstance(taking.ended(within=10).value, Slice)
         taking.value.release()
     closed(pool)
 
@@ -452,6 +452,29 @@ def test_the_producer_frees_no_memory_that_somebody_has_mapped() -> None:
         assert consumer.process.poll() is None
     with pytest.raises(ClosedError):
         pool.open(Ref(1, 1, 1, 0, 1))
+
+
+def test_memory_that_somebody_has_mapped_is_not_freed_when_all_slices_are_back_either() -> None:
+    pool, driver = new_pool()
+    with partner(
+        """
+        pool = attached(sys.argv[1])
+        pool.books.join()
+        say(pool.peer.index)
+        opened(pool, hear())
+        say(pool.flush(), len(pool.driver.mapped))
+        hear()
+        """,
+        pool.ticket,
+    ) as consumer:
+        peer = int(consumer.hear())
+        consumer.say(words(pool.share(filled(pool, KIB, 1), [peer])))
+        assert consumer.hear() == "True 1"
+        eventually(lambda: pool.stats().blocks == 0)
+        assert not pool.close() and driver.allocated
+        consumer.kill()
+        eventually(pool.close)
+    assert not driver.allocated
 
 
 def test_memory_that_is_smaller_than_it_was_said_to_be_is_not_mapped() -> None:
