@@ -8,7 +8,7 @@ PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 # An editable install: Python files are seen as they are, so only these ask for a new one; the folders, because the install
 # knows which modules there are.
 BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard native/*.h native/*.cpp) \
-    $(sort $(dir $(wildcard src/penstock/*.py src/penstock/*/*.py)))
+    $(sort $(dir $(wildcard src/penstock/*.py src/penstock/*/*.py src/penstock/*/*/*.py)))
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test bench check clean

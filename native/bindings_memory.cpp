@@ -14,6 +14,10 @@ int lease_getbuffer(PyObject* self, Py_buffer* view, int flags) {
         PyErr_SetString(PyExc_BufferError, "the lease has been released");
         return -1;
     }
+    if (lease->at == nullptr) {
+        PyErr_SetString(PyExc_BufferError, "the bytes of this pool do not lie in host memory");
+        return -1;
+    }
     if (PyBuffer_FillInfo(view, self, lease->at, static_cast<Py_ssize_t>(lease->extent.nbytes),
                           lease->is_writable ? 0 : 1, flags) != 0)
         return -1;
@@ -93,6 +97,7 @@ void bind_memory(nb::module_& m) {
                 s.granule_nbytes = number("granule_nbytes", 0);
                 s.raw_nbytes = number("raw_nbytes", 0);
                 s.buckets = static_cast<u32>(number("buckets", 0));
+                s.elsewhere = static_cast<u32>(number("elsewhere", 0));
                 SegmentOptions options{name,
                                        huge_nbytes,
                                        huge_required,
@@ -125,6 +130,19 @@ void bind_memory(nb::module_& m) {
                 return Bytes{s, is_writable};
             },
             "is_writable"_a)
+        .def(
+            "mapping",
+            [](Segment& s, bool is_writable, bool is_made) -> nb::object {
+                u64 nbytes = s.data_nbytes();
+                if (nbytes == 0) return nb::none();
+                if (is_writable && is_made) s.write_at(s.geometry().data);
+                const u8* at = is_writable ? s.write_mapping() : s.read_mapping();
+                if (at == nullptr) return nb::none();
+                return nb::make_tuple(reinterpret_cast<u64>(at), nbytes);
+            },
+            "is_writable"_a, "is_made"_a = false,
+            nb::sig("def mapping(self, is_writable: bool, is_made: bool = False) -> tuple[int, int] | None"),
+            "Where the data part is mapped in this process, and how long it is. is_made: mapped for it, if it is not.")
         .def_prop_ro("fd", &Segment::fd)
         .def_prop_ro(
             "name", [](const Segment& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"))
@@ -140,6 +158,7 @@ void bind_memory(nb::module_& m) {
         .def_prop_ro("page_nbytes", [](const Segment& s) { return s.geometry().shape.page; })
         .def_prop_ro("fallback", &Segment::fallback)
         .def_prop_ro("pool_nbytes", [](const Segment& s) { return s.geometry().shape.pool_nbytes; })
+        .def_prop_ro("is_elsewhere", [](const Segment& s) { return s.geometry().shape.elsewhere != 0; })
         .def_prop_ro("keeps", [](const Segment& s) { return s.geometry().shape.buckets != 0; })
         .def_prop_ro("kind", [](const Segment& s) { return s.geometry().shape.kind; })
         .def_prop_ro(

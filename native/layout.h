@@ -62,14 +62,14 @@ struct Shape {
     u32 sender_death;    // the same for a receiver that finds a dead sender (inbox)
     u32 style;           // 1 ring, 2 broadcast, 3 inbox: for names only
     u32 buckets;         // of a pool that keeps blocks by key, a power of two; 0: it does not
-    u32 unused;
-    u64 page;          // what data is aligned to: 4096, or the huge page
-    u64 lane_nbytes;   // a power of two
-    u64 inline_limit;  // longer records go to the pool
+    u32 elsewhere;       // of a pool: 1: its bytes are not in this file, and are none of ours; only who holds them is
+    u64 page;            // what data is aligned to: 4096, or the huge page
+    u64 lane_nbytes;     // a power of two
+    u64 inline_limit;    // longer records go to the pool
     u64 pool_nbytes;
     u64 granule_nbytes;  // 0: the pool was claimed at creation
     u64 raw_nbytes;
-    u64 schema_nbytes;  // of what a channel's messages are said to be; 0: plain bytes
+    u64 schema_nbytes;  // of what a channel's messages are said to be (0: plain bytes), or where a pool's bytes lie
 };
 static_assert(sizeof(Shape) == 104);
 

@@ -54,8 +54,8 @@ inline nb::dict to_dict(const snapshot::Node& node) {
 struct Lease {
     std::shared_ptr<Attachment> by;
     std::shared_ptr<Receiver> receiver;  // of a record that lies in a ring
-    u8* at = nullptr;
-    Extent extent{};  // of a block; or .nbytes alone
+    u8* at = nullptr;                    // null: of a pool whose bytes lie elsewhere
+    Extent extent{};                     // of a block; or .nbytes alone
     u32 lane = 0;
     u64 id = 0;
     bool is_writable = false;
@@ -98,8 +98,9 @@ inline nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent
     Lease* lease = nb::inst_ptr<Lease>(made);
     lease->by = by;
     lease->extent = extent;
-    u64 offset = by->segment().geometry().pool_data + extent.offset;
     lease->is_writable = is_writable;
+    if (by->segment().geometry().shape.elsewhere != 0) return made;  // there is nothing to point at
+    u64 offset = by->segment().geometry().pool_data + extent.offset;
     lease->at = is_writable ? by->segment().write_at(offset) : const_cast<u8*>(by->segment().read_at(offset));
     return made;
 }

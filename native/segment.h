@@ -55,7 +55,9 @@ struct Geometry {
         }
         if (shape.buckets > (is_pool ? 2 * MAX_BLOCKS : 0) || (shape.buckets & (shape.buckets - 1)) != 0)
             refuse("buckets");
-        if (shape.schema_nbytes > (is_channel ? MAX_SCHEMA_NBYTES : 0)) refuse("schema_nbytes");
+        if (shape.elsewhere > (is_pool && shape.buckets == 0 && shape.granule_nbytes == 0 ? 1 : 0)) refuse("elsewhere");
+        bool has_schema = is_channel || shape.elsewhere != 0;
+        if (shape.schema_nbytes > (has_schema ? MAX_SCHEMA_NBYTES : 0)) refuse("schema_nbytes");
         if ((is_pool || is_channel) && (shape.max_blocks == 0 || shape.pool_nbytes == 0)) refuse("max_blocks");
         if (shape.granule_nbytes != 0 &&
             (shape.granule_nbytes < PAGE || (shape.granule_nbytes & (shape.granule_nbytes - 1)) != 0 ||
@@ -81,11 +83,11 @@ struct Geometry {
             g.lanes = lay(sizeof(Lane) * shape.lanes);
             g.receivers = lay(sizeof(ReceiverSlot) * shape.receivers);
             g.cursors = lay(sizeof(Cursor) * shape.lanes * shape.receivers);
-            g.schema = lay(shape.schema_nbytes);
         }
+        if (has_schema) g.schema = lay(shape.schema_nbytes);
         g.data = round_up(at, shape.page);
         g.pool_data = round_up(g.data + shape.lanes * shape.lane_nbytes + shape.raw_nbytes, shape.page);
-        g.total = round_up(g.pool_data + shape.pool_nbytes, shape.page);
+        g.total = round_up(g.pool_data + (shape.elsewhere != 0 ? 0 : shape.pool_nbytes), shape.page);
         return g;
     }
     u64 claimed_at_creation() const { return shape.granule_nbytes != 0 ? pool_data : total; }
@@ -204,7 +206,7 @@ struct SegmentOptions {
     int numa_node = -1;
     bool numa_required = false;
     bool prefault = true;
-    std::string schema{};  // what a channel's messages are; the core does not look at it
+    std::string schema{};  // what a channel's messages are, or where a pool's bytes lie; the core does not look at it
 };
 
 class Segment {
@@ -404,6 +406,10 @@ class Segment {
         if (mapped == nullptr) mapped = map_for_writing();
         return mapped + (offset - geometry_.data);
     }
+
+    // The data part as this process maps it; null where it does not.
+    const u8* read_mapping() const { return read_; }
+    u8* write_mapping() const { return write_.load(std::memory_order_acquire); }
 
    private:
     Segment(int fd, const Geometry& geometry) : geometry_(geometry), fd_(fd) {}

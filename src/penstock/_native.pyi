@@ -62,6 +62,11 @@ class Segment:
 
     def bytes(self, is_writable: bool) -> Bytes: ...
 
+    def mapping(self, is_writable: bool, is_made: bool = False) -> tuple[int, int] | None:
+        """
+        Where the data part is mapped in this process, and how long it is. is_made: mapped for it, if it is not.
+        """
+
     @property
     def fd(self) -> int: ...
 
@@ -85,6 +90,9 @@ class Segment:
 
     @property
     def pool_nbytes(self) -> int: ...
+
+    @property
+    def is_elsewhere(self) -> bool: ...
 
     @property
     def keeps(self) -> bool: ...

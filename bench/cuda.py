@@ -1,0 +1,255 @@
+"""What a device gains: copies from shared memory at pinned speed, tensors between processes for the price of a message.
+
+Needs a CUDA device, torch and cuda-bindings; says what is missing, and ends well, where one is.
+
+    scripts/bench cuda [--quick] [--json] [--device 0]
+
+upload: one large block of a pool, received as a view, against a private pinned tensor of the same size.
+ipc: a tensor made on the device, until another process has it and has said so, over one pipe: by a reference to a
+slice, and by torch.multiprocessing (the pipe pickles the tensor, as its queues do).
+reuse: tensors through a pool that has room for three, to a process whose stream is behind; each is compared there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
+
+import msgspec
+import numpy as np
+
+from bench.harness.output import Output, machine, short, short_nbytes
+from penstock import Pool
+from penstock.tensor import Tensors
+from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, NoDevice, Place, Reference, Uploads, driver_of
+
+UPLOAD_NBYTES = 256 << 20
+IPC_MB = (1, 8, 64, 512)
+REUSE_NBYTES, REUSE_COUNT = 8 << 20, 200
+UPLOAD_TARGET, IPC_TARGET = 0.95, 0.2
+BEHIND_CYCLES = 2_000_000  # of the device, that the consumer's stream sleeps before each copy: about 1 ms
+WAIT = 60.0  # seconds for anything at all
+
+Ends = tuple[Connection, CudaTensors, Place]  # our end of the pipe, the producer's tensors, the consumer's place
+
+now = time.perf_counter_ns
+
+
+def heard(talk: Connection) -> bytes:
+    if not talk.poll(WAIT):
+        raise TimeoutError(f"the other process has said nothing for {WAIT:g} s")
+    return talk.recv_bytes()
+
+
+# ── the other process ──
+def consume(talk: Connection, ticket: str, host_ticket: str, device: int) -> None:
+    import torch
+    import torch.multiprocessing  # so that the pipe knows how to receive a tensor
+
+    torch.cuda.set_device(device)
+    pool, host = CudaPool.attach(ticket, peer_name="consumer"), Pool.attach(host_ticket)
+    tensors = CudaTensors(pool, Tensors(host))
+    talk.send_bytes(msgspec.msgpack.encode(tensors.place))
+    decoder: msgspec.msgpack.Decoder[Reference] = msgspec.msgpack.Decoder(Reference)
+    stream = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def received() -> bytes:
+        while not talk.poll(0.0002):  # the producer may be waiting for what our stream is done with by now
+            tensors.flush()
+        return talk.recv_bytes()
+
+    while word := received():
+        if word == b"sum":
+            stream.synchronize()
+            talk.send_bytes(int(wrong.item()).to_bytes(4, "little"))
+            continue
+        seen = talk.recv() if word == b"torch" else tensors.view(decoder.decode(heard(talk)))
+        if word == b"reuse":
+            value = heard(talk)[0]
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(BEHIND_CYCLES)
+                wrong += (seen != value).any()
+                del seen
+        else:
+            del seen
+        talk.send_bytes(b"gone")
+    tensors.close()
+    pool.close()
+
+
+# ── what is measured ──
+def seconds(torch: Any, work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    begin = now()
+    work()
+    torch.cuda.synchronize()
+    return (now() - begin) / 1e9
+
+
+def upload(torch: Any, output: Output, rounds: int) -> float:
+    pool = Pool.create(UPLOAD_NBYTES)
+    with pool.take(UPLOAD_NBYTES) as lease:
+        np.frombuffer(lease, np.uint8)[:] = 7
+        ref = pool.share(lease, [pool.peer])
+    view = np.frombuffer(pool.open(ref), np.uint8)
+    pinned = torch.full((UPLOAD_NBYTES,), 7, dtype=torch.uint8).pin_memory()
+    found: dict[str, list[float]] = {"segment": [], "pinned": []}
+    with Uploads(pool) as uploads:
+        register = seconds(torch, lambda: uploads.copy_to_device(view))
+        for number in range(rounds + 1):
+            for name, work in (
+                ("segment", lambda: uploads.copy_to_device(view)),
+                ("pinned", lambda: pinned.to("cuda", non_blocking=True)),
+            ):
+                took = seconds(torch, work)
+                if number:
+                    found[name].append(took)
+        if uploads.stats.pageable:
+            output.say(f"  not registered: {'; '.join(uploads.refusals())}")
+    rates = {name: UPLOAD_NBYTES / median(times) / 1e9 for name, times in found.items()}
+    output.record("upload", "penstock", nbytes=UPLOAD_NBYTES, gb_per_s=rates["segment"], first_s=register)
+    output.record("upload", "torch pinned", nbytes=UPLOAD_NBYTES, gb_per_s=rates["pinned"])
+    output.say(f"upload of {short_nbytes(UPLOAD_NBYTES)}: {rates['segment']:.1f} GB/s, "
+               f"pinned {rates['pinned']:.1f} GB/s; the first, which registers: {register * 1e3:.0f} ms")  # fmt: skip
+    return rates["segment"] / rates["pinned"]
+
+
+def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> float:
+    talk, tensors, place = ends
+    nbytes = mb * 1_000_000
+
+    def by_reference() -> None:
+        made = tensors.empty((nbytes,), "uint8", timeout=WAIT)
+        ref = tensors.share(made, [place])
+        talk.send_bytes(b"ref")
+        talk.send_bytes(msgspec.msgpack.encode(ref))
+        heard(talk)
+
+    def by_torch() -> None:
+        made = torch.empty((nbytes,), dtype=torch.uint8, device="cuda")
+        talk.send_bytes(b"torch")
+        talk.send(made)
+        heard(talk)
+
+    found: dict[str, list[int]] = {"penstock": [], "torch.multiprocessing": []}
+    for number in range(rounds + 3):
+        for name, work in (("penstock", by_reference), ("torch.multiprocessing", by_torch)):
+            begin = now()
+            work()
+            if number >= 3:
+                found[name].append(now() - begin)
+    for name, times in found.items():
+        output.say(f"ipc of {mb} MB by {name}: {median(times) / 1e3:.0f} us")
+        output.record("ipc", name, nbytes=nbytes, p50_us=median(times) / 1e3)
+    return median(found["penstock"]) / median(found["torch.multiprocessing"])
+
+
+def reuse(torch: Any, output: Output, ends: Ends, count: int) -> int:
+    """Returns how many tensors were not what was put when the consumer's stream came to them."""
+    talk, tensors, place = ends
+    begin = now()
+    for number in range(count):
+        value = number % 251
+        ref = tensors.put(torch.full((REUSE_NBYTES,), value, dtype=torch.uint8, device="cuda"), [place], timeout=WAIT)
+        talk.send_bytes(b"reuse")
+        talk.send_bytes(msgspec.msgpack.encode(ref))
+        talk.send_bytes(value.to_bytes(1, "little"))
+        heard(talk)  # gone over there, and its stream has yet to come to it
+        if not isinstance(ref, CudaRef):
+            raise RuntimeError("a tensor went by host memory although the pool's slices come back")
+    talk.send_bytes(b"sum")
+    wrong = int.from_bytes(heard(talk), "little")
+    per_s = count / ((now() - begin) / 1e9)
+    output.record("reuse", "penstock", nbytes=REUSE_NBYTES, count=count, wrong=wrong, per_s=per_s)
+    output.say(f"reuse: {count} tensors of {short_nbytes(REUSE_NBYTES)}, {per_s:.0f}/s, {wrong} wrong")
+    return wrong
+
+
+def with_consumer(
+    torch: Any, nbytes: int, device: int, work: Callable[[tuple[Connection, CudaTensors, Any]], Any]
+) -> Any:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    pool, host = CudaPool.create(nbytes), Pool.create(16 << 20)
+    tensors = CudaTensors(pool, Tensors(host))
+    child = context.Process(target=consume, args=(theirs, str(pool.ticket), str(host.ticket), device))
+    child.start()
+    theirs.close()
+    try:
+        place = msgspec.msgpack.decode(heard(ours), type=Place)
+        found = work((ours, tensors, place))
+        ours.send_bytes(b"")
+        child.join(WAIT)
+        return found
+    finally:
+        child.kill()
+        child.join()
+        tensors.close()
+        pool.close()
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench cuda", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one object per line on stdout, the table on stderr")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
+    options = parser.parse_args(arguments)
+    output = Output("cuda", is_json=options.json, folder=options.out)
+    try:
+        driver_of(options.device)
+    except NoDevice as error:
+        output.say(f"nothing is measured: {error}")
+        output.record("machine", "-", missing=str(error))
+        return 0
+
+    import torch
+    import torch.multiprocessing
+
+    torch.cuda.set_device(options.device)
+    about = {**machine(), "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    output.record("machine", "-", **about)
+    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    rounds = 5 if options.quick else 30
+    rows = []
+
+    def told(case: str, figure: float, target: str, is_met: bool) -> None:
+        output.record("target", "penstock", target=case, figure=figure, limit=target, met=is_met)
+        rows.append((case, [target, short(figure), "yes" if is_met else "NO"]))
+
+    ratio = upload(torch, output, rounds)
+    told(
+        "upload from a segment, bandwidth over private pinned memory",
+        ratio,
+        f"≥ {UPLOAD_TARGET}",
+        ratio >= UPLOAD_TARGET,
+    )
+    for mb in IPC_MB:
+        ratio = with_consumer(
+            4 * mb * 1_000_000, options.device, lambda ends, mb=mb: ipc(torch, output, ends, mb, rounds)
+        )
+        told(
+            f"{mb} MB to another process, time over torch.multiprocessing",
+            ratio,
+            f"≤ {IPC_TARGET}",
+            ratio <= IPC_TARGET,
+        )
+    count = REUSE_COUNT // 4 if options.quick else REUSE_COUNT
+    wrong = with_consumer(3 * REUSE_NBYTES, options.device, lambda ends: reuse(torch, output, ends, count))
+    told("tensors that were overwritten before they were read", wrong, "0", wrong == 0)
+    output.table("Targets", ["target", "figure", "met?"], rows)
+    return 0 if all(cells[-1] == "yes" for _, cells in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""What is asked of a device, and nothing more: so that everything above runs, and is tested, where there is none.
+
+Leaves to `torch_driver.py` how a real one is asked. All that a driver does is about its one device; it never touches
+another, and does not mind which device the calling thread has made current.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, Protocol
+
+from penstock.errors import PenstockError
+from penstock.tensor.cuda.order import InFlight, Marker
+from penstock.tensor.kinds import Kind
+from penstock.tensor.views import As
+
+
+class NoDevice(PenstockError, RuntimeError):
+    """There is no device here that could be used; the text says what is missing."""
+
+
+class DeviceError(PenstockError, RuntimeError):
+    """The device's driver refused, and this is what it said."""
+
+
+class ForeignDevice(PenstockError, ValueError):
+    """The memory is of a device that this process does not use, and so will not touch."""
+
+
+class Found(NamedTuple):
+    """A tensor of the device, as it was given."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    nbytes: int  # of its numbers, C-contiguous
+    address: int
+    is_contiguous: bool  # and plain: its bytes are its numbers
+
+
+class Driver(Protocol):
+    """One device, as one process uses it. A stream is whatever the driver says it is; it is only handed back."""
+
+    uuid: bytes  # of the device: 16 bytes, the same in every process
+    as_: As  # how an array of host memory must be shown for copy() to take it
+    in_flight: InFlight  # of this process
+
+    # ── memory ──
+    def allocate(self, nbytes: int) -> int:
+        """The address of so much memory, by itself: nothing else shares it. Raises MemoryExhausted."""
+
+    def free(self, address: int) -> None: ...
+
+    def export(self, address: int) -> bytes:
+        """By what another process opens an allocation. Raises DeviceError."""
+
+    def open(self, handle: bytes, nbytes: int) -> int:
+        """Where an allocation of another process, of at least `nbytes`, is mapped here. Raises DeviceError."""
+
+    def close(self, address: int) -> None: ...
+
+    # ── order ──
+    def stream(self) -> Any:
+        """The current one of this thread."""
+
+    def record(self, stream: Any) -> Marker:
+        """Done when everything that was put on the stream until now is done."""
+
+    # ── arrays ──
+    def found(self, tensor: Any) -> Found:
+        """Raises UnsupportedTensor for what is no tensor of a device; ForeignDevice for one of another."""
+
+    def array(self, address: int, kind: Kind, shape: tuple[int, ...], holder: object) -> Any:
+        """A tensor of this memory, without a copy. Whatever shows any of it keeps the holder."""
+
+    def empty(self, kind: Kind, shape: tuple[int, ...]) -> Any:
+        """A tensor of the device's own memory, for the current stream."""
+
+    def copy(self, to: Any, source: Any) -> None:
+        """Puts a copy on the current stream: between tensors of the device, or from one of them to host memory."""
+
+    # ── host memory ──
+    def register(self, address: int, nbytes: int) -> None:
+        """Lets the device read host memory by itself. Raises DeviceError."""
+
+    def unregister(self, address: int) -> None: ...
+
+    def upload(self, to: Any, address: int) -> None:
+        """Puts a copy from host memory to all of a tensor on the current stream. If that memory is not registered, the
+        caller waits for a part of it, or all."""
+
+    def on(self, stream: Any) -> Any:
+        """A context in which this stream is current; None: the one that is."""
+
+
+@functools.cache
+def driver_of(device: int | None = None) -> Driver:
+    """The driver of a device by its number in this process; None: of torch's current one. Raises NoDevice."""
+    # Imported here: without a device, or without torch, this package can still be imported and says what is missing.
+    from penstock.tensor.cuda.torch_driver import TorchDriver, current_device
+
+    if device is None:
+        return driver_of(current_device())
+    return TorchDriver(device)

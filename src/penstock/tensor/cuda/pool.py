@@ -1,0 +1,366 @@
+"""A pool of device memory: allocated once, by one process, and lent out in slices to every process on that device.
+
+Who holds which slice stands in an ordinary pool (`books`), whose bytes are "elsewhere": its blocks have offsets and
+sizes, and there is no host memory behind them, not even addresses. So leases, grants, generations, what a death gives
+back, StaleRef and `penstock inspect` are the core's, and there is no second implementation to be kept in step with it.
+A byte of host memory for every 512 of the device, which was thought of first, would have had the same, and shown every
+size divided by 512.
+
+The producer allocates; its handle and the device's uuid lie in the books, where who attaches finds them. A consumer
+opens the handle with its first slice, once, and closes it when the pool is closed or the producer is dead. Leaves to
+`order.py` when a slice that was let go of is free; to the device's driver everything else.
+
+No mapping guards device memory: a kernel that writes to a slice it was only to read changes it for everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from penstock import _native
+from penstock.errors import ClosedError, LayoutMismatch, MemoryExhausted, PeerDied, Timeout
+from penstock.memory import Peer, Pool, PoolStats, Ref, Ticket
+from penstock.memory.segment import Shareable, attach_segment, fitting, short, within
+from penstock.tensor.cuda.driver import DeviceError, Driver, ForeignDevice, driver_of
+from penstock.tensor.cuda.order import NEVER, wait_for
+
+LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room, and must see to its own slices in flight
+SHARE_TIMEOUT = 30.0  # seconds, for the device to finish what it writes
+ALIGN = 512  # of slices: what the device's own allocator gives, and vector loads may rely on
+
+
+class About(msgspec.Struct, frozen=True):
+    """What the books say of the memory that they are about."""
+
+    device: bytes
+    handle: bytes
+    pid: int  # of the producer
+    start: int
+
+
+class Mapped:
+    """The memory of one pool as this process sees it: its own, or opened."""
+
+    def __init__(self, driver: Driver, address: int, *, is_own: bool) -> None:
+        self.driver = driver
+        self.address = address
+        self.is_own = is_own
+
+    def __del__(self) -> None:
+        # Its own is freed by CudaPool.close() alone, which knows whether somebody has it mapped.
+        if not self.is_own and not sys.is_finalizing():
+            with contextlib.suppress(DeviceError):
+                self.driver.close(self.address)
+
+
+# Pools that this process allocated, by nonce: a handle cannot be opened where it was made, and need not be.
+_own: weakref.WeakValueDictionary[int, Mapped] = weakref.WeakValueDictionary()
+
+
+class Held:
+    """A lease of a slice, and the mapping that it lies in."""
+
+    __slots__ = ("lease", "mapped")
+
+    def __init__(self, lease: _native.Lease, mapped: Mapped) -> None:
+        self.lease: _native.Lease | None = lease
+        self.mapped: Mapped | None = mapped
+
+    def give_back(self) -> None:
+        self.mapped = None  # first: a peer that has left has closed the mapping, and the producer may free it
+        self.lease = None
+
+
+class Slice:
+    """The right to touch a slice of device memory. Every tensor of it keeps it; it is given back in stream order."""
+
+    __slots__ = ("__weakref__", "_driver", "_held", "_streams", "address", "ref")
+
+    def __init__(self, driver: Driver, lease: _native.Lease, mapped: Mapped) -> None:
+        self._driver = driver
+        self._held: Held | None = Held(lease, mapped)
+        self._streams = [driver.stream()]
+        self.ref = Ref(*lease.ref_numbers())
+        self.address = mapped.address + self.ref.offset
+
+    @property
+    def nbytes(self) -> int:
+        return self.ref.nbytes
+
+    @property
+    def lease(self) -> _native.Lease:
+        if self._held is None or self._held.lease is None:
+            raise ClosedError("the slice has been released")
+        return self._held.lease
+
+    def used_on(self, stream: Any) -> None:
+        """To be said of every stream, other than the current ones of when it was opened and is released, that has
+        work for it."""
+        if stream not in self._streams:
+            self._streams.append(stream)
+
+    def marked(self) -> list[Any]:
+        """A marker for all work until now, on every stream that has any."""
+        streams = list(self._streams)
+        current = self._driver.stream()
+        if current not in streams:
+            streams.append(current)
+        return [self._driver.record(stream) for stream in streams]
+
+    def release(self) -> None:
+        """Gives it back when the work on it that is on its streams now is done. Without a word if it has been."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        try:
+            markers = self.marked()
+        except BaseException:
+            self._driver.in_flight.keep([NEVER], held)  # nobody knows what is still at work on it
+            raise
+        self._driver.in_flight.keep(markers, held)
+        self._driver.in_flight.poll()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.release()
+
+
+class CudaPool(Shareable):
+    """Device memory that is lent out. One for each producing process and device; others attach, or are spawned with it.
+
+    Takes nobody's device: whoever uses another one than the producer's can attach too, and is refused slices.
+    """
+
+    def __init__(self, segment: _native.Segment, *, driver: Driver | None = None, peer_name: str = "") -> None:
+        super().__init__(segment)
+        if not segment.is_elsewhere:
+            raise LayoutMismatch(f"'{segment.name}' is not a pool of device memory")
+        try:
+            self.about = msgspec.msgpack.decode(segment.schema, type=About)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise LayoutMismatch(f"'{segment.name}' does not say where its memory lies: {error}") from None
+        self.books = Pool(segment, peer_name)
+        self._given_driver = driver
+        self._mapped: Mapped | None = _own.get(segment.nonce)
+        self._frees = False  # who has allocated it does: another pool of the same memory in this process does not
+        self._parts: weakref.WeakSet[Slice] = weakref.WeakSet()
+        self._producer = -1  # its pidfd, once we have mapped
+
+    @classmethod
+    def create(
+        cls,
+        nbytes: int,
+        *,
+        name: str = "",
+        peer_name: str = "",
+        max_blocks: int = 1024,
+        max_peers: int = 32,
+        driver: Driver | None = None,
+    ) -> CudaPool:
+        """Allocates it now, on the driver's device (None: torch's current one); close() frees it, or the process's end.
+        Raises MemoryExhausted, NoDevice."""
+        driver = driver or driver_of()
+        nbytes = -(-fitting(nbytes, "a pool") // ALIGN) * ALIGN
+        shape = {
+            "kind": 2,
+            "max_peers": within("max_peers", max_peers, 1, _native.MAX_PEERS),
+            "max_blocks": within("max_blocks", max_blocks, 1, _native.MAX_BLOCKS),
+            "has_grants": 1,
+            "pool_nbytes": nbytes,
+            "elsewhere": 1,
+        }
+        address = driver.allocate(nbytes)
+        try:
+            about = About(driver.uuid, driver.export(address), os.getpid(), start_of(os.getpid()))
+            schema = msgspec.msgpack.encode(about)
+            segment = _native.Segment.create(short(name or "device memory"), shape, schema=schema)
+        except BaseException:
+            driver.free(address)
+            raise
+        mapped = _own[segment.nonce] = Mapped(driver, address, is_own=True)
+        made = cls(segment, driver=driver, peer_name=peer_name)
+        made._mapped = mapped
+        made._frees = True
+        made.books.join()
+        return made
+
+    @classmethod
+    def attach(cls, where: Ticket | str | int, *, driver: Driver | None = None, peer_name: str = "") -> CudaPool:
+        """Maps nothing yet, and makes no context."""
+        return cls(attach_segment(where), driver=driver, peer_name=peer_name)
+
+    @property
+    def driver(self) -> Driver:
+        if self._given_driver is None:
+            self._given_driver = driver_of()
+        return self._given_driver
+
+    @property
+    def nbytes(self) -> int:
+        return self._segment.pool_nbytes
+
+    @property
+    def is_producer(self) -> bool:
+        """Whether this process has allocated the memory."""
+        return self._mapped is not None and self._mapped.is_own
+
+    @property
+    def peer(self) -> Peer:
+        return self.books.peer
+
+    def peers(self) -> list[Peer]:
+        return self.books.peers()
+
+    def stats(self) -> PoolStats:
+        """Slices in flight are taken."""
+        return self.books.stats()
+
+    # ── slices ──
+    def take(self, nbytes: int, timeout: float | None = 0) -> Slice:
+        """A slice to write to; for the producer. Waits up to `timeout` seconds (None: for ever) for others to come
+        back. Raises MemoryExhausted, which names the holders."""
+        if not self.is_producer:
+            raise ForeignDevice(f"'{self.name}' is the pool of pid {self.about.pid}: only that takes from it")
+        driver = self.driver
+        deadline = None if timeout is None else time.monotonic() + timeout
+        room = max(-(-nbytes // ALIGN), 1) * ALIGN
+        while True:
+            driver.in_flight.poll()
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            try:
+                lease = self.books.take(room, LOOK_AGAIN if left is None else min(left, LOOK_AGAIN))
+            except MemoryExhausted:
+                if room > self.nbytes or left == 0:
+                    raise
+            else:
+                return self._part(lease)
+
+    def share(self, part: Slice, to: Iterable[Peer | int], *, timeout: float | None = SHARE_TIMEOUT) -> Ref:
+        """A reference to a slice, granted once to each peer in `to`. Waits until the device has done what its streams
+        have for it: who opens it need not wait for anything. Raises Timeout if that takes longer."""
+        if not wait_for(part.marked(), timeout):
+            raise Timeout(f"the device has not finished writing a slice of '{self.name}' within {timeout} s")
+        return self.books.share(part.lease, to)
+
+    def open(self, ref: Ref) -> Slice:
+        """The slice that a reference names. Raises StaleRef if it is gone or was never there; ForeignDevice if the pool
+        is of another device than this process uses; PeerDied if the producer is. Nothing is touched in either case."""
+        if self.about.device != self.driver.uuid:
+            raise ForeignDevice(
+                f"'{self.name}' lies on device {self.about.device.hex()}, and this process uses "
+                f"{self.driver.uuid.hex()}: tell the producer its place"
+            )
+        self.driver.in_flight.poll()
+        if self._has_lost_producer():
+            raise PeerDied(f"the producer of '{self.name}', pid {self.about.pid}, died, and its memory with it")
+        lease = self.books.open(ref)
+        return self._part(lease)
+
+    def part_at(self, address: int, nbytes: int) -> Slice | None:
+        """The slice of this process that some memory lies in; None: it lies in none."""
+        for part in list(self._parts):
+            if 0 <= address - part.address <= part.nbytes - nbytes:
+                return part
+        return None
+
+    def drop(self, ref: Ref) -> None:
+        """Gives up what was granted to us, unread: nothing is mapped for it. Raises StaleRef."""
+        self.books.open(ref).release()
+
+    def flush(self, timeout: float | None = 0) -> bool:
+        """Gives back what the device is done with; whoever turns idle should. Returns whether that was all."""
+        self._has_lost_producer()
+        return self.driver.in_flight.flush(timeout)
+
+    # ── the mapping ──
+    def _part(self, lease: _native.Lease) -> Slice:
+        part = Slice(self.driver, lease, self._map())
+        self._parts.add(part)
+        return part
+
+    def _map(self) -> Mapped:
+        if self._is_closed:
+            raise ClosedError(f"pool '{self.name}' is closed")
+        if self.is_producer:
+            assert self._mapped is not None
+            return self._mapped
+        if self._mapped is None:
+            self._mapped = Mapped(self.driver, self.driver.open(self.about.handle, self.nbytes), is_own=False)
+        return self._mapped
+
+    def _has_lost_producer(self) -> bool:
+        """Whether it is dead: then its memory is closed here, with the last slice of it."""
+        if self._is_closed or self.is_producer:
+            return False
+        if self._producer < 0:
+            self._producer = pidfd_of(self.about.pid, self.about.start)
+        if self._producer >= 0:
+            poll = select.poll()  # unlike select(), for descriptors of any number
+            poll.register(self._producer, select.POLLIN)
+            if not poll.poll(0):
+                return False
+        self._mapped = None
+        return True
+
+    def close(self) -> bool:
+        """Gives this process's place up, as soon as its last slice is back. The producer's frees the memory.
+
+        False: it could not be freed, because slices are in use or in flight, or others have the pool open: memory that
+        somebody has mapped must not be. Call it again then; the end of the process frees it in any case.
+        """
+        self._is_closed = True
+        if self._producer >= 0:
+            os.close(self._producer)
+            self._producer = -1
+        mapped = self._mapped
+        if mapped is not None:
+            mapped.driver.in_flight.poll()
+        if mapped is None or not self._frees:
+            self._mapped = None
+            self.books.close()
+            return True
+        if self.books.stats().blocks or any(
+            peer.state not in ("dead", "left") for peer in self.peers() if peer.index != self.peer.index
+        ):
+            return False
+        self._mapped = None
+        self.books.close()
+        del _own[self._segment.nonce]
+        mapped.driver.free(mapped.address)
+        return True
+
+    def __enter__(self) -> CudaPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def start_of(pid: int) -> int:
+    """When a process started, in the kernel's ticks: tells a pid that is used again apart. 0: there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[19])
+    except (OSError, ValueError):
+        return 0
+
+
+def pidfd_of(pid: int, start: int) -> int:
+    """A descriptor that tells of the death of exactly this process; -1 if it is dead. The caller closes it."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return -1
+    if start_of(pid) == start:  # compared after the descriptor is had: it cannot be somebody else's any more
+        return fd
+    os.close(fd)
+    return -1

@@ -1,0 +1,76 @@
+"""References to device tensors: plain data, ordinary fields of any message. `Reference` is the type for both kinds.
+
+They own nothing. What they say of themselves is checked where they are made and received; what they say of memory, by
+the pool when it is opened, before anything is mapped or read.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.memory import Ref
+from penstock.tensor.kinds import KIND_OF_CODE, Kind
+from penstock.tensor.ref import TensorRef, nbytes_of
+
+UUID_NBYTES = 16
+
+
+def _require_uuid(uuid: bytes) -> None:
+    if type(uuid) is not bytes or len(uuid) != UUID_NBYTES:
+        raise ValueError(f"expected the uuid of a device, {UUID_NBYTES} bytes, got {uuid!r:.80}")
+
+
+class CudaRef(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A tensor that lies in a pool of device memory, C-contiguous.
+
+    Raises ValueError (in a message: DecodeError) where it contradicts itself.
+    """
+
+    code: int  # of the kind of its numbers: kinds.py
+    shape: tuple[int, ...]
+    device: bytes  # its uuid
+    where: Ref
+
+    def __post_init__(self) -> None:
+        kind = KIND_OF_CODE.get(self.code)
+        if kind is None:
+            raise ValueError(f"expected the number of a dtype, 1 to {len(KIND_OF_CODE)}, got {self.code!r:.40}")
+        expected = nbytes_of(kind, self.shape)
+        if self.where.nbytes != expected:
+            raise ValueError(f"expected {expected} bytes for {kind.name} {self.shape}, got {self.where.nbytes}")
+        _require_uuid(self.device)
+
+    @property
+    def kind(self) -> Kind:
+        return KIND_OF_CODE[self.code]
+
+    @property
+    def nbytes(self) -> int:
+        return self.where.nbytes
+
+
+class HostRef(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """A tensor of a device that goes by host memory: for somebody on another device, or because a pool was full."""
+
+    tensor: TensorRef
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+
+Reference = CudaRef | HostRef
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where somebody is who is to receive tensors: which device it uses, and which peer it is of both pools.
+
+    It makes this itself (`CudaTensors.place`) and sends it to whoever is to send it tensors.
+    """
+
+    device: bytes
+    slices: int | None  # None: it has not got the pool of device memory
+    host: int | None
+
+    def __post_init__(self) -> None:
+        _require_uuid(self.device)

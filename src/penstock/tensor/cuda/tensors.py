@@ -1,0 +1,205 @@
+"""Tensors of a device between processes: put into a slice of device memory, or made in it, and seen where they lie.
+
+To the same device by the pool, whose memory is opened once; within one process by the memory itself; to any other
+device, and when the pool is full or there is none, by host memory, counted. Leaves to the pools who holds what, to
+`order.py` when it is free, and to the caller how references travel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from penstock.errors import MemoryExhausted, StaleRef, Timeout
+from penstock.tensor.bridge import Tensors
+from penstock.tensor.cuda.driver import Driver, ForeignDevice, Found, driver_of
+from penstock.tensor.cuda.order import wait_for
+from penstock.tensor.cuda.pool import SHARE_TIMEOUT, CudaPool, Slice
+from penstock.tensor.cuda.ref import CudaRef, HostRef, Place, Reference
+from penstock.tensor.cuda.uploads import Uploads
+from penstock.tensor.kinds import Kind, kind_of
+from penstock.tensor.ref import nbytes_of
+
+
+class CudaStats(msgspec.Struct):
+    """What one `CudaTensors` did, in this process."""
+
+    puts: int = 0
+    put_nbytes: int = 0
+    foreign: int = 0  # of the puts: by host memory, for somebody on another device
+    overflowed: int = 0  # of the puts: by host memory, because there was no pool, or no room
+    shares: int = 0  # without a copy
+    views: int = 0
+
+
+class CudaTensors:
+    """Tensors in a pool of device memory (None: there is none), and in host memory for whoever cannot have that.
+
+    A producer has one; a consumer has one for each producer. `device`: of tensors that are put, and seen; None: the
+    pool's, or torch's current one.
+    """
+
+    def __init__(self, pool: CudaPool | None, host: Tensors, *, driver: Driver | None = None) -> None:
+        self.pool = pool
+        self.host = host
+        self.driver = driver or (pool.driver if pool is not None else driver_of())
+        self.uploads = Uploads(*([host.pool] if host.pool is not None else []), driver=self.driver)
+        self.stats = CudaStats()
+
+    @property
+    def place(self) -> Place:
+        """This process, as one that is to receive tensors: to be sent to those who put them."""
+        is_near = self.pool is not None and self.pool.about.device == self.driver.uuid
+        return Place(
+            self.driver.uuid,
+            self.pool.peer.index if self.pool is not None and is_near else None,
+            self.host.pool.peer.index if self.host.pool is not None else None,
+        )
+
+    # ── for those who send ──
+    def put(self, tensor: Any, to: Iterable[Place], *, timeout: float | None = 0) -> Reference:
+        """A reference to a copy of this tensor, which each of `to` may view once.
+
+        Copied once, on the current stream, and there when this returns: whoever views it waits for nothing. In a
+        slice of the pool if all of `to` can have that and there is room (waits `timeout` seconds for it); else in host
+        memory, or within the reference, as `Tensors` would.
+        """
+        found = self.driver.found(tensor)
+        places = tuple(to)
+        if not places:
+            raise ValueError("nobody would hold the copy: name the places of those who may view it")
+        self.stats.puts += 1
+        self.stats.put_nbytes += found.nbytes
+        if any(place.device != self.driver.uuid for place in places):
+            self.stats.foreign += 1
+            return self._by_host(tensor, found, places, timeout)
+        part = self._taken(found.nbytes, timeout) if all(place.slices is not None for place in places) else None
+        if part is None or self.pool is None:
+            self.stats.overflowed += 1
+            return self._by_host(tensor, found, places, timeout)
+        made = self.driver.array(part.address, found.kind, found.shape, part)
+        self.driver.copy(made, tensor)
+        return self._shared(part, found.kind, found.shape, 0, places)
+
+    def empty(self, shape: Iterable[int] | int, dtype: Any, *, timeout: float | None = 0) -> Any:
+        """A tensor in the pool, to be filled in place and given to share(). Raises MemoryExhausted."""
+        kind = kind_of(dtype)
+        sizes = (shape,) if isinstance(shape, int) else tuple(map(int, shape))
+        if self.pool is None:
+            raise MemoryExhausted(f"no pool for a tensor of {nbytes_of(kind, sizes)} bytes")
+        part = self.pool.take(nbytes_of(kind, sizes), timeout)
+        return self.driver.array(part.address, kind, sizes, part)
+
+    def share(self, tensor: Any, to: Iterable[Place]) -> CudaRef:
+        """A reference to a tensor of empty(), or to a contiguous part of it, without a copy; for the same device only.
+
+        Waits until the current stream has written it. From now on nobody may. Raises ValueError for any other tensor,
+        or place: put() copies.
+        """
+        found = self.driver.found(tensor)
+        places = tuple(to)
+        if not found.is_contiguous:
+            raise ValueError("the tensor is not contiguous: put() copies it")
+        if any(place.device != self.driver.uuid or place.slices is None for place in places):
+            raise ValueError("not everybody can have a slice of this device: put() goes by host memory")
+        part = self.pool.part_at(found.address, found.nbytes) if self.pool is not None else None
+        if part is None:
+            raise ValueError("the tensor does not lie in this pool: share() takes what empty() made, put() copies any")
+        made = self._shared(part, found.kind, found.shape, found.address - part.address, places)
+        self.stats.shares += 1
+        return made
+
+    def revoke(self, ref: Reference, to: Iterable[Place]) -> None:
+        """Takes back what was granted with a reference that could not be sent after all."""
+        for place in to:
+            if isinstance(ref, HostRef):
+                if place.host is not None:
+                    self.host.revoke(ref.tensor, [place.host])
+            elif self.pool is not None and place.slices is not None:
+                self.pool.books.revoke(ref.where, place.slices)
+
+    # ── for those who receive ──
+    def view(self, ref: Reference) -> Any:
+        """The tensor, on this process's device: where it lies, and held as long as any view of it lives; or, if it came
+        by host memory, copied there on the current stream.
+
+        Nobody may write to it. Give it back on the stream that used it, or say `used_on`. Raises StaleRef if it is gone
+        or was never there, PeerDied with the producer, ForeignDevice if it lies on another device; all of them before
+        anything is touched.
+        """
+        self.stats.views += 1
+        if isinstance(ref, HostRef):
+            return self.uploads.copy_to_device(self.host.view(ref.tensor, self.driver.as_))
+        if ref.device != self.driver.uuid:
+            raise ForeignDevice(
+                f"the tensor lies on device {ref.device.hex()}, and this process uses {self.driver.uuid.hex()}"
+            )
+        if self.pool is None:
+            raise ValueError("a tensor in a pool of device memory was received, and there is no pool here")
+        part = self.pool.open(ref.where)
+        return self.driver.array(part.address, ref.kind, ref.shape, part)
+
+    def used_on(self, tensor: Any, stream: Any) -> None:
+        """To be said where a tensor of a pool is used on a stream other than those that were current when it was viewed
+        and when it goes: its slice is then kept for that stream's work too."""
+        part = self.pool.part_at(self.driver.found(tensor).address, 0) if self.pool is not None else None
+        if part is not None:
+            part.used_on(stream)
+
+    def drop(self, ref: Reference) -> None:
+        """Gives up what was granted to us, unread. Without a word if it is gone already."""
+        if isinstance(ref, HostRef):
+            self.host.drop(ref.tensor)
+        elif self.pool is not None:
+            with contextlib.suppress(StaleRef):
+                self.pool.drop(ref.where)
+
+    # ── for both ──
+    def flush(self, timeout: float | None = 0) -> bool:
+        """Gives back what the device is done with; whoever turns idle should. Returns whether that was all."""
+        uploads = self.uploads.flush(timeout)
+        slices = self.pool.flush(timeout) if self.pool is not None else self.driver.in_flight.flush(timeout)
+        return uploads and slices
+
+    def close(self) -> bool:
+        """Closes what this made: not the pools. False: copies are under way; call it again."""
+        return self.uploads.close()
+
+    # ── within ──
+    def _taken(self, nbytes: int, timeout: float | None) -> Slice | None:
+        if self.pool is None:
+            return None
+        try:
+            return self.pool.take(nbytes, timeout)
+        except MemoryExhausted:
+            return None
+
+    def _shared(
+        self, part: Slice, kind: Kind, shape: tuple[int, ...], offset: int, places: tuple[Place, ...]
+    ) -> CudaRef:
+        assert self.pool is not None, "a slice without a pool"
+        peers = [place.slices for place in places if place.slices is not None]
+        ref = self.pool.share(part, peers).slice(offset, nbytes_of(kind, shape))
+        return CudaRef(kind.code, shape, self.driver.uuid, ref)
+
+    def _by_host(self, tensor: Any, found: Found, places: tuple[Place, ...], timeout: float | None) -> HostRef:
+        peers = [place.host for place in places if place.host is not None]
+        name = found.kind.name
+        try:
+            if len(peers) < len(places):
+                raise MemoryExhausted("not everybody has the pool of host memory")
+            made = self.host.empty(found.shape, name, as_=self.driver.as_, timeout=timeout)
+        except MemoryExhausted:
+            made = Tensors(None, inline_nbytes=found.nbytes).empty(found.shape, name, as_=self.driver.as_)
+            self._copied(made, tensor)
+            return HostRef(self.host.put(made, peers))
+        self._copied(made, tensor)
+        return HostRef(self.host.share(made, peers))
+
+    def _copied(self, to: Any, tensor: Any) -> None:
+        self.driver.copy(to, tensor)
+        if not wait_for([self.driver.record(self.driver.stream())], SHARE_TIMEOUT):
+            raise Timeout(f"the device has not copied a tensor to host memory within {SHARE_TIMEOUT:g} s")

@@ -1,0 +1,216 @@
+"""A real device: torch for tensors, streams and events, NVIDIA's `cuda-bindings` for what torch has no word for.
+
+The memory, its handles and the registering of host memory go by the driver's own interface, each call with the primary
+context pushed on the calling thread and popped again: torch uses the same context, and no other one is ever made. The
+runtime's interface would choose by the thread's current device, which is the first one where nobody has chosen. Not
+torch's own sharing of storages either: that takes memory from its caching allocator, leaves a file in /dev/shm for the
+counts of each handle, and wants a handle for each tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.errors import MemoryExhausted
+from penstock.tensor.cuda.driver import DeviceError, ForeignDevice, Found, NoDevice
+from penstock.tensor.cuda.order import InFlight, Marker
+from penstock.tensor.cuda.ref import UUID_NBYTES
+from penstock.tensor.kinds import Kind, UnsupportedTensor, kind_of, torch_dtype
+from penstock.tensor.ref import nbytes_of
+from penstock.tensor.views import As
+
+HANDLE_NBYTES = 64  # of CUipcMemHandle
+PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+INSTALL = "pip install 'penstock[cuda]'"
+
+
+def needed() -> tuple[Any, Any]:
+    """torch with CUDA, and the driver's interface. Raises NoDevice, which says what is missing."""
+    try:
+        import torch
+    except ImportError:
+        raise NoDevice(f"no tensors of a device: torch is not installed ({INSTALL})") from None
+    if torch.version.cuda is None:
+        raise NoDevice(f"no tensors of a device: torch {torch.__version__} is built without CUDA")
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise NoDevice(f"no tensors of a device: cuda-bindings is not installed ({INSTALL})") from None
+    if not torch.cuda.is_available():
+        raise NoDevice("no tensors of a device: torch sees none (no GPU, no NVIDIA driver, or CUDA_VISIBLE_DEVICES)")
+    return torch, driver
+
+
+def current_device() -> int:
+    torch, _ = needed()
+    return int(torch.cuda.current_device())
+
+
+class TorchDriver:
+    as_: As = "torch"
+
+    def __init__(self, device: int) -> None:
+        torch, driver = needed()
+        if not 0 <= device < torch.cuda.device_count():
+            raise NoDevice(f"there is no device {device}: torch sees {torch.cuda.device_count()}")
+        self._torch, self._cuda = torch, driver
+        self._device = torch.device("cuda", device)
+        self.in_flight = InFlight()
+        self._ask("cuInit", 0)
+        (number,) = self._ask("cuDeviceGet", device)
+        # Of a slice of a device (MIG) the older call names the whole device; newer bindings have only the newer one.
+        newest = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        (uuid,) = self._ask(newest, number)
+        self.uuid = bytes(uuid.bytes)[:UUID_NBYTES]
+        (self._context,) = self._ask("cuDevicePrimaryCtxRetain", number)
+
+    # ── memory ──
+    def allocate(self, nbytes: int) -> int:
+        with self._pushed():
+            try:
+                (address,) = self._ask("cuMemAlloc", nbytes)
+            except DeviceError as error:
+                if error.args[1:] != ("CUDA_ERROR_OUT_OF_MEMORY",):
+                    raise
+                free, total = self._ask("cuMemGetInfo")
+                exhausted = MemoryExhausted(
+                    f"a pool of {nbytes} bytes does not fit the device: {free} of its {total} bytes are free"
+                )
+                exhausted.asked, exhausted.free = nbytes, int(free)
+                raise exhausted from None
+        return int(address)
+
+    def free(self, address: int) -> None:
+        with self._pushed():
+            self._ask("cuMemFree", address)
+
+    def export(self, address: int) -> bytes:
+        with self._pushed():
+            (handle,) = self._ask("cuIpcGetMemHandle", address)
+        return ctypes.string_at(handle.getPtr(), HANDLE_NBYTES)
+
+    def open(self, handle: bytes, nbytes: int) -> int:
+        if len(handle) != HANDLE_NBYTES:
+            raise DeviceError(f"a handle has {HANDLE_NBYTES} bytes, not {len(handle)}")
+        named = self._cuda.CUipcMemHandle()
+        ctypes.memmove(named.getPtr(), handle, HANDLE_NBYTES)
+        with self._pushed():
+            (mapped,) = self._ask(
+                "cuIpcOpenMemHandle", named, int(self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+            )
+            address = int(mapped)
+            try:
+                first, found = self._ask("cuMemGetAddressRange", address)
+                if int(first) != address or int(found) < nbytes:
+                    raise DeviceError(f"the memory of a pool of {nbytes} bytes has {int(found)}")
+            except BaseException:
+                self._ask("cuIpcCloseMemHandle", address)
+                raise
+        return address
+
+    def close(self, address: int) -> None:
+        with self._pushed():
+            self._ask("cuIpcCloseMemHandle", address)
+
+    # ── order ──
+    def stream(self) -> Any:
+        return self._torch.cuda.current_stream(self._device)
+
+    def record(self, stream: Any) -> Marker:
+        event = self._torch.cuda.Event()
+        event.record(stream)
+        marker: Marker = event
+        return marker
+
+    # ── arrays ──
+    def found(self, tensor: Any) -> Found:
+        torch = self._torch
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda" or tensor.layout is not torch.strided:
+            raise UnsupportedTensor(
+                f"expected a dense torch tensor of a device, got {_what(tensor)}: Tensors sends others"
+            )
+        if tensor.device != self._device:
+            raise ForeignDevice(f"the tensor lies on {tensor.device}, and this is the driver of {self._device}")
+        if tensor.requires_grad:
+            raise UnsupportedTensor("a tensor that requires grad, which no other process could follow: .detach() it")
+        kind = kind_of(tensor.dtype)
+        shape = tuple(tensor.shape)
+        is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        return Found(kind, shape, nbytes_of(kind, shape), tensor.data_ptr(), is_plain)
+
+    def array(self, address: int, kind: Kind, shape: tuple[int, ...], holder: object) -> Any:
+        nbytes = nbytes_of(kind, shape)
+        if not nbytes:
+            return self.empty(kind, shape)
+        whole = self._torch.as_tensor(_Exported(address, nbytes, holder), device=self._device)
+        return whole.view(torch_dtype(kind)).view(shape)
+
+    def empty(self, kind: Kind, shape: tuple[int, ...]) -> Any:
+        return self._torch.empty(shape, dtype=torch_dtype(kind), device=self._device)
+
+    def copy(self, to: Any, source: Any) -> None:
+        if not to.numel():
+            return
+        kind = kind_of(to.dtype)
+        if kind.numpy is None and not source.is_conj() and not source.is_neg():  # torch does not copy all of these
+            bits = getattr(self._torch, kind.bits.name.removeprefix("u") if kind.itemsize > 1 else "uint8")
+            to, source = to.view(bits), source.view(bits)
+        to.copy_(source, non_blocking=True)
+
+    # ── host memory ──
+    def register(self, address: int, nbytes: int) -> None:
+        with self._pushed():
+            self._ask("cuMemHostRegister", address, nbytes, PORTABLE)
+
+    def unregister(self, address: int) -> None:
+        with self._pushed():
+            self._ask("cuMemHostUnregister", address)
+
+    def upload(self, to: Any, address: int) -> None:
+        nbytes = to.numel() * to.element_size()
+        if not nbytes:
+            return
+        with self._pushed():
+            self._ask("cuMemcpyHtoDAsync", to.data_ptr(), address, nbytes, self.stream().cuda_stream)
+
+    def on(self, stream: Any) -> Any:
+        return contextlib.nullcontext() if stream is None else self._torch.cuda.stream(stream)
+
+    # ── within ──
+    @contextlib.contextmanager
+    def _pushed(self) -> Iterator[None]:
+        self._ask("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._ask("cuCtxPopCurrent")
+
+    def _ask(self, name: str, *arguments: Any) -> tuple[Any, ...]:
+        """What the call gives beside its result. Raises DeviceError, whose second argument is the result's name."""
+        result, *given = getattr(self._cuda, name)(*arguments)
+        if int(result) != 0:
+            said = getattr(result, "name", str(result))
+            raise DeviceError(f"{name} of device {self._device.index}: {said}", said)
+        return tuple(given)
+
+
+class _Exported:
+    """Some device memory as torch takes it, which keeps this object as long as it shows that."""
+
+    def __init__(self, address: int, nbytes: int, holder: object) -> None:
+        self.holder = holder
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),  # torch takes no memory that says it is read-only
+            "strides": None,
+            "version": 2,  # 3 would have a stream to wait for: share() has waited
+        }
+
+
+def _what(tensor: Any) -> str:
+    where = getattr(tensor, "device", None)
+    return f"a {type(tensor).__name__}" + (f" on {where}" if where is not None else "")

@@ -1,0 +1,155 @@
+"""Copies from shared host memory to a device, by the device itself: the memory is registered (pinned) when it is first
+copied from, and what is copied is held until the copy is done.
+
+Received views lie in a read-only mapping, which many devices refuse to register, with the flag for it (attribute
+HOST_REGISTER_READ_ONLY_SUPPORTED) or without. So what is registered is the writable mapping of the same bytes, which a
+process that takes blocks has anyway, and copies are told the address there. No view leads to it: a stray write through
+a view still ends the process that writes. Where registering fails, copies go from pageable memory, and are counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock import _native
+from penstock.errors import ClosedError, Timeout
+from penstock.memory.segment import Shareable
+from penstock.tensor.cuda.driver import Driver, driver_of
+from penstock.tensor.cuda.order import InFlight, wait_for
+from penstock.tensor.kinds import UnsupportedTensor
+from penstock.tensor.source import source
+
+CLOSE_TIMEOUT = 5.0  # seconds, for copies that are under way
+COPY_TIMEOUT = 30.0  # seconds, for one that is waited for
+
+
+class UploadStats(msgspec.Struct):
+    """What one `Uploads` did, in this process."""
+
+    copies: int = 0
+    copied_nbytes: int = 0
+    pageable: int = 0  # of the copies: not from registered memory
+    registered_nbytes: int = 0
+    refusals: int = 0  # to register a segment; asked once for each
+
+
+class _View:
+    """What is copied, until the copy is done. With it goes the view's lease, if it was the last one."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, view: Any) -> None:
+        self.view = view
+
+    def give_back(self) -> None:
+        self.view = None
+
+
+class _Pinned:
+    """A segment, which keeps its mappings; and where they are. `address` None: it could not be registered."""
+
+    def __init__(self, segment: _native.Segment, driver: Driver) -> None:
+        self.segment = segment
+        self.error = ""
+        self.address: int | None = None
+        self.nbytes = 0
+        try:
+            found = segment.mapping(True, True)
+            if found is not None:
+                driver.register(*found)
+                self.address, self.nbytes = found
+        except Exception as error:  # of the device; or of the mapping, where this process has no room for a second
+            self.error = str(error)
+
+
+class Uploads:
+    """Copies to one device (the driver's; None: torch's current one) from these segments, pools and stores.
+
+    Registering takes about as long as reading the memory once, pins all of it, and waits for the first copy.
+    """
+
+    def __init__(self, *sources: Shareable, driver: Driver | None = None) -> None:
+        self._driver = driver or driver_of()
+        self._segments = [one._segment for one in sources]
+        for segment in self._segments:
+            if segment.kind == 3:
+                raise ValueError(f"'{segment.name}' is a channel, whose memory grows: it cannot be registered")
+        self._pinned: dict[int, _Pinned] = {}  # by nonce
+        self._in_flight = InFlight()  # of its own, because close() must wait for these and for nothing else
+        self._is_closed = False
+        self.stats = UploadStats()
+
+    def copy_to_device(self, view: Any, *, stream: Any = None, non_blocking: bool = True) -> Any:
+        """A tensor of the device with the numbers of a view, copied on `stream` (None: the current one).
+
+        Returns while the copy may be under way: the tensor is for that stream, and the view is held until the copy is
+        done. non_blocking=False waits for it. Raises UnsupportedTensor for what does not lie in host memory.
+        """
+        if self._is_closed:
+            raise ClosedError("the uploads are closed")
+        self._in_flight.poll()
+        given = source(view)
+        array = given.array
+        if not hasattr(array, "ctypes") or not array.flags.c_contiguous or not array.dtype.isnative:
+            raise UnsupportedTensor("only contiguous views are copied as they lie: make it one first")
+        driver = self._driver
+        address = self._registered(array.ctypes.data, given.nbytes)
+        self.stats.copies += 1
+        self.stats.copied_nbytes += given.nbytes
+        if address is None:
+            self.stats.pageable += 1
+        with driver.on(stream):
+            made = driver.empty(given.kind, given.shape)
+            try:
+                driver.upload(made, array.ctypes.data if address is None else address)
+            finally:  # also when it failed: who knows what of it was begun
+                marker = driver.record(driver.stream())
+                self._in_flight.keep([marker], _View((view, array)))
+        if not non_blocking and not wait_for([marker], COPY_TIMEOUT):
+            raise Timeout(f"the device has not copied {given.nbytes} bytes within {COPY_TIMEOUT:g} s")
+        return made
+
+    def flush(self, timeout: float | None = 0) -> bool:
+        """Lets go of views whose copies are done. Returns whether that was all."""
+        return self._in_flight.flush(timeout)
+
+    def refusals(self) -> list[str]:
+        """Why segments could not be registered."""
+        return [one.error for one in self._pinned.values() if one.error]
+
+    def close(self, timeout: float | None = CLOSE_TIMEOUT) -> bool:
+        """Waits for the copies and unregisters. False: some are not done within `timeout` seconds, so the memory stays
+        registered; call it again."""
+        self._is_closed = True
+        if not self._in_flight.flush(timeout):
+            return False
+        for one in self._pinned.values():
+            if one.address is not None:
+                self._driver.unregister(one.address)
+                self.stats.registered_nbytes -= one.nbytes
+        self._pinned.clear()
+        self._segments.clear()
+        return True
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _registered(self, address: int, nbytes: int) -> int | None:
+        """Where the same bytes lie in a registered mapping; None: in none."""
+        for segment in self._segments:
+            for is_writable in (False, True):
+                found = segment.mapping(is_writable)
+                if found is None or not 0 <= address - found[0] <= found[1] - nbytes:
+                    continue
+                pinned = self._pinned.get(segment.nonce)
+                if pinned is None:
+                    pinned = self._pinned[segment.nonce] = _Pinned(segment, self._driver)
+                    self.stats.registered_nbytes += pinned.nbytes
+                    self.stats.refusals += bool(pinned.error)
+                return None if pinned.address is None else pinned.address + (address - found[0])
+        return None
