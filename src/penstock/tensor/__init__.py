@@ -7,7 +7,8 @@ nowhere.
 from penstock.tensor.bridge import Tensors, TensorStats
 from penstock.tensor.kinds import UnsupportedTensor
 from penstock.tensor.ref import TensorRef
-from penstock.tensor.store import Item, Store, Stored, StoreStats, key_of
+from penstock.tensor.store import Item, Store, StoreStats, key_of
+from penstock.tensor.stored import Stored
 from penstock.tensor.tree import Plan, plan, read
 
 __all__ = [

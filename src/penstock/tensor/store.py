@@ -1,12 +1,10 @@
 """One store that many processes share: trees of tensors under a key of their content, put once and read by everybody.
 
-A value lies in one block: its layout, then its tensors. Leaves to the native core who writes a key, who waits for it,
-what is evicted, and what a death gives back.
+Leaves to the native core who writes a key, who waits for it, what is evicted, and what a death gives back.
 """
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -16,16 +14,15 @@ import msgspec
 import numpy as np
 
 from penstock import _native
-from penstock.errors import ClosedError, DecodeError, LayoutMismatch, MemoryExhausted, Missing
+from penstock.errors import LayoutMismatch, MemoryExhausted, Missing
 from penstock.memory import Pool, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import attach_segment, fitting, placement, short, within
 from penstock.tensor.source import source
-from penstock.tensor.tree import plan, read
-from penstock.tensor.views import As
+from penstock.tensor.stored import HEAD, Stored, tensors_at
+from penstock.tensor.tree import plan
 
 KEY_NBYTES = 32
-HEAD = struct.Struct("<II")  # nbytes of the layout, 0
 LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room
 PUT_TIMEOUT = 5.0  # seconds: for another process to write the same key, or for room that is held
 
@@ -59,44 +56,6 @@ def key_of(*contents: Any, salt: bytes = b"") -> bytes:
         hashing.update(content)
     digest: bytes = hashing.digest()
     return digest
-
-
-class Stored:
-    """A value of the store, held: it is not evicted while this, or an array of it, lives."""
-
-    __slots__ = ("_lease", "ref")
-
-    def __init__(self, lease: _native.Lease) -> None:
-        self._lease: _native.Lease | None = lease
-        self.ref = Ref(*lease.ref_numbers())  # plain data, for any message: `Store.open_stored` over there
-
-    @property
-    def nbytes(self) -> int:
-        """Of the block, its layout included."""
-        return self.ref.nbytes
-
-    def value(self, as_: As = "numpy", *, writable: bool = False) -> Any:
-        """The tree, its tensors read-only views of shared memory, which hold it; copies if `writable`."""
-        if self._lease is None:
-            raise ClosedError("the value has been released")
-        seen = memoryview(self._lease)
-        if len(seen) < HEAD.size:
-            raise DecodeError(f"expected a value, got a block of {len(seen)} bytes")
-        layout_nbytes, zero = HEAD.unpack_from(seen)
-        at = _tensors_at(layout_nbytes)
-        if zero or at > len(seen):
-            raise DecodeError(f"expected a value, got a layout of {layout_nbytes} bytes in a block of {len(seen)}")
-        return read(seen[HEAD.size : HEAD.size + layout_nbytes], self._lease, at, as_=as_, writable=writable)
-
-    def release(self) -> None:
-        """Holds it no longer; arrays that were taken from it still do, each until it is gone."""
-        self._lease = None
-
-    def __enter__(self) -> Stored:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -193,7 +152,7 @@ class Store(Pool):
         """
         planned = plan(value, detach=detach)
         layout = planned.layout
-        at = _tensors_at(len(layout))
+        at = tensors_at(len(layout))
         is_new, lease = self._store.begin(_checked(key), at + planned.nbytes, timeout)
         if not is_new:
             return Stored(lease)
@@ -273,10 +232,6 @@ class Store(Pool):
     def close(self) -> None:
         self._pins, self._pinned, self._kept = {}, Counter(), None
         super().close()
-
-
-def _tensors_at(layout_nbytes: int) -> int:
-    return -(-(HEAD.size + layout_nbytes) // BLOCK_ALIGN) * BLOCK_ALIGN
 
 
 def _checked(key: bytes) -> bytes:
