@@ -38,7 +38,7 @@ from penstock.errors import (
 )
 from penstock.memory import Holder, Peer, Pool, PoolStats, Ref, Segment, Ticket
 from penstock.memory.segment import attach_segment as _attach_segment
-from penstock.tensor import Store, Stored, TensorRef, Tensors, UnsupportedTensor, key_of
+from penstock.tensor import Empty, Making, Store, Stored, TensorRef, Tensors, UnsupportedTensor, key_of
 
 __version__ = _version("penstock")
 
@@ -76,12 +76,14 @@ __all__ = [
     "ClosedError",
     "CorruptRecord",
     "DecodeError",
+    "Empty",
     "EndOfChannel",
     "Holder",
     "Inbox",
     "Interned",
     "LayoutMismatch",
     "Lease",
+    "Making",
     "MemoryExhausted",
     "MessageChannel",
     "MessageReceiver",

@@ -8,11 +8,13 @@ from penstock.tensor.bridge import Tensors, TensorStats
 from penstock.tensor.kinds import UnsupportedTensor
 from penstock.tensor.ref import TensorRef
 from penstock.tensor.store import Item, Store, StoreStats, key_of
-from penstock.tensor.stored import Stored
-from penstock.tensor.tree import Plan, plan, read
+from penstock.tensor.stored import Making, Stored
+from penstock.tensor.tree import Empty, Plan, plan, read
 
 __all__ = [
+    "Empty",
     "Item",
+    "Making",
     "Plan",
     "Store",
     "StoreStats",

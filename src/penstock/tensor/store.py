@@ -19,8 +19,8 @@ from penstock.memory import Pool, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import attach_segment, fitting, placement, short, within
 from penstock.tensor.source import source
-from penstock.tensor.stored import HEAD, Stored, tensors_at
-from penstock.tensor.tree import plan
+from penstock.tensor.stored import Making, Stored, tensors_at
+from penstock.tensor.tree import Plan, plan
 
 KEY_NBYTES = 32
 LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room
@@ -150,22 +150,22 @@ class Store(Pool):
         Raises MemoryExhausted, which names the holders, when all that is in the way is held for `timeout` seconds;
         Timeout when somebody writes the same key for longer; UnsupportedTensor for what cannot be kept.
         """
-        planned = plan(value, detach=detach)
-        layout = planned.layout
-        at = tensors_at(len(layout))
-        is_new, lease = self._store.begin(_checked(key), at + planned.nbytes, timeout)
-        if not is_new:
-            return Stored(lease)
-        try:
-            with memoryview(lease) as room:
-                HEAD.pack_into(room, 0, len(layout), 0)
-                room[HEAD.size : HEAD.size + len(layout)] = layout
-                planned.write(room, at)
-            self._store.commit(lease)
-        except BaseException:
-            self._store.abandon(lease)
-            raise
-        return Stored(lease)
+        with self._making(key, plan(value, detach=detach), timeout) as making:
+            return making.commit()
+
+    def make(self, key: bytes, value: Any, *, timeout: float | None = PUT_TIMEOUT, detach: bool = False) -> Making:
+        """A place under a key for a tree some of whose tensors are still `Empty`, to be filled where it will lie.
+
+        Without a copy, but for the arrays and small values that are given now. One makes, as with put(): unless the key
+        is there, or somebody is making it. Waits and raises as put() does. Others wait while it is being made, so what
+        takes long should be done before.
+        """
+        return self._making(key, plan(value, detach=detach, is_filled_later=True), timeout)
+
+    def _making(self, key: bytes, planned: Plan, timeout: float | None) -> Making:
+        nbytes = tensors_at(len(planned.layout)) + planned.nbytes
+        is_new, lease = self._store.begin(_checked(key), nbytes, timeout)
+        return Making(self._store, lease, planned, is_new)
 
     def get(self, key: bytes) -> Stored:
         """What is kept under the key, held. Raises Missing if nothing is, or it is only being written."""

@@ -1,4 +1,4 @@
-"""One value of a store, held. It lies in one block: its layout, then its tensors.
+"""One value of a store: held, or still being made in place. It lies in one block: its layout, then its tensors.
 
 Leaves to the tree what a layout says, and to the store under which key the block is found.
 """
@@ -12,7 +12,7 @@ from penstock import _native
 from penstock.errors import ClosedError, DecodeError
 from penstock.memory import Ref
 from penstock.memory.pool import BLOCK_ALIGN
-from penstock.tensor.tree import read
+from penstock.tensor.tree import Plan, read, read_to_fill
 from penstock.tensor.views import As
 
 HEAD = struct.Struct("<II")  # nbytes of the layout, 0
@@ -59,3 +59,70 @@ class Stored:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class Making:
+    """A value that this process makes under a key, or, unless `is_new`, one that is there already.
+
+        with store.make(key, {"pixels": Empty((3, 448, 448), "bfloat16"), "grid": [1, 32, 32]}) as making:
+            if making.is_new:
+                making.value("torch")["pixels"].copy_(…)  # or let the processor write there
+            stored = making.commit()
+
+    Whoever wants the same key waits for commit(), or makes it when this is left without one.
+    """
+
+    __slots__ = ("_layout", "_lease", "_store", "is_new")
+
+    def __init__(self, store: _native.Store, lease: _native.Lease, planned: Plan, is_new: bool) -> None:
+        self.is_new = is_new
+        self._store = store
+        self._layout = layout = planned.layout
+        self._lease: _native.Lease | None = lease
+        if not is_new:
+            return
+        try:
+            with memoryview(lease) as room:
+                HEAD.pack_into(room, 0, len(layout), 0)
+                room[HEAD.size : HEAD.size + len(layout)] = layout
+                planned.write(room, tensors_at(len(layout)))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def value(self, as_: As = "numpy") -> Any:
+        """The tree, to be filled: its tensors are the memory of the store. What was given as an array is in it; of what
+        was given as `Empty`, whatever is not written shows what lay there before, perhaps of another value."""
+        return read_to_fill(self._layout, self._being_made(), tensors_at(len(self._layout)), as_=as_)
+
+    def commit(self) -> Stored:
+        """The value, held, and from now on there for everybody; nobody can write it any more.
+
+        Raises BufferError while an array of value() lives, which could: drop them (del) and commit again.
+        """
+        if self.is_new:
+            self._store.commit(self._being_made())
+        lease, self._lease = self._held(), None
+        return Stored(lease)
+
+    def abandon(self) -> None:
+        """Somebody else may make it. Arrays of value() may still be written, and nobody sees it."""
+        if self.is_new and self._lease is not None:
+            self._store.abandon(self._lease)
+        self._lease = None
+
+    def _held(self) -> _native.Lease:
+        if self._lease is None:
+            raise ClosedError("the value has been committed or abandoned")
+        return self._lease
+
+    def _being_made(self) -> _native.Lease:
+        if not self.is_new:
+            raise ValueError("the value is there already, made by somebody else: ask is_new first; commit() gives it")
+        return self._held()
+
+    def __enter__(self) -> Making:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()

@@ -3,6 +3,7 @@
     with a plan:   plan(value) ──► layout (bytes to be kept or sent) and nbytes (of memory to be found)
                    plan.write(buffer)        copies every tensor once, each to a multiple of 64
     without one:   read(layout, buffer) ──► the same tree, its tensors views of the buffer
+                   read_to_fill(layout, buffer)  the same, to be written in place
 
 The layout is msgpack: None, bool, int, float, str and bytes are themselves; all else is an array that begins with what
 it is:   [0, code, offset, size, …]   a tensor        [1, node, …]            a list
@@ -13,16 +14,17 @@ Nothing in it can be executed, and nothing in it is believed. Leaves to the stor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from penstock.errors import DecodeError
-from penstock.tensor.kinds import KIND_OF_CODE, UnsupportedTensor
+from penstock.tensor.kinds import KIND_OF_CODE, UnsupportedTensor, kind_of
 from penstock.tensor.ref import nbytes_of
 from penstock.tensor.source import Source, source
-from penstock.tensor.views import As, copied, view
+from penstock.tensor.views import As, copied, view, writable_as
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -31,6 +33,22 @@ TENSOR, LIST, TUPLE, DICT = range(4)
 ALIGN = 64  # of every tensor, from the start of the buffer
 MOST_LEVELS = 32
 SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+class Empty:
+    """A tensor that nobody has yet: a plan finds a place for it, and whoever has the place fills it.
+
+    shape: its sizes, or the only one. dtype: of torch, of NumPy, or its name.
+    """
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, shape: Iterable[int] | int, dtype: Any) -> None:
+        self.shape = tuple(map(operator.index, shape)) if isinstance(shape, Iterable) else (operator.index(shape),)
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"Empty({self.shape}, {self.dtype!r})"
 
 
 class Plan(NamedTuple):
@@ -46,9 +64,12 @@ class Plan(NamedTuple):
             one.write(buffer, offset + at)
 
 
-def plan(tree: Any, *, detach: bool = False) -> Plan:
-    """Raises UnsupportedTensor, with the path, for what cannot be sent; copies nothing."""
-    planned = _Planned(detach)
+def plan(tree: Any, *, detach: bool = False, is_filled_later: bool = False) -> Plan:
+    """Raises UnsupportedTensor, with the path, for what cannot be sent; copies nothing.
+
+    is_filled_later: some of its tensors may be `Empty`, which write() leaves to read_to_fill().
+    """
+    planned = _Planned(detach, is_filled_later)
     node = planned.node(tree, "$", 0)
     return Plan(planned.end, msgspec.msgpack.encode(node), tuple(planned.sources))
 
@@ -58,16 +79,25 @@ def read(layout: Buffer, buffer: Buffer, offset: int = 0, *, as_: As = "numpy", 
 
     Raises DecodeError, with the path, where the layout is none, or reaches outside of the buffer.
     """
+    return _Read(buffer, offset, as_, copied if writable else view).tree(_decoded(layout), "$", 0)
+
+
+def read_to_fill(layout: Buffer, buffer: Buffer, offset: int = 0, *, as_: As = "numpy") -> Any:
+    """The same, its tensors the buffer itself: what is written to them is there for whoever reads it."""
+    return _Read(buffer, offset, as_, writable_as).tree(_decoded(layout), "$", 0)
+
+
+def _decoded(layout: Buffer) -> Any:
     try:
-        node = msgspec.msgpack.decode(layout)
+        return msgspec.msgpack.decode(layout)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DecodeError(f"expected the layout of a tree: {error}") from None
-    return _Read(buffer, offset, as_, writable).tree(node, "$", 0)
 
 
 class _Planned:
-    def __init__(self, detach: bool) -> None:
+    def __init__(self, detach: bool, is_filled_later: bool) -> None:
         self.detach = detach
+        self.is_filled_later = is_filled_later
         self.end = 0
         self.sources: list[tuple[int, Source]] = []
 
@@ -95,24 +125,32 @@ class _Planned:
         return self.tensor(value, path)
 
     def tensor(self, value: Any, path: str) -> Any:
+        found = None
         try:
-            found = source(value, detach=self.detach)
+            if type(value) is Empty:
+                if not self.is_filled_later:
+                    raise UnsupportedTensor(f"an {value!r} has no numbers yet: make() the value in the store")
+                kind, shape = kind_of(value.dtype), value.shape
+                nbytes = nbytes_of(kind, shape)
+            else:
+                found = source(value, detach=self.detach)
+                kind, shape, nbytes, _ = found
         except (TypeError, ValueError) as error:
             raise UnsupportedTensor(f"{error} at {path}") from None
-        at = self.end + (-self.end & (ALIGN - 1)) if found.nbytes else self.end
-        self.end = at + found.nbytes
-        if found.nbytes:
+        at = self.end + (-self.end & (ALIGN - 1)) if nbytes else self.end
+        self.end = at + nbytes
+        if found is not None and nbytes:
             self.sources.append((at, found))
-        return [TENSOR, found.kind.code, at, *found.shape]
+        return [TENSOR, kind.code, at, *shape]
 
 
 class _Read:
-    def __init__(self, buffer: Buffer, offset: int, as_: As, writable: bool) -> None:
+    def __init__(self, buffer: Buffer, offset: int, as_: As, make: Callable[..., Any]) -> None:
         self.buffer = buffer
         self.offset = offset
         self.nbytes = memoryview(buffer).nbytes - offset
         self.as_: As = as_
-        self.make = copied if writable else view
+        self.make = make
 
     def tree(self, node: Any, path: str, level: int) -> Any:
         if type(node) in SCALARS:

@@ -43,6 +43,11 @@ def writable(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0
     return _array(memoryview(buffer), kind.numpy or kind.bits, shape, offset)
 
 
+def writable_as(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int, as_: As) -> Any:
+    """The same as this library shows it."""
+    return shown_as(writable(buffer, kind, shape, offset), kind, as_)
+
+
 def copied(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as_: As = "numpy") -> Any:
     """A private copy, which may be written."""
     return shown_as(_array(memoryview(buffer), kind.numpy or kind.bits, shape, offset).copy(), kind, as_)
