@@ -59,6 +59,8 @@ def shapes() -> dict[str, NDArray[Any]]:
         "of no dimension": np.array(7.5),
         "empty": np.empty((3, 0, 2), np.float32),
         "transposed": whole.transpose(2, 0, 1),
+        "planes as pixels": np.arange(3 * 5 * 7, dtype=np.int16).reshape(3, 5, 7).transpose(1, 2, 0),
+        "planes as pixels, reversed": np.arange(4 * 5 * 7, dtype=">i4").reshape(4, 5, 7)[::-1, ::-1].transpose(1, 2, 0),
         "in Fortran's order": np.asfortranarray(whole),
         "strided": whole[::2, 1:4, ::3],
         "reversed": whole[::-1, :, ::-1],
