@@ -384,3 +384,17 @@ def test_threads_put_and_get_at_three_times_the_room(seed: int) -> None:
         assert stats.evictions > 20 and stats.hits > 100
         keys = [item.key for item in stats.items]
         assert len(set(keys)) == len(keys)
+
+
+def test_the_first_put_and_get_of_a_process_import_nothing_more() -> None:
+    source = """
+        import numpy as np
+        from penstock.tensor import Store
+        store = Store.attach(sys.argv[1])
+        before = set(sys.modules)
+        with store.put(bytes(32), {"pixels": np.ones((3, 4)), "grid": [1, 2]}, timeout=20) as stored:
+            assert stored.value()["pixels"].sum() == 12
+        say(*sorted(set(sys.modules) - before))
+    """
+    with Store.create(MB) as store, program(source, store.ticket) as other:
+        assert other.hear() == ""

@@ -79,7 +79,8 @@ def source(array: Any, *, detach: bool = False) -> Source:
 
 
 def _of_numpy(array: Any) -> Source:
-    if isinstance(array, np.ma.MaskedArray):
+    masked = imported("numpy.ma")  # NumPy imports it when it is first named, and takes 50 ms for that
+    if masked is not None and isinstance(array, getattr(masked, "MaskedArray", ())):
         raise UnsupportedTensor("a masked array is two: send .data and .mask")
     made = np.asarray(array)
     kind = kind_of_numpy(made.dtype)
