@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,40 @@ def test_room_is_made_of_what_nobody_holds_the_longest_unused_first() -> None:
         assert left == {100, 101, 105, 106, 107, 120, 121, 122}
         assert (array == 100).all()
         assert store.stats_of_keys().evictions == 3
+
+
+@pytest.mark.parametrize("meanwhile", ["held", "put again", "nothing"])
+def test_what_was_chosen_to_go_stays_if_it_is_wanted_by_then(meanwhile: str) -> None:
+    source = """
+        import numpy as np
+        from penstock import _native, MemoryExhausted
+        from penstock.tensor import Store
+        store = Store.attach(sys.argv[1])
+        store.join()
+        _native.arm_point("store.chosen", "stop", 1)
+        try:
+            store.put(bytes(32), {"pixels": np.zeros(150_000, np.int32)}, timeout=0)
+            say("put")
+        except MemoryExhausted:
+            say("full")
+    """
+    with Store.create(MB) as store:
+        store.put(key(1), tree(1, 600_000)).release()
+        with program(source, store.ticket) as other:
+            eventually(lambda: Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", 20)
+            held = store.get(key(1)) if meanwhile == "held" else None
+            if meanwhile == "put again":  # in the same block, perhaps, and another value in any case
+                store.remove(key(1))
+                held = store.put(key(1), tree(2, 600_000))
+            os.kill(other.pid, signal.SIGCONT)
+            assert other.hear() == ("put" if held is None else "full")
+        if held is None:
+            with pytest.raises(Missing):
+                store.get(key(1))
+        else:
+            assert holds(store.get(key(1)).value(), 2 if meanwhile == "put again" else 1)
+        stats = store.stats_of_keys()
+        assert len(stats.items) == 1 and stats.evictions == (held is None)
 
 
 def test_a_full_store_says_who_holds_what_is_in_the_way() -> None:

@@ -146,7 +146,7 @@ def _as_bits(torch: Any, tensor: Any, kind: Kind) -> Any:
 
 
 def _copy_by_numpy(at: np.ndarray[Any, Any], array: np.ndarray[Any, Any]) -> None:
-    # Planes that become pixels (CHW seen as HWC): NumPy would begin anew for each pixel. The other way is fast as it is.
+    # Planes that become pixels (CHW seen as HWC): NumPy begins anew for each pixel. The other way is fast.
     if array.ndim > 1 and 1 < array.shape[-1] <= FEW and abs(array.strides[-1]) > abs(array.strides[-2]) > 0:
         for index in range(array.shape[-1]):
             np.copyto(at[..., index], array[..., index])
