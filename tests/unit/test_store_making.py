@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import penstock
 from penstock import ClosedError, Missing
@@ -260,7 +261,6 @@ def test_what_is_taken_out_while_it_is_made_is_had_by_its_maker_alone() -> None:
 
 
 def test_torch_fills_what_is_made_and_cannot_write_it_before_it_lets_go() -> None:
-    torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[torch]'")
     with Store.create(MB) as store:
         given = torch.arange(600, dtype=torch.bfloat16).reshape(20, 30)
         with store.make(key(1), {"pixels": Empty((20, 30), torch.bfloat16), "grid": (1, 2)}) as making:
