@@ -585,6 +585,16 @@ def test_a_reference_that_contradicts_itself_is_refused_where_it_is_made_and_whe
         assert "$.more[0]" in str(told.value)
 
 
+def test_bytes_that_are_neither_false_nor_true_are_refused_inline_and_true_where_they_lie() -> None:
+    pool, tensors = new_pool()
+    given = np.array([0, 1, 2, 255], np.uint8).view(np.bool_)
+    seen = tensors.view(tensors.put(given, [pool.peer]))
+    assert seen.view(np.uint8).tolist() == [0, 1, 2, 255]
+    assert np.flatnonzero(seen).tolist() == [1, 2, 3] and np.arange(4)[seen].tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="other bytes as bool"):
+        Tensors(None).put(given, [])
+
+
 def test_references_with_bytes_changed_at_random_are_views_within_the_pool_or_errors(seed: int) -> None:
     pool, tensors = new_pool()
     rng = random.Random(seed)
