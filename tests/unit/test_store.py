@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,7 +129,7 @@ def test_what_was_chosen_to_go_stays_if_it_is_wanted_by_then(meanwhile: str) -> 
     with Store.create(MB) as store:
         store.put(key(1), tree(1, 600_000)).release()
         with program(source, store.ticket) as other:
-            eventually(lambda: Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", 20)
+            eventually(other.is_stopped, 20)
             held = store.get(key(1)) if meanwhile == "held" else None
             if meanwhile == "put again":  # in the same block, perhaps, and another value in any case
                 store.remove(key(1))
