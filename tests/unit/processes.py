@@ -67,8 +67,12 @@ class Program:
         os.kill(self.pid, number)
         return at
 
+    def state(self) -> str:
+        """As the kernel has it: R runs, S sleeps, T is stopped."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
     def is_stopped(self) -> bool:
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return self.state() == "T"
 
     def end(self) -> int:
         """Lets it end by itself, and returns its exit status."""

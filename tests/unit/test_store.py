@@ -373,6 +373,36 @@ def test_somebody_else_writes_when_the_writer_dies_half_way() -> None:
         assert store.stats_of_keys().abandoned == 1
 
 
+@pytest.mark.parametrize("awaited", ["a writer", "room"])
+def test_who_waits_in_a_put_is_interrupted_and_has_begun_nothing(awaited: str) -> None:
+    source = """
+        import numpy as np
+        from penstock.tensor import Store
+        store = Store.attach(sys.argv[1])
+        store.join()
+        try:
+            say("waiting")
+            store.put(bytes(32), {"pixels": np.ones(225_000, np.int32)}, timeout=None)
+        except KeyboardInterrupt:
+            say("interrupted")
+        hear()
+    """
+    with Store.create(MB) as store:
+        in_the_way: Any = (
+            store._store.begin(bytes(32), 1000, 0) if awaited == "a writer" else store.put(key(1), tree(1, 900_000))
+        )
+        with program(source, store.ticket) as other:
+            assert other.hear() == "waiting"
+            for _ in range(3):  # others come and go meanwhile, and none of that ends the wait
+                store.put(key(2), tree(2)).release()
+                store.remove(key(2))
+            eventually(lambda: other.state() == "S", 20)
+            other.kill(signal.SIGINT)
+            assert other.hear() == "interrupted"
+            del in_the_way
+            assert holds(store.put(bytes(32), tree(3), timeout=0).value(), 3)
+
+
 def test_a_child_of_fork_has_a_place_and_pins_of_its_own() -> None:
     with Store.create(MB) as store:
         store.put(key(1), tree(1)).release()

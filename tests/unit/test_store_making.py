@@ -244,7 +244,8 @@ def test_what_a_dead_process_was_making_is_made_by_another() -> None:
             assert making.is_new
             fill(making.value(), 4)
             assert is_whole(making.commit().value(), 4)
-        assert store.stats_of_keys().puts == 2 and store.stats().blocks == 1
+        assert store.stats_of_keys().puts == 2
+        eventually(lambda: store.stats().blocks == 1)
 
 
 def test_what_is_taken_out_while_it_is_made_is_had_by_its_maker_alone() -> None:
