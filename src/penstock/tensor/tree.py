@@ -70,7 +70,7 @@ def plan(tree: Any, *, detach: bool = False, is_filled_later: bool = False) -> P
     is_filled_later: some of its tensors may be `Empty`, which write() leaves to read_to_fill().
     """
     planned = _Planned(detach, is_filled_later)
-    node = planned.node(tree, "$", 0)
+    node = planned.node(tree, None, 0)
     return Plan(planned.end, msgspec.msgpack.encode(node), tuple(planned.sources))
 
 
@@ -79,12 +79,12 @@ def read(layout: Buffer, buffer: Buffer, offset: int = 0, *, as_: As = "numpy", 
 
     Raises DecodeError, with the path, where the layout is none, or reaches outside of the buffer.
     """
-    return _Read(buffer, offset, as_, copied if writable else view).tree(_decoded(layout), "$", 0)
+    return _Read(buffer, offset, as_, copied if writable else view).tree(_decoded(layout), None, 0)
 
 
 def read_to_fill(layout: Buffer, buffer: Buffer, offset: int = 0, *, as_: As = "numpy") -> Any:
     """The same, its tensors the buffer itself: what is written to them is there for whoever reads it."""
-    return _Read(buffer, offset, as_, writable_as).tree(_decoded(layout), "$", 0)
+    return _Read(buffer, offset, as_, writable_as).tree(_decoded(layout), None, 0)
 
 
 def _decoded(layout: Buffer) -> Any:
@@ -94,6 +94,18 @@ def _decoded(layout: Buffer) -> Any:
         raise DecodeError(f"expected the layout of a tree: {error}") from None
 
 
+Path = tuple[Any, Any] | None  # from the leaf up: the path of what it lies in, and its key there; None: the whole
+
+
+def _at(path: Path) -> str:
+    """A path in words, $['pixels'][0], which only errors need."""
+    keys = []
+    while path is not None:
+        path, key = path
+        keys.append(f"[{key!r}]")
+    return "$" + "".join(reversed(keys))
+
+
 class _Planned:
     def __init__(self, detach: bool, is_filled_later: bool) -> None:
         self.detach = detach
@@ -101,30 +113,34 @@ class _Planned:
         self.end = 0
         self.sources: list[tuple[int, Source]] = []
 
-    def node(self, value: Any, path: str, level: int) -> Any:
+    def node(self, value: Any, path: Path, level: int) -> Any:
         if type(value) in SCALARS:
             if type(value) is int and not -(1 << 63) <= value < 1 << 64:
-                raise UnsupportedTensor(f"{value:.3g} has more than 64 bits at {path}")
+                raise UnsupportedTensor(f"{value:.3g} has more than 64 bits at {_at(path)}")
             return value
         if level == MOST_LEVELS:
-            raise UnsupportedTensor(f"expected at most {MOST_LEVELS} levels (does it contain itself?) at {path:.80}")
-        if isinstance(value, Mapping):
+            raise UnsupportedTensor(
+                f"expected at most {MOST_LEVELS} levels (does it contain itself?) at {_at(path):.80}"
+            )
+        if type(value) is dict or isinstance(value, Mapping):
             node: list[Any] = [DICT]
             for key, one in value.items():
                 if type(key) not in (str, int):
-                    raise UnsupportedTensor(f"expected keys of str or int, got {type(key).__name__} at {path}")
-                node += (key, self.node(one, f"{path}[{key!r}]", level + 1))
+                    raise UnsupportedTensor(f"expected keys of str or int, got {type(key).__name__} at {_at(path)}")
+                node += (key, self.node(one, (path, key), level + 1))
             return node
         if isinstance(value, (list, tuple)):
             if hasattr(value, "_fields"):
-                raise UnsupportedTensor(f"a {type(value).__name__} would come back as a tuple at {path}: send a dict")
+                raise UnsupportedTensor(
+                    f"a {type(value).__name__} would come back as a tuple at {_at(path)}: send a dict"
+                )
             return [
                 LIST if isinstance(value, list) else TUPLE,
-                *(self.node(one, f"{path}[{index}]", level + 1) for index, one in enumerate(value)),
+                *(self.node(one, (path, index), level + 1) for index, one in enumerate(value)),
             ]
         return self.tensor(value, path)
 
-    def tensor(self, value: Any, path: str) -> Any:
+    def tensor(self, value: Any, path: Path) -> Any:
         found = None
         try:
             if type(value) is Empty:
@@ -136,7 +152,7 @@ class _Planned:
                 found = source(value, detach=self.detach)
                 kind, shape, nbytes, _ = found
         except (TypeError, ValueError) as error:
-            raise UnsupportedTensor(f"{error} at {path}") from None
+            raise UnsupportedTensor(f"{error} at {_at(path)}") from None
         at = self.end + (-self.end & (ALIGN - 1)) if nbytes else self.end
         self.end = at + nbytes
         if found is not None and nbytes:
@@ -152,37 +168,40 @@ class _Read:
         self.as_: As = as_
         self.make = make
 
-    def tree(self, node: Any, path: str, level: int) -> Any:
+    def tree(self, node: Any, path: Path, level: int) -> Any:
         if type(node) in SCALARS:
             return node
         if type(node) is not list or not node or type(node[0]) is not int or level > MOST_LEVELS:
-            raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {path:.80}")
+            raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {_at(path):.80}")
         what = node[0]
         if what == TENSOR:
             return self.tensor(node, path)
         if what in (LIST, TUPLE):
-            made = [self.tree(one, f"{path}[{index}]", level + 1) for index, one in enumerate(node[1:])]
+            made = [
+                one if type(one) in SCALARS else self.tree(one, (path, index), level + 1)
+                for index, one in enumerate(node[1:])
+            ]
             return made if what == LIST else tuple(made)
         if what != DICT or len(node) % 2 == 0:
-            raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {path}")
+            raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {_at(path)}")
         keyed = {}
         for key, one in zip(node[1::2], node[2::2], strict=True):
             if type(key) not in (str, int) or key in keyed:
-                raise DecodeError(f"expected another key of str or int, got {key!r:.80} at {path}")
-            keyed[key] = self.tree(one, f"{path}[{key!r}]", level + 1)
+                raise DecodeError(f"expected another key of str or int, got {key!r:.80} at {_at(path)}")
+            keyed[key] = one if type(one) in SCALARS else self.tree(one, (path, key), level + 1)
         return keyed
 
-    def tensor(self, node: list[Any], path: str) -> Any:
+    def tensor(self, node: list[Any], path: Path) -> Any:
         _, code, offset, *shape = [*node, None, None][: max(3, len(node))]
         kind = KIND_OF_CODE.get(code) if type(code) is int else None
         if kind is None or type(offset) is not int:
-            raise DecodeError(f"expected a tensor, got {node!r:.80} at {path}")
+            raise DecodeError(f"expected a tensor, got {node!r:.80} at {_at(path)}")
         try:
             nbytes = nbytes_of(kind, tuple(shape))
         except ValueError as error:
-            raise DecodeError(f"{error} at {path}") from None
+            raise DecodeError(f"{error} at {_at(path)}") from None
         if offset < 0 or offset % ALIGN or offset + nbytes > self.nbytes:
             if nbytes:
-                raise DecodeError(f"expected a tensor within {self.nbytes} bytes, got {node!r:.80} at {path}")
+                raise DecodeError(f"expected a tensor within {self.nbytes} bytes, got {node!r:.80} at {_at(path)}")
             offset = 0
         return self.make(self.buffer, kind, tuple(shape), self.offset + offset, self.as_)
