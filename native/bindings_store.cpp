@@ -52,35 +52,44 @@ nb::tuple begin(Keeper& keeper, nb::bytes bytes, u64 nbytes, nb::handle timeout)
     Waits waits{};
     std::atomic<bool> never{false};
     if (nbytes > MAX_NBYTES) nbytes = MAX_NBYTES;
-    for (;;) {
-        Extent extent;
-        u32 seen = 0, returns = store.pool().returns();
-        Store::Begun begun = Store::Begun::wait;
-        bool is_full = false;
+    Extent extent;
+    u32 seen = 0, returns = 0;
+    Store::Begun begun = Store::Begun::wait;
+    bool is_full = false;
+    auto attempt = [&] {
+        returns = store.pool().returns();
+        is_full = false;
         try {
             begun = store.begin(key, nbytes, extent, seen);
         } catch (const Error& error) {
             if (error.fault != Fault::memory_exhausted || now_ns() >= deadline || nbytes > store.pool().nbytes()) throw;
             is_full = true;
         }
-        if (begun == Store::Begun::hit) return nb::make_tuple(false, make_lease(keeper.by, extent, false));
-        if (begun == Store::Begun::fill) {
-            nb::object lease = make_lease(keeper.by, extent, true);
-            nb::inst_ptr<Lease>(lease)->is_filling = true;
-            return nb::make_tuple(true, lease);
-        }
+        return is_full || begun == Store::Begun::wait;
+    };
+    bool must_wait = attempt();
+    while (must_wait) {
         if (now_ns() >= deadline)
             throw Error(Fault::timeout, format("what '%s' keeps under this key is being written by %s for %s",
                                                keeper.by->segment().name().c_str(), keeper.writer(key).c_str(),
                                                in_seconds(now_ns() - started).c_str()));
         Woken woken;
         {
+            // Woken whenever anything is written or comes back: only for what was waited for is the interpreter asked.
             nb::gil_scoped_release released;
-            woken = is_full ? store.pool().wait_for_return(returns, deadline, spinner, waits, never)
-                            : store.wait_for_fill(seen, deadline, spinner, waits);
+            do {
+                woken = is_full ? store.pool().wait_for_return(returns, deadline, spinner, waits, never)
+                                : store.wait_for_fill(seen, deadline, spinner, waits);
+                must_wait = attempt();
+            } while (must_wait && woken == Woken::ready && now_ns() < deadline);
         }
-        if (woken == Woken::interrupted) check_signals();
+        // What was begun must not be lost on the way: with it, a signal is seen after the return.
+        if (woken == Woken::interrupted && must_wait) check_signals();
     }
+    bool is_new = begun == Store::Begun::fill;
+    nb::object lease = make_lease(keeper.by, extent, is_new);
+    nb::inst_ptr<Lease>(lease)->is_filling = is_new;
+    return nb::make_tuple(is_new, lease);
 }
 
 // After it nobody can write what others read: what could is refused, and the lease is for reading from now on.

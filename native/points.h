@@ -28,7 +28,7 @@ inline constexpr const char* NAMES[] = {
     "release.last", "send.begun",       "send.spilled",   "send.pending",   "send.written",     "send.committed",
     "send.rung",    "receive.found",    "receive.opened", "receive.copied", "receive.released", "wait.parked",
     "wait.woken",   "ready.set",        "close.begun",    "store.locked",   "store.taken",      "store.keyed",
-    "store.filled", "store.committed",  "store.opened",   "store.unlinked", "store.half",
+    "store.filled", "store.committed",  "store.opened",   "store.unlinked", "store.half",       "store.chosen",
 };
 
 inline void hit(const char* name) {

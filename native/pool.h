@@ -122,6 +122,16 @@ class Pool {
         return true;
     }
 
+    // What is taken, in the order of its offsets: live, or returned and not swept yet.
+    std::vector<Entry> taken() {
+        if (by_.lock(head_.lock, now_ns() + LOCK_NS)) rebuild();
+        PENSTOCK_POINT("pool.locked");
+        Unlock unlock{by_, head_.lock};
+        u32 count = std::min(head_.entry_count.load(std::memory_order_relaxed), g_.shape.max_blocks);
+        std::vector<Entry> found(entries_, entries_ + count);
+        std::erase_if(found, [&](const Entry& entry) { return entry.block >= g_.shape.max_blocks; });
+        return found;
+    }
     // Sleeps until some block has come back since `seen` was read from returns().
     Woken wait_for_return(u32 seen, u64 deadline, Spinner& spinner, Waits& waits, const std::atomic<bool>& is_closing) {
         return wait<false>(head_.memory, 1ull << (by_.slot() % 64), deadline, spinner, waits, nullptr, [&] {

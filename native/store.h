@@ -140,10 +140,12 @@ class Store {
         u64 removed = 0;
         {
             Locked guard(*this);
-            for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
-                if (kept(index) == Kept::none || (key != nullptr && !is_key(index, *key))) continue;
-                let_go(index);
-                ++removed;
+            if (key != nullptr) {
+                u32 index = find(*key);
+                if (index != NONE) let_go(index), ++removed;
+            } else {
+                for (u32 index = 0; index < g_.shape.max_blocks; ++index)
+                    if (kept(index) != Kept::none) let_go(index), ++removed;
             }
         }
         announce_fill();
@@ -324,9 +326,10 @@ class Store {
     // Makes room for so many bytes in one piece, by giving up those neighbours that nobody holds and that are together
     // worth least. Worth falls with the time unused and grows with the size: a small one goes for a small need, and a
     // large one that was not used for long goes before small ones that were. False: there is no such piece.
+    // Looking at all of them takes as long as there are many, so nobody is kept out meanwhile: what was chosen is
+    // looked at again under the lock, and what has become something else since then stays.
     bool evict(u64 nbytes) {
         u64 need = round_up(std::max<u64>(nbytes, 1), LINE);
-        Locked guard(*this);
         std::vector<Item> items = by_offset();
         auto room = [&](size_t first, size_t end) {  // were [first, end) gone
             u64 low = first == 0 ? 0 : items[first - 1].end,
@@ -360,7 +363,11 @@ class Store {
                 if (room(first, at + 1) >= need) consider(first, at + 1, worth);
             }
         }
+        if (best_first == best_end) return false;
+        PENSTOCK_POINT("store.chosen");
+        Locked guard(*this);
         for (size_t i = best_first; i < best_end; ++i) {
+            if (!may_go(items[i].index, items[i].generation)) continue;
             unlink(items[i].index);
             PENSTOCK_POINT("store.unlinked");
             if (!pool_.keep_no_longer(items[i].index, true)) {  // somebody has opened it by its reference
@@ -370,27 +377,30 @@ class Store {
             count(head_.evictions);
             head_.evicted_nbytes.fetch_add(items[i].end - items[i].offset, std::memory_order_relaxed);
         }
-        return best_first != best_end;
+        return true;
+    }
+    bool may_go(u32 index, u32 generation) const {
+        return is_live(index) && pool_.block(index).generation.load(std::memory_order_relaxed) == generation &&
+               (kept(index) == Kept::ready || is_given_up(index)) && pool_.is_unheld(index);
     }
     __extension__ typedef unsigned __int128 Worth;  // exact, so that small ones are not lost in sums with large ones
     struct Item {
         u64 offset, end;
         Worth worth;
-        u32 index;
+        u32 index, generation;
         bool may_go;
     };
-    std::vector<Item> by_offset() const {
+    std::vector<Item> by_offset() {
         std::vector<Item> items;
         u64 now = now_ns();
-        for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
-            if (!is_live(index)) continue;
-            Block& b = pool_.block(index);
-            u64 offset = b.offset.load(std::memory_order_relaxed), extent = b.extent.load(std::memory_order_relaxed);
+        for (const Entry& entry : pool_.taken()) {
+            Block& b = pool_.block(entry.block);
+            u32 generation = b.generation.load(std::memory_order_relaxed);
+            if (!is_live(entry.block)) continue;
             u64 idle_ns = now - std::min(now, b.used_ns.load(std::memory_order_relaxed));
-            bool may_go = (kept(index) == Kept::ready || is_given_up(index)) && pool_.is_unheld(index);
-            items.push_back({offset, offset + extent, (Worth{extent} << 64) / (idle_ns + 1), index, may_go});
+            items.push_back({entry.offset, entry.offset + entry.extent, (Worth{entry.extent} << 64) / (idle_ns + 1),
+                             entry.block, generation, may_go(entry.block, generation)});
         }
-        std::sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.offset < b.offset; });
         return items;
     }
     void announce_fill() {

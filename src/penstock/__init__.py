@@ -39,8 +39,10 @@ from penstock.errors import (
 from penstock.memory import Holder, Peer, Pool, PoolStats, Ref, Segment, Ticket
 from penstock.memory.segment import attach_segment as _attach_segment
 from penstock.tensor import (
+    Empty,
     Incoming,
     Item,
+    Making,
     Outgoing,
     Scope,
     Store,
@@ -87,6 +89,7 @@ __all__ = [
     "ClosedError",
     "CorruptRecord",
     "DecodeError",
+    "Empty",
     "EndOfChannel",
     "Holder",
     "Inbox",
@@ -95,6 +98,7 @@ __all__ = [
     "Item",
     "LayoutMismatch",
     "Lease",
+    "Making",
     "MemoryExhausted",
     "MessageChannel",
     "MessageReceiver",

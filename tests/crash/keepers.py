@@ -20,6 +20,7 @@ POINTS = {
     "store.filled",
     "store.committed",
     "store.opened",
+    "store.chosen",
     "store.unlinked",
     "store.half",
 }

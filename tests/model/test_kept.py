@@ -318,32 +318,47 @@ class Peer:
         yield from self.keep_no_longer(b, False)
 
     def evict(self) -> Step:
-        """Any one that nobody holds. Whether there is one, or there is room by now."""
-        yield from self.lock_store()
+        """Any one that nobody holds. Whether there was one, or there is room by now. Chosen without a lock."""
+        chosen = None
         for b in range(self.blocks):
+            generation = yield load(("generation", b))
             state = yield load(("state", b), ACQUIRE)
             if state != LIVE:
-                yield from self.unlock("store lock")
                 return True
             del state
-            kept = yield load(("kept", b), ACQUIRE)
-            may_go = kept == READY
-            if kept == FILLING:
-                may_go = yield from self.is_given_up(b)
-            del kept
+            may_go = yield from self.may_go(b)
             if may_go:
-                may_go = yield from self.is_unheld(b)
-            if may_go:
-                yield from self.unlink(b)
-                has_gone = yield from self.keep_no_longer(b, True)
-                if not has_gone and self.mutation != "not linked again":
-                    yield from self.link(b)
-                del has_gone
-                yield from self.unlock("store lock")
-                return True
-            del may_go
+                chosen = b, generation
+                break
+            del may_go, generation
+        if chosen is None:
+            return False
+        b, generation = chosen
+        del chosen
+        yield from self.lock_store()
+        found = yield load(("generation", b))
+        may_go = found == generation
+        del found, generation
+        if may_go:
+            may_go = yield from self.may_go(b)
+        if may_go or self.mutation == "chosen for good":
+            yield from self.unlink(b)
+            has_gone = yield from self.keep_no_longer(b, True)
+            if not has_gone and self.mutation != "not linked again":
+                yield from self.link(b)
+            del has_gone
         yield from self.unlock("store lock")
-        return False
+        return True
+
+    def may_go(self, b: int) -> Step:
+        kept = yield load(("kept", b), ACQUIRE)
+        may_go = kept == READY
+        if kept == FILLING:
+            may_go = yield from self.is_given_up(b)
+        del kept
+        if may_go:
+            may_go = yield from self.is_unheld(b)
+        return may_go
 
     def announce_fill(self) -> Step:
         yield fetch_add("fills", 1, RELEASE)
@@ -599,3 +614,35 @@ def test_what_is_opened_by_its_reference_while_it_is_evicted_stays_or_is_stale(m
 
 def test_what_was_opened_while_it_was_evicted_must_be_linked_again() -> None:
     by_reference("not linked again").fails("kept, and not found")
+
+
+# ── chosen by two ────────────────────────────────────────────────────────────────────────────────────────────────────
+def two_evict(mutation: str = "") -> Scene:
+    """Both want room, and there is one value that may go for it."""
+    names, peers = ["one", "two"], 2
+
+    def evicts(slot: int) -> Step:
+        me = Peer(slot, peers, 1, mutation)
+        how, what = yield from me.begin(names[slot])
+        if how == "fill":
+            yield store(("bytes", what), names[slot])
+            yield from me.commit(what)
+            yield from me.release(what)
+        return how
+
+    return Scene(
+        put_there(segment(*names, blocks=1), 0, "old"),
+        [Process(name, partial(evicts, slot)) for slot, name in enumerate(names)],
+        at_end=nothing_is_lost(1),
+        invariant=each_key_once(1),
+        must_end=True,
+    )
+
+
+@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+def test_what_two_have_chosen_goes_once(model: str) -> None:
+    two_evict().holds(200, model)
+
+
+def test_what_was_chosen_must_be_looked_at_again_under_the_lock() -> None:
+    two_evict("chosen for good").fails("kept")

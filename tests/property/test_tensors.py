@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -57,7 +57,6 @@ def test_what_comes_out_is_what_a_copy_would_be(view: NDArray[Any], inline_nbyte
         assert same(seen, view)
         assert same(own, view)
         if as_torch:
-            torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[torch]'")
             of_torch = torch.from_numpy(view.astype(view.dtype.newbyteorder("=")))
             back = tensors.view(tensors.put(of_torch, [pool.peer]), "torch")
             assert back.shape == of_torch.shape

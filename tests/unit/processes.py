@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 PROMISED = 0.1  # seconds: what the package promises about deaths, closing and interrupts
@@ -65,6 +66,13 @@ class Program:
         at = time.monotonic()
         os.kill(self.pid, number)
         return at
+
+    def state(self) -> str:
+        """As the kernel has it: R runs, S sleeps, T is stopped."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def is_stopped(self) -> bool:
+        return self.state() == "T"
 
     def end(self) -> int:
         """Lets it end by itself, and returns its exit status."""

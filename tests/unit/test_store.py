@@ -111,6 +111,40 @@ def test_room_is_made_of_what_nobody_holds_the_longest_unused_first() -> None:
         assert store.stats_of_keys().evictions == 3
 
 
+@pytest.mark.parametrize("meanwhile", ["held", "put again", "nothing"])
+def test_what_was_chosen_to_go_stays_if_it_is_wanted_by_then(meanwhile: str) -> None:
+    source = """
+        import numpy as np
+        from penstock import _native, MemoryExhausted
+        from penstock.tensor import Store
+        store = Store.attach(sys.argv[1])
+        store.join()
+        _native.arm_point("store.chosen", "stop", 1)
+        try:
+            store.put(bytes(32), {"pixels": np.zeros(150_000, np.int32)}, timeout=0)
+            say("put")
+        except MemoryExhausted:
+            say("full")
+    """
+    with Store.create(MB) as store:
+        store.put(key(1), tree(1, 600_000)).release()
+        with program(source, store.ticket) as other:
+            eventually(other.is_stopped, 20)
+            held = store.get(key(1)) if meanwhile == "held" else None
+            if meanwhile == "put again":  # in the same block, perhaps, and another value in any case
+                store.remove(key(1))
+                held = store.put(key(1), tree(2, 600_000))
+            os.kill(other.pid, signal.SIGCONT)
+            assert other.hear() == ("put" if held is None else "full")
+        if held is None:
+            with pytest.raises(Missing):
+                store.get(key(1))
+        else:
+            assert holds(store.get(key(1)).value(), 2 if meanwhile == "put again" else 1)
+        stats = store.stats_of_keys()
+        assert len(stats.items) == 1 and stats.evictions == (held is None)
+
+
 def test_a_full_store_says_who_holds_what_is_in_the_way() -> None:
     with Store.create(MB, peer_name="holder") as store:
         held = [store.put(key(number), tree(number, 300_000)) for number in range(3)]
@@ -361,6 +395,36 @@ def test_somebody_else_writes_when_the_writer_dies_half_way() -> None:
         assert store.stats_of_keys().abandoned == 1
 
 
+@pytest.mark.parametrize("awaited", ["a writer", "room"])
+def test_who_waits_in_a_put_is_interrupted_and_has_begun_nothing(awaited: str) -> None:
+    source = """
+        import numpy as np
+        from penstock.tensor import Store
+        store = Store.attach(sys.argv[1])
+        store.join()
+        try:
+            say("waiting")
+            store.put(bytes(32), {"pixels": np.ones(225_000, np.int32)}, timeout=None)
+        except KeyboardInterrupt:
+            say("interrupted")
+        hear()
+    """
+    with Store.create(MB) as store:
+        in_the_way: Any = (
+            store._store.begin(bytes(32), 1000, 0) if awaited == "a writer" else store.put(key(1), tree(1, 900_000))
+        )
+        with program(source, store.ticket) as other:
+            assert other.hear() == "waiting"
+            for _ in range(3):  # others come and go meanwhile, and none of that ends the wait
+                store.put(key(2), tree(2)).release()
+                store.remove(key(2))
+            eventually(lambda: other.state() == "S", 20)
+            other.kill(signal.SIGINT)
+            assert other.hear() == "interrupted"
+            del in_the_way
+            assert holds(store.put(bytes(32), tree(3), timeout=0).value(), 3)
+
+
 def test_a_child_of_fork_has_a_place_and_pins_of_its_own() -> None:
     with Store.create(MB) as store:
         store.put(key(1), tree(1)).release()
@@ -406,3 +470,17 @@ def test_threads_put_and_get_at_three_times_the_room(seed: int) -> None:
         assert stats.evictions > 20 and stats.hits > 100
         keys = [item.key for item in stats.items]
         assert len(set(keys)) == len(keys)
+
+
+def test_the_first_put_and_get_of_a_process_import_nothing_more() -> None:
+    source = """
+        import numpy as np
+        from penstock.tensor import Store
+        store = Store.attach(sys.argv[1])
+        before = set(sys.modules)
+        with store.put(bytes(32), {"pixels": np.ones((3, 4)), "grid": [1, 2]}, timeout=20) as stored:
+            assert stored.value()["pixels"].sum() == 12
+        say(*sorted(set(sys.modules) - before))
+    """
+    with Store.create(MB) as store, program(source, store.ticket) as other:
+        assert other.hear() == ""

@@ -59,6 +59,8 @@ def shapes() -> dict[str, NDArray[Any]]:
         "of no dimension": np.array(7.5),
         "empty": np.empty((3, 0, 2), np.float32),
         "transposed": whole.transpose(2, 0, 1),
+        "planes as pixels": np.arange(3 * 5 * 7, dtype=np.int16).reshape(3, 5, 7).transpose(1, 2, 0),
+        "planes as pixels, reversed": np.arange(4 * 5 * 7, dtype=">i4").reshape(4, 5, 7)[::-1, ::-1].transpose(1, 2, 0),
         "in Fortran's order": np.asfortranarray(whole),
         "strided": whole[::2, 1:4, ::3],
         "reversed": whole[::-1, :, ::-1],
@@ -581,6 +583,16 @@ def test_a_reference_that_contradicts_itself_is_refused_where_it_is_made_and_whe
         with pytest.raises(DecodeError, match=words) as told:
             receiver.receive(timeout=SECONDS)
         assert "$.more[0]" in str(told.value)
+
+
+def test_bytes_that_are_neither_false_nor_true_are_refused_inline_and_true_where_they_lie() -> None:
+    pool, tensors = new_pool()
+    given = np.array([0, 1, 2, 255], np.uint8).view(np.bool_)
+    seen = tensors.view(tensors.put(given, [pool.peer]))
+    assert seen.view(np.uint8).tolist() == [0, 1, 2, 255]
+    assert np.flatnonzero(seen).tolist() == [1, 2, 3] and np.arange(4)[seen].tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="other bytes as bool"):
+        Tensors(None).put(given, [])
 
 
 def test_references_with_bytes_changed_at_random_are_views_within_the_pool_or_errors(seed: int) -> None:

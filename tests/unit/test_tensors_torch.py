@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import penstock
 from penstock import Pool
@@ -14,7 +15,6 @@ from penstock.tensor import TensorRef, Tensors, UnsupportedTensor, plan, read
 from penstock.tensor.kinds import KINDS, kind_of
 from tests.unit.processes import DYING, program
 
-torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[torch]'")
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 

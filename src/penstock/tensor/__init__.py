@@ -8,15 +8,18 @@ from penstock.tensor.bridge import Tensors, TensorStats
 from penstock.tensor.item import Item
 from penstock.tensor.kinds import UnsupportedTensor
 from penstock.tensor.ref import TensorRef
-from penstock.tensor.store import Kept, Store, Stored, StoreStats, key_of
+from penstock.tensor.store import Kept, Store, StoreStats, key_of
+from penstock.tensor.stored import Making, Stored
 from penstock.tensor.transport import Incoming, IncomingStats, Outgoing, OutgoingStats, Scope
-from penstock.tensor.tree import Plan, plan, read
+from penstock.tensor.tree import Empty, Plan, plan, read
 
 __all__ = [
+    "Empty",
     "Incoming",
     "IncomingStats",
     "Item",
     "Kept",
+    "Making",
     "Outgoing",
     "OutgoingStats",
     "Plan",

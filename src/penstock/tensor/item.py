@@ -14,7 +14,8 @@ from penstock.codec.part import Part
 from penstock.memory import Ref
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import MAX_NBYTES
-from penstock.tensor.store import HEAD, KEY_NBYTES
+from penstock.tensor.store import KEY_NBYTES
+from penstock.tensor.stored import HEAD
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):

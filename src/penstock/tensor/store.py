@@ -1,12 +1,10 @@
 """One store that many processes share: trees of tensors under a key of their content, put once and read by everybody.
 
-A value lies in one block: its layout, then its tensors. Leaves to the native core who writes a key, who waits for it,
-what is evicted, and what a death gives back.
+Leaves to the native core who writes a key, who waits for it, what is evicted, and what a death gives back.
 """
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -16,16 +14,15 @@ import msgspec
 import numpy as np
 
 from penstock import _native
-from penstock.errors import ClosedError, DecodeError, LayoutMismatch, MemoryExhausted, Missing
+from penstock.errors import LayoutMismatch, MemoryExhausted, Missing
 from penstock.memory import Pool, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import attach_segment, fitting, placement, short, within
 from penstock.tensor.source import source
-from penstock.tensor.tree import Plan, plan, read
-from penstock.tensor.views import As
+from penstock.tensor.stored import Making, Stored, block_nbytes, write_value
+from penstock.tensor.tree import Plan, plan
 
 KEY_NBYTES = 32
-HEAD = struct.Struct("<II")  # nbytes of the layout, 0
 LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room
 PUT_TIMEOUT = 5.0  # seconds: for another process to write the same key, or for room that is held
 
@@ -59,50 +56,6 @@ def key_of(*contents: Any, salt: bytes = b"") -> bytes:
         hashing.update(content)
     digest: bytes = hashing.digest()
     return digest
-
-
-class Stored:
-    """A value of the store, held: it is not evicted while this, or an array of it, lives."""
-
-    __slots__ = ("_lease", "ref")
-
-    def __init__(self, lease: _native.Lease) -> None:
-        self._lease: _native.Lease | None = lease
-        self.ref = Ref(*lease.ref_numbers())  # plain data, for any message: `Store.open_stored` over there
-
-    @property
-    def nbytes(self) -> int:
-        """Of the block, its layout included."""
-        return self.ref.nbytes
-
-    def value(self, as_: As = "numpy", *, writable: bool = False) -> Any:
-        """The tree, its tensors read-only views of shared memory, which hold it; copies if `writable`."""
-        if self._lease is None:
-            raise ClosedError("the value has been released")
-        seen = memoryview(self._lease)
-        if len(seen) < HEAD.size:
-            raise DecodeError(f"expected a value, got a block of {len(seen)} bytes")
-        layout_nbytes, zero = HEAD.unpack_from(seen)
-        at = _tensors_at(layout_nbytes)
-        if zero or at > len(seen):
-            raise DecodeError(f"expected a value, got a layout of {layout_nbytes} bytes in a block of {len(seen)}")
-        return read(seen[HEAD.size : HEAD.size + layout_nbytes], self._lease, at, as_=as_, writable=writable)
-
-    def hold(self) -> Stored:
-        """The same value, held once more: each hold is released by itself."""
-        if self._lease is None:
-            raise ClosedError("the value has been released")
-        return Stored(self._lease)
-
-    def release(self) -> None:
-        """Holds it no longer; arrays that were taken from it still do, each until it is gone."""
-        self._lease = None
-
-    def __enter__(self) -> Stored:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -199,23 +152,28 @@ class Store(Pool):
         Timeout when somebody writes the same key for longer; UnsupportedTensor for what cannot be kept.
         """
         planned = value if isinstance(value, Plan) else plan(value, detach=detach)
+        with self._making(key, planned, timeout) as making:
+            return making.commit()
+
+    def make(self, key: bytes, value: Any, *, timeout: float | None = PUT_TIMEOUT, detach: bool = False) -> Making:
+        """A place under a key for a tree some of whose tensors are still `Empty`, to be filled where it will lie.
+
+        Without a copy, but for the arrays and small values that are given now. One makes, as with put(): unless the key
+        is there, or somebody is making it. Waits and raises as put() does. Others wait while it is being made, so what
+        takes long should be done before.
+        """
+        return self._making(key, plan(value, detach=detach, is_filled_later=True), timeout)
+
+    def _making(self, key: bytes, planned: Plan, timeout: float | None) -> Making:
         is_new, lease = self._store.begin(_checked(key), block_nbytes(planned), timeout)
-        if not is_new:
-            return Stored(lease)
-        try:
-            _write(lease, planned)
-            self._store.commit(lease)
-        except BaseException:
-            self._store.abandon(lease)
-            raise
-        return Stored(lease)
+        return Making(self._store, lease, planned, is_new)
 
     def lend(self, value: Any, *, timeout: float | None = 0, detach: bool = False) -> Stored:
-        """The same without a key: copies once, and holds it. Whoever is told its `ref` can open it as long as somebody
-        holds it; with its last lease it is gone. Raises MemoryExhausted, as `take`."""
+        """The same as put() without a key: copies once, and holds it. Whoever is told its `ref` can open it as long as
+        somebody holds it; with its last lease it is gone. Raises MemoryExhausted, as `take`."""
         planned = value if isinstance(value, Plan) else plan(value, detach=detach)
         with self.take(block_nbytes(planned), timeout) as lease:
-            _write(lease, planned)
+            write_value(lease, planned)
             return self.open_stored(Ref(*lease.ref_numbers()))  # for reading: nobody changes what others read
 
     def get(self, key: bytes) -> Stored:
@@ -283,23 +241,6 @@ class Store(Pool):
     def close(self) -> None:
         self._pins, self._pinned, self._kept = {}, Counter(), None
         super().close()
-
-
-def block_nbytes(planned: Plan) -> int:
-    """Of the block that a value of this plan lies in."""
-    return _tensors_at(len(planned.layout)) + planned.nbytes
-
-
-def _write(lease: _native.Lease, planned: Plan) -> None:
-    layout = planned.layout
-    with memoryview(lease) as room:
-        HEAD.pack_into(room, 0, len(layout), 0)
-        room[HEAD.size : HEAD.size + len(layout)] = layout
-        planned.write(room, _tensors_at(len(layout)))
-
-
-def _tensors_at(layout_nbytes: int) -> int:
-    return -(-(HEAD.size + layout_nbytes) // BLOCK_ALIGN) * BLOCK_ALIGN
 
 
 def _checked(key: bytes) -> bytes:

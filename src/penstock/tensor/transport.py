@@ -32,7 +32,8 @@ from penstock.codec.part import Part
 from penstock.errors import ClosedError, MemoryExhausted, Missing, StaleRef, Timeout
 from penstock.tensor.bridge import INLINE_NBYTES
 from penstock.tensor.item import Item
-from penstock.tensor.store import Store, Stored, block_nbytes
+from penstock.tensor.store import Store
+from penstock.tensor.stored import Stored, block_nbytes
 from penstock.tensor.tree import Plan, plan, read
 from penstock.tensor.views import As
 

@@ -3,6 +3,7 @@
     with a plan:   plan(value) ──► layout (bytes to be kept or sent) and nbytes (of memory to be found)
                    plan.write(buffer)        copies every tensor once, each to a multiple of 64
     without one:   read(layout, buffer) ──► the same tree, its tensors views of the buffer
+                   read_to_fill(layout, buffer)  the same, to be written in place
 
 The layout is msgpack: None, bool, int, float, str and bytes are themselves; all else is an array that begins with what
 it is:   [0, code, offset, size, …]   a tensor        [1, node, …]            a list
@@ -13,16 +14,17 @@ Nothing in it can be executed, and nothing in it is believed. Leaves to the stor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from penstock.errors import DecodeError
-from penstock.tensor.kinds import KIND_OF_CODE, UnsupportedTensor
+from penstock.tensor.kinds import KIND_OF_CODE, UnsupportedTensor, kind_of
 from penstock.tensor.ref import nbytes_of
 from penstock.tensor.source import Source, source
-from penstock.tensor.views import As, copied, view
+from penstock.tensor.views import As, copied, view, writable_as
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -31,6 +33,22 @@ TENSOR, LIST, TUPLE, DICT = range(4)
 ALIGN = 64  # of every tensor, from the start of the buffer
 MOST_LEVELS = 32
 SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+class Empty:
+    """A tensor that nobody has yet: a plan finds a place for it, and whoever has the place fills it.
+
+    shape: its sizes, or the only one. dtype: of torch, of NumPy, or its name.
+    """
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, shape: Iterable[int] | int, dtype: Any) -> None:
+        self.shape = tuple(map(operator.index, shape)) if isinstance(shape, Iterable) else (operator.index(shape),)
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"Empty({self.shape}, {self.dtype!r})"
 
 
 class Plan(NamedTuple):
@@ -46,10 +64,13 @@ class Plan(NamedTuple):
             one.write(buffer, offset + at)
 
 
-def plan(tree: Any, *, detach: bool = False) -> Plan:
-    """Raises UnsupportedTensor, with the path, for what cannot be sent; copies nothing."""
-    planned = _Planned(detach)
-    node = planned.node(tree, "$", 0)
+def plan(tree: Any, *, detach: bool = False, is_filled_later: bool = False) -> Plan:
+    """Raises UnsupportedTensor, with the path, for what cannot be sent; copies nothing.
+
+    is_filled_later: some of its tensors may be `Empty`, which write() leaves to read_to_fill().
+    """
+    planned = _Planned(detach, is_filled_later)
+    node = planned.node(tree, None, 0)
     return Plan(planned.end, msgspec.msgpack.encode(node), tuple(planned.sources))
 
 
@@ -58,93 +79,129 @@ def read(layout: Buffer, buffer: Buffer, offset: int = 0, *, as_: As = "numpy", 
 
     Raises DecodeError, with the path, where the layout is none, or reaches outside of the buffer.
     """
+    return _Read(buffer, offset, as_, copied if writable else view).tree(_decoded(layout), None, 0)
+
+
+def read_to_fill(layout: Buffer, buffer: Buffer, offset: int = 0, *, as_: As = "numpy") -> Any:
+    """The same, its tensors the buffer itself: what is written to them is there for whoever reads it."""
+    return _Read(buffer, offset, as_, writable_as).tree(_decoded(layout), None, 0)
+
+
+def _decoded(layout: Buffer) -> Any:
     try:
-        node = msgspec.msgpack.decode(layout)
+        return msgspec.msgpack.decode(layout)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DecodeError(f"expected the layout of a tree: {error}") from None
-    return _Read(buffer, offset, as_, writable).tree(node, "$", 0)
+
+
+Path = tuple[Any, Any] | None  # from the leaf up: the path of what it lies in, and its key there; None: the whole
+
+
+def _at(path: Path) -> str:
+    """A path in words, $['pixels'][0], which only errors need."""
+    keys = []
+    while path is not None:
+        path, key = path
+        keys.append(f"[{key!r}]")
+    return "$" + "".join(reversed(keys))
 
 
 class _Planned:
-    def __init__(self, detach: bool) -> None:
+    def __init__(self, detach: bool, is_filled_later: bool) -> None:
         self.detach = detach
+        self.is_filled_later = is_filled_later
         self.end = 0
         self.sources: list[tuple[int, Source]] = []
 
-    def node(self, value: Any, path: str, level: int) -> Any:
+    def node(self, value: Any, path: Path, level: int) -> Any:
         if type(value) in SCALARS:
             if type(value) is int and not -(1 << 63) <= value < 1 << 64:
-                raise UnsupportedTensor(f"{value:.3g} has more than 64 bits at {path}")
+                raise UnsupportedTensor(f"{value:.3g} has more than 64 bits at {_at(path)}")
             return value
         if level == MOST_LEVELS:
-            raise UnsupportedTensor(f"expected at most {MOST_LEVELS} levels (does it contain itself?) at {path:.80}")
-        if isinstance(value, Mapping):
+            raise UnsupportedTensor(
+                f"expected at most {MOST_LEVELS} levels (does it contain itself?) at {_at(path):.80}"
+            )
+        if type(value) is dict or isinstance(value, Mapping):
             node: list[Any] = [DICT]
             for key, one in value.items():
                 if type(key) not in (str, int):
-                    raise UnsupportedTensor(f"expected keys of str or int, got {type(key).__name__} at {path}")
-                node += (key, self.node(one, f"{path}[{key!r}]", level + 1))
+                    raise UnsupportedTensor(f"expected keys of str or int, got {type(key).__name__} at {_at(path)}")
+                node += (key, self.node(one, (path, key), level + 1))
             return node
         if isinstance(value, (list, tuple)):
             if hasattr(value, "_fields"):
-                raise UnsupportedTensor(f"a {type(value).__name__} would come back as a tuple at {path}: send a dict")
+                raise UnsupportedTensor(
+                    f"a {type(value).__name__} would come back as a tuple at {_at(path)}: send a dict"
+                )
             return [
                 LIST if isinstance(value, list) else TUPLE,
-                *(self.node(one, f"{path}[{index}]", level + 1) for index, one in enumerate(value)),
+                *(self.node(one, (path, index), level + 1) for index, one in enumerate(value)),
             ]
         return self.tensor(value, path)
 
-    def tensor(self, value: Any, path: str) -> Any:
+    def tensor(self, value: Any, path: Path) -> Any:
+        found = None
         try:
-            found = source(value, detach=self.detach)
+            if type(value) is Empty:
+                if not self.is_filled_later:
+                    raise UnsupportedTensor(f"an {value!r} has no numbers yet: make() the value in the store")
+                kind, shape = kind_of(value.dtype), value.shape
+                nbytes = nbytes_of(kind, shape)
+            else:
+                found = source(value, detach=self.detach)
+                kind, shape, nbytes, _ = found
         except (TypeError, ValueError) as error:
-            raise UnsupportedTensor(f"{error} at {path}") from None
-        at = self.end + (-self.end & (ALIGN - 1)) if found.nbytes else self.end
-        self.end = at + found.nbytes
-        if found.nbytes:
+            raise UnsupportedTensor(f"{error} at {_at(path)}") from None
+        at = self.end + (-self.end & (ALIGN - 1)) if nbytes else self.end
+        self.end = at + nbytes
+        if found is not None and nbytes:
             self.sources.append((at, found))
-        return [TENSOR, found.kind.code, at, *found.shape]
+        return [TENSOR, kind.code, at, *shape]
 
 
 class _Read:
-    def __init__(self, buffer: Buffer, offset: int, as_: As, writable: bool) -> None:
+    def __init__(self, buffer: Buffer, offset: int, as_: As, make: Callable[..., Any]) -> None:
         self.buffer = buffer
         self.offset = offset
         self.nbytes = memoryview(buffer).nbytes - offset
         self.as_: As = as_
-        self.make = copied if writable else view
+        self.make = make
 
-    def tree(self, node: Any, path: str, level: int) -> Any:
+    def tree(self, node: Any, path: Path, level: int) -> Any:
         if type(node) in SCALARS:
             return node
         if type(node) is not list or not node or type(node[0]) is not int or level > MOST_LEVELS:
-            raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {path:.80}")
+            raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {_at(path):.80}")
         what = node[0]
         if what == TENSOR:
             return self.tensor(node, path)
         if what in (LIST, TUPLE):
-            made = [self.tree(one, f"{path}[{index}]", level + 1) for index, one in enumerate(node[1:])]
+            made = [
+                one if type(one) in SCALARS else self.tree(one, (path, index), level + 1)
+                for index, one in enumerate(node[1:])
+            ]
             return made if what == LIST else tuple(made)
         if what != DICT or len(node) % 2 == 0:
-            raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {path}")
+            raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {_at(path)}")
         keyed = {}
         for key, one in zip(node[1::2], node[2::2], strict=True):
             if type(key) not in (str, int) or key in keyed:
-                raise DecodeError(f"expected another key of str or int, got {key!r:.80} at {path}")
-            keyed[key] = self.tree(one, f"{path}[{key!r}]", level + 1)
+                raise DecodeError(f"expected another key of str or int, got {key!r:.80} at {_at(path)}")
+            keyed[key] = one if type(one) in SCALARS else self.tree(one, (path, key), level + 1)
         return keyed
 
-    def tensor(self, node: list[Any], path: str) -> Any:
+    def tensor(self, node: list[Any], path: Path) -> Any:
         _, code, offset, *shape = [*node, None, None][: max(3, len(node))]
         kind = KIND_OF_CODE.get(code) if type(code) is int else None
         if kind is None or type(offset) is not int:
-            raise DecodeError(f"expected a tensor, got {node!r:.80} at {path}")
+            raise DecodeError(f"expected a tensor, got {node!r:.80} at {_at(path)}")
         try:
             nbytes = nbytes_of(kind, tuple(shape))
         except ValueError as error:
-            raise DecodeError(f"{error} at {path}") from None
+            raise DecodeError(f"{error} at {_at(path)}") from None
         if offset < 0 or offset % ALIGN or offset + nbytes > self.nbytes:
             if nbytes:
-                raise DecodeError(f"expected a tensor within {self.nbytes} bytes, got {node!r:.80} at {path}")
+                raise DecodeError(f"expected a tensor within {self.nbytes} bytes, got {node!r:.80} at {_at(path)}")
             offset = 0
         return self.make(self.buffer, kind, tuple(shape), self.offset + offset, self.as_)

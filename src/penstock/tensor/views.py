@@ -5,6 +5,10 @@ a pool lies in a mapping that the kernel guards. A stray write through it is a S
 never another number for the others. A private (copy-on-write) mapping would let that process live, and was not taken:
 a page that it has written once would never show it the next block at that place. Who wants to write says
 `writable=True`, and has a copy. Pickling copies too: NumPy what a view shows, torch the whole tensor that it is of.
+
+Numbers are shown as they lie, bool too: a byte that is neither 0 nor 1, which only somebody who wrote bytes as bool can
+have left there, is true to NumPy and to torch whatever it makes of it. To look at all of them would cost what a copy
+does, and whoever can write them can do so after the look. A tensor that travels inline is looked at (ref.py).
 """
 
 from __future__ import annotations
@@ -41,6 +45,11 @@ def view(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as
 def writable(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0) -> np.ndarray[Any, Any]:
     """The same over a buffer that may be written, as bits: whoever has the array writes what others see."""
     return _array(memoryview(buffer), kind.numpy or kind.bits, shape, offset)
+
+
+def writable_as(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int, as_: As) -> Any:
+    """The same as this library shows it."""
+    return shown_as(writable(buffer, kind, shape, offset), kind, as_)
 
 
 def copied(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as_: As = "numpy") -> Any:

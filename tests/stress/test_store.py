@@ -1,0 +1,143 @@
+"""What the longest operations of 4 processes with 4 threads each wait for, at three times what the store has room for.
+
+Told, not judged: a shared machine decides how long. Beside it stands what the same threads wait for when each copies
+into memory of its own, without a store: the processor and the interpreter. PENSTOCK_FULL=1: 10^5 operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock import MemoryExhausted, Missing
+from penstock.tensor import Store, plan
+from penstock.tensor.stored import Making, tensors_at
+from tests.conftest import eventually, spawn
+
+IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
+PROCESSES, THREADS = 4, 4
+OPERATIONS = 100_000 if IS_FULL else 8_000
+NBYTES = 64 << 20
+LIMIT = 900.0 if IS_FULL else 110.0
+Times = dict[str, list[float]]
+
+
+def sizes() -> list[int]:
+    """Of 4 KB to 8 MB, as many small ones as large ones; three times the store in all."""
+    chance, found = random.Random(5), list[int]()
+    while sum(found) < 3 * NBYTES:
+        found.append(int(4096 * 2048 ** chance.random()))
+    return found
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def put(store: Store, number: int, source: np.ndarray, times: Times) -> None:
+    """As Store.put, with a look at the clock between its parts."""
+    planned = plan({"number": number, "pixels": source})
+    nbytes = tensors_at(len(planned.layout)) + planned.nbytes
+    began = time.perf_counter()
+    is_new, lease = store._store.begin(key(number), nbytes, 20)
+    begun = time.perf_counter()
+    times["begin" if is_new else "wait for another's copy"].append(begun - began)
+    with Making(store._store, lease, planned, is_new) as making:
+        copied = time.perf_counter()
+        stored = making.commit()
+        if is_new:
+            times["copy"].append(copied - begun)
+            times["commit"].append(time.perf_counter() - copied)
+    assert stored.value()["number"] == number
+
+
+def trade(ticket: str, seed: int, out: Path) -> None:
+    store = Store.attach(ticket)
+    store.take(4096).release()  # it has joined
+    of_key = sizes()
+    source = np.ones(9 << 20, np.uint8)
+    split: list[Times] = []
+    faults: list[str] = []
+
+    def play(number: int, times: Times, has_store: bool) -> None:
+        chance = random.Random(seed * THREADS + number)
+        own = np.ones(9 << 20, np.uint8)
+        for _ in range(OPERATIONS // PROCESSES // THREADS):
+            which = int(len(of_key) * chance.random() ** 2)
+            began = time.perf_counter()
+            if not has_store:
+                if chance.random() < 0.4:
+                    np.copyto(own[: of_key[which]], source[: of_key[which]])
+                times["a copy of one's own, or nothing"].append(time.perf_counter() - began)
+                continue
+            try:
+                assert store.get(key(which)).value()["number"] == which
+                times["get"].append(time.perf_counter() - began)
+            except Missing:
+                try:
+                    put(store, which, source[: of_key[which]], times)
+                except MemoryExhausted:
+                    times["no room"].append(time.perf_counter() - began)
+
+    def watched(number: int, times: Times, has_store: bool) -> None:
+        try:
+            play(number, times, has_store)
+        except BaseException as fault:
+            faults.append(repr(fault))
+
+    for has_store in (False, True):
+        split += [defaultdict(list) for _ in range(THREADS)]
+        threads = [
+            threading.Thread(target=watched, args=(number, times, has_store))
+            for number, times in enumerate(split[-THREADS:])
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not faults, f"seed {seed}: {faults}"
+    out.write_bytes(msgspec.msgpack.encode(split))
+
+
+@pytest.mark.timeout(1000 if IS_FULL else 120)
+def test_many_put_and_get_at_three_times_the_capacity_and_the_longest_waits_are_told(seed: int, tmp_path: Path) -> None:
+    parts: Times = defaultdict(list)
+    outs = [tmp_path / str(number) for number in range(PROCESSES)]
+    with Store.create(NBYTES) as store:
+        with contextlib.ExitStack() as stack:
+            traders = [
+                stack.enter_context(spawn(trade, str(store.ticket), seed + number, out, within=LIMIT))
+                for number, out in enumerate(outs)
+            ]
+            for trader in traders:
+                trader.join()
+            assert [trader.exitcode for trader in traders] == [0] * PROCESSES
+        eventually(lambda: store.stats().holders == ())
+        stats = store.stats_of_keys()
+        assert stats.evictions > 100 and stats.hits > 100
+        assert len({item.key for item in stats.items}) == len(stats.items) == store.stats().blocks
+        assert not any(item.is_being_written for item in stats.items)
+        store.clear()
+        store.take(NBYTES).release()
+    for out in outs:
+        for times in msgspec.msgpack.decode(out.read_bytes(), type=list[Times]):
+            for part, found in times.items():
+                parts[part] += found
+    assert not parts["no room"], "each thread holds one value at a time"
+    for part, found in sorted(parts.items()):
+        found.sort()
+        if found:
+            print(
+                f"{part:32} {len(found):7,} times, p50 {found[len(found) // 2] * 1e3:8.3f} ms, "
+                f"p99.9 {found[len(found) * 999 // 1000] * 1e3:6.1f}, longest {found[-1] * 1e3:6.1f}, "
+                f"over 50 ms: {sum(one > 0.05 for one in found)}"
+            )
