@@ -70,6 +70,10 @@ class Endings:
         """It has ended for a reason that is not to be found here: what is sampled for it from now on is discarded."""
         self.has_ended[slot] = True
 
+    def may_stop(self, slot: int) -> bool:
+        """Whether it may end by the token that was counted last: `min_tokens` have come before."""
+        return bool(self.generated[slot] > self._least[slot])
+
     def check(self, slots: Index, ids: Ints) -> Ended:
         """Counts one more token of each slot, none of them twice; says which samples end with it, and marks them.
 
@@ -93,7 +97,7 @@ class Endings:
                 continue
             stop = None
             reason = FinishReason.LENGTH
-            if self.generated[slot] > self._least[slot]:
+            if self.may_stop(slot):
                 if one in self._eos_ids and self._heeds_eos[slot]:
                     reason = FinishReason.STOP
                 elif one in self._stops[slot]:

@@ -53,7 +53,9 @@ class Vocabulary:
         self.texts = [*kept, *self._pieces, *[b""] * self.stride]
         whole = [_is_whole(piece) for piece in self._pieces] if tokenizer is None else [False] * self.stride
         silent = [one in self._special or is_whole for one, is_whole in enumerate(whole)]
-        self.is_whole = np.array([*(whole if tokenizer else silent), *whole, *[True] * self.stride], np.bool_)
+        self.is_table = tokenizer is None
+        self.is_whole = np.array([*(silent if self.is_table else whole), *whole, *[True] * self.stride], np.bool_)
+        self.is_seen = np.array([len(text) > 0 for text in self.texts], np.bool_)
         # As they stand between the quotes of a JSON string.
         self.quoted = [quoted(text.decode()) if ok else b"" for text, ok in zip(self.texts, self.is_whole.tolist())]
 
