@@ -231,7 +231,7 @@ class Whole(Picture, array_like=True, frozen=True, eq=False):
 
 
 class Stop(msgspec.Struct, array_like=True, frozen=True):
-    """No more steps come."""
+    """No more steps come. From the launcher, by the core's inbox: send none."""
 
     reason: str = ""
 
@@ -336,7 +336,7 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 # What each channel carries; its number in this list is the message's number on the wire.
-INBOX = (Submit, Abort, Ready, Lost, Halt, Announce)  # Announce: where the core is its own output processor
+INBOX = (Submit, Abort, Ready, Lost, Halt, Announce, Stop)  # Announce: where the core is its own output processor
 ANNOUNCED = (Announce,)
 STEPS = (Step, Whole, Stop)
 RESULTS = (StepDone,)
