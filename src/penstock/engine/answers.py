@@ -28,7 +28,7 @@ from penstock.engine.protocol import (
 )
 from penstock.engine.rows import End, LogprobRows, Rows, Silent
 from penstock.engine.schedule import Index, Schedule
-from penstock.engine.text import Text, Vocabulary
+from penstock.engine.text import Text, Vocabulary, mask_of
 from penstock.engine.wrapping import Wrapping
 from penstock.errors import DecodeError
 
@@ -63,8 +63,9 @@ class OutputState:
         self._cached = np.zeros(slots, np.int32)
         self._bases = np.zeros(slots, np.int32)  # where the table begins in which its ids are looked up
         self._kinds = np.zeros(slots, np.uint8)
+        self._firsts = np.zeros(slots, np.uint64)  # mask of the characters that a stop string of it begins with
         self._who = [(0, 0, 0)] * slots  # server, request, sample
-        self._texts: list[Text | None] = [None] * slots  # None: nothing is held back, nor looked for
+        self._texts: list[Text | None] = [None] * slots  # None: nothing is held back
         self._wrappings: list[Wrapping | None] = [None] * slots
         self._aborted: list[Silent] = []
 
@@ -141,8 +142,7 @@ class OutputState:
         table = vocabulary.SKIP_SPECIAL if params.skip_special_tokens else vocabulary.KEEP_SPECIAL
         self._bases[slot] = (table if params.detokenize else vocabulary.NO_TEXT) * vocabulary.stride
         self._texts[slot] = self._wrappings[slot] = None
-        if params.stop:
-            self._texts[slot] = self._text(slot, params)
+        self._firsts[slot] = mask_of("".join(stop[0] for stop in params.stop))
         found = self._announced.get((server, request))
         if found is None:
             self._choose_kind(slot, params)
@@ -228,7 +228,7 @@ class OutputState:
         vocabulary, slots = self._vocabulary, rows.slots
         places = vocabulary.rows(rows.ids, self._bases[slots])
         kinds = self._kinds[slots]
-        is_easy = (kinds != ALONE) & vocabulary.is_whole[places]
+        is_easy = (kinds != ALONE) & vocabulary.is_whole[places] & (self._firsts[slots] & vocabulary.masks[places] == 0)
         is_wrapped = kinds == WRAPPED
         if is_wrapped.any():
             is_easy &= ~is_wrapped | vocabulary.is_seen[places]
@@ -276,8 +276,7 @@ class OutputState:
         shown = "" if is_silent else text.take(one, may_stop)
         if end is not None and text.stop is None:
             shown += text.end(may_stop)
-        is_over = self._vocabulary.is_table and not params.stop and not text.is_waiting
-        self._texts[slot] = None if is_over else text
+        self._texts[slot] = text if text.is_waiting or not self._vocabulary.is_table else None
         return shown, text.stop
 
     # ── columns ──

@@ -63,11 +63,10 @@ class LogprobRows:
         return LogprobRows(self._found, self._starts[rows], self._counts[rows], self._ranks[rows])
 
     def row(self, row: int) -> Likely | None:
-        count = int(self._counts[row])
-        if not count:
+        start, end = int(self._starts[row]), int(self._starts[row] + self._counts[row])
+        if start == end:
             return None
-        part = slice(int(self._starts[row]), int(self._starts[row]) + count)
-        return Likely(self._found.ids[part].tolist(), self._found.values[part].tolist())
+        return Likely(self._found.ids[start:end].tolist(), self._found.values[start:end].tolist())
 
     def columns(self, without: list[int]) -> Logprobs | None:
         """In columns. Of the rows in `without`, none."""

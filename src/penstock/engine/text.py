@@ -46,6 +46,7 @@ class Vocabulary:
     def __init__(self, pieces: Sequence[bytes], special: Collection[int] = (), tokenizer: Any = None) -> None:
         """With a tokenizer (of `tokenizers`), texts are what it says, and `pieces` only how an id looks by itself."""
         self.stride = len(pieces) + 1
+        self._told: dict[int, bytes] = {}
         self._pieces = [*pieces, b""]
         self._special = frozenset(special)
         self._tokenizer = tokenizer
@@ -56,6 +57,9 @@ class Vocabulary:
         self.is_table = tokenizer is None
         self.is_whole = np.array([*(silent if self.is_table else whole), *whole, *[True] * self.stride], np.bool_)
         self.is_seen = np.array([len(text) > 0 for text in self.texts], np.bool_)
+        masks = [mask_of(text.decode(errors="replace")) for text in self._pieces]
+        shown = [0 if one in self._special else mask for one, mask in enumerate(masks)]
+        self.masks = np.array([*shown, *masks, *[0] * self.stride], np.uint64)  # of their characters: see `mask_of`
         # As they stand between the quotes of a JSON string.
         self.quoted = [quoted(text.decode()) if ok else b"" for text, ok in zip(self.texts, self.is_whole.tolist())]
 
@@ -67,6 +71,14 @@ class Vocabulary:
     def piece(self, one: int) -> bytes:
         """How an id looks by itself. It may be a part of a character."""
         return self._pieces[one] if 0 <= one < self.stride else b""
+
+    def told(self, one: int) -> bytes:
+        """The beginning of a JSON object that says what an id is, as log-probabilities of a chat do."""
+        if one not in self._told:
+            piece = self.piece(one)
+            name = quoted(piece.decode(errors="replace"))
+            self._told[one] = b'{"token":"%b","bytes":%b' % (name, msgspec.json.encode(list(piece)))
+        return self._told[one]
 
     def stream(self, prompt: Ints, skip_special: bool) -> Stream:
         if self._tokenizer is not None:
@@ -80,6 +92,14 @@ def _is_whole(piece: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def mask_of(characters: str) -> int:
+    """64 bits; each character sets one. Texts whose masks have none in common have no character in common."""
+    mask = 0
+    for character in characters:
+        mask |= 1 << ord(character) % 64
+    return mask
 
 
 def quoted(text: str) -> bytes:

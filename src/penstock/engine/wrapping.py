@@ -5,9 +5,7 @@ Leaves to the server what each of them begins with (`Announce.head`), and how an
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from penstock.engine.protocol import Announce, FinishReason, Style
 from penstock.engine.text import Vocabulary, quoted
@@ -55,26 +53,25 @@ class Wrapping:
             body = b'"delta":{"content":"%b"}' % quoted(text)
         else:
             body = b'"delta":{}'
-        logprobs = b"null" if likely is None else msgspec.json.encode(self._logprobs(likely))
+        logprobs = b"null" if likely is None else self._logprobs(likely)
         self._offset += len(text)
         return self._start + body + _end(logprobs, reason)
 
-    def _logprobs(self, likely: Likely) -> Any:
-        pieces = [self._vocabulary.piece(one) for one in likely.ids]
-        names = [piece.decode(errors="replace") for piece in pieces]
-        values = [max(value, LEAST_LOGPROB) for value in likely.values]
-        if not self._is_chat:
-            return {
-                "text_offset": [self._offset],
-                "token_logprobs": values[:1],
-                "tokens": names[:1],
-                "top_logprobs": [dict(zip(names[1:], values[1:], strict=True))],
-            }
-        told = [
-            {"token": name, "logprob": value, "bytes": list(piece)}
-            for name, value, piece in zip(names, values, pieces, strict=True)
-        ]
-        return {"content": [{**told[0], "top_logprobs": told[1:]}]}
+    def _logprobs(self, likely: Likely) -> bytes:
+        values = [b"%.6g" % max(value, LEAST_LOGPROB) for value in likely.values]
+        if self._is_chat:
+            told = map(self._vocabulary.told, likely.ids)
+            first, *others = [b'%b,"logprob":%b' % pair for pair in zip(told, values, strict=True)]
+            best = b",".join([b"%b}" % one for one in others])
+            return b'{"content":[%b,"top_logprobs":[%b]}]}' % (first, best)
+        names = [b'"%b"' % quoted(self._vocabulary.piece(one).decode(errors="replace")) for one in likely.ids]
+        best = b",".join({name: b"%b:%b" % (name, value) for name, value in zip(names[1:], values[1:])}.values())
+        return b'{"text_offset":[%d],"token_logprobs":[%b],"tokens":[%b],"top_logprobs":[{%b}]}' % (
+            self._offset,
+            values[0],
+            names[0],
+            best,
+        )
 
 
 def _end(logprobs: bytes, reason: FinishReason | None) -> bytes:
