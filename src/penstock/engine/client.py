@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -195,17 +195,16 @@ class Client:
 
     def _look(self) -> None:
         self._watch = None
-        for group, row in enumerate(self._rows):
-            serving = row[Board.SERVING]
-            self._fail(group, lambda one, serving=serving: one != serving, "it does not serve any more")
+        serving = [row[Board.SERVING] for row in self._rows]
+        streams = tuple(self._streams.values())
+        self._fail([one for one in streams if one.incarnation != serving[one.group]], "it does not serve any more")
         if self._streams:
             self._watch = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
 
-    def _fail(self, group: int, is_over: Callable[[int], bool], why: str) -> None:
-        """All open requests of the incarnations of a group that are over."""
-        for stream in [one for one in self._streams.values() if one.group == group and is_over(one.incarnation)]:
+    def _fail(self, streams: list[Stream], why: str) -> None:
+        for stream in streams:
             self._drop(stream)
-            stream.fail(EngineError(503, f"group {group} has died: {why}"))
+            stream.fail(EngineError(503, f"group {stream.group} has died: {why}"))
 
     # ── what comes ──
     async def _listen(self) -> None:
@@ -229,8 +228,8 @@ class Client:
         if who is None or who.kind == "server":
             return
         self._dead[who.group] = max(self._dead[who.group], who.incarnation)
-        last = who.incarnation
-        self._fail(who.group, lambda one: one <= last, str(death))
+        its = [one for one in self._streams.values() if one.group == who.group and one.incarnation <= who.incarnation]
+        self._fail(its, str(death))
 
     def _take(self, message: Delta | Failed) -> None:
         if isinstance(message, Failed):
