@@ -61,7 +61,9 @@ class Child:
 
     def look_whether_stopped(self, patience: float) -> None:
         """If it has been stopped since the last look, it is killed after so many seconds, unless it goes on."""
-        seen = os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        seen = None
+        with contextlib.suppress(ChildProcessError):  # it has ended, and its pidfd says so next
+            seen = os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
         if seen is None:
             return
         if self._end_of_patience is not None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -39,7 +39,7 @@ from penstock.engine.unpack import pieces_of
 MOST_REQUESTS = 1 << 31  # numbers of requests are less, and begin again
 MOST_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 SEND_TIMEOUT = 5.0  # seconds; for a core that takes no requests
-LOOK_AGAIN = 1.0  # seconds; whether a group began anew while this process was stopped, and nobody told
+LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 
 
 class Client:
@@ -196,13 +196,14 @@ class Client:
     def _look(self) -> None:
         self._watch = None
         for group, row in enumerate(self._rows):
-            self._fail_before(group, row[Board.SERVING], "it began anew")
+            serving = row[Board.SERVING]
+            self._fail(group, lambda one, serving=serving: one != serving, "it does not serve any more")
         if self._streams:
             self._watch = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
 
-    def _fail_before(self, group: int, incarnation: int, why: str) -> None:
-        """All open requests of a group that it had before this incarnation."""
-        for stream in [one for one in self._streams.values() if one.group == group and one.incarnation < incarnation]:
+    def _fail(self, group: int, is_over: Callable[[int], bool], why: str) -> None:
+        """All open requests of the incarnations of a group that are over."""
+        for stream in [one for one in self._streams.values() if one.group == group and is_over(one.incarnation)]:
             self._drop(stream)
             stream.fail(EngineError(503, f"group {group} has died: {why}"))
 
@@ -228,7 +229,8 @@ class Client:
         if who is None or who.kind == "server":
             return
         self._dead[who.group] = max(self._dead[who.group], who.incarnation)
-        self._fail_before(who.group, who.incarnation + 1, str(death))
+        last = who.incarnation
+        self._fail(who.group, lambda one: one <= last, str(death))
 
     def _take(self, message: Delta | Failed) -> None:
         if isinstance(message, Failed):
