@@ -119,7 +119,7 @@ def test_a_server_that_died_is_answered_no_more() -> None:
     engine.join(saying(B, B, B, key=(1, 1, 0)))
     engine.step()
     engine.hear()
-    engine.state.forget_server(1)
+    assert engine.state.forget_server(1).tolist() == [1]
     engine.leave(1)
     engine.join(saying(B, key=(1, 9, 0)))
     engine.finish()

@@ -19,6 +19,7 @@ from penstock.engine.protocol import (
     FinishReason,
     Halt,
     Ints,
+    Requests,
     SamplingParams,
     Slots,
     Step,
@@ -85,13 +86,16 @@ class OutputState:
         if not there or len(there) < self._params(there[0]).n:
             self._announced[announce.server, announce.request] = announce, len(there)
 
-    def forget_server(self, server: int) -> None:
-        """It has died: nobody waits for these answers."""
+    def forget_server(self, server: int) -> Requests:
+        """It has died, or takes nothing: nobody waits for these answers. Returns its requests that were open."""
         for key in [key for key in self._announced if key[0] == server]:
             del self._announced[key]
-        for slot in np.flatnonzero((self.schedule.servers == server) & self._is_open).tolist():
-            self._end(slot)
         self._aborted = [row for row in self._aborted if row.server != server]
+        there = np.flatnonzero((self.schedule.servers == server) & self._is_open)
+        for slot in there.tolist():
+            self._end(slot)
+        requests: Requests = np.unique(self.schedule.requests[there])
+        return requests
 
     @property
     def _is_open(self) -> npt.NDArray[np.bool_]:
@@ -228,7 +232,9 @@ class OutputState:
         vocabulary, slots = self._vocabulary, rows.slots
         places = vocabulary.rows(rows.ids, self._bases[slots])
         kinds = self._kinds[slots]
-        is_easy = (kinds != ALONE) & vocabulary.is_whole[places] & (self._firsts[slots] & vocabulary.masks[places] == 0)
+        is_found = vocabulary.is_whole[places] & (self._firsts[slots] & vocabulary.masks[places] == 0)
+        is_found[list(rows.ends)] = False
+        is_easy = is_found & (kinds != ALONE)
         is_wrapped = kinds == WRAPPED
         if is_wrapped.any():
             is_easy &= ~is_wrapped | vocabulary.is_seen[places]
@@ -236,11 +242,13 @@ class OutputState:
         else:
             texts = vocabulary.texts
             rows.texts = [texts[place] for place in places.tolist()]
-        is_easy[list(rows.ends)] = False
         halted: list[int] = []
         for row in np.flatnonzero(~is_easy).tolist():
             slot, end = int(slots[row]), rows.ends.get(row)
-            shown, stop = self._write_one(slot, int(rows.ids[row]), end)
+            if is_found[row] and self._texts[slot] is None:
+                shown, stop = vocabulary.texts[places[row]].decode(), None
+            else:
+                shown, stop = self._write_one(slot, int(rows.ids[row]), end)
             if stop is not None:
                 if end is None:
                     halted.append(slot)
