@@ -23,7 +23,10 @@ PARAMS = Interned(SamplingParams(max_tokens=None))
 
 
 def times(samples: int, steps: int, waiting: int) -> dict[str, float]:
-    """Medians and the mean in microseconds, with a step always in flight. Prompts are of all phases of a block."""
+    """Medians in microseconds, with a step always in flight; and the best tenth, for a machine that is not quiet.
+
+    Prompts end at all places of a block, so that in each step every sixteenth sample fills one and needs another.
+    """
     schedule = Schedule(samples, 1 << 17)
     config = SchedulerConfig(max_model_len=1 << 15, token_budget=1 << 16, eos_ids=(2,))
     scheduler, plan = Scheduler(schedule, config), Plan(schedule)
@@ -53,7 +56,7 @@ def times(samples: int, steps: int, waiting: int) -> dict[str, float]:
     columns = np.array(spent) * 1e6
     told = dict(zip(PARTS, np.median(columns, axis=0).tolist(), strict=True))
     ours = columns[:, [0, 3, 4]].sum(axis=1)
-    return {**told, "plan + sent + done": float(np.median(ours)), "its mean": float(ours.mean())}
+    return {**told, "plan + sent + done": float(np.median(ours)), "its best tenth": float(np.quantile(ours, 0.1))}
 
 
 def main() -> None:

@@ -201,12 +201,13 @@ class Scheduler:
             self._leave(plan)
         is_waited_for = bool(self._aside or self._queue)
         put_aside = self._make_way(plan) if is_waited_for else []
+        made_way = len(put_aside)
         stalled = self._extend(plan, put_aside)
         rows = self._schedule.rows.size - len(self._gone)
         budget = self._config.token_budget - (rows - stalled - len(self._prefilling))
         if self._prefilling:
             budget = self._prefill(plan, budget)
-        if is_waited_for and not stalled:
+        if is_waited_for and not stalled and len(put_aside) == made_way:  # else there is no room
             self._let_in(plan, budget, rows)
         for sample in put_aside:  # not before: their step is the next one at the earliest
             heapq.heappush(self._aside, (sample.rank, sample))
