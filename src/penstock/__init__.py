@@ -38,7 +38,18 @@ from penstock.errors import (
 )
 from penstock.memory import Holder, Peer, Pool, PoolStats, Ref, Segment, Ticket
 from penstock.memory.segment import attach_segment as _attach_segment
-from penstock.tensor import Store, Stored, TensorRef, Tensors, UnsupportedTensor, key_of
+from penstock.tensor import (
+    Incoming,
+    Item,
+    Outgoing,
+    Scope,
+    Store,
+    Stored,
+    TensorRef,
+    Tensors,
+    UnsupportedTensor,
+    key_of,
+)
 
 __version__ = _version("penstock")
 
@@ -79,7 +90,9 @@ __all__ = [
     "EndOfChannel",
     "Holder",
     "Inbox",
+    "Incoming",
     "Interned",
+    "Item",
     "LayoutMismatch",
     "Lease",
     "MemoryExhausted",
@@ -87,6 +100,7 @@ __all__ = [
     "MessageReceiver",
     "MessageSender",
     "Missing",
+    "Outgoing",
     "Part",
     "Peer",
     "PeerDied",
@@ -97,6 +111,7 @@ __all__ = [
     "Ref",
     "Reservation",
     "Ring",
+    "Scope",
     "Segment",
     "Sender",
     "StaleRef",

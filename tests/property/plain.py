@@ -6,13 +6,22 @@ from typing import Any
 
 import numpy as np
 
+from penstock import Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
 from penstock.engine.plan import Plan
 from penstock.engine.protocol import STEPS, SamplingParams, Step
 from penstock.engine.schedule import FREE, PREEMPTED, RUNNING, Input, Schedule
+from penstock.tensor import plan
 
 CATALOGUE = Catalogue(*STEPS)
 SLOTS, BLOCKS, BLOCK_SIZE, MOST_BLOCKS = 12, 500, 4, 40
+LAYOUT = plan({"pixels": np.arange(9.0)}).layout
+ITEMS = (
+    Item(b"k" * 32, Ref(1 << 63, 5, 7, 0, 1 << 20)),
+    Item(None, Ref(1, 6, 8, 0, 4096)),
+    Item(b"s" * 32, LAYOUT, Part(np.arange(9.0))),
+    Item(None, LAYOUT, Part(np.arange(9.0) + 1)),
+)
 
 
 def small_schedule() -> Schedule:
@@ -177,7 +186,8 @@ class Plain:
         servers = [0] * size if joined.servers is None else numbers(joined.servers)
         inputs: list[list[Input]] = [[] for _ in slots]
         if joined.inputs is not None:
-            flat = list(rows(list(joined.inputs.keys), joined.inputs.positions, joined.inputs.lengths, distinct=False))
+            items = list(joined.inputs.items)
+            flat = list(rows(items, joined.inputs.positions, joined.inputs.lengths, distinct=False))
             require(all(position >= 0 and length >= 0 for _, position, length in flat))
             inputs = split(flat, joined.inputs.counts)
         samples = [0] * size if joined.samples is None else numbers(joined.samples)
@@ -188,8 +198,8 @@ class Plain:
             slots, *columns, computed, servers, inputs, parents, samples, generated
         ):
             if parent != slot:
-                require(not prompt and parent in self.rows)
-                prompt = self.rows[parent].prompt
+                require(not prompt and not media and parent in self.rows)
+                prompt, media = self.rows[parent].prompt, self.rows[parent].inputs
             row = Row(request, prompt, known[its], server, media, sample)
             row.known += more
             self.join(slot, row, blocks, done)
@@ -343,7 +353,7 @@ class Life:
         blocks = self.blocks(self.random.randint(0, 16))
         most = min(len(told) - 1, len(blocks) * BLOCK_SIZE)
         computed = self.random.randint(0, most) if self.random.random() < 0.4 else 0
-        inputs = [(b"%032d" % n, n, 7) for n in range(self.random.choice((0, 0, 0, 2)))]
+        inputs = [(self.random.choice(ITEMS), n, 7) for n in range(self.random.choice((0, 0, 0, 2)))]
         server, sample = self.random.choice((0, 0, 3)), self.random.choice((0, 0, 5))
         chunk = min(len(told) - computed, self.random.choice((1, 8, 20, 60)))
         slot = self.plan.join(
@@ -359,6 +369,8 @@ class Life:
             sample=sample,
         )
         counts[slot] = chunk
+        if parent is not None:
+            inputs = self.plain.rows[parent].inputs
         self.plain.join(slot, Row(self.requests, told, params, server, inputs, sample), list(blocks), computed)
 
     def go(self, counts: dict[int, int], drafts: dict[int, int]) -> None:

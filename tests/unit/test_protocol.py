@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock import DecodeError
+from penstock import DecodeError, Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
 from penstock.codec.follow import Lost
 from penstock.engine.protocol import (
@@ -31,6 +31,7 @@ from penstock.engine.protocol import (
     Style,
     Submit,
 )
+from penstock.tensor import plan
 
 
 def ints(*values: int) -> np.ndarray:
@@ -62,7 +63,13 @@ def plain(value: Any) -> Any:
     return [value.dtype.str, value.tolist()] if isinstance(value, np.ndarray) else value
 
 
-INPUTS = Inputs(ints(1), (b"k" * 32,), ints(5), ints(576))
+LAID = plan({"pixels": np.arange(9.0)})
+INPUTS = Inputs(
+    ints(2),
+    (Item(b"k" * 32, Ref(1 << 63, 5, 7, 0, 1 << 20)), Item(None, LAID.layout, Part(np.arange(9.0)))),
+    ints(5, 600),
+    ints(576, 3),
+)
 PARAMS = Interned(SamplingParams(n=2, stop=("\n",), logit_bias=((5, -1.0),), seed=3, max_tokens=None))
 LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), ints(2, 2))
 

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 
-from penstock import DecodeError
+from penstock import DecodeError, Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
 from penstock.codec.follow import Follower, Leader, Verdict
 from penstock.engine.plan import Plan
@@ -14,6 +14,7 @@ from penstock.engine.protocol import (
     STEPS,
     Advances,
     Appended,
+    Inputs,
     Joined,
     Resumed,
     Rewound,
@@ -71,6 +72,16 @@ def one_joins(**changes: object) -> Joined:
         "blocks": ints(50),
     }
     return Joined(**{**columns, **changes})  # type: ignore[arg-type]
+
+
+def one_input(**changes: object) -> Inputs:
+    columns: dict[str, object] = {
+        "counts": ints(1),
+        "items": (Item(b"k" * 32, Ref(1, 2, 3, 0, 4096)),),
+        "positions": ints(0),
+        "lengths": ints(2),
+    }
+    return Inputs(**{**columns, **changes})  # type: ignore[arg-type]
 
 
 def test_everybody_advances_by_one_of_whom_nothing_else_is_said() -> None:
@@ -205,6 +216,22 @@ def test_samples_of_one_prompt_share_it_also_after_a_picture() -> None:
     assert all(other.prompts[slot] is other.prompts[0] for slot in range(4)) and other.computed[3] == 20
 
 
+def test_an_image_is_sent_once_for_all_samples_of_its_prompt() -> None:
+    image = Item(b"k" * 32, b"", Part(np.zeros(50_000)))
+    schedule = Schedule(8, 100, 16, most_blocks=6)
+    plan = Plan(schedule)
+    for sample in range(4):
+        plan.join(0, ints(5, 6, 7), PARAMS, [0], parent=0 if sample else None, inputs=((image, 1, 2),))
+    step = plan.finish(1, 2)
+    schedule.apply(step)
+    for joined in (step.joined, schedule.picture(1, 2).joined):
+        assert joined is not None and joined.inputs is not None and len(joined.inputs.items) == 1
+    other = Schedule(8, 100, 16, most_blocks=6)
+    other.become(schedule.picture(1, 2))
+    for one in (schedule, other):
+        assert [one.inputs[slot] for slot in range(4)] == [((image, 1, 2),)] * 4
+
+
 def test_what_was_received_is_not_kept_alive_by_the_state() -> None:
     ids = ints(5, 6, 7)
     schedule = running(1)
@@ -257,6 +284,12 @@ def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
             Step(1, 9, joined=one_joins(parents=slots(6), lengths=ints(0), ids=ints())),
             r"expected a slot with a prompt, got 6 at \$\.joined\.parents\[0\]",
         ),
+        (
+            Step(1, 9, joined=one_joins(parents=slots(0), lengths=ints(0), ids=ints(), inputs=one_input())),
+            r"0 for who has its parent's, got 1 at \$\.joined\.inputs\.counts\[0\]",
+        ),
+        (Step(1, 9, joined=one_joins(inputs=one_input(items=()))), r"1 items, got 0 at \$\.joined\.inputs\.items"),
+        (Step(1, 9, joined=one_joins(inputs=one_input(positions=ints(-1)))), r"at \$\.joined\.inputs\.positions\[0\]"),
         (
             Step(1, 9, left=slots(0), joined=one_joins(parents=slots(0), lengths=ints(0), ids=ints())),
             r"expected a slot with a prompt, got 0 at \$\.joined\.parents\[0\]",

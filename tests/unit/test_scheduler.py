@@ -8,12 +8,12 @@ import pytest
 from penstock import DecodeError
 from penstock.codec import Interned
 from penstock.engine.plan import Plan
-from penstock.engine.protocol import Inputs, SamplingParams, StepDone, Submit
+from penstock.engine.protocol import SamplingParams, StepDone, Submit
 from penstock.engine.queue import Queue
 from penstock.engine.request import Request
 from penstock.engine.schedule import PREEMPTED, RUNNING, Schedule
 from penstock.engine.scheduler import ELDER_EVERY, Refused, Scheduler, SchedulerConfig
-from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer
+from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer, image
 
 
 def core(blocks: int = 100, slots: int = 4, budget: int = 40, **config: bool) -> Core:
@@ -136,17 +136,22 @@ def test_what_is_being_computed_is_not_found_before_it_is_done() -> None:
 
 
 def test_another_salt_another_image_or_one_elsewhere_is_another_prefix() -> None:
-    def image(key: bytes, position: int) -> Inputs:
-        return Inputs(*(np.array([1], np.int32), (key * 32,)), *(np.array([n], np.int32) for n in (position, 3)))
-
     one = core(slots=6)
     for number, fields in enumerate(
-        ({}, {"salt": b"s"}, {"inputs": image(b"k", 1)}, {"inputs": image(b"l", 1)}, {"inputs": image(b"k", 0)})
+        (
+            {},
+            {"salt": b"s"},
+            {"inputs": image(1, 1, 3)},
+            {"inputs": image(2, 1, 3)},
+            {"inputs": image(1, 0, 3)},
+            {"inputs": image(1, 1, 3, has_key=False)},
+            {"inputs": image(1, 1, 3, has_key=False)},
+        )
     ):
         one.submit(submit(number, 12, 1, begin=7, **fields))
         one.drain()
     assert one.scheduler.stats.cached_tokens == 0
-    one.submit(submit(9, 12, 1, begin=7, inputs=image(b"l", 1)))
+    one.submit(submit(9, 12, 1, begin=7, inputs=image(2, 1, 3)))
     one.drain()
     assert one.scheduler.stats.cached_tokens == 8
 
@@ -362,7 +367,7 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
         (Submit(0, 1, np.zeros(0, np.int32), submit(1).params), 400, "got 0"),
         (Submit(0, 1, np.array([3, -1], np.int32), submit(1).params), 400, "0 or more"),
         (
-            submit(1, 12, inputs=Inputs(*(np.array([1], np.int32), (b"k",)), *(np.array([9], np.int32),) * 2)),
+            submit(1, 12, inputs=image(1, 9, 9)),
             400,
             "within a prompt of 12 tokens, got 9 at 9",
         ),

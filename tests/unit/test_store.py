@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 from penstock import MemoryExhausted, Missing, StaleRef
-from penstock.tensor import Store, UnsupportedTensor, key_of
+from penstock.tensor import Store, UnsupportedTensor, key_of, plan
 from tests.conftest import eventually
 from tests.unit.processes import program
 
@@ -205,6 +205,28 @@ def test_a_block_without_a_key_takes_the_room_of_what_nobody_holds() -> None:
         timer.join()
         with pytest.raises(MemoryExhausted, match="raise the pool's nbytes"):
             store.take(2 * MB, timeout=None)
+
+
+def test_a_value_without_a_key_lives_as_long_as_somebody_holds_it_and_nobody_writes_it() -> None:
+    with Store.create(MB) as store, Store.attach(store.ticket) as other:
+        lent = store.lend(tree(1, 400_000))
+        again = lent.hold()
+        with pytest.raises(ValueError, match="read-only"):
+            lent.value()["pixels"][0] = 2
+        there = other.open_stored(lent.ref)
+        lent.release()
+        with pytest.raises(penstock.ClosedError):
+            lent.hold()
+        assert holds(again.value(), 1) and holds(there.value(), 1)
+        again.release()
+        assert holds(there.value(), 1)
+        there.release()
+        assert store.stats().blocks == 0 and store.clear() == 0
+        with pytest.raises(StaleRef):
+            other.open_stored(lent.ref)
+        with pytest.raises(MemoryExhausted):
+            store.lend(tree(1, 2 * MB))
+        assert holds(store.put(key(1), plan(tree(1))).value(), 1), "a plan is as good as its value"
 
 
 def test_a_ticket_of_a_store_leads_to_a_store() -> None:

@@ -64,8 +64,8 @@ class Plan:
     ) -> int:
         """Gives a request a slot. `computed` tokens are in its blocks already; this step computes `chunk` more.
 
-        With a `parent` (a slot) it is another `sample` of that one's prompt, which is not sent again. Raises ValueError
-        when there is no slot.
+        With a `parent` (a slot) it is another `sample` of that one's prompt, which is not sent again, nor are its
+        inputs. Raises ValueError when there is no slot.
         """
         if not self._free:
             raise ValueError("no slot is free: `free_slots` says how many are")
@@ -156,7 +156,7 @@ class Plan:
             if any(row.parent is not None for row in rows)
             else None,
             servers=_slots([row.server for row in rows]) if any(row.server for row in rows) else None,
-            inputs=columns_of_inputs([row.inputs for row in rows]),
+            inputs=columns_of_inputs([() if row.parent is not None else row.inputs for row in rows]),
             samples=_slots([row.sample for row in rows]) if any(row.sample for row in rows) else None,
         )
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from penstock.codec import Interned
 from penstock.codec.follow import Change, Lost, Picture
 from penstock.errors import DecodeError
+from penstock.tensor import Item
 
 Slots = npt.NDArray[np.uint16]  # small numbers, each of one request that a core knows now
 Ints = npt.NDArray[np.int32]  # token ids, blocks, counts, lengths
@@ -91,10 +92,10 @@ _LIMITS = (
 
 
 class Inputs(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """What stands in prompts instead of text: images, say. Where it lies is for the key to say; nobody here looks."""
+    """What stands in prompts instead of text: images, say. The core passes the items on and opens none of them."""
 
     counts: Ints  # how many belong to each prompt
-    keys: tuple[bytes, ...]
+    items: tuple[Item, ...]  # what travels inline keeps the frame that it came in
     positions: Ints  # where in its prompt each one begins
     lengths: Ints  # and how many ids stand there for it
 
@@ -166,7 +167,7 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     params_of: Slots | None = None  # which of both, in this order, each one has; None: one each
     computed: Ints | None = None  # how much of each prompt the cache has; None: nothing
     parents: Slots | None = (
-        None  # whose prompt each one has (then its length is 0), or its own slot; None: all their own
+        None  # whose prompt and inputs each one has (then it brings none), or its own slot; None: all their own
     )
     servers: Slots | None = None  # None: all of server 0
     inputs: Inputs | None = None

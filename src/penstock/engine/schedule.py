@@ -29,6 +29,7 @@ from penstock.engine.protocol import (
     Whole,
 )
 from penstock.errors import DecodeError
+from penstock.tensor import Item
 
 FREE, RUNNING, PREEMPTED = 0, 1, 2
 STATUS = ("free", "running", "preempted")
@@ -36,7 +37,7 @@ STATUS = ("free", "running", "preempted")
 Index: TypeAlias = npt.NDArray[np.intp]
 Column: TypeAlias = npt.NDArray[Any]
 Params: TypeAlias = Interned[SamplingParams]
-Input: TypeAlias = tuple[bytes, int, int]  # key, position, length
+Input: TypeAlias = tuple[Item, int, int]  # and its position and length in the prompt
 
 MOST_POSITIONS = 1 << 30  # so that two of them can be added
 NOTHING: Ints = np.zeros(0, np.int32)
@@ -164,7 +165,9 @@ class Schedule:
             computed=self.computed[there],
             parents=np.array(parents, np.uint16),
             servers=self.servers[there],
-            inputs=columns_of_inputs([self.inputs[slot] for slot in slots]),
+            inputs=columns_of_inputs(
+                [self.inputs[slot] if parent == slot else () for slot, parent in zip(slots, parents, strict=True)]
+            ),
             samples=self.samples[there],
             generated=self.known[there] - np.array([self.prompts[slot].size for slot in slots], np.int32),
         )
@@ -185,7 +188,7 @@ def columns_of_inputs(inputs: list[tuple[Input, ...]]) -> Inputs | None:
         return None
     return Inputs(
         counts=np.array([len(one) for one in inputs], np.int32),
-        keys=tuple(key for one in inputs for key, _, _ in one),
+        items=tuple(item for one in inputs for item, _, _ in one),
         positions=np.array([position for one in inputs for _, position, _ in one], np.int32),
         lengths=np.array([length for one in inputs for _, _, length in one], np.int32),
     )
@@ -288,21 +291,20 @@ class _Draft:
         self._computed[slots] = 0 if computed is None else computed
         self._give(slots, joined.block_counts, joined.blocks, "joined")
         ends = np.cumsum(lengths, dtype=np.int64).tolist()
-        own: dict[int, Ints] = {}
+        own: dict[int, tuple[Ints, tuple[Input, ...]]] = {}
         begin = 0
         for row, (slot, end) in enumerate(zip(slots.tolist(), ends, strict=True)):
             if parents and parents[row] != slot:
-                prompt = self._prompt_of(parents[row], own, row)
-                if begin != end:
-                    raise DecodeError(
-                        f"expected 0 for who has its parent's, got {end - begin} at $.joined.lengths[{row}]"
-                    )
+                for what, count in (("lengths", end - begin), ("inputs.counts", len(inputs[row]))):
+                    if count:
+                        raise DecodeError(f"expected 0 for who has its parent's, got {count} at $.joined.{what}[{row}]")
+                prompt, its = self._prompt_of(parents[row], own, row)
             else:
-                prompt = ids[begin:end].copy()  # not the frame's, which would be kept as long as one of them
+                prompt, its = ids[begin:end].copy(), inputs[row]  # not the frame's, which would be kept as long
                 prompt.flags.writeable = False
-            own[slot] = prompt
+            own[slot] = prompt, its
             begin = end
-            self._newcomers.append((slot, prompt, params[row], inputs[row]))
+            self._newcomers.append((slot, prompt, params[row], its))
         known = np.array([prompt.size for _, prompt, _, _ in self._newcomers], np.int32)
         self._known[slots] = known if generated is None else known + generated
         self._require_more_known(slots, "joined")
@@ -318,12 +320,15 @@ class _Draft:
                 f"got {computed[at]} at $.{place}.computed[{at}]"
             )
 
-    def _prompt_of(self, parent: int, own: dict[int, Ints], row: int) -> Ints:
+    def _prompt_of(
+        self, parent: int, own: dict[int, tuple[Ints, tuple[Input, ...]]], row: int
+    ) -> tuple[Ints, tuple[Input, ...]]:
+        """With what stands in it."""
         if parent in own:
             return own[parent]
         if parent >= self._now.slots or self._now.status[parent] == FREE or parent in self._left:
             raise DecodeError(f"expected a slot with a prompt, got {parent} at $.joined.parents[{row}]")
-        return self._now.prompts[parent]
+        return self._now.prompts[parent], self._now.inputs[parent]
 
     def _params(self, joined: Joined, size: int) -> list[Params]:
         known = [*joined.params, *map(Interned, joined.others)]
@@ -532,10 +537,10 @@ def _inputs_of(inputs: Inputs | None, size: int) -> list[tuple[Input, ...]]:
         return [()] * size
     counts = _column(inputs.counts, size, "joined.inputs.counts")
     total = int(counts.sum(dtype=np.int64))
-    if len(inputs.keys) != total:
-        raise DecodeError(f"expected {total} keys, got {len(inputs.keys)} at $.joined.inputs.keys")
+    if len(inputs.items) != total:
+        raise DecodeError(f"expected {total} items, got {len(inputs.items)} at $.joined.inputs.items")
     positions = _column(inputs.positions, total, "joined.inputs.positions").tolist()
     lengths = _column(inputs.lengths, total, "joined.inputs.lengths").tolist()
-    rows = list(zip(inputs.keys, positions, lengths, strict=True))
+    rows = list(zip(inputs.items, positions, lengths, strict=True))
     ends = np.cumsum(counts).tolist()
     return [tuple(rows[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True)]

@@ -130,8 +130,8 @@ class Scheduler:
             raise Refused(400, "expected ids that are 0 or more in the prompt")
         if number in self._requests:
             raise Refused(409, f"request {number[1]} of server {number[0]} is open already")
-        inputs, keys = _inputs_of(submit.inputs, length)
         self._arrivals += 1
+        inputs, keys = _inputs_of(submit.inputs, length, self._arrivals)
         salt = b"s" + submit.salt if self._config.has_prefix_cache else b"%d" % self._arrivals
         request = Request(
             *number,
@@ -523,15 +523,16 @@ def _age(sample: Sample) -> tuple[int, int]:
     return sample.request.arrival, sample.index
 
 
-def _inputs_of(inputs: Inputs | None, length: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
+def _inputs_of(inputs: Inputs | None, length: int, arrival: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
     """As the schedule and as the hashes want them. Raises Refused where they do not lie in the prompt."""
     if inputs is None:
         return (), ()
     positions, lengths = inputs.positions.tolist(), inputs.lengths.tolist()
-    if not len(inputs.keys) == len(positions) == len(lengths) or inputs.counts.tolist() != [len(positions)]:
-        raise Refused(400, f"expected a place in the prompt for each of {len(inputs.keys)} inputs")
+    if not len(inputs.items) == len(positions) == len(lengths) or inputs.counts.tolist() != [len(positions)]:
+        raise Refused(400, f"expected a place in the prompt for each of {len(inputs.items)} inputs")
     for position, count in zip(positions, lengths, strict=True):
         if position < 0 or count < 1 or position + count > length:
             raise Refused(400, f"expected an input within a prompt of {length} tokens, got {count} at {position}")
-    found = tuple(zip(inputs.keys, positions, lengths, strict=True))
-    return found, found
+    # What has no key is like nothing else that comes; what has one is like all that have the same.
+    keys = [b"%d.%d" % (arrival, at) if one.key is None else one.key for at, one in enumerate(inputs.items)]
+    return tuple(zip(inputs.items, positions, lengths, strict=True)), tuple(zip(keys, positions, lengths, strict=True))

@@ -21,7 +21,7 @@ from penstock.memory import Pool, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import attach_segment, fitting, placement, short, within
 from penstock.tensor.source import source
-from penstock.tensor.tree import plan, read
+from penstock.tensor.tree import Plan, plan, read
 from penstock.tensor.views import As
 
 KEY_NBYTES = 32
@@ -88,6 +88,12 @@ class Stored:
             raise DecodeError(f"expected a value, got a layout of {layout_nbytes} bytes in a block of {len(seen)}")
         return read(seen[HEAD.size : HEAD.size + layout_nbytes], self._lease, at, as_=as_, writable=writable)
 
+    def hold(self) -> Stored:
+        """The same value, held once more: each hold is released by itself."""
+        if self._lease is None:
+            raise ClosedError("the value has been released")
+        return Stored(self._lease)
+
     def release(self) -> None:
         """Holds it no longer; arrays that were taken from it still do, each until it is gone."""
         self._lease = None
@@ -99,7 +105,7 @@ class Stored:
         self.release()
 
 
-class Item(msgspec.Struct, frozen=True):
+class Kept(msgspec.Struct, frozen=True):
     """What the store keeps under one key."""
 
     key: bytes
@@ -119,7 +125,7 @@ class StoreStats(msgspec.Struct, frozen=True):
     evicted_nbytes: int
     fills_awaited: int
     abandoned: int
-    items: tuple[Item, ...]
+    items: tuple[Kept, ...]
 
 
 class Store(Pool):
@@ -187,26 +193,30 @@ class Store(Pool):
     def put(self, key: bytes, value: Any, *, timeout: float | None = PUT_TIMEOUT, detach: bool = False) -> Stored:
         """Keeps a tree (dicts, lists, tuples; tensors and small values) under a key, and holds it.
 
+        value: may be a `Plan` of it.
         Copies once, unless the key is there, or somebody is writing it: then waits for that, or, if it dies, writes.
         Raises MemoryExhausted, which names the holders, when all that is in the way is held for `timeout` seconds;
         Timeout when somebody writes the same key for longer; UnsupportedTensor for what cannot be kept.
         """
-        planned = plan(value, detach=detach)
-        layout = planned.layout
-        at = _tensors_at(len(layout))
-        is_new, lease = self._store.begin(_checked(key), at + planned.nbytes, timeout)
+        planned = value if isinstance(value, Plan) else plan(value, detach=detach)
+        is_new, lease = self._store.begin(_checked(key), block_nbytes(planned), timeout)
         if not is_new:
             return Stored(lease)
         try:
-            with memoryview(lease) as room:
-                HEAD.pack_into(room, 0, len(layout), 0)
-                room[HEAD.size : HEAD.size + len(layout)] = layout
-                planned.write(room, at)
+            _write(lease, planned)
             self._store.commit(lease)
         except BaseException:
             self._store.abandon(lease)
             raise
         return Stored(lease)
+
+    def lend(self, value: Any, *, timeout: float | None = 0, detach: bool = False) -> Stored:
+        """The same without a key: copies once, and holds it. Whoever is told its `ref` can open it as long as somebody
+        holds it; with its last lease it is gone. Raises MemoryExhausted, as `take`."""
+        planned = value if isinstance(value, Plan) else plan(value, detach=detach)
+        with self.take(block_nbytes(planned), timeout) as lease:
+            _write(lease, planned)
+            return self.open_stored(Ref(*lease.ref_numbers()))  # for reading: nobody changes what others read
 
     def get(self, key: bytes) -> Stored:
         """What is kept under the key, held. Raises Missing if nothing is, or it is only being written."""
@@ -267,12 +277,25 @@ class Store(Pool):
 
     def stats_of_keys(self) -> StoreStats:
         native: dict[str, Any] = self._store.stats()
-        items = tuple(Item(*item) for item in native.pop("items"))
+        items = tuple(Kept(*item) for item in native.pop("items"))
         return StoreStats(**native, items=items)
 
     def close(self) -> None:
         self._pins, self._pinned, self._kept = {}, Counter(), None
         super().close()
+
+
+def block_nbytes(planned: Plan) -> int:
+    """Of the block that a value of this plan lies in."""
+    return _tensors_at(len(planned.layout)) + planned.nbytes
+
+
+def _write(lease: _native.Lease, planned: Plan) -> None:
+    layout = planned.layout
+    with memoryview(lease) as room:
+        HEAD.pack_into(room, 0, len(layout), 0)
+        room[HEAD.size : HEAD.size + len(layout)] = layout
+        planned.write(room, _tensors_at(len(layout)))
 
 
 def _tensors_at(layout_nbytes: int) -> int:
