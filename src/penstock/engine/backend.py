@@ -1,0 +1,153 @@
+"""The real device: a stock model on this rank, its memory of keys and values, and what it has read and written.
+
+Leaves to `batch` what a step computes, to `model` the arithmetic, to `sampling` the choice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock import Missing
+from penstock._native import memory_available
+from penstock.engine import model as models
+from penstock.engine.attention import Memory, Paged, Probe
+from penstock.engine.batch import Batch, Tokens, batch_of
+from penstock.engine.device import Sampled
+from penstock.engine.protocol import Step
+from penstock.engine.schedule import Schedule
+from penstock.engine.sharding import Ranks
+from penstock.engine.vision import Fetch, Images
+
+CPU_SHARE = 0.3  # of the memory that is available
+CUDA_SHARE = 0.9  # of what is free when the model is there
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TorchDevice:
+    """Launches one step after the other. All ranks of a model launch the same ones."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        slots: int,
+        ranks: Ranks | None = None,
+        device: str = "cpu",
+        dtype: str = "auto",
+        block_size: int = 16,
+        blocks: int | None = None,
+        token_budget: int = 2048,
+        fetch: Fetch | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks. `threads`:
+        that compute on a CPU; None: this rank's share of the processors.
+
+        Raises ValueError where the model is none that is known here, or there is no room.
+        """
+        self._ranks = ranks or Ranks()
+        torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // self._ranks.size))
+        where = torch.device(device)
+        self._device = where
+        self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
+        self.block_size = block_size
+        self.blocks = self._room(token_budget) if blocks is None else blocks
+        self._memory = self._model.memory(self.blocks, block_size)
+        self._tokens = Tokens(slots, where)
+        self._images = None if self._model.image_id is None else Images(self._model, fetch or _no_images, slots)
+
+    def launch(self, schedule: Schedule, step: Step) -> TorchFlight:
+        """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""
+        self._follow(schedule, step)
+        batch = batch_of(schedule)
+        if not batch.slots.size:
+            return TorchFlight(torch.zeros(0, dtype=torch.int32))
+        with torch.inference_mode():
+            hidden = self._compute(batch)
+            if not batch.last.size:
+                return TorchFlight(torch.zeros(0, dtype=torch.int32))
+            logits = self._model.logits(hidden[torch.from_numpy(batch.last).to(self._device)])
+            sampled = schedule.sampled
+            ids = self._ranks.from_first(logits.argmax(dim=-1))
+            self._tokens.write(sampled, schedule.computed[sampled], ids)
+        return TorchFlight(ids)
+
+    def _follow(self, schedule: Schedule, step: Step) -> None:
+        """Who leaves, and who joins."""
+        if step.joined is not None:
+            for slot in step.joined.slots.tolist():
+                self._tokens.join(slot, schedule.prompts[slot])
+                if self._images is not None:
+                    self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
+
+    def _compute(self, batch: Batch) -> Tensor:
+        paged = Paged(self._memory, batch, self._device)
+        where = torch.from_numpy(np.stack((batch.slots, batch.positions))).to(self._device)
+        ids = self._tokens.read(where[0], where[1]).to(torch.int64)
+        if self._images is None:
+            return self._model.hidden(paged, ids, where[1])
+        positions = torch.from_numpy(self._images.positions(batch)).to(self._device)
+        return self._model.hidden(paged, ids, positions, self._images.embeds(batch, ids))
+
+    def _room(self, token_budget: int) -> int:
+        """How many blocks there is memory for, on the rank that has the least."""
+        if self._device.type == "cuda":
+            free = CUDA_SHARE * torch.cuda.mem_get_info(self._device)[0] - self._nbytes_of_a_step(token_budget)
+        else:
+            free = CPU_SHARE * memory_available()[0] / self._ranks.size
+        each = Memory.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)
+        blocks = self._ranks.least(int(free // each))
+        if blocks < 1:
+            raise ValueError(f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes")
+        return blocks
+
+    def _nbytes_of_a_step(self, token_budget: int) -> int:
+        """What the largest step needs besides, and gives back."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        tokens = torch.zeros(token_budget, dtype=torch.int64, device=self._device)
+        self._model.hidden(Probe(), tokens, tokens)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+class TorchFlight:
+    """A step that has been launched. On a CPU it is done by then."""
+
+    done_at: float | None = None
+
+    def __init__(self, ids: Tensor) -> None:
+        self._event: Any = None
+        if ids.is_cuda:
+            self._ids = torch.empty(ids.shape, dtype=torch.int32, pin_memory=True)
+            self._ids.copy_(ids, non_blocking=True)
+            self._event = torch.cuda.current_stream(ids.device).record_event()
+        else:
+            self._ids = ids.to(torch.int32)
+
+    def is_done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def result(self) -> Sampled:
+        """Blocks until the step is done."""
+        if self._event is not None:
+            self._event.synchronize()
+        return Sampled(self._ids.numpy())
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    if name == "auto":
+        return None
+    if name not in DTYPES:
+        raise ValueError(f"dtype is auto, {', '.join(DTYPES)}, not {name!r}")
+    return DTYPES[name]
+
+
+def _no_images(key: bytes) -> Mapping[str, Tensor]:
+    raise Missing("this device was not told where images are")
