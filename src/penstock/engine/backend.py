@@ -28,6 +28,7 @@ from penstock.engine.vision import Fetch, Images
 CPU_SHARE = 0.3  # of the memory that is available
 CUDA_SHARE = 0.9  # of what is free when the model is there
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NOBODY = torch.zeros(0, dtype=torch.int32)
 
 
 class TorchDevice:
@@ -68,16 +69,16 @@ class TorchDevice:
         self._follow(schedule, step)
         batch = batch_of(schedule)
         if not batch.slots.size:
-            return TorchFlight(torch.zeros(0, dtype=torch.int32))
+            return TorchFlight(_NOBODY, set())
         with torch.inference_mode():
-            hidden = self._compute(batch)
+            hidden, failed = self._compute(batch)
             if not batch.last.size:
-                return TorchFlight(torch.zeros(0, dtype=torch.int32))
+                return TorchFlight(_NOBODY, failed)
             logits = self._model.logits(hidden[torch.from_numpy(batch.last).to(self._device)])
             sampled = schedule.sampled
             ids = self._ranks.from_first(logits.argmax(dim=-1))
             self._tokens.write(sampled, schedule.computed[sampled], ids)
-        return TorchFlight(ids)
+        return TorchFlight(ids, failed)
 
     def _follow(self, schedule: Schedule, step: Step) -> None:
         """Who leaves, and who joins."""
@@ -87,14 +88,16 @@ class TorchDevice:
                 if self._images is not None:
                     self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
 
-    def _compute(self, batch: Batch) -> Tensor:
+    def _compute(self, batch: Batch) -> tuple[Tensor, set[int]]:
+        """The hidden states of the step's tokens, and slots that fail, whatever these are."""
         paged = Paged(self._memory, batch, self._device)
         where = torch.from_numpy(np.stack((batch.slots, batch.positions))).to(self._device)
         ids = self._tokens.read(where[0], where[1]).to(torch.int64)
         if self._images is None:
-            return self._model.hidden(paged, ids, where[1])
+            return self._model.hidden(paged, ids, where[1]), set()
         positions = torch.from_numpy(self._images.positions(batch)).to(self._device)
-        return self._model.hidden(paged, ids, positions, self._images.embeds(batch, ids))
+        embeds, failed = self._images.embeds(batch, ids)
+        return self._model.hidden(paged, ids, positions, embeds), failed
 
     def _room(self, token_budget: int) -> int:
         """How many blocks there is memory for, on the rank that has the least."""
@@ -122,7 +125,8 @@ class TorchFlight:
 
     done_at: float | None = None
 
-    def __init__(self, ids: Tensor) -> None:
+    def __init__(self, ids: Tensor, failed: set[int]) -> None:
+        self._failed = np.array(sorted(failed), np.uint16) if failed else None
         self._event: Any = None
         if ids.is_cuda:
             self._ids = torch.empty(ids.shape, dtype=torch.int32, pin_memory=True)
@@ -138,7 +142,7 @@ class TorchFlight:
         """Blocks until the step is done."""
         if self._event is not None:
             self._event.synchronize()
-        return Sampled(self._ids.numpy())
+        return Sampled(self._ids.numpy(), failed=self._failed)
 
 
 def _dtype(name: str) -> torch.dtype | None:

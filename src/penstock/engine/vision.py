@@ -79,24 +79,31 @@ class Images:
                 positions[:, first : first + there.shape[1]] = there
         return positions
 
-    def embeds(self, batch: Batch, ids: Tensor) -> Tensor | None:
-        """What stands for the tokens of the step; None: only they themselves."""
+    def embeds(self, batch: Batch, ids: Tensor) -> tuple[Tensor | None, set[int]]:
+        """What stands for the tokens of the step (None: only they themselves); and slots that want an image that is
+        not there, or is another than their prompt has room for."""
+        failed: set[int] = set()
         places: list[Index] = []
         pieces: list[Tensor] = []
         for slot, first, begin, end in self._rows_before_their_ends(batch):
             for (key, _, _), there in self._inputs[slot]:
                 low, high = np.searchsorted(there, (begin, end))
-                if low < high:
-                    places.append(first + there[low:high] - begin)
-                    pieces.append(self._encoding(key, there.size)[low:high])
+                if low == high:
+                    continue
+                encoded = self._encoding(key)
+                if encoded is None or encoded.shape[0] != there.size:
+                    failed.add(slot)
+                    continue
+                places.append(first + there[low:high] - begin)
+                pieces.append(encoded[low:high])
         if not pieces:
-            return None
+            return None, failed
         self._make_room()
         where = torch.from_numpy(np.concatenate(places)).to(ids.device)
         with torch.inference_mode():
             embeds = self._model.embeds(ids).clone()
             embeds[where] = torch.cat(pieces).to(embeds.dtype)
-        return embeds
+        return embeds, failed
 
     def _rows_before_their_ends(self, batch: Batch) -> list[tuple[int, int, int, int]]:
         """Slot, first token in the step, first position, and the position after the last, of rows with images yet."""
@@ -107,26 +114,18 @@ class Images:
             for row in rows
         ]
 
-    def _encoding(self, key: bytes, length: int) -> Tensor:
-        """Of an image, [length, size]. Numbers that are none where there is no such image: so its requests fail."""
+    def _encoding(self, key: bytes) -> Tensor | None:
+        """Of an image [tokens, size], if there is such an image."""
         if key in self._encoded:
             self._encoded.move_to_end(key)
             return self._encoded[key]
         try:
-            found = self._fetch(key)
+            encoded = self._encode(self._fetch(key))
         except Missing:
-            return self._nothing(length)
-        encoded = self._encode(found)
-        if encoded.shape[0] != length:
-            return self._nothing(length)
+            return None
         self._encoded[key] = encoded
         self._nbytes += encoded.nbytes
         return encoded
-
-    def _nothing(self, length: int) -> Tensor:
-        model = self._model
-        size = model.stock.config.get_text_config().hidden_size
-        return torch.full((length, size), float("nan"), dtype=model.dtype, device=model.device)
 
     @torch.inference_mode()
     def _encode(self, found: Mapping[str, Tensor]) -> Tensor:
