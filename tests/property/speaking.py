@@ -126,13 +126,14 @@ class Speaking:
         self.state = state or OutputState(VOCABULARY, MAX_MODEL_LEN, (EOS,))
         self.state.become(self.schedule.picture(1, 0))
         self.plan = Plan(self.schedule)
-        self.number = 0
+        self.number = self.state_number = 0  # of the last step that was sent, and that the output has applied
         self.depth = depth
         self.steps: deque[Step] = deque()  # not yet seen by the output
         self.flight: deque[tuple[int, list[tuple[int, Sample]], StepDone]] = deque()
         self.samples: dict[int, Sample] = {}  # by slot
         self.servers = Servers()
         self.halts: list[Halt] = []
+        self.born: dict[tuple[int, int], Sample] = {}  # by slot and birth
         self.fails: set[int] = set()  # slots of which the next step says so
 
     def join(self, sample: Sample, *, cached: int = 0, chunk: int | None = None, parent: int | None = None) -> int:
@@ -150,6 +151,7 @@ class Speaking:
         )
         self.samples[slot] = sample
         sample.birth = self.number + 1
+        self.born[slot, sample.birth] = sample
         return slot
 
     def leave(self, slot: int) -> None:
@@ -209,15 +211,13 @@ class Speaking:
         if answers.halt is not None:
             self.halts.append(answers.halt)
 
-    state_number = 0
-
     def halt(self) -> None:
         """The core hears of all who ended by their text."""
         for halt in self.halts:
             for slot, birth in zip(halt.slots.tolist(), halt.births.tolist(), strict=True):
-                sample = self.samples.get(slot)
-                if sample is not None and sample.birth == birth:
-                    sample.is_over = True
+                sample = self.born[slot, birth]
+                assert isinstance(sample.plainly()[2][1], str), "halted, and no stop string has ended it"
+                sample.is_over = True
         self.halts = []
 
     def ends_by_id(self, sample: Sample) -> bool:
