@@ -96,7 +96,7 @@ class KVCache:
         return np.array(blocks, np.int32)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user less of each. The last ones of a prefix are emptied before the first, without which they are lost."""
+        """One user less of each. Of a prefix the last are emptied before the first, without which they are lost."""
         references, hashes = self.references, self._hashes
         for block in reversed(blocks):
             left = references[block] - 1

@@ -97,7 +97,7 @@ class Queue(Generic[OneT]):
 
 
 class _Level(Generic[OneT]):
-    """Those of one priority. The heap has each client once; what it says of it may be too little, as counts only grow."""
+    """Those of one priority. The heap has each client once; its count there may be too small, as counts only grow."""
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[OneT]] = {}

@@ -41,11 +41,11 @@ class Request:
         self.priority = priority
         self.client = client
         self.is_waiting = False
+        self.slots: set[int] = set()  # of its samples: whoever joins may have the prompt of any
+        self.full_blocks: int = prompt.size // block_size
         self.samples = [Sample(self, index) for index in range(self.params.n)]
         self.open_samples = self.params.n
-        self.slots: set[int] = set()  # of its samples: whoever joins may have the prompt of any
-        self.full_blocks = prompt.size // block_size
-        self._block_size = block_size
+        self.block_size = block_size
         self._keys = keys
         self._hashes = [root_of(salt)]  # as many as anybody asked for; the first is that of no block
 
@@ -56,21 +56,21 @@ class Request:
     def hash_of(self, block: int) -> bytes:
         """Of one of the `full_blocks` of its prompt. That of block -1 is what the first one follows."""
         while len(self._hashes) < block + 2:
-            begin = (len(self._hashes) - 1) * self._block_size
-            ids = self.prompt[begin : begin + self._block_size].tobytes()
+            begin = (len(self._hashes) - 1) * self.block_size
+            ids = self.prompt[begin : begin + self.block_size].tobytes()
             self._hashes.append(hash_of(self._hashes[-1], ids, self.items_of(len(self._hashes) - 1)))
         return self._hashes[block + 1]
 
     def items_of(self, block: int) -> bytes:
         if not self._keys:
             return b""
-        return items_of(self._keys, block * self._block_size, (block + 1) * self._block_size)
+        return items_of(self._keys, block * self.block_size, (block + 1) * self.block_size)
 
 
 class Sample:
     """One of the n of a request."""
 
-    __slots__ = ("_hashes", "index", "is_aside", "is_ended", "rank", "request", "slot")
+    __slots__ = ("_hashes", "full_blocks", "index", "is_aside", "is_ended", "rank", "request", "served", "slot")
 
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
@@ -79,6 +79,8 @@ class Sample:
         self.slot: int | None = None
         self.is_ended = False
         self.is_aside = False  # it has been let in, has no blocks, and wants some
+        self.full_blocks = request.full_blocks  # of which the hashes are known
+        self.served: int = request.prompt.size  # tokens for which its client has been charged, or pays otherwise
         self._hashes: list[bytes] = []  # of the full blocks after those of the prompt
 
     def hash_of(self, block: int) -> bytes:
@@ -89,11 +91,13 @@ class Sample:
         """Of the first blocks. One after the other: who finds none needs no more."""
         return (self.hash_of(block) for block in range(count))
 
-    def extend(self, ids: bytes) -> None:
-        """Another block of tokens is known."""
-        request, hashes = self.request, self._hashes
+    def extend(self, ids: bytes) -> int:
+        """Another block is full of generated tokens, perhaps after the end of the prompt. How many, to be charged."""
+        request, hashes, block = self.request, self._hashes, self.full_blocks
         if hashes:
             hashes.append(hash_of(hashes[-1], ids))
-        else:  # it may begin with the end of the prompt
-            block = request.full_blocks
+        else:
             hashes.append(hash_of(request.hash_of(block - 1), ids, request.items_of(block)))
+        self.full_blocks = block + 1
+        served, self.served = self.served, self.full_blocks * request.block_size
+        return self.served - served

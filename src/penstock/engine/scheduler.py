@@ -110,7 +110,7 @@ class Scheduler:
         self._births = np.full(slots, NEVER)  # the step with which it joined; NEVER: it is free, or has ended
         self._since = np.full(slots, NEVER)  # the step with which it got its first blocks: it may have been preempted
         self._ids = np.zeros(slots, np.int32)  # how many we have: one less is known for each of its steps in flight
-        self._tails = np.zeros((slots, size), np.int32)  # those ids that do not fill a block
+        self._tails = np.zeros((slots, size), np.int32)  # those ids of the last block
         self._published = np.zeros(slots, np.int32)  # blocks
         self._prefilling: set[int] = set()
         self._leaving: list[Sample] = []
@@ -201,12 +201,13 @@ class Scheduler:
             self._leave(plan)
         is_waited_for = bool(self._aside or self._queue)
         put_aside = self._make_way(plan) if is_waited_for else []
+        made_way = len(put_aside)
         stalled = self._extend(plan, put_aside)
         rows = self._schedule.rows.size - len(self._gone)
         budget = self._config.token_budget - (rows - stalled - len(self._prefilling))
         if self._prefilling:
             budget = self._prefill(plan, budget)
-        if is_waited_for and not stalled:
+        if is_waited_for and not stalled and len(put_aside) == made_way:  # else there is no room
             self._let_in(plan, budget, rows)
         for sample in put_aside:  # not before: their step is the next one at the earliest
             heapq.heappush(self._aside, (sample.rank, sample))
@@ -261,7 +262,7 @@ class Scheduler:
         return put_aside
 
     def _extend(self, plan: Plan, put_aside: list[Sample]) -> int:
-        """Gives a block to each of those who need one for their next token. How many there are that must wait for it."""
+        """Gives a block to those who need one for their next token. How many there are that must wait for it."""
         short = self._schedule.short_of_blocks()  # nobody who prefills: it has blocks for all that is known
         if not short.size:
             return 0
@@ -274,7 +275,6 @@ class Scheduler:
         stalled = 0
         rows = [slot for slot in self._schedule.rows.tolist() if slot not in self._gone]
         victims = sorted(map(self._sample, rows), key=_rank)  # the last one is the next
-        given: list[int] = []
         for sample in sorted(map(self._sample, short.tolist()), key=_rank):
             slot = sample.slot
             assert slot is not None
@@ -283,14 +283,12 @@ class Scheduler:
             while not self.cache.free and victims[-1] is not sample:
                 put_aside.append(victims.pop())
                 self._preempt(plan, put_aside[-1])
-            if self.cache.free:
-                given.append(slot)
+            block = self.cache.take(1)
+            if block is not None:
+                plan.append(slot, block.tolist())
             else:
                 stalled += 1
                 plan.advance(slot, 0)
-        blocks = self.cache.take(len(given))
-        assert blocks is not None
-        plan.append_each(np.array(given, np.intp), blocks)
         return stalled
 
     def _prefill(self, plan: Plan, budget: int) -> int:
@@ -455,41 +453,41 @@ class Scheduler:
                 self._fork(slot)
 
     def _publish(self, flight: _Flight) -> None:
-        """The device has computed this far: full blocks can be found from now on."""
+        """The device has computed this far: full blocks can be found from now on.
+
+        Whose blocks it are not any more, as it was preempted, will look for their likes.
+        """
         full = flight.computed[flight.rows] // self._size
         is_due = full > self._published[flight.rows]
         if not is_due.any():
             return
         slots, full = flight.rows[is_due], full[is_due]
-        has_them = (self._births[slots] <= flight.number) & (self._since[slots] <= flight.number)
-        has_them &= self._schedule.status[slots] == RUNNING  # not preempted since
-        slots, full = slots[has_them], full[has_them]
+        are_theirs = self._births[slots] <= flight.number
+        if not are_theirs.all():
+            slots, full = slots[are_theirs], full[are_theirs]
+        have_them = (self._since[slots] <= flight.number) & (self._schedule.status[slots] == RUNNING)
         begun = self._published[slots].tolist()
         self._published[slots] = full
         last = self._schedule.table[slots, full - 1].tolist()
-        for slot, begin, end, block in zip(slots.tolist(), begun, full.tolist(), last, strict=True):
-            sample = self._sample(slot)
-            if end - begin > 1:
-                before = self._schedule.table[slot, begin : end - 1].tolist()
-                for at, one in enumerate(before, begin):
-                    self.cache.publish(one, sample.hash_of(at))
-            self.cache.publish(block, sample.hash_of(end - 1))
+        tails, nbytes = self._tails[slots].tobytes(), self._size * self._tails.itemsize
+        samples, publish = self._samples, self.cache.publish
+        for row, (slot, begin, end, block, has_them) in enumerate(
+            zip(slots.tolist(), begun, full.tolist(), last, have_them.tolist(), strict=True)
+        ):
+            sample = samples[slot]
+            assert sample is not None
+            if end > sample.full_blocks:  # before the next id takes the place of the first of these
+                served = sample.extend(tails[row * nbytes : (row + 1) * nbytes])
+                self._queue.charge(sample.request.client, served)
+            if has_them:
+                for at in range(begin, end - 1):
+                    publish(int(self._schedule.table[slot, at]), sample.hash_of(at))
+                publish(block, sample.hash_of(end - 1))
 
     def _receive(self, slots: Index, ids: Ints) -> None:
         counts = self._ids[slots]
-        self._tails[slots, counts % self._size] = ids
-        counts += 1
-        self._ids[slots] = counts
-        is_full = counts % self._size == 0
-        if not is_full.any():
-            return
-        full = slots[is_full]
-        tails, nbytes = self._tails[full].tobytes(), self._size * self._tails.itemsize
-        for at, (slot, count) in enumerate(zip(full.tolist(), counts[is_full].tolist(), strict=True)):
-            sample = self._sample(slot)
-            sample.extend(tails[at * nbytes : (at + 1) * nbytes])
-            request = sample.request
-            self._queue.charge(request.client, min(self._size, count - request.prompt.size))
+        self._tails[slots, counts - counts // self._size * self._size] = ids
+        self._ids[slots] = counts + 1
 
     def _end(self, sample: Sample) -> None:
         """Whatever it still computes is nobody's. It leaves with the next step."""
@@ -501,8 +499,7 @@ class Scheduler:
             self._births[slot] = NEVER
             self._endings.end(slot)
             self._leaving.append(sample)
-            ids = int(self._ids[slot])
-            self._queue.charge(request.client, min(ids % self._size, ids - request.prompt.size))
+            self._queue.charge(request.client, int(self._ids[slot]) - sample.served)
             if slot in self._forking:
                 self._fork(slot)
         request.open_samples -= 1
