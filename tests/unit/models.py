@@ -47,7 +47,12 @@ TEXT: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
     "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": {"num_local_experts": 4},
-    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
 }
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
@@ -138,7 +143,9 @@ def _stock(name: str) -> Any:
     else:
         kind, options = AutoModelForCausalLM, {**SHAPE, **TEXT[name]}
     stock = kind.from_config(transformers.AutoConfig.for_model(name, **options)).eval()
-    if TEXT.get(name, {}).get("tie_word_embeddings") or name.startswith("gemma"):  # or it would say the same word again and again
+    if TEXT.get(name, {}).get("tie_word_embeddings") or name.startswith(
+        "gemma"
+    ):  # or it would say the same word again and again
         with torch.no_grad():
             stock.get_input_embeddings().weight.mul_(0.1)
     return stock
@@ -197,9 +204,10 @@ def _answer(stock: Any, asked: Asked, images: dict[bytes, dict[str, torch.Tensor
 
 
 class Told(NamedTuple):
-    """What came of requests: their tokens, and of those that failed, what there was before."""
+    """What came of requests: their tokens, and who failed."""
 
     answers: list[list[int]]
+    failed: set[int]
     stats: Stats
 
 
@@ -218,6 +226,7 @@ def ask(
     params = Interned(SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.0))
     answers: list[list[int]] = [[] for _ in asked]
     flights: deque[Any] = deque()
+    failed: set[int] = set()
     number = 0
     while number < len(asked) or scheduler.open_requests or flights:
         if number < len(asked):
@@ -231,10 +240,12 @@ def ask(
         if flights:
             step, flight, rows, requests = flights.popleft()
             sampled = flight.result()
+            failed.update(requests[slot] for slot in ([] if sampled.failed is None else sampled.failed.tolist()))
             for slot, token in zip(rows.tolist(), sampled.ids.tolist(), strict=True):
                 answers[requests[slot]].append(token)
             scheduler.done(StepDone(1, step.number, sampled.ids, failed=sampled.failed))
-    return Told([answer[:COUNT] for answer in answers], scheduler.stats)  # one more was computed before its end was seen
+    answers = [answer[:COUNT] for answer in answers]  # one more was computed before its end was seen
+    return Told(answers, failed, scheduler.stats)
 
 
 def _submit(number: int, asked: Asked, params: Interned[SamplingParams]) -> Submit:
@@ -259,7 +270,13 @@ def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str) -
         asked = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs]) for prompt, inputs in raw]
         images = torch.load(Path(path) / "images.pt") if Path(path).name in VISION else {}
         device = TorchDevice(
-            path, slots=4, ranks=ranks, block_size=BLOCK_SIZE, blocks=-(-longest(asked) // BLOCK_SIZE), fetch=images.__getitem__, threads=1
+            path,
+            slots=4,
+            ranks=ranks,
+            block_size=BLOCK_SIZE,
+            blocks=-(-longest(asked) // BLOCK_SIZE),
+            fetch=images.__getitem__,
+            threads=1,
         )
         found[path] = ask(device, asked).answers
     Path(told).write_text(json.dumps(found))

@@ -6,9 +6,9 @@ Leaves to `batch` what a step computes, to `model` the arithmetic, to `sampling`
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,9 @@ from penstock.engine import model as models
 from penstock.engine.attention import Memory, Paged, Probe
 from penstock.engine.batch import Batch, Tokens, batch_of
 from penstock.engine.device import Sampled
-from penstock.engine.protocol import Step
-from penstock.engine.schedule import Schedule
+from penstock.engine.protocol import SamplingParams, Step
+from penstock.engine.sampling import Chosen, Sampler
+from penstock.engine.schedule import Index, Schedule
 from penstock.engine.sharding import Ranks
 from penstock.engine.vision import Fetch, Images
 
@@ -47,6 +48,7 @@ class TorchDevice:
         token_budget: int = 2048,
         fetch: Fetch | None = None,
         threads: int | None = None,
+        end_ids: Collection[int] = (),
     ) -> None:
         """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks. `threads`:
         that compute on a CPU; None: this rank's share of the processors.
@@ -62,6 +64,8 @@ class TorchDevice:
         self.blocks = self._room(token_budget) if blocks is None else blocks
         self._memory = self._model.memory(self.blocks, block_size)
         self._tokens = Tokens(slots, where)
+        # one rank chooses, as ranks that add up in another order may differ in the last bit
+        self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._images = None if self._model.image_id is None else Images(self._model, fetch or _no_images, slots)
 
     def launch(self, schedule: Schedule, step: Step) -> TorchFlight:
@@ -69,21 +73,37 @@ class TorchDevice:
         self._follow(schedule, step)
         batch = batch_of(schedule)
         if not batch.slots.size:
-            return TorchFlight(_NOBODY, set())
+            return TorchFlight(_NOBODY, schedule.sampled, None, set())
         with torch.inference_mode():
             hidden, failed = self._compute(batch)
             if not batch.last.size:
-                return TorchFlight(_NOBODY, failed)
+                return TorchFlight(_NOBODY, schedule.sampled, None, failed)
             logits = self._model.logits(hidden[torch.from_numpy(batch.last).to(self._device)])
-            sampled = schedule.sampled
-            ids = self._ranks.from_first(logits.argmax(dim=-1))
-            self._tokens.write(sampled, schedule.computed[sampled], ids)
-        return TorchFlight(ids, failed)
+            slots = schedule.sampled
+            chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
+            ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
+            self._ranks.from_first(ids)
+            self._tokens.write(slots, schedule.computed[slots], ids)
+        return TorchFlight(ids, slots, chosen, failed)
 
     def _follow(self, schedule: Schedule, step: Step) -> None:
         """Who leaves, and who joins."""
+        if step.left is not None:
+            for slot in step.left.tolist():
+                if self._sampler is not None:
+                    self._sampler.leave(slot)
+                if self._images is not None:
+                    self._images.leave(slot)
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
+                if self._sampler is not None:
+                    self._sampler.join(
+                        slot,
+                        _params_of(schedule, slot),
+                        schedule.prompts[slot],
+                        drawn=_drawn(step.leader, int(schedule.servers[slot]), int(schedule.requests[slot])),
+                        sample=int(schedule.samples[slot]),
+                    )
                 self._tokens.join(slot, schedule.prompts[slot])
                 if self._images is not None:
                     self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
@@ -125,24 +145,37 @@ class TorchFlight:
 
     done_at: float | None = None
 
-    def __init__(self, ids: Tensor, failed: set[int]) -> None:
-        self._failed = np.array(sorted(failed), np.uint16) if failed else None
-        self._event: Any = None
-        if ids.is_cuda:
-            self._ids = torch.empty(ids.shape, dtype=torch.int32, pin_memory=True)
-            self._ids.copy_(ids, non_blocking=True)
-            self._event = torch.cuda.current_stream(ids.device).record_event()
-        else:
-            self._ids = ids.to(torch.int32)
+    def __init__(self, ids: Tensor, slots: Index, chosen: Chosen | None, failed: set[int]) -> None:
+        """`failed` are those besides whom the choice has found."""
+        self._ids = ids
+        self._slots = slots
+        self._chosen = chosen
+        self._failed = failed
+        self._event = torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None
 
     def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())
 
     def result(self) -> Sampled:
         """Blocks until the step is done."""
-        if self._event is not None:
-            self._event.synchronize()
-        return Sampled(self._ids.numpy(), failed=self._failed)
+        failed, logprobs = self._failed, None
+        if self._chosen is not None:
+            found = self._chosen.failed(self._slots)
+            failed = failed if found is None else failed.union(found.tolist())
+            logprobs = self._chosen.logprobs()
+        slots = np.array(sorted(failed), np.uint16) if failed else None
+        return Sampled(self._ids.cpu().numpy(), logprobs, slots)
+
+
+def _params_of(schedule: Schedule, slot: int) -> SamplingParams:
+    params = schedule.params[slot]
+    assert params is not None, "a slot that has joined, without parameters"
+    return params.value
+
+
+def _drawn(*numbers: int) -> int:
+    """A seed for who has none: another for every request."""
+    return zlib.crc32(",".join(map(str, numbers)).encode())
 
 
 def _dtype(name: str) -> torch.dtype | None:
