@@ -10,18 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-<<<<<<< HEAD
-from penstock.codec import Interned
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import Inputs, SamplingParams, Step, StepDone, Submit
-from penstock.engine.schedule import RUNNING, Schedule
-=======
 from penstock import Item, Part
 from penstock.codec import Interned
 from penstock.engine.plan import Plan
 from penstock.engine.protocol import Inputs, SamplingParams, Step, StepDone, Submit
 from penstock.engine.schedule import RUNNING, Input, Schedule
->>>>>>> 7a70a9ba3d05750d7c8dda8fc59c144f0cbe926b
 from penstock.engine.scheduler import Scheduler, SchedulerConfig
 
 BLOCK_SIZE = 4
@@ -34,13 +27,8 @@ def follows(before: object, token: int, item: object) -> int:
     return hash((before, token, item))
 
 
-<<<<<<< HEAD
-def items_at(inputs: list[tuple[bytes, int, int]]) -> dict[int, object]:
-    return {position + n: (key[0], n) for key, position, length in inputs for n in range(length)}
-=======
 def items_at(inputs: list[Input]) -> dict[int, object]:
     return {position + n: (told(item), n) for item, position, length in inputs for n in range(length)}
->>>>>>> 7a70a9ba3d05750d7c8dda8fc59c144f0cbe926b
 
 
 def sampled(content: object, index: int, seed: int | None) -> int:
@@ -62,13 +50,6 @@ def answer(submit: Submit, index: int) -> list[int]:
         content = follows(content, out[-1], None)
 
 
-<<<<<<< HEAD
-def inputs_of(submit: Submit) -> list[tuple[bytes, int, int]]:
-    if submit.inputs is None:
-        return []
-    one = submit.inputs
-    return list(zip(one.keys, one.positions.tolist(), one.lengths.tolist(), strict=True))
-=======
 def told(item: Item) -> int:
     """What the image shows."""
     assert isinstance(item.where, bytes)
@@ -85,7 +66,6 @@ def inputs_of(submit: Submit) -> list[Input]:
         return []
     one = submit.inputs
     return list(zip(one.items, one.positions.tolist(), one.lengths.tolist(), strict=True))
->>>>>>> 7a70a9ba3d05750d7c8dda8fc59c144f0cbe926b
 
 
 class Device:
@@ -306,12 +286,7 @@ class Users:
         if len(prompt) > 14 and chance.random() < 0.4:
             position, length = chance.randint(0, 4), chance.randint(1, 9)
             prompt[position : position + length] = [0] * length
-<<<<<<< HEAD
-            key = bytes([chance.randrange(2)]) * 32
-            inputs = Inputs(*(np.array([1], np.int32), (key,)), *(np.array([n], np.int32) for n in (position, length)))
-=======
             inputs = image(chance.randrange(2), position, length, has_key=chance.random() < 0.8)
->>>>>>> 7a70a9ba3d05750d7c8dda8fc59c144f0cbe926b
         most = chance.choice((None, 1, 3, 20, 20, 30))
         n = chance.choice((1, 1, 1, 2, 3, 8))
         params = SamplingParams(n=n, seed=chance.randrange(3), max_tokens=most)

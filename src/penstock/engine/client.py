@@ -107,7 +107,7 @@ class Client:
         """
         ids = np.ascontiguousarray(prompt, np.int32)
         params = SamplingParams() if params is None else params
-        group = self._choose(traces(ids, salt, [key for key, _, _ in items]))
+        group = self._choose(traces(ids, salt, [item.key for item, _, _ in items if item.key is not None]))
         request = self._number()
         stream = Stream(request, group, self._rows[group][Board.SERVING], ids.size, params.n)
         outputs = self._outputs[group]

@@ -101,6 +101,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"server: not {lanes - 1}"
             )
 
+    def device_of(self, group: int, rank: int) -> str:
+        """Each worker has a CUDA device of its own."""
+        return f"cuda:{group * self.tensor_parallel + rank}" if self.device == "cuda" else self.device
+
     @property
     def most_blocks(self) -> int:
         """Of one sample."""

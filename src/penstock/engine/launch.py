@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import time
 from collections.abc import Callable
 
@@ -63,6 +64,8 @@ class Unit:
         self._is_broken = False
         self._incarnation += 1
         self._started = time.monotonic()
+        if self.is_group and self._launcher.tree.config.tensor_parallel > 1:
+            self._launcher.tree.meetings[self._group] = _meeting()
         for kind, index, run in self._parts:
             child = Child.start(Member(kind, self._group, index, self._incarnation), run, self._launcher.tree)
             self.children[child.pidfd] = child
@@ -229,6 +232,12 @@ class Launcher:
         for unit in self.units:
             for child in unit.children.values():
                 child.look_whether_stopped(self.tree.config.step_timeout)
+
+
+def _meeting() -> str:
+    """Where the ranks of a group find together: a port that nobody had a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
 
 
 def _tell_to_stop(inbox: MessageSender) -> None:

@@ -41,6 +41,7 @@ class Tree:
     servers: tuple[penstock.MessageChannel, ...]  # to each server: from each group's core, then its outputs
     board: penstock.Segment
     store: Store | None
+    meetings: list[str]  # of each group's ranks: another one for each incarnation, told to those who are spawned next
 
     @classmethod
     def lay(cls, config: EngineConfig) -> Tree:
@@ -61,6 +62,7 @@ class Tree:
             ),
             Board.lay(one.data_parallel),
             Store.create(one.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if one.store_nbytes else None,
+            [""] * one.data_parallel,
         )
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.model import Model
 from penstock.engine.protocol import Ints
 from penstock.engine.schedule import Index, Input
+from penstock.tensor import Item
 
 Fetch = Callable[[bytes], Mapping[str, Tensor]]  # by key: pixel_values and what else belongs to them; or Missing
 MOST_NBYTES = 1 << 28  # of encoded images that nobody needs at the moment
@@ -58,7 +59,7 @@ class Images:
     def _find_ropes(self, slot: int, prompt: Ints, inputs: tuple[Input, ...]) -> None:
         ids = torch.tensor(prompt, dtype=torch.int64)[None]
         try:
-            grids = torch.cat([self._fetch(key)["image_grid_thw"].reshape(-1, 3) for key, _, _ in inputs])
+            grids = torch.cat([self._fetch(_key_of(item))["image_grid_thw"].reshape(-1, 3) for item, _, _ in inputs])
         except Missing:
             return  # it fails when it is computed
         positions, _ = self._model.stock.base_model.get_rope_index(
@@ -86,11 +87,11 @@ class Images:
         places: list[Index] = []
         pieces: list[Tensor] = []
         for slot, first, begin, end in self._rows_before_their_ends(batch):
-            for (key, _, _), there in self._inputs[slot]:
+            for (item, _, _), there in self._inputs[slot]:
                 low, high = np.searchsorted(there, (begin, end))
                 if low == high:
                     continue
-                encoded = self._encoding(key)
+                encoded = self._encoding(item)
                 if encoded is None or encoded.shape[0] != there.size:
                     failed.add(slot)
                     continue
@@ -114,8 +115,11 @@ class Images:
             for row in rows
         ]
 
-    def _encoding(self, key: bytes) -> Tensor | None:
+    def _encoding(self, item: Item) -> Tensor | None:
         """Of an image [tokens, size], if there is such an image."""
+        if item.key is None:
+            return None
+        key = item.key
         if key in self._encoded:
             self._encoded.move_to_end(key)
             return self._encoded[key]
@@ -140,3 +144,9 @@ class Images:
     def _make_room(self) -> None:
         while self._nbytes > MOST_NBYTES and len(self._encoded) > 1:
             self._nbytes -= self._encoded.popitem(last=False)[1].nbytes
+
+
+def _key_of(item: Item) -> bytes:
+    if item.key is None:
+        raise Missing("an image without a key is kept nowhere")
+    return item.key

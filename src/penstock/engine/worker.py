@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
+from typing import Any
 
-from penstock import EndOfChannel, Timeout
+from penstock import EndOfChannel, Store, Timeout
 from penstock.codec.follow import Follower, Following
 from penstock.engine.board import Board
-from penstock.engine.config import EngineConfig
 from penstock.engine.device import Device, Flight
 from penstock.engine.logs import event
 from penstock.engine.protocol import Ready, Step, StepDone, Stop, Whole
@@ -25,17 +26,38 @@ LOOK_AGAIN = 0.0002  # seconds; at a flight of which nobody knows when it will e
 
 
 def run(tree: Tree, me: Member) -> None:
-    device = device_of(tree.config, me.index)
+    device = device_of(tree, me)
     worker = Worker(tree, me, device)
     worker.run()
     if isinstance(device, Simulated):
         event("device stopped", busy=device.busy, idle=device.idle, idle_share=device.idle_share)
 
 
-def device_of(config: EngineConfig, rank: int) -> Device:
+def device_of(tree: Tree, me: Member) -> Device:
+    """Blocks until all ranks have come, and the model is loaded."""
+    config = tree.config
     if config.simulated is not None:
         return Simulated(config.simulated, config.slots)
-    raise NotImplementedError
+    # Imported here: torch is not needed by anybody else.
+    from penstock.engine.backend import TorchDevice
+    from penstock.engine.sharding import Ranks
+
+    return TorchDevice(
+        config.model,
+        slots=config.slots,
+        ranks=Ranks(me.index, config.tensor_parallel, tree.meetings[me.group], config.device),
+        device=config.device_of(me.group, me.index),
+        dtype=config.dtype,
+        block_size=config.block_size,
+        blocks=config.blocks,
+        token_budget=config.token_budget,
+        fetch=None if tree.store is None else partial(_fetch, tree.store),
+    )
+
+
+def _fetch(store: Store, key: bytes) -> Any:
+    """An image's tensors. Raises Missing."""
+    return store.get(key).value("torch")
 
 
 class Worker:
