@@ -5,12 +5,14 @@ Leaves to `model` the numbers. A simulated device has no directory: its words ar
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from penstock.engine.config import EngineConfig
+from penstock.engine.logs import event
 from penstock.engine.text import Vocabulary, vocabulary_of
 
 SAID_IN = ("generation_config.json", "config.json")  # the first that names an end id
@@ -27,20 +29,27 @@ def completed(config: EngineConfig) -> EngineConfig:
 
 
 def vocabulary(config: EngineConfig) -> Vocabulary:
+    """A model without a tokenizer answers in ids alone."""
     if config.simulated is not None:
         return Vocabulary([b" %d" % one for one in range(config.simulated.vocabulary)])
-    tokenizer = tokenizer_of(config)
-    return vocabulary_of(tokenizer)
+    if not _tokenizer_of(config).exists():
+        event("model without a tokenizer", logging.WARNING, missing=_tokenizer_of(config))
+        return Vocabulary([])
+    return vocabulary_of(tokenizer_of(config))
 
 
 def tokenizer_of(config: EngineConfig) -> Any:
     """Raises ValueError where the model has none."""
     from tokenizers import Tokenizer
 
-    path = Path(config.model) / "tokenizer.json"
+    path = _tokenizer_of(config)
     if not path.exists():
         raise ValueError(f"there is no {path}: the model has no tokenizer")
     return Tokenizer.from_file(str(path))
+
+
+def _tokenizer_of(config: EngineConfig) -> Path:
+    return Path(config.model) / "tokenizer.json"
 
 
 def _end_ids(directory: Path) -> tuple[int, ...]:

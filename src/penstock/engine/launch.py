@@ -110,7 +110,7 @@ class Unit:
             self._launcher.board.row(self._group).begin()
         if self._launcher.is_stopping:
             self._launcher.look_who_is_left()
-        else:
+        elif not self._launcher.has_failed:
             pause = BACK_OFF[min(self._failures, len(BACK_OFF) - 1)]
             event("unit starts again", unit=self.name, after=pause)
             self._again = asyncio.get_running_loop().call_later(pause, self.start)
@@ -181,6 +181,10 @@ class Launcher:
     def _hear_signal(self) -> None:
         self._signals += 1
         self._is_over.set()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
 
     def fail(self, reason: str) -> None:
         if self._failure is None:
