@@ -10,7 +10,7 @@ from penstock import Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
 from penstock.engine.plan import Plan
 from penstock.engine.protocol import STEPS, SamplingParams, Step
-from penstock.engine.schedule import PREEMPTED, RUNNING, Input, Schedule
+from penstock.engine.schedule import FREE, PREEMPTED, RUNNING, Input, Schedule
 from penstock.tensor import plan
 
 CATALOGUE = Catalogue(*STEPS)
@@ -38,13 +38,18 @@ def require(condition: object) -> None:
 
 
 class Row:
-    def __init__(self, request: int, prompt: list[int], params: SamplingParams, server: int, inputs: list[Input]):
+    def __init__(
+        self, request: int, prompt: list[int], params: SamplingParams, server: int, inputs: list[Input], sample: int = 0
+    ) -> None:
         self.request = request
         self.prompt = prompt
         self.params = params
         self.server = server
         self.inputs = inputs
+        self.sample = sample
         self.computed = 0
+        self.known = len(prompt)
+        self.samples = False
         self.blocks: list[int] = []
         self.runs = True
         self.count = 0
@@ -65,7 +70,7 @@ class Plain:
     def copy(self) -> "Plain":
         copied = Plain()
         for slot, row in self.rows.items():
-            copied.rows[slot] = Row(row.request, row.prompt, row.params, row.server, row.inputs)
+            copied.rows[slot] = Row(row.request, row.prompt, row.params, row.server, row.inputs, row.sample)
             vars(copied.rows[slot]).update(row.told())
         return copied
 
@@ -78,8 +83,10 @@ class Plain:
 
     def rewind(self, slot: int, count: int) -> None:
         row = self.at(slot, runs=True)
-        require(0 <= count <= row.computed)
+        most = row.computed - len(row.prompt) if row.known == row.computed + 1 else 0
+        require(0 <= count <= max(most, 0))
         row.computed -= count
+        row.known -= count
 
     def leave(self, slot: int) -> None:
         require(slot in self.rows)
@@ -88,6 +95,7 @@ class Plain:
     def preempt(self, slot: int) -> None:
         row = self.at(slot, runs=True)
         row.runs, row.computed, row.blocks, row.count = False, 0, [], 0
+        row.samples = False
 
     def join(self, slot: int, row: Row, blocks: list[int], computed: int) -> None:
         require(0 <= slot < SLOTS and slot not in self.rows)
@@ -99,7 +107,7 @@ class Plain:
         self.run(self.at(slot, runs=False), blocks, computed)
 
     def run(self, row: Row, blocks: list[int], computed: int) -> None:
-        require(computed >= 0)
+        require(0 <= computed < row.known)
         row.runs, row.computed, row.blocks = True, computed, []
         self.give(row, blocks)
 
@@ -110,7 +118,7 @@ class Plain:
         require(all(0 <= one < BLOCKS for one in blocks) and len(row.blocks) + len(blocks) <= MOST_BLOCKS)
         row.blocks += blocks
 
-    def advance(self, counts: dict[int, int]) -> None:
+    def advance(self, counts: dict[int, int], drafts: dict[int, int]) -> None:
         for slot, count in counts.items():
             self.at(slot, runs=True)
             require(count >= 0)
@@ -119,6 +127,10 @@ class Plain:
             row.count = counts.get(slot, 1)
             row.computed += row.count
             require(row.computed <= len(row.blocks) * BLOCK_SIZE)
+            require(row.computed - drafts.get(slot, 0) <= row.known)
+            row.samples = row.computed >= row.known
+            if row.samples:
+                row.known = row.computed + 1
 
     # ── a step, read column by column ──
     def apply(self, step: Step) -> "Plain":
@@ -148,14 +160,16 @@ class Plain:
             for slot, more in rows(appended.slots, split(appended.blocks, counts)):
                 then.append(slot, more)
         advances = step.advances
+        drafts: dict[int, int] = {}
         if advances is not None and advances.draft_counts is not None:
             for count, draft_count in rows(advances.counts, advances.draft_counts, distinct=False):
                 require(0 <= draft_count <= count)
+            drafts = dict(rows(advances.slots, advances.draft_counts))
             if advances.drafts is not None:
                 require(all(one >= 0 for some in split(advances.drafts, advances.draft_counts) for one in some))
         elif advances is not None:
             require(advances.drafts is None)
-        then.advance({} if advances is None else dict(rows(advances.slots, advances.counts)))
+        then.advance({} if advances is None else dict(rows(advances.slots, advances.counts)), drafts)
         return then
 
     def apply_joined(self, step: Step) -> None:
@@ -176,14 +190,19 @@ class Plain:
             flat = list(rows(items, joined.inputs.positions, joined.inputs.lengths, distinct=False))
             require(all(position >= 0 and length >= 0 for _, position, length in flat))
             inputs = split(flat, joined.inputs.counts)
+        samples = [0] * size if joined.samples is None else numbers(joined.samples)
+        generated = [0] * size if joined.generated is None else numbers(joined.generated)
+        require(all(one >= 0 for one in generated))
         columns = (prompts, of, numbers(joined.requests), split(joined.blocks, joined.block_counts))
-        for slot, prompt, its, request, blocks, done, server, media, parent in rows(
-            slots, *columns, computed, servers, inputs, parents
+        for slot, prompt, its, request, blocks, done, server, media, parent, sample, more in rows(
+            slots, *columns, computed, servers, inputs, parents, samples, generated
         ):
             if parent != slot:
                 require(not prompt and not media and parent in self.rows)
                 prompt, media = self.rows[parent].prompt, self.rows[parent].inputs
-            self.join(slot, Row(request, prompt, known[its], server, media), blocks, done)
+            row = Row(request, prompt, known[its], server, media, sample)
+            row.known += more
+            self.join(slot, row, blocks, done)
 
 
 def numbers(column: Any) -> list[Any]:
@@ -216,6 +235,9 @@ def shown(schedule: Schedule) -> dict[int, dict[str, Any]]:
     assert not schedule.counts[schedule.status != RUNNING].any()
     assert not schedule.computed[schedule.status != RUNNING].any()
     assert not schedule.block_counts[schedule.status != RUNNING].any()
+    assert not schedule.known[schedule.status == FREE].any()
+    sampled = schedule.sampled.tolist()
+    assert sampled == sorted(sampled) and set(sampled) <= set(schedule.rows.tolist())
     out = {}
     for slot in np.flatnonzero(schedule.status).tolist():
         params = schedule.params[slot]
@@ -226,7 +248,10 @@ def shown(schedule: Schedule) -> dict[int, dict[str, Any]]:
             "params": params.value,
             "server": int(schedule.servers[slot]),
             "inputs": list(schedule.inputs[slot]),
+            "sample": int(schedule.samples[slot]),
             "computed": int(schedule.computed[slot]),
+            "known": int(schedule.known[slot]),
+            "samples": slot in sampled,
             "blocks": schedule.blocks_of(slot).tolist(),
             "runs": schedule.status[slot] != PREEMPTED,
             "count": int(schedule.counts[slot]),
@@ -236,7 +261,8 @@ def shown(schedule: Schedule) -> dict[int, dict[str, Any]]:
 
 def without_counts(told: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """What a picture shows: not what the last step has computed."""
-    return {slot: {name: value for name, value in row.items() if name != "count"} for slot, row in told.items()}
+    hidden = {"count", "samples"}
+    return {slot: {name: value for name, value in row.items() if name not in hidden} for slot, row in told.items()}
 
 
 class Wire:
@@ -277,16 +303,18 @@ class Life:
         """One step. In half of the cases nobody comes or goes, and everybody computes one token."""
         chance, plain = self.random.random, self.plain
         counts: dict[int, int] = {}
+        drafts: dict[int, int] = {}
         for slot in plain.running():
             if plain.rows[slot].computed >= (MOST_BLOCKS - 8) * BLOCK_SIZE:
                 self.plan.leave(slot)
                 plain.leave(slot)
         if chance() < 0.5 and plain.rows:
-            self.go(counts)
+            self.go(counts, drafts)
             return
         for slot in plain.running():
-            if chance() < 0.15 and plain.rows[slot].computed:
-                count = self.random.randint(1, min(4, plain.rows[slot].computed))
+            row = plain.rows[slot]
+            if chance() < 0.15 and row.known == row.computed + 1 and row.computed > len(row.prompt):
+                count = self.random.randint(1, min(4, row.computed - len(row.prompt)))
                 self.plan.rewind(slot, count)
                 plain.rewind(slot, count)
         for slot in sorted(plain.rows):  # ended, aborted
@@ -302,27 +330,32 @@ class Life:
         for slot in sorted(plain.rows):
             if not plain.rows[slot].runs and chance() < 0.3:
                 blocks = self.blocks(self.random.randint(0, 3))
-                computed = self.random.randint(0, len(blocks) * BLOCK_SIZE)
+                computed = self.random.randint(0, min(plain.rows[slot].known - 1, len(blocks) * BLOCK_SIZE))
                 self.plan.resume(slot, blocks, computed=computed)
                 plain.resume(slot, blocks, computed)
         for slot in plain.running():
             if chance() < 0.3:
-                counts[slot] = self.random.choice((0, 0, 2, 3, 5, 17))
-                drafts = np.arange(self.random.randint(0, counts[slot]), dtype=np.int32)
-                self.plan.advance(slot, counts[slot], drafts=drafts)
-        self.go(counts)
+                row = plain.rows[slot]
+                left = row.known - row.computed
+                counts[slot] = min(left, self.random.choice((0, 0, 1, 2, 3, 5, 17)))
+                drafts[slot] = self.random.randint(0, 4) if counts[slot] == left else 0
+                counts[slot] += drafts[slot]
+                self.plan.advance(slot, counts[slot], drafts=np.arange(drafts[slot], dtype=np.int32))
+        self.go(counts, drafts)
 
     def join(self, counts: dict[int, int]) -> None:
         self.requests += 1
         seed = self.random.choice((None, None, 1, self.requests))
         params = SamplingParams(temperature=0.8, top_p=0.95, seed=seed)
-        prompt = np.array([self.random.randrange(50_000) for _ in range(self.random.randint(0, 60))], np.int32)
+        prompt = np.array([self.random.randrange(50_000) for _ in range(self.random.randint(1, 60))], np.int32)
         parent = self.random.choice(sorted(self.plain.rows)) if self.plain.rows and self.random.random() < 0.2 else None
         told = self.plain.rows[parent].prompt if parent is not None else prompt.tolist()
         blocks = self.blocks(self.random.randint(0, 16))
-        computed = self.random.randint(0, min(len(told), len(blocks) * BLOCK_SIZE)) if self.random.random() < 0.4 else 0
+        most = min(len(told) - 1, len(blocks) * BLOCK_SIZE)
+        computed = self.random.randint(0, most) if self.random.random() < 0.4 else 0
         inputs = [(self.random.choice(ITEMS), n, 7) for n in range(self.random.choice((0, 0, 0, 2)))]
-        server, chunk = self.random.choice((0, 0, 3)), self.random.choice((1, 8, 20))
+        server, sample = self.random.choice((0, 0, 3)), self.random.choice((0, 0, 5))
+        chunk = min(len(told) - computed, self.random.choice((1, 8, 20, 60)))
         slot = self.plan.join(
             self.requests,
             prompt,
@@ -333,13 +366,14 @@ class Life:
             parent=parent,
             server=server,
             inputs=tuple(inputs),
+            sample=sample,
         )
         counts[slot] = chunk
         if parent is not None:
             inputs = self.plain.rows[parent].inputs
-        self.plain.join(slot, Row(self.requests, told, params, server, inputs), list(blocks), computed)
+        self.plain.join(slot, Row(self.requests, told, params, server, inputs, sample), list(blocks), computed)
 
-    def go(self, counts: dict[int, int]) -> None:
+    def go(self, counts: dict[int, int], drafts: dict[int, int]) -> None:
         each: list[int] = []
         for slot in self.plain.running():
             row = self.plain.rows[slot]
@@ -354,7 +388,7 @@ class Life:
         self.plan.append_each(np.array(each, np.int32), np.array(blocks, np.int32))
         for slot, block in zip(each, blocks, strict=True):
             self.plain.append(slot, [block])
-        self.plain.advance(counts)
+        self.plain.advance(counts, drafts)
 
 
 def decode(frame: bytes, decoder: FrameDecoder | None = None) -> Any:

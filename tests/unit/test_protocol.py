@@ -10,21 +10,25 @@ from penstock import DecodeError, Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
 from penstock.codec.follow import Lost
 from penstock.engine.protocol import (
+    ANNOUNCED,
     DELTAS,
     INBOX,
     RESULTS,
     STEPS,
     Abort,
+    Announce,
     Delta,
     Failed,
     Finished,
     FinishReason,
+    Halt,
     Inputs,
     Logprobs,
     Ready,
     SamplingParams,
     StepDone,
     Stop,
+    Style,
     Submit,
 )
 from penstock.tensor import plan
@@ -76,6 +80,9 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
         (Submit(1, 7, np.arange(1000, dtype=np.int32), PARAMS, -3, "client", b"salt", INPUTS, 1), INBOX),
         (Submit(0, 0, ints(), PARAMS), INBOX),
         (Abort(1, ints(7, 8)), INBOX),
+        (Halt(slots(3, 4), np.array([7, 1 << 40])), INBOX),
+        (Announce(1, 7, Style.CHAT, b'"id":"x"'), ANNOUNCED),
+        (Announce(1, 7, Style.PLAIN), INBOX),
         (Ready(3, 1 << 40), INBOX),
         (Lost("worker 1", None, None, 5, 6, "why"), INBOX),
         (Stop("it is late"), STEPS),

@@ -53,6 +53,7 @@ def told(schedule: Schedule) -> list[object]:
     return [
         schedule.status.tolist(),
         schedule.computed.tolist(),
+        schedule.known.tolist(),
         [schedule.blocks_of(slot).tolist() for slot in range(schedule.slots)],
         [prompt.tolist() for prompt in schedule.prompts],
         schedule.rows.tolist(),
@@ -88,8 +89,65 @@ def test_everybody_advances_by_one_of_whom_nothing_else_is_said() -> None:
     schedule.apply(Step(1, 2))
     assert schedule.computed[:4].tolist() == [21, 21, 21, 0]
     assert schedule.counts[:4].tolist() == [1, 1, 1, 0] and schedule.rows.tolist() == [0, 1, 2]
-    schedule.apply(Step(1, 3, advances=Advances(slots(0, 2), ints(0, 5))))
-    assert schedule.computed[:4].tolist() == [21, 22, 26, 0] and schedule.counts[:4].tolist() == [0, 1, 5, 0]
+    schedule.apply(Step(1, 3, advances=Advances(slots(0), ints(0))))
+    assert schedule.computed[:4].tolist() == [21, 22, 22, 0] and schedule.counts[:4].tolist() == [0, 1, 1, 0]
+
+
+def joining(prompt: int, chunk: int, computed: int = 0, sample: int = 0) -> Schedule:
+    """Slot 0 decodes; slot 1 has so long a prompt and computes a chunk of it, next to a decode of slot 0."""
+    schedule = running(1)
+    plan = Plan(schedule)
+    plan.join(7, np.arange(prompt, dtype=np.int32), PARAMS, range(6), computed=computed, chunk=chunk, sample=sample)
+    schedule.apply(plan.finish(1, 2))
+    return schedule
+
+
+def test_who_has_computed_all_that_is_known_samples_and_one_token_more_is_known() -> None:
+    schedule = running(3)
+    assert schedule.sampled.tolist() == [0, 1, 2] and schedule.known[:4].tolist() == [21, 21, 21, 0]
+    schedule.apply(Step(1, 2))
+    assert schedule.sampled.tolist() == [0, 1, 2] and schedule.known[:4].tolist() == [22, 22, 22, 0]
+    schedule.apply(Step(1, 3, advances=Advances(slots(1), ints(0))))
+    assert schedule.sampled.tolist() == [0, 2] and schedule.known[:4].tolist() == [23, 22, 23, 0]
+
+
+def test_who_computes_a_part_of_its_prompt_does_not_sample_before_the_last_of_it() -> None:
+    schedule = joining(prompt=30, chunk=28)
+    assert schedule.sampled.tolist() == [0] and schedule.known[:2].tolist() == [22, 30]
+    schedule.apply(Step(1, 3))
+    assert schedule.sampled.tolist() == [0] and schedule.known[:2].tolist() == [23, 30]
+    schedule.apply(Step(1, 4))
+    assert schedule.sampled.tolist() == [0, 1] and schedule.known[:2].tolist() == [24, 31]
+    schedule.apply(Step(1, 5))
+    assert schedule.sampled.tolist() == [0, 1] and schedule.known[:2].tolist() == [25, 32]
+
+
+def test_nobody_computes_a_token_that_is_not_known() -> None:
+    schedule = joining(prompt=30, chunk=28)
+    with pytest.raises(DecodeError, match=r"at most the 30 tokens that are known of slot 1, got 31 at .*counts\[0\]"):
+        schedule.apply(Step(1, 3, advances=Advances(slots(1), ints(3))))
+    with pytest.raises(DecodeError, match="at most the 22 tokens that are known of slot 0, got 23"):
+        schedule.apply(Step(1, 3, advances=Advances(slots(0), ints(2))))
+    schedule.apply(Step(1, 3, advances=Advances(slots(1), ints(2))))
+    assert schedule.sampled.tolist() == [0, 1]
+    with pytest.raises(DecodeError, match=r"expected less than the 20 tokens .*, got 20 at \$\.joined\.computed\[0\]"):
+        joining(prompt=20, chunk=1, computed=20)
+
+
+def test_what_is_known_outlasts_preemption_and_pictures_and_which_sample_it_is_too() -> None:
+    schedule = joining(prompt=30, chunk=30, sample=3)
+    schedule.apply(Step(1, 3, preempted=slots(1)))
+    assert schedule.known[:2].tolist() == [23, 31] and schedule.sampled.tolist() == [0]
+    other = Schedule(8, 100, 16, most_blocks=6)
+    other.become(schedule.picture(1, 3))
+    assert other.known.tolist() == schedule.known.tolist() and other.samples[:2].tolist() == [0, 3]
+    assert other.sampled.size == 0
+    resumed = Resumed(slots(1), ints(2), ints(90, 91), ints(16))
+    for one in (schedule, other):
+        with pytest.raises(DecodeError, match=r"less than the 31 .* got 31 at \$\.resumed\.computed\[0\]"):
+            one.apply(Step(1, 4, resumed=Resumed(slots(1), ints(2), ints(90, 91), ints(31))))
+        one.apply(Step(1, 4, resumed=resumed, advances=Advances(slots(1), ints(15))))
+        assert one.sampled.tolist() == [0, 1] and one.known[:2].tolist() == [24, 32]
 
 
 def test_a_step_for_which_the_blocks_do_not_suffice_is_refused_in_time() -> None:
@@ -137,16 +195,16 @@ def test_who_is_preempted_keeps_slot_and_prompt_and_runs_again_with_other_blocks
 def test_wrong_drafts_are_taken_back_before_the_next_tokens_are_counted() -> None:
     schedule = running(2)
     schedule.apply(Step(1, 2, advances=Advances(slots(1), ints(5), ints(4), ints(1, 2, 3, 4))))
-    assert schedule.computed[1] == 25
+    assert schedule.computed[1] == 25 and schedule.known[1] == 26
     schedule.apply(Step(1, 3, rewound=Rewound(slots(1), ints(3))))
-    assert schedule.computed[1] == 23
+    assert schedule.computed[1] == 23 and schedule.known[1] == 24 and schedule.sampled.tolist() == [0, 1]
 
 
 def test_samples_of_one_prompt_share_it_also_after_a_picture() -> None:
     schedule = running(1)
     plan = Plan(schedule)
     for _ in range(3):
-        plan.join(0, schedule.prompts[0], PARAMS, [0, 1], computed=20, parent=0)
+        plan.join(0, schedule.prompts[0], PARAMS, [0, 1], computed=19, parent=0)
     step = plan.finish(1, 2)
     assert step.joined is not None and step.joined.ids.size == 0
     schedule.apply(step)
@@ -155,7 +213,7 @@ def test_samples_of_one_prompt_share_it_also_after_a_picture() -> None:
     assert picture.joined is not None and picture.joined.ids.size == 20
     other = Schedule(8, 100, 16, most_blocks=6)
     other.become(picture)
-    assert all(other.prompts[slot] is other.prompts[0] for slot in range(4)) and other.computed[3] == 21
+    assert all(other.prompts[slot] is other.prompts[0] for slot in range(4)) and other.computed[3] == 20
 
 
 def test_an_image_is_sent_once_for_all_samples_of_its_prompt() -> None:
@@ -186,7 +244,7 @@ def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
     schedule = running(3)
     rows, counts = schedule.rows, schedule.counts
     kept = rows.tolist(), counts.tolist()
-    schedule.apply(Step(1, 2, left=slots(0), advances=Advances(slots(1), ints(3))))
+    schedule.apply(Step(1, 2, left=slots(0), advances=Advances(slots(1), ints(0))))
     schedule.apply(Step(1, 3))
     assert (rows.tolist(), counts.tolist()) == kept
 
@@ -211,7 +269,16 @@ def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
         (Step(1, 9, joined=one_joins(blocks=ints(100))), r"less than 100, got 100 at \$\.joined\.blocks\[0\]"),
         (Step(1, 9, joined=one_joins(blocks=ints(-1))), r"0 or more, got -1 at \$\.joined\.blocks\[0\]"),
         (Step(1, 9, joined=one_joins(computed=ints(1 << 30))), r"at \$\.joined\.computed\[0\]"),
-        (Step(1, 9, joined=one_joins(computed=ints(16))), r"room for 17 tokens in slot 7, got 1 blocks"),
+        (
+            Step(1, 9, joined=one_joins(computed=ints(3))),
+            r"less than the 3 tokens .*, got 3 at \$\.joined\.computed\[0\]",
+        ),
+        (Step(1, 9, joined=one_joins(samples=slots(1, 2))), r"expected 1 numbers, got .* at \$\.joined\.samples"),
+        (Step(1, 9, joined=one_joins(generated=ints(-1))), r"got -1 at \$\.joined\.generated\[0\]"),
+        (
+            Step(1, 9, joined=one_joins(computed=ints(16), generated=ints(30))),
+            r"room for 17 tokens in slot 7, got 1 blocks",
+        ),
         (Step(1, 9, joined=one_joins(parents=slots(0))), r"0 for who has its parent's, got 3 at \$\.joined\.lengths"),
         (
             Step(1, 9, joined=one_joins(parents=slots(6), lengths=ints(0), ids=ints())),
@@ -239,16 +306,16 @@ def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
         (Step(1, 9, advances=Advances(slots(6), ints(1))), r"running, got 6, free, at \$\.advances\.slots\[0\]"),
         (Step(1, 9, advances=Advances(slots(0), ints(-1))), r"0 or more, got -1 at \$\.advances\.counts\[0\]"),
         (Step(1, 9, advances=Advances(slots(0), ints(2**31 - 1))), r"at \$\.advances\.counts\[0\]"),
+        (Step(1, 9, advances=Advances(slots(0), ints(2))), r"tokens that are known of slot 0, got 23 at .*counts\[0\]"),
         (Step(1, 9, advances=Advances(slots(0), ints(2), ints(3))), r"at most 2, got 3 at \$\.advances\.draft_counts"),
         (Step(1, 9, advances=Advances(slots(0), ints(2), None, ints(3))), r"at \$\.advances\.drafts"),
-        (Step(1, 9, rewound=Rewound(slots(0), ints(21))), r"at most 20, got 21 at \$\.rewound\.counts\[0\]"),
+        (Step(1, 9, rewound=Rewound(slots(0), ints(21))), r"at most 1, got 21 at \$\.rewound\.counts\[0\]"),
         (Step(1, 9, rewound=Rewound(slots(3), ints(0))), r"running, got 3, preempted, at \$\.rewound\.slots\[0\]"),
     ],
     ids=lambda one: "" if isinstance(one, Step) else one,
 )
 def test_a_malformed_step_is_refused_with_its_place_and_changes_nothing(step: Step, where: str) -> None:
     schedule = running(4, preempted=(3,))
-    schedule.computed[:3] = 20
     before = told(schedule)
     with pytest.raises(DecodeError, match=where):
         schedule.apply(step)
@@ -351,7 +418,8 @@ class Pair:
         self.encoder, self.decoder = FrameEncoder(CATALOGUE), FrameDecoder(CATALOGUE)
         assert self.send(self.leader.pictures()[0])
         for n in range(requests):
-            self.plan.join(n, np.arange(32, dtype=np.int32), PARAMS, range(4), chunk=32 + n % 16)
+            prompt = np.arange(32 + n % 16, dtype=np.int32)
+            self.plan.join(n, prompt, PARAMS, range(4), chunk=prompt.size)
         self.step()
 
     def send(self, message: Step | Whole) -> int:

@@ -60,16 +60,17 @@ class Plan:
         parent: int | None = None,
         server: int = 0,
         inputs: tuple[Input, ...] = (),
+        sample: int = 0,
     ) -> int:
         """Gives a request a slot. `computed` tokens are in its blocks already; this step computes `chunk` more.
 
-        With a `parent` (a slot) it is another sample of that one's prompt, which is not sent again, nor are its inputs.
-        Raises ValueError when there is no slot.
+        With a `parent` (a slot) it is another `sample` of that one's prompt, which is not sent again, nor are its
+        inputs. Raises ValueError when there is no slot.
         """
         if not self._free:
             raise ValueError("no slot is free: `free_slots` says how many are")
         slot = heapq.heappop(self._free)
-        self._joined[slot] = _Joining(request, prompt, params, blocks, computed, parent, server, inputs)
+        self._joined[slot] = _Joining(request, prompt, params, blocks, computed, parent, server, inputs, sample)
         if chunk != 1:
             self.advance(slot, chunk)
         return slot
@@ -156,6 +157,7 @@ class Plan:
             else None,
             servers=_slots([row.server for row in rows]) if any(row.server for row in rows) else None,
             inputs=columns_of_inputs([() if row.parent is not None else row.inputs for row in rows]),
+            samples=_slots([row.sample for row in rows]) if any(row.sample for row in rows) else None,
         )
 
     def _columns_of_resumed(self) -> Resumed:
@@ -192,7 +194,7 @@ class Plan:
 class _Joining:
     """One row of `Joined`."""
 
-    __slots__ = ("blocks", "computed", "inputs", "params", "parent", "prompt", "request", "server")
+    __slots__ = ("blocks", "computed", "inputs", "params", "parent", "prompt", "request", "sample", "server")
 
     def __init__(
         self,
@@ -204,6 +206,7 @@ class _Joining:
         parent: int | None,
         server: int,
         inputs: tuple[Input, ...],
+        sample: int,
     ) -> None:
         self.request = request
         self.prompt = prompt
@@ -213,6 +216,7 @@ class _Joining:
         self.parent = parent
         self.server = server
         self.inputs = inputs
+        self.sample = sample
 
 
 def _slots(slots: Any) -> Slots:

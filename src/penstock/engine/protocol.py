@@ -20,6 +20,7 @@ from penstock.tensor import Item
 
 Slots = npt.NDArray[np.uint16]  # small numbers, each of one request that a core knows now
 Ints = npt.NDArray[np.int32]  # token ids, blocks, counts, lengths
+Births = npt.NDArray[np.int64]  # numbers of steps
 Requests = Ints  # numbers that a server gave, each unique among its open requests
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -113,11 +114,35 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     output: Natural = 0  # the output processor that has heard of it
 
 
+class Style(enum.IntEnum):
+    """What the text of a Delta is."""
+
+    PLAIN = 0
+    CHAT = 1  # finished lines of server-sent events: chat.completion.chunk
+    COMPLETION = 2  # the same: text_completion
+
+
+class Announce(msgspec.Struct, array_like=True, frozen=True):
+    """To the output processor that will hear of a request, before its Submit: how its answer is to be written."""
+
+    server: Natural
+    request: Number
+    style: Style
+    head: bytes = b""  # what each chunk of it begins with
+
+
 class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """From a server, whose client has gone, or from an output processor, which has found a stop string."""
+    """From a server, whose client has gone."""
 
     server: Natural
     requests: Requests
+
+
+class Halt(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """From an output processor: these samples have ended by their text, and it has answered for them."""
+
+    slots: Slots
+    births: Births  # the step with which each one joined: the slot may have gone to another since
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True):
@@ -146,6 +171,8 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     )
     servers: Slots | None = None  # None: all of server 0
     inputs: Inputs | None = None
+    samples: Slots | None = None  # which of its request's n each one is; None: all the first
+    generated: Ints | None = None  # in a picture: how many tokens each has besides its prompt; None: none
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -183,7 +210,7 @@ class Rewound(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 class Step(Change, array_like=True, frozen=True, eq=False):
     """What the ranks do next, told as what is new. The fields happen in this order. All who run and are not in
-    `advances` compute one token."""
+    `advances` compute one token. Who samples is not said: `Schedule.sampled` tells."""
 
     rewound: Rewound | None = None
     left: Slots | None = None
@@ -205,7 +232,7 @@ class Whole(Picture, array_like=True, frozen=True, eq=False):
 
 
 class Stop(msgspec.Struct, array_like=True, frozen=True):
-    """No more steps come."""
+    """No more steps come. From the launcher, by the core's inbox: send none."""
 
     reason: str = ""
 
@@ -221,19 +248,21 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """What a step has sampled."""
+    """What a step has sampled. Every step has one, in their order, also when nobody sampled."""
 
     leader: int
     number: Natural  # of the step
     ids: Ints
-    slots: Slots | None = None  # None: those that ran in this step, from the lowest slot to the highest
+    slots: Slots | None = (
+        None  # None: all that sample in this step (`Schedule.sampled`), from the lowest to the highest
+    )
     counts: Slots | None = None  # of each slot's ids; None: one each
     logprobs: Logprobs | None = None
     failed: Slots | None = None  # their numbers were not numbers: these requests end
 
-    def require_fit(self, rows: int) -> None:
-        """Raises DecodeError where this is not about `rows` requests: as many as ran, if it does not name them."""
-        rows = rows if self.slots is None else self.slots.size
+    def require_fit(self, sampled: int) -> None:
+        """Raises DecodeError where it is not about as many as have `sampled` in its step, or as it names."""
+        rows = sampled if self.slots is None else self.slots.size
         shape = (rows,)
         if self.slots is not None and self.slots.shape != shape:
             raise DecodeError(f"expected one dimension, got {self.slots.ndim} at $.slots")
@@ -308,7 +337,8 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 # What each channel carries; its number in this list is the message's number on the wire.
-INBOX = (Submit, Abort, Ready, Lost)
+INBOX = (Submit, Abort, Ready, Lost, Halt, Announce, Stop)  # Announce: where the core is its own output processor
+ANNOUNCED = (Announce,)
 STEPS = (Step, Whole, Stop)
 RESULTS = (StepDone,)
 DELTAS = (Delta, Failed)

@@ -1,6 +1,6 @@
 """What is running, where its blocks are, and how far it has come: the same arrays in the core and in its workers.
 
-A `Step` is applied here by the core that has made it and by all who receive it. A steady step costs one addition of
+A `Step` is applied here by the core that has made it and by all who receive it. A steady step costs two additions of
 arrays, whatever the number of requests. Leaves to `plan` how a step is made, to the scheduler why, and to
 `codec.follow` who is out of step.
 """
@@ -46,8 +46,11 @@ NOTHING: Ints = np.zeros(0, np.int32)
 class Schedule:
     """The state. Arrays are by slot; what they hold for a free slot means nothing, unless said.
 
-    Nobody writes to it but `apply` and `become`. They replace `rows`, `counts` and what `prompts` holds, and do not
-    change them: who wants to remember those of a step keeps them.
+    A row samples in a step if what is computed of it reaches what is known of it: then one more token is known, or will
+    be when its number is. So all who apply the step know who sampled, and nobody computes a token that is not known.
+
+    Nobody writes to it but `apply` and `become`. They replace `rows`, `counts`, `sampled` and what `prompts` holds, and
+    do not change them: who wants to remember those of a step keeps them.
     """
 
     def __init__(self, slots: int, blocks: int, block_size: int = 16, most_blocks: int | None = None) -> None:
@@ -63,17 +66,20 @@ class Schedule:
         self.status = np.zeros(slots, np.uint8)
         self.requests = np.zeros(slots, np.int32)
         self.servers = np.zeros(slots, np.uint16)
+        self.samples = np.zeros(slots, np.uint16)  # which of its request's n
         self.prompts: list[Ints] = [NOTHING] * slots
         self.params: list[Params | None] = [None] * slots
         self.inputs: list[tuple[Input, ...]] = [()] * slots
         self.computed = np.zeros(slots, np.int32)  # positions, those of the last step included; 0 for a free slot
+        self.known = np.zeros(slots, np.int32)  # prompt and generated tokens, that being sampled included; 0 if free
         self.block_counts = np.zeros(slots, np.int32)  # 0 for a free slot
         self.table = np.zeros((slots, min(16, self.most_blocks)), np.int32)  # grows to the right
         self.rows: Index = np.zeros(0, np.intp)  # slots that run, ascending: the order of a step
         self.counts: Ints = np.zeros(slots, np.int32)  # how many tokens the last step computes; 0 for who does not run
+        self.sampled: Index = self.rows  # those of `rows` that sample in the last step, in the same order
         self._positions = blocks * block_size + 1  # less than this is computed of anybody, and by any step
         self._ones = self.counts  # 1 for who runs
-        self._room = 0  # for so many steady steps, at least, everybody has blocks
+        self._room = 0  # for so many steady steps, at least, everybody has blocks, and samples
 
     # ── for the core and the workers ──
     def blocks_of(self, slot: int) -> Ints:
@@ -100,7 +106,9 @@ class Schedule:
         ):
             self._room -= 1
             np.add(self.computed, self._ones, self.computed)
+            np.add(self.known, self._ones, self.known)
             self.counts = self._ones
+            self.sampled = self.rows
             return
         draft = _Draft(self)
         if step.rewound is not None:
@@ -119,7 +127,7 @@ class Schedule:
         draft.commit()
 
     def become(self, picture: Whole, /) -> None:
-        """The same for a picture. What the step before it computed (`counts`) is not in it: nothing, then."""
+        """The same for a picture. What the step before it computed and sampled is not in it: nothing, then."""
         ours, theirs = (self.slots, self.blocks, self.block_size), (picture.slots, picture.blocks, picture.block_size)
         if ours != theirs:
             raise DecodeError(f"expected slots, blocks and block size to be {ours}, got {theirs} at $.slots")
@@ -160,6 +168,8 @@ class Schedule:
             inputs=columns_of_inputs(
                 [self.inputs[slot] if parent == slot else () for slot, parent in zip(slots, parents, strict=True)]
             ),
+            samples=self.samples[there],
+            generated=self.known[there] - np.array([self.prompts[slot].size for slot in slots], np.int32),
         )
         preempted = np.flatnonzero(self.status == PREEMPTED).astype(np.uint16)
         return Whole(leader, number, *size, joined, preempted if preempted.size else None)
@@ -198,11 +208,13 @@ class _Draft:
         self._now = now
         self._status = now.status
         self._computed = now.computed
+        self._known = now.known
         self._block_counts = now.block_counts
         self._ones = now._ones
         self._counts = now._ones
         self._room = 0
         self._rows = now.rows
+        self._sampled = now.sampled
         self._is_copied = self._has_other_rows = False
         self._left: list[int] = []
         self._joined: Joined | None = None
@@ -215,23 +227,25 @@ class _Draft:
             self._status = self._status.copy()
             self._block_counts = self._block_counts.copy()
             self._computed = self._computed.copy()
+            self._known = self._known.copy()
 
     # ── one column after the other ──
     def rewind(self, rewound: Rewound) -> None:
         slots = self._slots(rewound.slots, "rewound.slots", RUNNING)
         counts = _column(rewound.counts, slots.size, "rewound.counts")
         self._copy()
-        left = self._computed[slots] - counts
-        if slots.size and left.min() < 0:
-            at = int(np.flatnonzero(left < 0)[0])
-            raise DecodeError(
-                f"expected at most {self._computed[slots[at]]}, got {counts[at]} at $.rewound.counts[{at}]"
-            )
-        self._computed[slots] = left
+        most = self._computed[slots] - np.array([self._now.prompts[slot].size for slot in slots.tolist()], np.int32)
+        most[self._known[slots] != self._computed[slots] + 1] = 0  # it has not come as far as to have drafts
+        if (wrong := counts > np.maximum(most, 0)).any():
+            at = int(wrong.argmax())
+            raise DecodeError(f"expected at most {max(most[at], 0)}, got {counts[at]} at $.rewound.counts[{at}]")
+        self._computed[slots] -= counts
+        self._known[slots] -= counts
 
     def leave(self, left: Slots) -> None:
         slots = self._slots(left, "left", RUNNING, PREEMPTED)
         self._clear(slots, FREE)
+        self._known[slots] = 0
         self._left = slots.tolist()
 
     def preempt(self, preempted: Slots) -> None:
@@ -268,6 +282,11 @@ class _Draft:
         parents = [] if joined.parents is None else _column(joined.parents, size, "joined.parents").tolist()
         params = self._params(joined, size)
         inputs = _inputs_of(joined.inputs, size)
+        if joined.samples is not None:
+            _column(joined.samples, size, "joined.samples")
+        generated = None
+        if joined.generated is not None:
+            generated = _column(joined.generated, size, "joined.generated", self._now._positions)
         self._turn(slots, RUNNING)
         self._computed[slots] = 0 if computed is None else computed
         self._give(slots, joined.block_counts, joined.blocks, "joined")
@@ -286,7 +305,20 @@ class _Draft:
             own[slot] = prompt, its
             begin = end
             self._newcomers.append((slot, prompt, params[row], its))
+        known = np.array([prompt.size for _, prompt, _, _ in self._newcomers], np.int32)
+        self._known[slots] = known if generated is None else known + generated
+        self._require_more_known(slots, "joined")
         self._joined = joined
+
+    def _require_more_known(self, slots: Index, place: str) -> None:
+        """There is something left to compute of each."""
+        computed, known = self._computed[slots], self._known[slots]
+        if (wrong := computed >= known).any():
+            at = int(wrong.argmax())
+            raise DecodeError(
+                f"expected less than the {known[at]} tokens that are known, "
+                f"got {computed[at]} at $.{place}.computed[{at}]"
+            )
 
     def _prompt_of(
         self, parent: int, own: dict[int, tuple[Ints, tuple[Input, ...]]], row: int
@@ -318,6 +350,7 @@ class _Draft:
         )
         self._turn(slots, RUNNING)
         self._computed[slots] = 0 if computed is None else computed
+        self._require_more_known(slots, "resumed")
         self._give(slots, resumed.block_counts, resumed.blocks, "resumed")
 
     def append(self, appended: Appended) -> None:
@@ -352,19 +385,22 @@ class _Draft:
     def advance(self, advances: Advances | None) -> None:
         now = self._now
         self._count_rows()
-        counts = self._ones
+        counts, drafts = self._ones, None
         if advances is not None:
             slots = self._slots(advances.slots, "advances.slots", RUNNING)
             given = _column(advances.counts, slots.size, "advances.counts", now._positions)
             self._check_drafts(advances, given)
             counts = counts.copy()
             counts[slots] = given
-        self._settle(counts, advances)
+            if advances.draft_counts is not None:
+                drafts = np.zeros_like(counts)
+                drafts[slots] = advances.draft_counts
+        self._settle(counts, advances, drafts)
 
     def rest(self) -> None:
         """Nobody advances."""
         self._count_rows()
-        self._settle(np.zeros_like(self._ones), None)
+        self._settle(np.zeros_like(self._ones), None, None)
 
     def _count_rows(self) -> None:
         if self._has_other_rows:
@@ -383,23 +419,45 @@ class _Draft:
         if advances.drafts is not None:  # else the workers have their own
             _column(advances.drafts, int(drafts.sum(dtype=np.int64)), "advances.drafts")
 
-    def _settle(self, counts: Ints, advances: Advances | None) -> None:
-        """All advance by so much, if their blocks have room for it."""
+    def _settle(self, counts: Ints, advances: Advances | None, drafts: Ints | None) -> None:
+        """All advance by so much, if their blocks have room for it and the tokens are known, or drafts."""
         now = self._now
         after = self._computed + counts
         room = (self._block_counts * np.int32(now.block_size) - after)[self._rows]
         self._room = int(np.minimum.reduce(room)) if room.size else 1 << 62
         if self._room < 0:
             slot = int(self._rows[room.argmin()])
-            place = ""
-            if advances is not None and slot in advances.slots:
-                place = f".advances.counts[{int((advances.slots == slot).argmax())}]"
             raise DecodeError(
                 f"expected room for {after[slot]} tokens in slot {slot}, got {self._block_counts[slot]} blocks "
-                f"of {now.block_size} at ${place}"
+                f"of {now.block_size} at ${_place_of(slot, advances)}"
             )
+        left = (self._known - after)[self._rows]
+        if drafts is not None:
+            left += drafts[self._rows]
+        if left.size and np.minimum.reduce(left) < 0:
+            slot = int(self._rows[left.argmin()])
+            raise DecodeError(
+                f"expected at most the {self._known[slot]} tokens that are known of slot {slot}, got {after[slot]} "
+                f"at ${_place_of(slot, advances)}"
+            )
+        if drafts is not None:
+            left -= drafts[self._rows]
+        self._sample(after, left)
         self._computed = after
         self._counts = counts
+
+    def _sample(self, after: Ints, left: Ints) -> None:
+        """So much of what is known of each row is left; nothing, or less than that with drafts: it samples."""
+        done = left <= 0
+        if done.all():
+            self._sampled = self._rows
+        else:
+            self._sampled = self._rows[done]
+            if np.maximum.reduce(left) > 1:  # somebody will not sample in a steady step
+                self._room = 0
+        if self._known is self._now.known:
+            self._known = self._known.copy()
+        self._known[self._sampled] = after[self._sampled] + 1
 
     # ── all of it has been checked ──
     def commit(self) -> None:
@@ -413,11 +471,13 @@ class _Draft:
         for where, blocks in self._writes:
             now.table[where] = blocks
         now.status, now.computed, now.block_counts = self._status, self._computed, self._block_counts
+        now.known, now.sampled = self._known, self._sampled
         for slot in self._left:
             now.prompts[slot], now.params[slot], now.inputs[slot] = NOTHING, None, ()
         if self._joined is not None:
             now.requests[self._joined.slots] = self._joined.requests
             now.servers[self._joined.slots] = 0 if self._joined.servers is None else self._joined.servers
+            now.samples[self._joined.slots] = 0 if self._joined.samples is None else self._joined.samples
             for slot, prompt, params, inputs in self._newcomers:
                 now.prompts[slot], now.params[slot], now.inputs[slot] = prompt, params, inputs
         now.rows, now.counts, now._ones, now._room = self._rows, self._counts, self._ones, self._room
@@ -443,6 +503,13 @@ class _Draft:
                 twice = int(np.bincount(index).argmax())
                 raise DecodeError(f"expected each slot once, got {twice} twice at $.{place}")
         return index
+
+
+def _place_of(slot: int, advances: Advances | None) -> str:
+    """Where a step says how many tokens of this slot it computes."""
+    if advances is None or slot not in advances.slots:
+        return ""
+    return f".advances.counts[{int((advances.slots == slot).argmax())}]"
 
 
 def _column(column: Column, size: int, place: str, below: int | None = None) -> Column:

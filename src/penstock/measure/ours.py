@@ -64,8 +64,9 @@ class Steps:
         params = Interned(SamplingParams(temperature=TEMPERATURE, top_p=TOP_P))
         for row, one in enumerate(decode.running):
             blocks = np.array(one.blocks, np.int32)
-            # The step in which it joins computes one token, as all do.
-            self._plan.join(row, np.array(one.prompt, np.int32), params, blocks, computed=one.computed - 1)
+            # What it has generated comes as if it were prompt. The step in which it joins computes one, as all do.
+            known = np.array([*one.prompt, *one.output][: one.computed], np.int32)
+            self._plan.join(row, known, params, blocks, computed=one.computed - 1)
         self._leader.sent(self._plan.finish(LEADER, 1))
         self._leader.number = LATER
         self._follower = Follower(Schedule(self._requests, MOST_BLOCKS, BLOCK))

@@ -1,0 +1,74 @@
+"""What the scheduler costs for each step: plan, apply, sent and done, of so many samples that all decode.
+
+.venv/bin/python bench/scheduler.py              256 and 1,024 samples
+.venv/bin/python bench/scheduler.py --steps 400
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+
+from penstock.codec import Interned
+from penstock.engine.plan import Plan
+from penstock.engine.protocol import Ints, SamplingParams, StepDone, Submit
+from penstock.engine.schedule import Schedule
+from penstock.engine.scheduler import Scheduler, SchedulerConfig
+
+SAMPLES = (256, 1024)
+PARTS = ("plan", "finish", "apply", "sent", "done")
+PARAMS = Interned(SamplingParams(max_tokens=None))
+
+
+def times(samples: int, steps: int, waiting: int) -> dict[str, float]:
+    """Medians in microseconds, with a step always in flight; and the best tenth, for a machine that is not quiet.
+
+    Prompts end at all places of a block, so that in each step every sixteenth sample fills one and needs another.
+    """
+    schedule = Schedule(samples, 1 << 17)
+    config = SchedulerConfig(max_model_len=1 << 15, token_budget=1 << 16, eos_ids=(2,))
+    scheduler, plan = Scheduler(schedule, config), Plan(schedule)
+    chance = np.random.default_rng(7)
+    for request in range(samples + waiting):
+        prompt = chance.integers(3, 50_000, 32 + request % 16, np.int32)
+        scheduler.submit(Submit(0, request, prompt, PARAMS, client=f"client {request % 50}"))
+    spent: list[list[float]] = []
+    ids: list[Ints] = []
+    for number in range(1, steps + 1):
+        if scheduler.in_flight == 2:
+            begin = time.perf_counter()
+            scheduler.done(StepDone(1, number - 2, ids[-2]))
+            done = time.perf_counter() - begin
+        at = [time.perf_counter()]
+        scheduler.plan(plan)
+        at.append(time.perf_counter())
+        step = plan.finish(1, number)
+        at.append(time.perf_counter())
+        schedule.apply(step)
+        at.append(time.perf_counter())
+        scheduler.sent(step)
+        at.append(time.perf_counter())
+        ids.append(chance.integers(3, 50_000, schedule.sampled.size, np.int32))
+        if number > 8:
+            spent.append([*np.diff(at), done])
+    columns = np.array(spent) * 1e6
+    told = dict(zip(PARTS, np.median(columns, axis=0).tolist(), strict=True))
+    ours = columns[:, [0, 3, 4]].sum(axis=1)
+    return {**told, "plan + sent + done": float(np.median(ours)), "its best tenth": float(np.quantile(ours, 0.1))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    steps = parser.parse_args().steps
+    for samples in SAMPLES:
+        for waiting in (0, 100):
+            told = times(samples, steps, waiting)
+            words = ", ".join(f"{name} {one:.0f}" for name, one in told.items())
+            print(f"{samples} samples, {waiting} requests waiting: {words} µs")
+
+
+if __name__ == "__main__":
+    main()

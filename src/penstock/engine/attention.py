@@ -1,0 +1,205 @@
+"""Attention over paged memory: what the layers of stock models call instead of their own.
+
+Leaves to `batch` which tokens a step computes and where their keys and values lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from penstock.engine.batch import Batch, Chunk
+
+NAME = "penstock"  # of this attention, among those of transformers; there is no mask of this name, so none is built
+MOST_GATHERED = 1 << 16  # positions whose keys are copied together: what is copied is short-lived, and not small
+
+
+class Shape(NamedTuple):
+    """What one layer keeps of a token."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+
+class Probe:
+    """Stands where `Paged` does, and finds out what a model's layers keep. Attends to nothing."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, Shape] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: Manner) -> Tensor:
+        self.shapes[layer] = Shape(key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+class Memory:
+    """Keys and values of all layers, in blocks: what `KVCache` gives numbers to."""
+
+    def __init__(
+        self, shapes: dict[int, Shape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self.layers = {
+            layer: (
+                torch.zeros(blocks * block_size, shape.heads, shape.key_size, dtype=dtype, device=device),
+                torch.zeros(blocks * block_size, shape.heads, shape.value_size, dtype=dtype, device=device),
+            )
+            for layer, shape in shapes.items()
+        }
+
+    @staticmethod
+    def nbytes_of_block(shapes: dict[int, Shape], block_size: int, dtype: torch.dtype) -> int:
+        sizes = (shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values())
+        return sum(sizes) * block_size * dtype.itemsize
+
+
+class Manner(NamedTuple):
+    """How a layer attends."""
+
+    scale: float
+    window: int | None = None  # a token sees so many, itself among them
+    softcap: float | None = None
+    sinks: Tensor | None = None  # per head: a score that takes its share of the attention and gives nothing
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+class Paged:
+    """One step, as the layers see it."""
+
+    def __init__(self, memory: Memory, batch: Batch, device: torch.device) -> None:
+        self._memory = memory
+        self._batch = batch
+        self._device = device
+        self._places = torch.from_numpy(batch.places).to(device)
+        self._decodes: dict[int | None, list[tuple[Tensor, Tensor, Tensor]]] = {}  # by window
+        self._chunks: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Manner) -> Tensor:
+        """Keeps keys and values [tokens, heads, size], and attends with the queries to all that came before them."""
+        keys, values = self._memory.layers[layer]
+        keys.index_copy_(0, self._places, key.to(keys.dtype))
+        values.index_copy_(0, self._places, value.to(values.dtype))
+        attended = query.new_empty(*query.shape[:2], value.shape[2])
+        if how.window not in self._decodes:
+            self._decodes[how.window] = [self._moved(*piece) for piece in pieces(self._batch, how.window)]
+        for rows, places, mask in self._decodes[how.window]:
+            attended[rows] = attention(query[rows, None], keys[places], values[places], mask[:, None], how)[:, 0]
+        for number, chunk in enumerate(self._batch.chunks):
+            part = slice(chunk.first, chunk.first + chunk.tokens)
+            own = query[None, part]
+            if chunk.tokens == chunk.length and how.is_plain and (how.window is None or how.window >= chunk.length):
+                attended[part] = _from_the_start(own, key[None, part], value[None, part], how.scale)[0]
+                continue
+            places, mask = self._reach_of_chunks(how.window)[number]
+            attended[part] = attention(own, keys[places][None], values[places][None], mask[None], how)[0]
+        return attended
+
+    def _reach_of_chunks(self, window: int | None) -> list[tuple[Tensor, Tensor]]:
+        if window not in self._chunks:
+            block_size = self._memory.block_size
+            self._chunks[window] = [
+                self._moved(*reach_of_chunk(chunk, block_size, window)) for chunk in self._batch.chunks
+            ]
+        return self._chunks[window]
+
+    def _moved(self, *arrays: Any) -> Any:
+        return tuple(torch.from_numpy(array).to(self._device, non_blocking=True) for array in arrays)
+
+
+def pieces(batch: Batch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
+    """The rows that decode, those of about a length together: which rows, the places of what each one sees (padded),
+    and which of these places are meant."""
+    block_size = batch.block_size
+    lengths = batch.lengths
+    first = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+    first_block = first // block_size
+    block_counts = -(-lengths // block_size) - first_block
+    order = np.argsort(block_counts, kind="stable")
+    while order.size:  # from the longest to the shortest
+        most = int(block_counts[order[-1]])
+        rows = order[-max(1, MOST_GATHERED // (most * block_size)) :]
+        order = order[: -rows.size]
+        columns = first_block[rows, None] + np.arange(most)
+        blocks = batch.table[rows[:, None], np.minimum(columns, batch.table.shape[1] - 1)]
+        offsets = np.arange(block_size)
+        places = (blocks[:, :, None] * block_size + offsets).reshape(rows.size, -1)
+        positions = (columns[:, :, None] * block_size + offsets).reshape(rows.size, -1)
+        yield rows, places, (positions >= first[rows, None]) & (positions < lengths[rows, None])
+
+
+def reach_of_chunk(chunk: Chunk, block_size: int, window: int | None) -> tuple[Any, Any]:
+    """The places of what the tokens of a chunk see together, and what each one sees of it."""
+    queries = np.arange(chunk.length - chunk.tokens, chunk.length)
+    first = 0 if window is None else max(0, int(queries[0]) + 1 - window)
+    positions = np.arange(first, chunk.length)
+    places = chunk.blocks[positions // block_size] * block_size + positions % block_size
+    sees = positions <= queries[:, None]
+    if window is not None:
+        sees &= positions > queries[:, None] - window
+    return places, sees
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: Manner) -> Tensor:
+    """Query [rows, tokens, heads, size] to key and value [rows, positions, fewer heads, size], where the mask [rows,
+    tokens, positions] is true. Heads that share keys are put below each other, as if they were more tokens."""
+    rows, tokens, heads, size = query.shape
+    groups = heads // key.shape[2]
+    packed = query.view(rows, tokens, -1, groups, size).permute(0, 2, 3, 1, 4).reshape(rows, -1, groups * tokens, size)
+    mask = mask[:, None].repeat(1, 1, groups, 1) if tokens > 1 and groups > 1 else mask[:, None]
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    if how.is_plain:
+        attended = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=how.scale)
+    else:
+        scores = (packed @ key.transpose(2, 3)) * how.scale
+        if how.softcap is not None:
+            scores = torch.tanh(scores / how.softcap) * how.softcap
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if how.sinks is not None:
+            sinks = how.sinks.view(1, -1, groups, 1, 1).expand(rows, -1, -1, tokens, 1).flatten(2, 3)
+            scores = torch.cat((scores, sinks.to(scores.dtype)), dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+        attended = weights[..., : key.shape[2]] @ value
+    return attended.view(rows, -1, groups, tokens, value.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _from_the_start(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Whoever has nothing before it needs no mask, for which there are faster ways."""
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    shares = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shares).transpose(
+        1, 2
+    )
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    paged: Paged | Probe,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: [1, heads, tokens, size] each; the answer is [1, tokens, heads, size]."""
+    how = Manner(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    one, two, three = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return paged.attend(module.layer_idx, one, two, three, how)[None], None
+
+
+AttentionInterface.register(NAME, _attend)

@@ -1,0 +1,190 @@
+"""The real device: a stock model on this rank, its memory of keys and values, and what it has read and written.
+
+Leaves to `batch` what a step computes, to `model` the arithmetic, to `sampling` the choice.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock import Missing
+from penstock._native import memory_available
+from penstock.engine import model as models
+from penstock.engine.attention import Memory, Paged, Probe
+from penstock.engine.batch import Batch, Tokens, batch_of
+from penstock.engine.device import Sampled
+from penstock.engine.protocol import SamplingParams, Step
+from penstock.engine.sampling import Chosen, Sampler
+from penstock.engine.schedule import Index, Schedule
+from penstock.engine.sharding import Ranks
+from penstock.engine.vision import Fetch, Images
+
+CPU_SHARE = 0.3  # of the memory that is available
+CUDA_SHARE = 0.9  # of what is free when the model is there
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NOBODY = torch.zeros(0, dtype=torch.int32)
+
+
+class TorchDevice:
+    """Launches one step after the other. All ranks of a model launch the same ones."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        slots: int,
+        ranks: Ranks | None = None,
+        device: str = "cpu",
+        dtype: str = "auto",
+        block_size: int = 16,
+        blocks: int | None = None,
+        token_budget: int = 2048,
+        fetch: Fetch | None = None,
+        threads: int | None = None,
+        end_ids: Collection[int] = (),
+    ) -> None:
+        """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks. `threads`:
+        that compute on a CPU; None: this rank's share of the processors.
+
+        Raises ValueError where the model is none that is known here, or there is no room.
+        """
+        self._ranks = ranks or Ranks()
+        torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // self._ranks.size))
+        where = torch.device(device)
+        self._device = where
+        self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
+        self.block_size = block_size
+        self.blocks = self._room(token_budget) if blocks is None else blocks
+        self._memory = self._model.memory(self.blocks, block_size)
+        self._tokens = Tokens(slots, where)
+        # one rank chooses, as ranks that add up in another order may differ in the last bit
+        self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
+        self._images = None if self._model.image_id is None else Images(self._model, fetch or _no_images, slots)
+
+    def launch(self, schedule: Schedule, step: Step) -> TorchFlight:
+        """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""
+        self._follow(schedule, step)
+        batch = batch_of(schedule)
+        if not batch.slots.size:
+            return TorchFlight(_NOBODY, schedule.sampled, None, set())
+        with torch.inference_mode():
+            hidden, failed = self._compute(batch)
+            if not batch.last.size:
+                return TorchFlight(_NOBODY, schedule.sampled, None, failed)
+            logits = self._model.logits(hidden[torch.from_numpy(batch.last).to(self._device)])
+            slots = schedule.sampled
+            chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
+            ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
+            self._ranks.from_first(ids)
+            self._tokens.write(slots, schedule.computed[slots], ids)
+        return TorchFlight(ids, slots, chosen, failed)
+
+    def _follow(self, schedule: Schedule, step: Step) -> None:
+        """Who leaves, and who joins."""
+        if step.left is not None:
+            for slot in step.left.tolist():
+                if self._sampler is not None:
+                    self._sampler.leave(slot)
+                if self._images is not None:
+                    self._images.leave(slot)
+        if step.joined is not None:
+            for slot in step.joined.slots.tolist():
+                if self._sampler is not None:
+                    self._sampler.join(
+                        slot,
+                        _params_of(schedule, slot),
+                        schedule.prompts[slot],
+                        drawn=_drawn(step.leader, int(schedule.servers[slot]), int(schedule.requests[slot])),
+                        sample=int(schedule.samples[slot]),
+                    )
+                self._tokens.join(slot, schedule.prompts[slot])
+                if self._images is not None:
+                    self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
+
+    def _compute(self, batch: Batch) -> tuple[Tensor, set[int]]:
+        """The hidden states of the step's tokens, and slots that fail, whatever these are."""
+        paged = Paged(self._memory, batch, self._device)
+        where = torch.from_numpy(np.stack((batch.slots, batch.positions))).to(self._device)
+        ids = self._tokens.read(where[0], where[1]).to(torch.int64)
+        if self._images is None:
+            return self._model.hidden(paged, ids, where[1]), set()
+        positions = torch.from_numpy(self._images.positions(batch)).to(self._device)
+        embeds, failed = self._images.embeds(batch, ids)
+        return self._model.hidden(paged, ids, positions, embeds), failed
+
+    def _room(self, token_budget: int) -> int:
+        """How many blocks there is memory for, on the rank that has the least."""
+        if self._device.type == "cuda":
+            free = CUDA_SHARE * torch.cuda.mem_get_info(self._device)[0] - self._nbytes_of_a_step(token_budget)
+        else:
+            free = CPU_SHARE * memory_available()[0] / self._ranks.size
+        each = Memory.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)
+        blocks = self._ranks.least(int(free // each))
+        if blocks < 1:
+            raise ValueError(f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes")
+        return blocks
+
+    def _nbytes_of_a_step(self, token_budget: int) -> int:
+        """What the largest step needs besides, and gives back."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        tokens = torch.zeros(token_budget, dtype=torch.int64, device=self._device)
+        self._model.hidden(Probe(), tokens, tokens)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+class TorchFlight:
+    """A step that has been launched. On a CPU it is done by then."""
+
+    done_at: float | None = None
+
+    def __init__(self, ids: Tensor, slots: Index, chosen: Chosen | None, failed: set[int]) -> None:
+        """`failed` are those besides whom the choice has found."""
+        self._ids = ids
+        self._slots = slots
+        self._chosen = chosen
+        self._failed = failed
+        self._event = torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None
+
+    def is_done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def result(self) -> Sampled:
+        """Blocks until the step is done."""
+        failed, logprobs = self._failed, None
+        if self._chosen is not None:
+            found = self._chosen.failed(self._slots)
+            failed = failed if found is None else failed.union(found.tolist())
+            logprobs = self._chosen.logprobs()
+        slots = np.array(sorted(failed), np.uint16) if failed else None
+        return Sampled(self._ids.cpu().numpy(), logprobs, slots)
+
+
+def _params_of(schedule: Schedule, slot: int) -> SamplingParams:
+    params = schedule.params[slot]
+    assert params is not None, "a slot that has joined, without parameters"
+    return params.value
+
+
+def _drawn(*numbers: int) -> int:
+    """A seed for who has none: another for every request."""
+    return zlib.crc32(",".join(map(str, numbers)).encode())
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    if name == "auto":
+        return None
+    if name not in DTYPES:
+        raise ValueError(f"dtype is auto, {', '.join(DTYPES)}, not {name!r}")
+    return DTYPES[name]
+
+
+def _no_images(key: bytes) -> Mapping[str, Tensor]:
+    raise Missing("this device was not told where images are")

@@ -1,0 +1,76 @@
+"""The board: a page of shared memory on which the cores write how much they have to do, for all servers to read.
+
+Each number is one aligned word of 8 bytes with one writer, and stands for itself: no two of them are read as one. So
+there is nothing to lock, and whoever dies while writing has written, or has not. Leaves to `Segment` that the page has
+no name, and to the client what it makes of the numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import penstock
+
+WORD_NBYTES = 8
+ROW_WORDS = 16  # two cache lines: the first is written by the core, the second by the worker of rank 0
+TREE_ROW = 0  # written by the launcher; row 1 + g is group g's
+
+
+class Board:
+    """Reads and, if `writable`, writes the page."""
+
+    # Words of the tree's row.
+    DRAINING = 0
+    # Words of a group's row, the core's.
+    SERVING = 0  # the incarnation of the group that takes requests; 0: none. Cleared by the launcher when it has died
+    OPEN = 1  # requests
+    WAITING = 2  # those of them that have no slot yet
+    FREE_BLOCKS = 3
+    STEPS = 4  # sent, in this incarnation
+    OWN_NS = 5  # what the core spent on them, not counting where it waited
+    # Words of a group's row, rank 0's.
+    BUSY_NS = 8  # a simulated device's: in which a step ran
+    IDLE_NS = 9  # and in which none ran, though there were requests to be continued
+
+    def __init__(self, segment: penstock.Segment, *, writable: bool = False) -> None:
+        self._words: memoryview = segment.view(writable=writable).cast("Q")
+
+    @staticmethod
+    def lay(groups: int) -> penstock.Segment:
+        return penstock.Segment.create((1 + groups) * ROW_WORDS * WORD_NBYTES, name="board")
+
+    @property
+    def is_draining(self) -> bool:
+        return self._words[self.DRAINING] != 0
+
+    def drain(self) -> None:
+        """Servers take no more requests."""
+        self._words[self.DRAINING] = 1
+
+    def row(self, group: int) -> Row:
+        begin = (1 + group) * ROW_WORDS
+        return Row(self._words[begin : begin + ROW_WORDS])
+
+    def close(self) -> None:
+        self._words.release()
+
+
+class Row:
+    """The numbers of one group, by their places: `row[Board.OPEN]`."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, words: memoryview) -> None:
+        self._words: Any = words
+
+    def __getitem__(self, word: int) -> int:
+        number: int = self._words[word]
+        return number
+
+    def __setitem__(self, word: int, number: int) -> None:
+        self._words[word] = number
+
+    def begin(self) -> None:
+        """All numbers of a group that begins anew, or has ended: none."""
+        for word in range(ROW_WORDS):
+            self._words[word] = 0

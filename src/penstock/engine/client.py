@@ -1,0 +1,252 @@
+"""A client of the engine, in any process that has a place as a server: submits requests, and gives out their answers.
+
+One task per process receives for all requests. Leaves to `balance` who gets a request, to `stream` what its reader
+sees, and text and images to whoever submits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from penstock import AsyncMessageSender, ClosedError, DecodeError, PeerDied, PenstockError, WouldBlock
+from penstock.codec import Interned
+from penstock.engine.balance import Balance, traces
+from penstock.engine.board import Board
+from penstock.engine.logs import event
+from penstock.engine.protocol import (
+    Abort,
+    Announce,
+    Delta,
+    Failed,
+    FinishReason,
+    Ints,
+    SamplingParams,
+    Style,
+    Submit,
+)
+from penstock.engine.schedule import Input, columns_of_inputs
+from penstock.engine.stream import EngineError, Stream
+from penstock.engine.tree import AGAIN, Member, Tree
+from penstock.engine.unpack import pieces_of
+
+MOST_REQUESTS = 1 << 31  # numbers of requests are less, and begin again
+MOST_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
+SEND_TIMEOUT = 5.0  # seconds; for a core that takes no requests
+LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
+
+
+class Client:
+    """`async with Client(tree, member) as client`, in the event loop that uses it."""
+
+    def __init__(self, tree: Tree, member: Member | int) -> None:
+        """`member`: the place among the servers; a number is enough in a process that is not one of the tree's."""
+        self._me = Member("server", 0, member, 1) if isinstance(member, int) else member
+        self._config = tree.config
+        index, name = self._me.index, str(self._me)
+        self._deltas = tree.servers[index].async_receiver(name=name)
+        self._cores = [group.inbox.async_sender(index, name=name) for group in tree.groups]
+        self._outputs = [[one.async_sender(index, name=name) for one in group.announced] for group in tree.groups]
+        self._board = Board(tree.board)
+        self._rows = [self._board.row(group) for group in range(len(tree.groups))]
+        self._balance = Balance()
+        self._streams: dict[int, Stream] = {}
+        self._open = [0] * len(tree.groups)  # of ours
+        self._dead = [0] * len(tree.groups)  # the incarnation that we know to be dead
+        self._next = secrets.randbelow(MOST_REQUESTS)  # not those of the one whose place we took
+        self._sending: set[asyncio.Task[None]] = set()
+        self._listening: asyncio.Task[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Client:
+        self._listening = asyncio.ensure_future(self._listen())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Aborts what is open."""
+        for stream in tuple(self._streams.values()):
+            stream.abort()
+        if self._sending:
+            await asyncio.wait(self._sending, timeout=SEND_TIMEOUT)
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.wait([self._listening])
+        for end in (self._deltas, *self._cores, *(one for outputs in self._outputs for one in outputs)):
+            end.close()
+        self._board.close()
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._streams)
+
+    # ── a request ──
+    async def submit(
+        self,
+        prompt: Sequence[int] | Ints,
+        params: SamplingParams | None = None,
+        *,
+        items: tuple[Input, ...] = (),
+        priority: int = 0,
+        client: str = "",
+        salt: bytes = b"",
+        announce: tuple[Style, bytes] | None = None,
+        timeout: float | None = None,
+    ) -> Stream:
+        """Sends a request to a group. `items` stand in the prompt instead of text; `announce`: the style of the
+        answer, and the head of each of its lines; `timeout`: until the end of the answer.
+
+        Raises EngineError where no group takes it now.
+        """
+        ids = np.ascontiguousarray(prompt, np.int32)
+        params = SamplingParams() if params is None else params
+        group = self._choose(traces(ids, salt, [item.key for item, _, _ in items if item.key is not None]))
+        request = self._number()
+        stream = Stream(request, group, self._rows[group][Board.SERVING], ids.size, params.n)
+        outputs = self._outputs[group]
+        output = request % len(outputs) if outputs else 0
+        self._keep(stream)
+        try:
+            if announce is not None:
+                told = Announce(self._me.index, request, *announce)
+                await self._send(outputs[output] if outputs else self._cores[group], told, stream)
+            submit = Submit(
+                self._me.index,
+                request,
+                ids,
+                Interned(params),
+                priority,
+                client,
+                salt,
+                columns_of_inputs([items]),
+                output,
+            )
+            await self._send(self._cores[group], submit, stream)
+        except BaseException:
+            self._drop(stream)
+            raise
+        stream.begin(self._abort, timeout)
+        return stream
+
+    def _choose(self, asked: list[bytes]) -> int:
+        if self._board.is_draining:
+            raise EngineError(503, "the engine is about to end, and takes no more requests")
+        loads = {
+            group: max(row[Board.OPEN], self._open[group])
+            for group, row in enumerate(self._rows)
+            if row[Board.SERVING] > self._dead[group]
+        }
+        if not loads:
+            raise EngineError(503, "no group of the engine serves now")
+        return self._balance.choose(loads, asked)
+
+    def _number(self) -> int:
+        while self._next in self._streams:
+            self._next = (self._next + 1) % MOST_REQUESTS
+        request = self._next
+        self._next = (request + 1) % MOST_REQUESTS
+        return request
+
+    async def _send(self, sender: AsyncMessageSender, message: msgspec.Struct, stream: Stream) -> None:
+        """Raises EngineError where the group of this stream does not take it."""
+        deadline = time.monotonic() + SEND_TIMEOUT
+        while True:
+            try:
+                return await sender.send(message, max(0.0, deadline - time.monotonic()))
+            except PeerDied as death:  # it may be the one before, whose death we had not heard of in this channel
+                who = Member.of(death.name)
+                if who is None or who.incarnation >= stream.incarnation or time.monotonic() > deadline:
+                    raise EngineError(503, f"group {stream.group} has died: {death}") from None
+                await asyncio.sleep(AGAIN)
+            except PenstockError as error:
+                raise EngineError(503, f"group {stream.group} takes no requests: {error}") from None
+
+    def _abort(self, stream: Stream) -> None:
+        """Its reader wants no more."""
+        self._drop(stream)
+        task = asyncio.ensure_future(self._send_abort(stream))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _send_abort(self, stream: Stream) -> None:
+        abort = Abort(self._me.index, np.array([stream.request], np.int32))
+        try:
+            await self._send(self._cores[stream.group], abort, stream)
+        except EngineError as error:
+            event("abort not sent", logging.WARNING, request=stream.request, error=error)
+
+    # ── who is open ──
+    def _keep(self, stream: Stream) -> None:
+        self._streams[stream.request] = stream
+        self._open[stream.group] += 1
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
+
+    def _drop(self, stream: Stream) -> None:
+        if self._streams.pop(stream.request, None) is not None:
+            self._open[stream.group] -= 1
+
+    def _look(self) -> None:
+        self._watch = None
+        serving = [row[Board.SERVING] for row in self._rows]
+        streams = tuple(self._streams.values())
+        self._fail([one for one in streams if one.incarnation != serving[one.group]], "it does not serve any more")
+        if self._streams:
+            self._watch = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
+
+    def _fail(self, streams: list[Stream], why: str) -> None:
+        for stream in streams:
+            self._drop(stream)
+            stream.fail(EngineError(503, f"group {stream.group} has died: {why}"))
+
+    # ── what comes ──
+    async def _listen(self) -> None:
+        while True:
+            try:
+                self._take(await self._deltas.receive())
+                for _ in range(MOST_AT_ONCE):
+                    self._take(self._deltas.receive_nowait())
+                await asyncio.sleep(0)
+            except WouldBlock:
+                pass
+            except PeerDied as death:
+                self._hear_of(death)
+            except ClosedError:
+                return
+            except DecodeError as error:  # costs that message alone
+                event("not a message", logging.ERROR, error=error)
+
+    def _hear_of(self, death: PeerDied) -> None:
+        who = Member.of(death.name)
+        if who is None or who.kind == "server":
+            return
+        self._dead[who.group] = max(self._dead[who.group], who.incarnation)
+        its = [one for one in self._streams.values() if one.group == who.group and one.incarnation <= who.incarnation]
+        self._fail(its, str(death))
+
+    def _take(self, message: Delta | Failed) -> None:
+        if isinstance(message, Failed):
+            stream = self._streams.get(message.request)
+            if stream is not None:
+                self._drop(stream)
+                stream.fail(EngineError(message.status, message.reason))
+            return
+        streams = self._streams
+        for request, piece in pieces_of(message):
+            stream = streams.get(request)
+            if stream is None:  # it was aborted
+                continue
+            if piece.reason is FinishReason.ERROR:
+                self._drop(stream)
+                stream.fail(EngineError(500, "the model's numbers for this request were not numbers"))
+                continue
+            stream.add(piece)
+            if stream.is_over:
+                self._drop(stream)

@@ -1,0 +1,43 @@
+"""What a worker drives: a device that is given one step after the other, and says when each is done.
+
+Leaves to `backend` and `simulated` what a device is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.engine.protocol import Ints, Logprobs, Slots, Step
+from penstock.engine.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step has sampled."""
+
+    ids: Ints  # in the order of `Schedule.sampled`
+    logprobs: Logprobs | None = None
+    failed: Slots | None = None  # their numbers were not numbers
+
+
+class Flight(Protocol):
+    """A step that has been launched."""
+
+    @property
+    def done_at(self) -> float | None:
+        """When it will be done, by `time.monotonic()`, if that is known beforehand."""
+
+    def is_done(self) -> bool: ...
+
+    def result(self) -> Sampled:
+        """Blocks until it is done."""
+
+
+class Device(Protocol):
+    @property
+    def blocks(self) -> int:
+        """How many the cache has room for."""
+
+    def launch(self, schedule: Schedule, step: Step) -> Flight:
+        """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""

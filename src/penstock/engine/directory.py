@@ -1,0 +1,67 @@
+"""What the directory of a model says that the engine must know before any of its processes: end ids and words.
+
+Leaves to `model` the numbers. A simulated device has no directory: its words are its tokens' numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.logs import event
+from penstock.engine.text import Vocabulary, vocabulary_of
+
+SAID_IN = ("generation_config.json", "config.json")  # the first that names an end id
+
+
+def completed(config: EngineConfig) -> EngineConfig:
+    """With the end ids that the model names, besides those that were given."""
+    found: tuple[int, ...]
+    if config.simulated is not None:
+        found = () if config.simulated.end_id is None else (config.simulated.end_id,)
+    else:
+        found = _end_ids(Path(config.model))
+    return msgspec.structs.replace(config, end_ids=tuple(sorted({*config.end_ids, *found})))
+
+
+def vocabulary(config: EngineConfig) -> Vocabulary:
+    """A model without a tokenizer answers in ids alone."""
+    if config.simulated is not None:
+        return Vocabulary([b" %d" % one for one in range(config.simulated.vocabulary)])
+    if not _tokenizer_of(config).exists():
+        event("model without a tokenizer", logging.WARNING, missing=_tokenizer_of(config))
+        return Vocabulary([])
+    return vocabulary_of(tokenizer_of(config))
+
+
+def tokenizer_of(config: EngineConfig) -> Any:
+    """Raises ValueError where the model has none."""
+    from tokenizers import Tokenizer
+
+    path = _tokenizer_of(config)
+    if not path.exists():
+        raise ValueError(f"there is no {path}: the model has no tokenizer")
+    return Tokenizer.from_file(str(path))
+
+
+def _tokenizer_of(config: EngineConfig) -> Path:
+    return Path(config.model) / "tokenizer.json"
+
+
+def _end_ids(directory: Path) -> tuple[int, ...]:
+    if not directory.is_dir():
+        raise ValueError(f"model is the directory of a model, not {str(directory)!r}")
+    for name in SAID_IN:
+        path = directory / name
+        if not path.exists():
+            continue
+        said = msgspec.json.decode(path.read_bytes())
+        for part in (said, said.get("text_config", {})):
+            end = part.get("eos_token_id")
+            if end is not None:
+                return tuple(end) if isinstance(end, list) else (end,)
+    return ()

@@ -1,0 +1,115 @@
+"""Which id or length ends a sample: computed alike, from the same ids, by the core and by the output processors.
+
+Leaves to `text` what ends a sample by its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.engine.protocol import Bytes, FinishReason, Ints, SamplingParams
+from penstock.engine.schedule import Index
+
+BUCKETS = 1 << 16  # ids that end somebody are looked for by their low bits first: few others share them
+
+
+class Ended(NamedTuple):
+    """The samples that ended, one row each."""
+
+    rows: Index  # where in the columns that were given, ascending
+    reasons: Bytes  # FinishReason
+    stops: list[int | None]  # the one of its `stop_token_ids` that ended it; None: the model's own end id, or a length
+
+
+NOBODY = Ended(np.zeros(0, np.intp), np.zeros(0, np.uint8), [])
+
+
+class Endings:
+    """Of every slot, how many tokens it has generated, and when it ends. Arrays are by slot."""
+
+    def __init__(self, slots: int, max_model_len: int, eos_ids: Collection[int]) -> None:
+        """`eos_ids` end every sample that does not ignore them; `max_model_len` is for prompt and answer together."""
+        self.generated = np.zeros(slots, np.int32)
+        self.has_ended = np.ones(slots, np.bool_)  # free slots too: what is sampled there is nobody's
+        self._limits = np.zeros(slots, np.int32)
+        self._least = np.zeros(slots, np.int32)  # min_tokens
+        self._stops: list[frozenset[int]] = [frozenset()] * slots
+        self._heeds_eos = np.zeros(slots, np.bool_)
+        self._max_model_len = max_model_len
+        self._eos_ids = frozenset(eos_ids)
+        self._users = np.zeros(BUCKETS, np.int32)  # how many slots would end by an id of this bucket
+        for one in self._eos_ids:
+            self._users[one % BUCKETS] += 1
+
+    def join(self, slot: int, params: SamplingParams, prompt_length: int) -> None:
+        """Raises ValueError where the model has no room for a single token after this prompt."""
+        room = self._max_model_len - prompt_length
+        if room < 1:
+            raise ValueError(
+                f"expected a prompt of less than {self._max_model_len} tokens, as many as fit the model with an "
+                f"answer, got {prompt_length}"
+            )
+        self._forget_stops(slot)
+        self.generated[slot] = 0
+        self.has_ended[slot] = False
+        self._limits[slot] = room if params.max_tokens is None else min(room, params.max_tokens)
+        self._least[slot] = params.min_tokens
+        self._heeds_eos[slot] = not params.ignore_eos
+        self._stops[slot] = frozenset(params.stop_token_ids)
+        for one in self._stops[slot]:
+            self._users[one % BUCKETS] += 1
+
+    def leave(self, slot: int) -> None:
+        self._forget_stops(slot)
+        self.has_ended[slot] = True
+
+    def end(self, slot: int) -> None:
+        """It has ended for a reason that is not to be found here: what is sampled for it from now on is discarded."""
+        self.has_ended[slot] = True
+
+    def may_stop(self, slot: int) -> bool:
+        """Whether it may end by the token that was counted last: `min_tokens` have come before."""
+        return bool(self.generated[slot] > self._least[slot])
+
+    def check(self, slots: Index, ids: Ints) -> Ended:
+        """Counts one more token of each slot, none of them twice; says which samples end with it, and marks them.
+
+        An id ends a sample only after `min_tokens` others; so the sampler does not choose it before. Slots that have
+        ended already are passed over.
+        """
+        after = self.generated[slots] + 1
+        self.generated[slots] = after
+        too_long = after >= self._limits[slots]
+        suspects = self._users[ids & (BUCKETS - 1)] > 0
+        rows = np.flatnonzero(too_long | suspects)
+        if not rows.size:
+            return NOBODY
+        ended: list[int] = []
+        reasons: list[int] = []
+        stops: list[int | None] = []
+        for row, slot, one, is_last in zip(
+            rows.tolist(), slots[rows].tolist(), ids[rows].tolist(), too_long[rows].tolist(), strict=True
+        ):
+            if self.has_ended[slot]:
+                continue
+            stop = None
+            reason = FinishReason.LENGTH
+            if self.may_stop(slot):
+                if one in self._eos_ids and self._heeds_eos[slot]:
+                    reason = FinishReason.STOP
+                elif one in self._stops[slot]:
+                    reason, stop = FinishReason.STOP, one
+            if is_last or reason == FinishReason.STOP:
+                self.has_ended[slot] = True
+                ended.append(row)
+                reasons.append(int(reason))
+                stops.append(stop)
+        return Ended(np.array(ended, np.intp), np.array(reasons, np.uint8), stops)
+
+    def _forget_stops(self, slot: int) -> None:
+        for one in self._stops[slot]:
+            self._users[one % BUCKETS] -= 1
+        self._stops[slot] = frozenset()

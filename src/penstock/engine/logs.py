@@ -1,0 +1,60 @@
+"""Logs: one line per event, with the process and its number in each; as text, or as JSON for programs.
+
+Leaves to `logging` where the lines go.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+
+LOGGER = logging.getLogger("penstock.engine")
+
+
+def event(name: str, level: int = logging.INFO, **fields: object) -> None:
+    """Something happened. `fields` are what one would search for."""
+    LOGGER.log(level, name, extra={"fields": fields})
+
+
+def begin(process: str, log_format: str) -> None:
+    """From now on the events of this process go to its standard error."""
+    lines = logging.StreamHandler(sys.stderr)
+    lines.setFormatter((Json if log_format == "json" else Text)(process))
+    LOGGER.handlers[:] = [lines]
+    LOGGER.propagate = False
+    LOGGER.setLevel(logging.INFO)
+
+
+class _Lines(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def _fields(self, record: logging.LogRecord) -> dict[str, object]:
+        at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        return {
+            "time": f"{at}.{int(record.msecs):03}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "pid": os.getpid(),
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+
+
+class Json(_Lines):
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(self._fields(record), default=str)
+
+
+class Text(_Lines):
+    def format(self, record: logging.LogRecord) -> str:
+        return " ".join(f"{name}={_quoted(value)}" for name, value in self._fields(record).items())
+
+
+def _quoted(value: object) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if text and not any(one in text for one in ' "=\n') else json.dumps(text)

@@ -1,0 +1,128 @@
+"""Who waits, and who of them is next: the better priority first, and within one priority the client served least.
+
+Fairness is by tokens: each client has a count of what was computed and generated for it, and whoever has the smallest
+is next (a virtual token counter). Requests would be the wrong thing to count, as one may cost a thousand times as much
+as another, and shares of time would leave the device idle. Who comes, or comes again, begins at the count of who was
+chosen last, so that nobody saves up by staying away. Leaves to the scheduler who fits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+MOST_ABSENT = 4096  # clients without a request whose counts are remembered
+
+
+class Waits(Protocol):
+    """What waits here."""
+
+    priority: int
+    client: str
+    is_waiting: bool  # False: it was taken out, and what still points to it here is passed over
+
+
+OneT = TypeVar("OneT", bound=Waits)
+
+
+class Queue(Generic[OneT]):
+    def __init__(self) -> None:
+        self._levels: dict[int, _Level[OneT]] = {}
+        self._priorities: list[int] = []  # a heap of the keys of `_levels`
+        self._by_age: deque[OneT] = deque()
+        self._served: dict[str, int] = {}  # tokens
+        self._open: dict[str, int] = {}  # requests of each client that have not been closed
+        self._chosen = 0  # the count of the client chosen last
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, one: OneT) -> None:
+        client = one.client
+        if client not in self._open:
+            self._open[client] = 0
+            self._served[client] = max(self._served.get(client, 0), self._chosen)
+        self._open[client] += 1
+        one.is_waiting = True
+        self._size += 1
+        self._by_age.append(one)
+        level = self._levels.get(one.priority)
+        if level is None:
+            level = self._levels[one.priority] = _Level()
+            heapq.heappush(self._priorities, one.priority)
+        level.push(one, self._served[client])
+
+    def first(self) -> OneT | None:
+        """Who is next. It stays here until `take`."""
+        while self._priorities:
+            one = self._levels[self._priorities[0]].first(self._served)
+            if one is not None:
+                return one
+            del self._levels[heapq.heappop(self._priorities)]
+        return None
+
+    def oldest(self) -> OneT | None:
+        """Who has waited longest, whatever its priority and its client."""
+        while self._by_age and not self._by_age[0].is_waiting:
+            self._by_age.popleft()
+        return self._by_age[0] if self._by_age else None
+
+    def take(self, one: OneT) -> None:
+        """It is let in: its client has been chosen."""
+        self.drop(one)
+        self._chosen = max(self._chosen, self._served[one.client])
+
+    def drop(self, one: OneT) -> None:
+        """It waits no more."""
+        assert one.is_waiting, "taken twice from the queue"
+        one.is_waiting = False
+        self._size -= 1
+        self.oldest()
+
+    def charge(self, client: str, tokens: int) -> None:
+        self._served[client] += tokens
+
+    def close(self, client: str) -> None:
+        """One of its requests has ended: it will not be charged for that any more."""
+        self._open[client] -= 1
+        if self._open[client]:
+            return
+        del self._open[client]
+        if self._served[client] <= self._chosen:  # it would begin there anyway
+            del self._served[client]
+        elif len(self._served) - len(self._open) > MOST_ABSENT:
+            self._served = {name: served for name, served in self._served.items() if name in self._open}
+
+
+class _Level(Generic[OneT]):
+    """Those of one priority. The heap has each client once; its count there may be too small, as counts only grow."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[OneT]] = {}
+        self._heap: list[tuple[int, int, str]] = []
+        self._pushes = 0  # so that among equals who came first is first
+
+    def push(self, one: OneT, served: int) -> None:
+        queue = self._queues.get(one.client)
+        if queue is None:
+            queue = self._queues[one.client] = deque()
+            self._pushes += 1
+            heapq.heappush(self._heap, (served, self._pushes, one.client))
+        queue.append(one)
+
+    def first(self, counts: dict[str, int]) -> OneT | None:
+        while self._heap:
+            served, pushed, client = self._heap[0]
+            queue = self._queues[client]
+            while queue and not queue[0].is_waiting:
+                queue.popleft()
+            if not queue:
+                heapq.heappop(self._heap)
+                del self._queues[client]
+            elif counts[client] > served:
+                heapq.heapreplace(self._heap, (counts[client], pushed, client))
+            else:
+                return queue[0]
+        return None

@@ -1,0 +1,138 @@
+"""A worker: follows the core's steps, gives them to its device, and says what each has sampled.
+
+It waits for whatever comes first: the next step, or the end of the oldest one that runs. Leaves to the device what a
+step is, and to the launcher what follows when the core dies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from functools import partial
+from typing import Any
+
+from penstock import EndOfChannel, Store, Timeout
+from penstock.codec.follow import Follower, Following
+from penstock.engine.board import Board
+from penstock.engine.device import Device, Flight
+from penstock.engine.logs import event
+from penstock.engine.protocol import Ready, Step, StepDone, Stop, Whole
+from penstock.engine.schedule import Schedule
+from penstock.engine.simulated import Simulated
+from penstock.engine.tree import Member, Tree, past_the_dead
+
+MOST_IN_FLIGHT = 2  # one runs, one waits: the device need not wait for us between them
+LOOK_AGAIN = 0.0002  # seconds; at a flight of which nobody knows when it will end
+
+
+def run(tree: Tree, me: Member) -> None:
+    device = device_of(tree, me)
+    worker = Worker(tree, me, device)
+    worker.run()
+    if isinstance(device, Simulated):
+        event("device stopped", busy=device.busy, idle=device.idle, idle_share=device.idle_share)
+
+
+def device_of(tree: Tree, me: Member) -> Device:
+    """Blocks until all ranks have come, and the model is loaded."""
+    config = tree.config
+    if config.simulated is not None:
+        return Simulated(config.simulated, config.slots)
+    # Imported here: torch is not needed by anybody else.
+    from penstock.engine.backend import TorchDevice
+    from penstock.engine.sharding import Ranks
+
+    return TorchDevice(
+        config.model,
+        slots=config.slots,
+        ranks=Ranks(me.index, config.tensor_parallel, tree.meetings[me.group], config.device),
+        device=config.device_of(me.group, me.index),
+        dtype=config.dtype,
+        block_size=config.block_size,
+        blocks=config.blocks,
+        token_budget=config.token_budget,
+        fetch=None if tree.store is None else partial(_fetch, tree.store),
+    )
+
+
+def _fetch(store: Store, key: bytes) -> Any:
+    """An image's tensors. Raises Missing."""
+    return store.get(key).value("torch")
+
+
+class Worker:
+    def __init__(self, tree: Tree, me: Member, device: Device) -> None:
+        config, group = tree.config, tree.groups[me.group]
+        self._me = me
+        self._device = device
+        self._flights: deque[tuple[Step, Flight]] = deque()
+        self._timeout = config.step_timeout
+        self._row = Board(tree.board, writable=True).row(me.group)
+        name = str(me)
+        self._steps = group.steps.receiver(me.index, name=name)
+        self._inbox = group.inbox.sender(tree.worker_lane(me.index), name=name)
+        self._results = group.results.sender(name=name) if me.index == 0 else None
+        ready = Ready(me.index, device.blocks)
+        past_the_dead(me, lambda: self._inbox.send(ready, config.start_timeout), config.start_timeout)
+        event("worker ready", blocks=device.blocks)
+        first = past_the_dead(me, self._steps.receive, config.start_timeout)
+        if not isinstance(first, Whole):
+            self._is_stopped = isinstance(first, Stop)
+            if not self._is_stopped:
+                raise RuntimeError(f"expected a picture as the core's first message, got {type(first).__name__}")
+            return
+        self._is_stopped = False
+        self._schedule = Schedule(first.slots, first.blocks, first.block_size, config.most_blocks)
+        follower = Follower(self._schedule, name)
+        follower.take(first)
+        self._next = first.number + 1
+        self._following = Following(self._steps, follower, self._inbox.send_nowait)
+
+    def run(self) -> None:
+        """Until the core says that it is time to stop. Raises PeerDied when it has died."""
+        while not self._is_stopped:
+            self._turn()
+        while self._flights:
+            self._answer()
+        for end in (self._steps, self._inbox, self._results):
+            if end is not None:
+                end.close()
+
+    def _turn(self) -> None:
+        """Launches a step, or answers for one that is done."""
+        if self._flights and (len(self._flights) == MOST_IN_FLIGHT or self._flights[0][1].is_done()):
+            return self._answer()
+        try:
+            step = self._following.receive(self._patience())
+        except Timeout:
+            return None
+        except EndOfChannel:
+            self._is_stopped = True
+            return None
+        if isinstance(step, Stop):
+            self._is_stopped = True
+            return None
+        if step.number != self._next:  # what the cache holds is not what the core believes
+            raise RuntimeError(f"step {self._next} was missed: the next one that fits is {step.number}")
+        self._next += 1
+        self._flights.append((step, self._device.launch(self._schedule, step)))
+        return None
+
+    def _patience(self) -> float | None:
+        """For how long to wait for another step."""
+        if not self._flights:
+            return None
+        done_at = self._flights[0][1].done_at
+        return LOOK_AGAIN if done_at is None else max(0.0, done_at - time.monotonic())
+
+    def _answer(self) -> None:
+        step, flight = self._flights.popleft()
+        sampled = flight.result()
+        if self._results is None:
+            return
+        done = StepDone(step.leader, step.number, sampled.ids, logprobs=sampled.logprobs, failed=sampled.failed)
+        results = self._results
+        past_the_dead(self._me, lambda: results.send(done, self._timeout), self._timeout)
+        if isinstance(self._device, Simulated):
+            self._row[Board.BUSY_NS] = int(self._device.busy * 1e9)
+            self._row[Board.IDLE_NS] = int(self._device.idle * 1e9)

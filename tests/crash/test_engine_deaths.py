@@ -1,0 +1,226 @@
+"""Every kind of process of the engine is killed and stopped under load: who asked is told, and the group serves again.
+
+How long it took is written to the test's output; what is asserted leaves room for a busy machine.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from penstock.engine import logs
+from penstock.engine.board import Board
+from penstock.engine.client import Client
+from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.launch import Launcher, TreeFailed
+from penstock.engine.protocol import SamplingParams
+from penstock.engine.tree import Member, Tree
+from tests.conftest import eventually
+from tests.engine import PATIENCE, START, Running, answered, fate, prompt, running, told
+
+TOLD_WITHIN = 2.0  # seconds; the goal is 0.1 on a machine that has nothing else to do
+OPEN = 12  # requests, when the blow falls
+MEMBERS = [("core", 0), ("worker", 0), ("worker", 1), ("output", 0)]
+SHAPE = {"tensor_parallel": 2, "output_processors": 1}
+
+
+async def load(client: Client, tokens: int) -> list[asyncio.Future[tuple[float, Exception | None]]]:
+    """Requests that are being answered."""
+    fates = [asyncio.ensure_future(fate(client, prompt(), tokens)) for _ in range(OPEN)]
+    while client.open_requests < OPEN:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)
+    return fates
+
+
+async def must_be_told(fates: list[asyncio.Future], since: float, what: str) -> None:
+    ends = await asyncio.wait_for(asyncio.gather(*fates), PATIENCE)
+    after = max(at for at, _ in ends) - since
+    print(f"{what}: all {len(ends)} were told within {after * 1e3:.1f} ms: {ends[0][1]}")
+    for _, error in ends:
+        assert error is not None and error.status == 503 and "died" in error.reason
+    assert after < TOLD_WITHIN
+
+
+async def must_serve_again(tree: Running, client: Client) -> None:
+    await tree.launcher.serving(START)
+    ids = prompt()
+    assert (await answered(client, ids, max_tokens=20))[0][0] == tree.rule.answer(ids, 20)
+    await tree.must_be_empty()
+
+
+@pytest.mark.parametrize(("kind", "index"), MEMBERS)
+def test_one_of_a_group_is_killed(kind: str, index: int) -> None:
+    async def scene() -> None:
+        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+            fates = await load(client, 4000)
+            others = {one.pid for one in tree.children()}
+            loop, victim = asyncio.get_running_loop(), tree.child(kind, index)
+            began = loop.time()
+            os.kill(victim.pid, signal.SIGKILL)
+            await must_be_told(fates, began, f"{kind} {index} killed")
+            await must_serve_again(tree, client)
+            assert not others & {one.pid for one in tree.children()}, "somebody of the old group is still there"
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("kind", "index"), MEMBERS)
+def test_one_of_a_group_is_stopped_for_a_while_and_nothing_is_lost(kind: str, index: int) -> None:
+    """And then for too long: it is killed, and all goes on as after a death."""
+
+    async def scene() -> None:
+        async with running(**SHAPE, step_timeout=2.0) as tree, Client(tree.launcher.tree, 0) as client:
+            victim = tree.child(kind, index)
+            fates = await load(client, 200)
+            os.kill(victim.pid, signal.SIGSTOP)
+            await asyncio.sleep(0.3)
+            os.kill(victim.pid, signal.SIGCONT)
+            assert {error for _, error in await asyncio.wait_for(asyncio.gather(*fates), PATIENCE)} == {None}
+            fates = await load(client, 4000)
+            os.kill(victim.pid, signal.SIGSTOP)
+            began = asyncio.get_running_loop().time()
+            await must_be_told(fates, began + tree.config.step_timeout, f"{kind} {index} stopped")
+            await must_serve_again(tree, client)
+
+    asyncio.run(scene())
+
+
+# ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def serve(tree: Tree, me: Member) -> None:
+    """Asks for ever, until SIGTERM; and then until what is open is answered."""
+
+    async def ask(client: Client) -> None:
+        with contextlib.suppress(Exception):
+            await answered(client, prompt(), max_tokens=150, ignore_eos=True)
+
+    async def life() -> None:
+        is_over = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
+        async with Client(tree, me) as client:
+            open_requests = {asyncio.ensure_future(ask(client)) for _ in range(4)}
+            while not is_over.is_set():
+                done, open_requests = await asyncio.wait(
+                    open_requests, timeout=0.1, return_when=asyncio.FIRST_COMPLETED
+                )
+                await asyncio.sleep(0.01)
+                open_requests |= {asyncio.ensure_future(ask(client)) for _ in done}
+            await asyncio.wait(open_requests)
+
+    asyncio.run(life())
+
+
+def test_a_server_is_killed_or_stopped_and_the_others_do_not_notice() -> None:
+    async def scene() -> None:
+        async with running(serve, api_servers=2, step_timeout=2.0, **SHAPE) as tree:
+            core = tree.child("core").pid
+            for number in (signal.SIGKILL, signal.SIGSTOP):
+                await tree.until(lambda: tree.number(Board.OPEN) == 8)
+                victim = tree.child("server", 1)
+                os.kill(victim.pid, number)
+                await tree.until(lambda: tree.number(Board.OPEN) <= 4)  # its requests are forgotten, or answered
+                await tree.until(lambda gone=victim.pid: gone not in {one.pid for one in tree.children()})
+                await tree.until(lambda: tree.number(Board.OPEN) == 8, START)  # its successor asks, too
+                assert tree.child("server", 1).pid != victim.pid and tree.child("core").pid == core
+
+    asyncio.run(scene())
+
+
+# ── the tree ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+async def live(drain_timeout: float) -> None:
+    logs.begin("launcher", "text")
+    config = EngineConfig(simulated=told(step_seconds=0.01), drain_timeout=drain_timeout, api_servers=2)
+    launcher = Launcher(config, serve)
+    running = asyncio.ensure_future(launcher.run())
+    await asyncio.sleep(0)
+    await launcher.serving(START)
+    while launcher.board.row(0)[Board.OPEN] < 8:
+        await asyncio.sleep(0.005)
+    print("pids", *(child.pid for unit in launcher.units for child in unit.children.values()), flush=True)
+    await running
+
+
+@contextlib.contextmanager
+def tree_of_its_own(drain_timeout: float = 20.0):
+    code = f"import asyncio, tests.crash.test_engine_deaths as t; asyncio.run(t.live({drain_timeout}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("pids "), line + process.stderr.read()
+        pids = [int(one) for one in line.split()[1:]]
+        yield process, pids
+        eventually(lambda: not [pid for pid in pids if is_there(pid)], within=PATIENCE)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def is_there(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_sigterm_drains_and_ends_in_order() -> None:
+    with tree_of_its_own() as (process, _):
+        process.terminate()
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    assert 'event="tree stopped" killed=nobody' in err and "level=error" not in err, err
+
+
+def test_a_second_sigterm_stops_it_at_once() -> None:
+    with tree_of_its_own(drain_timeout=60.0) as (process, pids):
+        os.kill(pids[-1], signal.SIGSTOP)  # a server, which will not end by itself
+        process.terminate()
+        time.sleep(0.3)
+        began = time.monotonic()
+        process.terminate()
+        _, err = process.communicate(timeout=PATIENCE)
+        assert time.monotonic() - began < 10 and process.returncode == 0, err
+
+
+def test_when_the_launcher_is_killed_nobody_is_left() -> None:
+    with tree_of_its_own() as (process, pids):
+        assert len(pids) >= 5
+        process.kill()
+        process.wait()
+
+
+def test_a_group_that_cannot_start_is_given_up_with_what_it_said() -> None:
+    async def scene() -> None:
+        config = EngineConfig(simulated=SimulatedDevice(blocks=1))
+        launcher = Launcher(config)
+        try:
+            launcher.start()
+            with pytest.raises(TreeFailed, match=r"core 0\.0 #3 ended 3 times .*ValueError: max_model_len: expected"):
+                await launcher.serving(START)
+        finally:
+            await launcher.stop()
+
+    asyncio.run(scene())
+
+
+def test_who_asks_while_nobody_serves_or_the_tree_drains_is_told_so() -> None:
+    async def scene() -> None:
+        async with running(output_processors=0) as tree, Client(tree.launcher.tree, 0) as client:
+            os.kill(tree.child("core").pid, signal.SIGKILL)
+            await tree.until(lambda: tree.number(Board.SERVING) == 0)
+            with pytest.raises(Exception, match="no group of the engine serves now"):
+                await client.submit(prompt(), SamplingParams())
+            await must_serve_again(tree, client)
+            tree.launcher.board.drain()
+            with pytest.raises(Exception, match="takes no more requests"):
+                await client.submit(prompt(), SamplingParams())
+
+    asyncio.run(scene())

@@ -1,0 +1,125 @@
+"""The whole engine on a simulated device: the tokens of its rule, whatever the tree looks like."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from penstock.engine.client import Client
+from penstock.engine.protocol import FinishReason, SamplingParams
+from penstock.engine.stream import EngineError
+from tests.engine import Running, answered, prompt, running, told
+
+END = 7
+
+
+async def must_answer_by_the_rule(tree: Running, client: Client, length: int, tokens: int, samples: int = 1) -> None:
+    ids = prompt(length)
+    got = await answered(client, ids, max_tokens=tokens, n=samples)
+    for sample, (answer, reason) in enumerate(got):
+        assert answer == tree.rule.answer(ids, tokens, sample)
+        assert reason == (FinishReason.STOP if answer[-1] == END else FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
+@pytest.mark.parametrize("outputs", [0, 2])
+def test_all_clients_get_exactly_the_tokens_of_the_rule(overlap: bool, outputs: int) -> None:
+    async def scene() -> None:
+        simulated = told(end_id=END, end_one_in=40)
+        options = {"tensor_parallel": 2, "api_servers": 2, "slots": 24, "token_budget": 64}
+        async with running(overlap=overlap, output_processors=outputs, simulated=simulated, **options) as tree:
+            async with Client(tree.launcher.tree, 0) as one, Client(tree.launcher.tree, 1) as other:
+                asked = [
+                    must_answer_by_the_rule(tree, client, 1 + 7 * number, 1 + 5 * number, 1 + number % 3)
+                    for number in range(20)
+                    for client in (one, other)
+                ]
+                await asyncio.gather(*asked)
+            await tree.must_be_empty()
+
+    asyncio.run(scene())
+
+
+def test_what_a_request_can_meet() -> None:
+    """One tree for all of it: starting one takes longer than any of this."""
+
+    async def scene() -> None:
+        async with running(max_model_len=256) as tree, Client(tree.launcher.tree, 0) as client:
+            await an_aborted_request_ends_and_gives_its_blocks_back(tree, client)
+            await one_that_can_never_run_is_refused_with_the_reason(client)
+            await one_that_takes_too_long_ends_with_a_time_out(tree, client)
+            await a_stop_string_ends_it_and_is_not_shown(tree, client)
+            await what_nobody_has_taken_yet_comes_as_one_piece(client)
+            await who_is_cancelled_aborts(tree, client)
+
+    asyncio.run(scene())
+
+
+async def an_aborted_request_ends_and_gives_its_blocks_back(tree: Running, client: Client) -> None:
+    async with await client.submit(prompt(), SamplingParams(max_tokens=200)) as stream:
+        async for _ in stream:
+            break
+    assert stream.is_over and client.open_requests == 0
+    assert [piece async for piece in stream] == []
+    await tree.must_be_empty()
+
+
+async def one_that_can_never_run_is_refused_with_the_reason(client: Client) -> None:
+    stream = await client.submit(prompt(256))
+    with pytest.raises(EngineError, match="expected a prompt of 1 to 255 tokens, got 256") as caught:
+        await anext(stream)
+    assert caught.value.status == 400
+
+
+async def one_that_takes_too_long_ends_with_a_time_out(tree: Running, client: Client) -> None:
+    stream = await client.submit(prompt(), SamplingParams(max_tokens=200), timeout=0.05)
+    with pytest.raises(EngineError, match=r"not come to its end within 0\.05 s") as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.status == 504
+    await tree.must_be_empty()
+
+
+async def a_stop_string_ends_it_and_is_not_shown(tree: Running, client: Client) -> None:
+    ids = prompt()
+    answer = tree.rule.answer(ids, 50)
+    words = "".join(f" {one}" for one in answer)
+    stop = f"{str(answer[20])[-1]} {answer[21]}"  # across the border of two tokens
+    stream = await client.submit(ids, SamplingParams(max_tokens=50, stop=(stop,)))
+    pieces = [piece async for piece in stream]
+    assert "".join(piece.text for piece in pieces) == words[: words.index(stop)]
+    assert pieces[-1].reason == FinishReason.STOP and pieces[-1].stop == stop
+    await tree.must_be_empty()
+
+
+async def what_nobody_has_taken_yet_comes_as_one_piece(client: Client) -> None:
+    stream = await client.submit(prompt(), SamplingParams(max_tokens=100))
+    while not stream.is_over:
+        await asyncio.sleep(0.01)
+    pieces = [piece async for piece in stream]
+    assert len(pieces) == 1 and len(pieces[0].ids) == 100 and pieces[0].reason == FinishReason.LENGTH
+
+
+async def who_is_cancelled_aborts(tree: Running, client: Client) -> None:
+    task = asyncio.ensure_future(answered(client, prompt(), max_tokens=200))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert client.open_requests == 0
+    await tree.must_be_empty()
+
+
+def test_requests_are_shared_among_the_groups_and_equal_beginnings_meet() -> None:
+    async def scene() -> None:
+        async with running(data_parallel=2, output_processors=1) as tree, Client(tree.launcher.tree, 0) as client:
+            ids = prompt(100)
+            first = await client.submit(ids, SamplingParams(max_tokens=2))
+            streams = [await client.submit(prompt(), SamplingParams(max_tokens=50)) for _ in range(20)]
+            again = await client.submit(np.append(ids, 5), SamplingParams(max_tokens=2))
+            for stream in (first, *streams, again):
+                assert [piece async for piece in stream][-1].reason == FinishReason.LENGTH
+            assert {stream.group for stream in streams} == {0, 1}
+            assert again.group == first.group
+
+    asyncio.run(scene())

@@ -1,0 +1,107 @@
+"""What tests of the whole engine share: a tree on a simulated device, and what its rule says of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.engine.board import Board
+from penstock.engine.child import Child
+from penstock.engine.client import Client
+from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.launch import Launcher
+from penstock.engine.launch import Run as RunServer
+from penstock.engine.protocol import FinishReason, SamplingParams
+from penstock.engine.simulated import Rule
+from penstock.engine.stream import EngineError
+
+START = 60.0  # seconds; until a tree serves on a busy machine
+PATIENCE = 30.0  # seconds; for anything else
+
+_beginnings = itertools.count()
+
+
+class Running:
+    """A tree that serves."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self.config = launcher.tree.config
+        assert self.config.simulated is not None
+        self.rule = Rule(self.config.simulated)
+
+    def child(self, kind: str, index: int = 0) -> Child:
+        found = [one for one in self.children() if (one.member.kind, one.member.index) == (kind, index)]
+        assert len(found) == 1, f"{kind} {index}: {found}"
+        return found[0]
+
+    def children(self) -> list[Child]:
+        return [child for unit in self.launcher.units for child in unit.children.values()]
+
+    def number(self, word: int) -> int:
+        return self.launcher.board.row(0)[word]
+
+    async def until(self, condition: Any, within: float = PATIENCE) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + within
+        while not condition():
+            assert loop.time() < deadline, "it did not come to this"
+            await asyncio.sleep(0.005)
+
+    async def must_be_empty(self) -> None:
+        """No request is open, and all blocks are free."""
+        blocks = self.config.simulated.blocks if self.config.simulated else 0
+        await self.until(lambda: self.number(Board.OPEN) == 0)
+        await self.until(lambda: self.number(Board.FREE_BLOCKS) == blocks)
+
+
+def told(**options: Any) -> SimulatedDevice:
+    return SimulatedDevice(**{"step_seconds": 0.002, "vocabulary": 1000, "blocks": 4096, **options})
+
+
+@contextlib.asynccontextmanager
+async def running(serve: RunServer | None = None, **options: Any) -> AsyncIterator[Running]:
+    launcher = Launcher(EngineConfig(**{"simulated": told(), "max_model_len": 4096, **options}), serve)
+    try:
+        launcher.start()
+        await launcher.serving(START)
+        yield Running(launcher)
+    finally:
+        late = await launcher.stop()
+    assert not late, f"had to be killed: {late}"
+
+
+def prompt(length: int = 12) -> npt.NDArray[np.int32]:
+    """Another one each time."""
+    return np.arange(length, dtype=np.int32) + 1000 * next(_beginnings)
+
+
+async def answered(client: Client, ids: npt.NDArray[np.int32], **params: Any) -> list[tuple[list[int], FinishReason]]:
+    """Ids and reason of each sample."""
+    asked = SamplingParams(**params)
+    got: list[list[int]] = [[] for _ in range(asked.n)]
+    reasons: dict[int, FinishReason] = {}
+    async with await client.submit(ids, asked, timeout=PATIENCE) as stream:
+        async for piece in stream:
+            assert piece.sample not in reasons, "more came after the end"
+            got[piece.sample] += piece.ids
+            if piece.reason is not None:
+                reasons[piece.sample] = piece.reason
+    assert stream.completion_tokens == sum(map(len, got))
+    return [(one, reasons[sample]) for sample, one in enumerate(got)]
+
+
+async def fate(client: Client, ids: npt.NDArray[np.int32], tokens: int) -> tuple[float, EngineError | None]:
+    """When the request ended, and how: None if it was answered."""
+    error = None
+    try:
+        await answered(client, ids, max_tokens=tokens, ignore_eos=True)
+    except EngineError as found:
+        error = found
+    return asyncio.get_running_loop().time(), error

@@ -1,0 +1,302 @@
+"""A device in plain Python that knows what lies where in its cache, and a core around it that knows the answers.
+
+What lies at a position is the hash of all that is before it, as a real cache's content depends on it. Whoever reads a
+block in which another prefix lies, or nothing yet, or what is no number, is found out.
+"""
+
+import random
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock import Item, Part
+from penstock.codec import Interned
+from penstock.engine.plan import Plan
+from penstock.engine.protocol import Inputs, SamplingParams, Step, StepDone, Submit
+from penstock.engine.schedule import RUNNING, Input, Schedule
+from penstock.engine.scheduler import Scheduler, SchedulerConfig
+
+BLOCK_SIZE = 4
+EOS, VOCABULARY = 1, 40
+MAX_MODEL_LEN = 60
+POISON = "no number"
+
+
+def follows(before: object, token: int, item: object) -> int:
+    return hash((before, token, item))
+
+
+def items_at(inputs: list[Input]) -> dict[int, object]:
+    return {position + n: (told(item), n) for item, position, length in inputs for n in range(length)}
+
+
+def sampled(content: object, index: int, seed: int | None) -> int:
+    return hash((content, index, seed)) % VOCABULARY
+
+
+def answer(submit: Submit, index: int) -> list[int]:
+    """What this sample must be, computed without a scheduler."""
+    params = submit.params.value
+    items = items_at(inputs_of(submit))
+    content: object = 0
+    for at, token in enumerate(submit.prompt.tolist()):
+        content = follows(content, token, items.get(at))
+    out: list[int] = []
+    while True:
+        out.append(sampled(content, index, params.seed))
+        if out[-1] == EOS or len(out) == params.max_tokens or submit.prompt.size + len(out) == MAX_MODEL_LEN:
+            return out
+        content = follows(content, out[-1], None)
+
+
+def told(item: Item) -> int:
+    """What the image shows."""
+    assert isinstance(item.where, bytes)
+    return item.where[0]
+
+
+def image(shown: int, position: int, length: int, *, has_key: bool = True) -> Inputs:
+    item = Item(bytes([shown]) * 32 if has_key else None, bytes([shown]), Part(b""))
+    return Inputs(np.array([1], np.int32), (item,), np.array([position], np.int32), np.array([length], np.int32))
+
+
+def inputs_of(submit: Submit) -> list[Input]:
+    if submit.inputs is None:
+        return []
+    one = submit.inputs
+    return list(zip(one.items, one.positions.tolist(), one.lengths.tolist(), strict=True))
+
+
+class Device:
+    """Executes steps as they are launched."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.cache: dict[tuple[int, int], object] = {}
+        self.tokens: dict[int, list[int]] = {}  # by slot
+        self.right: dict[int, list[object]] = {}  # by slot: what must lie at each position
+        self.failed: set[int] = set()
+
+    def read(self, slot: int, end: int) -> list[object]:
+        table = self.schedule.blocks_of(slot).tolist()
+        return [self.cache.get((table[at // BLOCK_SIZE], at % BLOCK_SIZE)) for at in range(end)]
+
+    def launch(self, step: Step, failing: float, chance: random.Random) -> tuple[list[int], list[int]]:
+        """The ids of those who sample, and the slots that failed."""
+        now = self.schedule
+        for slot in [] if step.left is None else step.left.tolist():
+            self.failed.discard(slot)
+        for slot in [] if step.joined is None else step.joined.slots.tolist():
+            self.tokens[slot], self.right[slot] = now.prompts[slot].tolist(), []
+        rows = now.rows.tolist()
+        begins = {slot: int(now.computed[slot] - now.counts[slot]) for slot in rows}
+        contents = {}
+        for slot in rows:
+            tokens, right, items = self.tokens[slot], self.right[slot], items_at(list(now.inputs[slot]))
+            assert len(tokens) == now.known[slot] - (slot in now.sampled), "known is not what is known"
+            while len(right) < now.computed[slot]:
+                at = len(right)
+                right.append(follows(right[-1] if right else 0, tokens[at], items.get(at)))
+            if slot not in self.failed:
+                assert self.read(slot, begins[slot]) == right[: begins[slot]], f"slot {slot} reads what is not its own"
+        fails = [slot for slot in rows if now.counts[slot] and chance.random() < failing]
+        for slot in rows:
+            blocks = now.blocks_of(slot).tolist()
+            for at in range(begins[slot], int(now.computed[slot])):
+                wrong = slot in fails or slot in self.failed
+                self.cache[blocks[at // BLOCK_SIZE], at % BLOCK_SIZE] = POISON if wrong else self.right[slot][at]
+        self.failed.update(fails)
+        for slot in rows:
+            if slot not in self.failed:
+                end = int(now.computed[slot])
+                assert self.read(slot, end) == self.right[slot][:end], f"somebody wrote into a block of slot {slot}"
+        for slot in now.sampled.tolist():
+            params = now.params[slot]
+            assert params is not None
+            contents[slot] = sampled(self.right[slot][-1], int(now.samples[slot]), params.value.seed)
+            self.tokens[slot].append(contents[slot])
+        return [contents[slot] for slot in now.sampled.tolist()], fails
+
+
+Owner = tuple[int, int, int]  # server, request, sample
+
+
+class Flight(NamedTuple):
+    number: int
+    sampling: list[Owner]
+    ids: list[int]
+    failing: list[Owner]
+    failed: list[int]
+
+
+class Core:
+    """Drives a scheduler, and looks after each step whether all is as it must be."""
+
+    def __init__(self, chance: random.Random, blocks: int, slots: int = 6, failing: float = 0, **config: Any) -> None:
+        self.chance = chance
+        self.failing = failing
+        self.schedule = Schedule(slots, blocks, BLOCK_SIZE, most_blocks=-(-MAX_MODEL_LEN // BLOCK_SIZE))
+        self.budget = config.setdefault("token_budget", chance.choice((slots, 2 * slots, 40)))
+        self.scheduler = Scheduler(
+            self.schedule, SchedulerConfig(max_model_len=MAX_MODEL_LEN, eos_ids=(EOS,), **config)
+        )
+        self.plan = Plan(self.schedule)
+        self.device = Device(self.schedule)
+        self.flights: deque[Flight] = deque()
+        self.number = 0
+        self.owners: dict[int, Owner] = {}  # by slot
+        self.births: dict[int, int] = {}
+        self.submits: dict[tuple[int, int], Submit] = {}
+        self.got: dict[Owner, list[int]] = {}
+        self.ended: dict[Owner, str] = {}
+        self.shared = self.preempted = self.steps = 0
+
+    # ── what comes from outside ──
+    def submit(self, submit: Submit) -> None:
+        self.scheduler.submit(submit)
+        self.submits[submit.server, submit.request] = submit
+        for index in range(submit.params.value.n):
+            self.got[submit.server, submit.request, index] = []
+
+    def abort(self, server: int, request: int) -> None:
+        self.scheduler.abort(server, request)
+        for one in self.open_samples():
+            if one[:2] == (server, request):
+                self.end(one, "aborted")
+
+    def halt(self, slot: int, birth: int) -> None:
+        self.scheduler.halt(slot, birth)
+        if self.births.get(slot) == birth and self.owners[slot] not in self.ended:
+            self.end(self.owners[slot], "halted")
+
+    def forget_server(self, server: int) -> None:
+        self.scheduler.forget_server(server)
+        for one in self.open_samples():
+            if one[0] == server:
+                self.end(one, "aborted")
+
+    def open_samples(self) -> list[Owner]:
+        return [one for one in self.got if one not in self.ended]
+
+    def end(self, one: Owner, why: str) -> None:
+        assert one not in self.ended, f"{one} ends twice"
+        self.ended[one] = why
+
+    # ── one step ──
+    def begin(self) -> bool:
+        if not self.scheduler.plan(self.plan):
+            return False
+        self.steps += 1
+        self.number += 1
+        step = self.plan.finish(1, self.number)
+        for slot in [] if step.left is None else step.left.tolist():
+            assert self.owners[slot] in self.ended, "who has not ended leaves"
+            del self.owners[slot], self.births[slot]
+        self.schedule.apply(step)
+        self.scheduler.sent(step)
+        if step.joined is not None:
+            for slot in step.joined.slots.tolist():
+                server, request, index = (
+                    int(column[slot])
+                    for column in (self.schedule.servers, self.schedule.requests, self.schedule.samples)
+                )
+                owner = server, request, index
+                assert owner in self.got and owner not in self.owners.values() and owner not in self.ended
+                self.owners[slot], self.births[slot] = owner, self.number
+        self.preempted += 0 if step.preempted is None else step.preempted.size
+        ids, failed = self.device.launch(step, self.failing, self.chance)
+        sampling = [self.owners[slot] for slot in self.schedule.sampled.tolist()]
+        self.flights.append(Flight(self.number, sampling, ids, [self.owners[slot] for slot in failed], failed))
+        self.check()
+        return True
+
+    def finish(self) -> None:
+        flight = self.flights.popleft()
+        failed = np.array(flight.failed, np.uint16) if flight.failed else None
+        self.scheduler.done(StepDone(1, flight.number, np.array(flight.ids, np.int32), failed=failed))
+        for owner in flight.failing:
+            if owner not in self.ended:
+                self.end(owner, "failed")
+        for owner, one in zip(flight.sampling, flight.ids, strict=True):
+            if owner in self.ended:
+                continue
+            submit, got = self.submits[owner[:2]], self.got[owner]
+            got.append(one)
+            most = min(MAX_MODEL_LEN - submit.prompt.size, submit.params.value.max_tokens or MAX_MODEL_LEN)
+            if one == EOS or len(got) >= most:
+                self.end(owner, "done")
+        self.check_open()
+
+    # ── what must be so ──
+    def check(self) -> None:
+        now, cache = self.schedule, self.scheduler.cache
+        cache.check()
+        assert now.counts.sum() <= self.budget, "over the budget"
+        assert now.counts.any() or not now.rows.size, "nobody comes on"
+        users: dict[int, list[tuple[int, int]]] = {}
+        for slot in np.flatnonzero(now.status == RUNNING).tolist():
+            for at, block in enumerate(now.blocks_of(slot).tolist()):
+                users.setdefault(block, []).append((slot, at))
+        for block in range(now.blocks):
+            assert cache.references[block] == len(users.get(block, ())), f"references of block {block}"
+        for block, its in users.items():
+            if len(its) == 1:
+                continue
+            self.shared += 1
+            assert len({at for _, at in its}) == 1, f"block {block} lies at several places"
+            for slot, at in its:
+                assert now.computed[slot] - now.counts[slot] >= (at + 1) * BLOCK_SIZE, "shared before it was computed"
+            salts = {self.submits[self.owners[slot][:2]].salt for slot, _ in its}
+            assert len(salts) == 1, "shared with another salt"
+
+    def check_open(self) -> None:
+        still = {one[:2] for one in self.open_samples()}
+        assert self.scheduler.open_requests == len(still), "open requests"
+
+    def drain(self) -> None:
+        """Until nothing is open. Then nothing may be left."""
+        for _ in range(10_000):
+            if not self.begin() and not self.flights:
+                break
+            if len(self.flights) == 2 or (self.flights and self.chance.random() < 0.5):
+                self.finish()
+        assert not self.open_samples(), "somebody never ends"
+        assert self.scheduler.in_flight == self.scheduler.open_requests == self.scheduler.waiting == 0
+        assert not self.schedule.status.any() and self.scheduler.cache.free == self.schedule.blocks
+
+    def answers(self) -> dict[Owner, list[int]]:
+        return {one: self.got[one] for one, why in self.ended.items() if why == "done"}
+
+
+class Users:
+    """Random requests. Their prompts begin alike; images have the same ids, whatever they show."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.begins = [[chance.randrange(2, VOCABULARY) for _ in range(MAX_MODEL_LEN)] for _ in range(2)]
+        self.number = 0
+
+    def submit(self) -> Submit:
+        chance = self.chance
+        self.number += 1
+        prompt = list(chance.choice(self.begins)[: chance.randint(1, 40)])
+        prompt += [chance.randrange(2, VOCABULARY) for _ in range(chance.choice((0, 0, 1, 9)))]
+        inputs = None
+        if len(prompt) > 14 and chance.random() < 0.4:
+            position, length = chance.randint(0, 4), chance.randint(1, 9)
+            prompt[position : position + length] = [0] * length
+            inputs = image(chance.randrange(2), position, length, has_key=chance.random() < 0.8)
+        most = chance.choice((None, 1, 3, 20, 20, 30))
+        n = chance.choice((1, 1, 1, 2, 3, 8))
+        params = SamplingParams(n=n, seed=chance.randrange(3), max_tokens=most)
+        return Submit(
+            chance.randrange(2),
+            self.number,
+            np.array(prompt, np.int32),
+            Interned(params),
+            chance.choice((0, 0, 0, -1, 3)),
+            chance.choice(("a", "b", "")),
+            chance.choice((b"", b"", b"secret")),
+            inputs,
+        )

@@ -1,0 +1,76 @@
+"""The scheduler on random traces, against a device that knows what lies in its cache and answers that are known."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from tests.property.device import Core, Users, answer
+
+SEEDS = 12
+MEMORY = {"scarce": 15, "little": 24, "plenty": 120}  # blocks; the longest request needs 15
+
+
+def run(
+    seed: int, blocks: int, *, calm: bool = False, failing: float = 0.0, requests: int = 25, **config: bool
+) -> Core:
+    chance = random.Random(seed)
+    core = Core(random.Random(seed), blocks, failing=failing, **config)
+    users = Users(random.Random(seed))  # the same ones, whatever the core does
+    while users.number < requests:
+        if chance.random() < 0.5:
+            core.submit(users.submit())
+        if not calm:
+            interfere(core, chance)
+        core.begin()
+        if core.flights and (len(core.flights) == 2 or chance.random() < 0.5):
+            core.finish()
+    core.drain()
+    return core
+
+
+def interfere(core: Core, chance: random.Random) -> None:
+    if chance.random() < 0.05 and core.got:
+        core.abort(*chance.choice(list(core.got))[:2])
+    if chance.random() < 0.1 and core.births:
+        slot = chance.choice(list(core.births))
+        core.halt(slot, core.births[slot] - chance.choice((0, 0, 1)))
+    if chance.random() < 0.01:
+        core.forget_server(chance.randrange(2))
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("has_overlap", [True, False], ids=["overlap", "alone"])
+def test_whatever_happens_everybody_reads_its_own_and_nothing_is_left(memory: str, has_overlap: bool) -> None:
+    ends: Counter[str] = Counter()
+    shared = preempted = 0
+    for seed in range(SEEDS):
+        core = run(seed, MEMORY[memory], failing=0.002, has_overlap=has_overlap)
+        ends.update(core.ended.values())
+        shared, preempted = shared + core.shared, preempted + core.preempted
+        for one, got in core.got.items():
+            told = answer(core.submits[one[:2]], one[2])
+            assert got == told if core.ended[one] == "done" else got == told[: len(got)], (seed, one)
+    assert set(ends) == {"done", "aborted", "halted", "failed"}, ends
+    assert shared > 100 and (preempted > 10) == (memory != "plenty"), (shared, preempted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_answers_do_not_depend_on_overlap_nor_on_the_cache_nor_on_memory(seed: int) -> None:
+    cores = [
+        run(seed, MEMORY[memory], calm=True, has_overlap=has_overlap, has_prefix_cache=has_prefix_cache)
+        for memory in MEMORY
+        for has_overlap in (True, False)
+        for has_prefix_cache in (True, False)
+    ]
+    told = {one: answer(submit, one[2]) for one in cores[0].got for submit in [cores[0].submits[one[:2]]]}
+    for core in cores:
+        assert core.answers() == told
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_without_the_prefix_cache_only_samples_of_one_request_share_blocks(seed: int) -> None:
+    core = run(seed, MEMORY["plenty"], calm=True, has_prefix_cache=False)
+    assert core.shared
+    cached = core.scheduler.stats.cached_tokens
+    assert 0 < cached < run(seed, MEMORY["plenty"], calm=True).scheduler.stats.cached_tokens

@@ -1,0 +1,283 @@
+"""Tiny models of every family that is supported, what transformers answers with them, and what our device does."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from penstock.codec import Interned
+from penstock.engine.backend import TorchDevice
+from penstock.engine.plan import Plan
+from penstock.engine.protocol import Inputs, SamplingParams, StepDone, Submit
+from penstock.engine.schedule import Schedule
+from penstock.engine.scheduler import Scheduler, SchedulerConfig, Stats
+
+VOCABULARY, IMAGE, BEFORE, AFTER = 131, 130, 128, 127  # ids: of an image's place, and of what stands around it
+WORDS = range(3, 120)
+COUNT = 12  # tokens of an answer
+BLOCK_SIZE = 4
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,  # much, or every prompt has the same answer
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TEXT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"head_dim": 16, "sliding_window": 8},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
+}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+QWEN = {"depth": 2, "num_heads": 2, "patch_size": 4, "initializer_range": 0.3}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4}
+VISION: dict[str, dict[str, Any]] = {
+    "llava": {
+        "text_config": {"model_type": "llama", **SHAPE},
+        "vision_config": {"model_type": "clip_vision_model", "image_size": 8, "initializer_range": 0.3, **TOWER},
+    },
+    "qwen2_vl": {
+        "text_config": {**SHAPE, **ROPE},
+        "vision_config": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2, **QWEN},
+    },
+    "qwen2_5_vl": {
+        "text_config": {**SHAPE, **ROPE},
+        "vision_config": {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "window_size": 16}
+        | {"fullatt_block_indexes": [1], **QWEN},
+    },
+    "idefics3": {
+        "text_config": {"model_type": "llama", **SHAPE},
+        "vision_config": {"image_size": 16, "initializer_range": 0.3, **TOWER},
+        "scale_factor": 2,
+    },
+    "smolvlm": {
+        "text_config": {"model_type": "llama", **SHAPE},
+        "vision_config": {"image_size": 16, "initializer_range": 0.3, **TOWER},
+        "scale_factor": 2,
+    },
+}
+
+
+class Asked(NamedTuple):
+    """A request. Images have keys."""
+
+    prompt: list[int]
+    inputs: list[tuple[bytes, int, int]]
+
+
+class Family(NamedTuple):
+    """A model in a folder, some requests, and what transformers answers."""
+
+    name: str
+    path: Path
+    asked: list[Asked]
+    images: dict[bytes, dict[str, torch.Tensor]]
+    answers: list[list[int]]
+
+    @property
+    def blocks(self) -> int:
+        """As many as the longest one needs, so that no two of them run for long."""
+        return -(-longest(self.asked) // BLOCK_SIZE)
+
+
+def longest(asked: Sequence[Asked]) -> int:
+    return max(len(one.prompt) for one in asked) + COUNT
+
+
+def made(name: str, path: Path) -> Family:
+    """A model with random parameters, in `path`, and the answers to requests that begin alike, and differ."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    stock = _stock(name)
+    stock.save_pretrained(path)
+    chance = random.Random(7)
+    images: dict[bytes, dict[str, torch.Tensor]] = {}
+    if name in VISION:
+        asked = [_with_images(name, chance, images, count) for count in (0, 1, 2, 1, 2)]
+        prompt, inputs = asked[2]
+        asked.append(Asked([*prompt, 9, 10], inputs))
+    else:
+        same = _words(chance, 13)
+        asked = [Asked(_words(chance, length), []) for length in (1, 2, 5, 23)]
+        asked += [Asked(same + _words(chance, length), []) for length in (1, 4, 9)]
+    return Family(name, path, asked, images, [_answer(stock, one, images) for one in asked])
+
+
+def _stock(name: str) -> Any:
+    kind: Any
+    if name in VISION:
+        special = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 129}
+        special |= {"vision_start_token_id": BEFORE, "vision_end_token_id": AFTER}
+        kind, options = AutoModelForImageTextToText, {**VISION[name], **special, "initializer_range": 0.3}
+        if name == "llava":
+            del options["image_token_id"]
+    else:
+        kind, options = AutoModelForCausalLM, {**SHAPE, **TEXT[name]}
+    stock = kind.from_config(transformers.AutoConfig.for_model(name, **options)).eval()
+    if TEXT.get(name, {}).get("tie_word_embeddings") or name.startswith(
+        "gemma"
+    ):  # or it would say the same word again and again
+        with torch.no_grad():
+            stock.get_input_embeddings().weight.mul_(0.1)
+    return stock
+
+
+def _words(chance: random.Random, count: int) -> list[int]:
+    return [chance.choice(WORDS) for _ in range(count)]
+
+
+def _with_images(name: str, chance: random.Random, images: dict[bytes, dict[str, torch.Tensor]], count: int) -> Asked:
+    prompt, inputs = _words(chance, chance.randint(2, 6)), []
+    for _ in range(count):
+        key = b"image %d" % len(images)
+        images[key], ids = image(name, chance)
+        inputs.append((key, len(prompt), len(ids)))
+        prompt += ids + _words(chance, chance.randint(1, 5))
+    return Asked(prompt, inputs)
+
+
+def image(name: str, chance: random.Random) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """What a processor would make of an image, and what stands for it in a prompt."""
+    if name == "llava":
+        return {"pixel_values": torch.randn(1, 3, 8, 8)}, [IMAGE] * 4
+    if name in ("qwen2_vl", "qwen2_5_vl"):
+        height, width = chance.choice([(4, 4), (4, 6), (2, 8)])
+        pixels = torch.randn(height * width, 3 * 2 * 4 * 4)
+        grid = torch.tensor([[1, height, width]])
+        return {"pixel_values": pixels, "image_grid_thw": grid}, [BEFORE, *[IMAGE] * (height * width // 4), AFTER]
+    tiles = chance.choice([1, 2])
+    mask = torch.ones(1, tiles, 16, 16, dtype=torch.int64)
+    return {"pixel_values": torch.randn(1, tiles, 3, 16, 16), "pixel_attention_mask": mask}, (
+        [BEFORE, *[IMAGE] * 4] * tiles + [AFTER]
+    )
+
+
+def _answer(stock: Any, asked: Asked, images: dict[bytes, dict[str, torch.Tensor]]) -> list[int]:
+    given: dict[str, torch.Tensor] = {}
+    found = [images[key] for key, _, _ in asked.inputs]
+    for name in found[0] if found else ():
+        is_row_of_tiles = "pixel_attention_mask" in found[0]
+        given[name] = torch.cat([one[name] for one in found], dim=1 if is_row_of_tiles else 0)
+    ids = torch.tensor([asked.prompt])
+    if "image_grid_thw" in given:
+        given["mm_token_type_ids"] = (ids == IMAGE).int()
+    whole = stock.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=COUNT,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **given,
+    )
+    answer: list[int] = whole[0, ids.shape[1] :].tolist()
+    return answer
+
+
+class Told(NamedTuple):
+    """What came of requests: their tokens, and who failed."""
+
+    answers: list[list[int]]
+    failed: set[int]
+    stats: Stats
+
+
+def ask(
+    device: TorchDevice,
+    asked: Sequence[Asked],
+    *,
+    slots: int = 4,
+    budget: int = 6,
+    depth: int = 2,
+) -> Told:
+    """Gives requests to the scheduler, a few at a time, and its steps to the device, until all have ended."""
+    schedule = Schedule(slots, device.blocks, device.block_size)
+    config = SchedulerConfig(max_model_len=longest(asked), token_budget=budget, has_overlap=depth > 1)
+    scheduler, plan = Scheduler(schedule, config), Plan(schedule)
+    params = Interned(SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.0))
+    answers: list[list[int]] = [[] for _ in asked]
+    flights: deque[Any] = deque()
+    failed: set[int] = set()
+    number = 0
+    while number < len(asked) or scheduler.open_requests or flights:
+        if number < len(asked):
+            scheduler.submit(_submit(number, asked[number], params))
+            number += 1
+        while len(flights) < depth and scheduler.plan(plan):
+            step = plan.finish(1, len(answers) + len(flights) if not flights else flights[-1][0].number + 1)
+            schedule.apply(step)
+            scheduler.sent(step)
+            flights.append((step, device.launch(schedule, step), schedule.sampled, schedule.requests.copy()))
+        if flights:
+            step, flight, rows, requests = flights.popleft()
+            sampled = flight.result()
+            failed.update(requests[slot] for slot in ([] if sampled.failed is None else sampled.failed.tolist()))
+            for slot, token in zip(rows.tolist(), sampled.ids.tolist(), strict=True):
+                answers[requests[slot]].append(token)
+            scheduler.done(StepDone(1, step.number, sampled.ids, failed=sampled.failed))
+    answers = [answer[:COUNT] for answer in answers]  # one more was computed before its end was seen
+    return Told(answers, failed, scheduler.stats)
+
+
+def _submit(number: int, asked: Asked, params: Interned[SamplingParams]) -> Submit:
+    inputs = None
+    if asked.inputs:
+        keys, positions, lengths = zip(*asked.inputs, strict=True)
+        counts = np.array([len(keys)], np.int32)
+        inputs = Inputs(counts, keys, np.array(positions, np.int32), np.array(lengths, np.int32))
+    priority = -(number % 3)  # so that some are put aside for others
+    return Submit(0, number, np.array(asked.prompt, np.int32), params, priority, inputs=inputs)
+
+
+def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str) -> None:
+    """A process that answers as one rank, and writes down what."""
+    from penstock.engine.sharding import Ranks
+    from tests.unit.models import VISION
+
+    torch.set_num_threads(1)
+    ranks = Ranks(rank, size, meeting)
+    found = {}
+    for path, raw in json.loads(Path(work).read_text()).items():
+        asked = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs]) for prompt, inputs in raw]
+        images = torch.load(Path(path) / "images.pt") if Path(path).name in VISION else {}
+        device = TorchDevice(
+            path,
+            slots=4,
+            ranks=ranks,
+            block_size=BLOCK_SIZE,
+            blocks=-(-longest(asked) // BLOCK_SIZE),
+            fetch=images.__getitem__,
+            threads=1,
+        )
+        found[path] = ask(device, asked).answers
+    Path(told).write_text(json.dumps(found))
+    ranks.close()

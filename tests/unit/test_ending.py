@@ -1,0 +1,136 @@
+"""What ends a sample by its ids or its length."""
+
+import random
+
+import numpy as np
+import pytest
+
+from penstock.engine.ending import BUCKETS, Ended, Endings
+from penstock.engine.protocol import FinishReason, SamplingParams
+
+EOS, OTHER_EOS = 2, 7
+LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
+
+
+def endings(slots: int = 4, max_model_len: int = 100) -> Endings:
+    return Endings(slots, max_model_len, (EOS, OTHER_EOS))
+
+
+def given(of: Endings, slots: list[int], ids: list[int]) -> Ended:
+    return of.check(np.array(slots, np.intp), np.array(ids, np.int32))
+
+
+def told(ended: Ended) -> list[tuple[int, int, int | None]]:
+    return list(zip(ended.rows.tolist(), ended.reasons.tolist(), ended.stops, strict=True))
+
+
+def when(params: SamplingParams, ids: list[int], prompt_length: int = 10) -> tuple[int, int, int | None] | None:
+    """After how many of these ids one sample ends, and why."""
+    one = endings()
+    one.join(1, params, prompt_length)
+    for count, last in enumerate(ids, 1):
+        for _, reason, stop in told(given(one, [1], [last])):
+            return count, reason, stop
+    return None
+
+
+def test_an_end_id_of_the_model_ends_a_sample_and_is_no_stop_of_its_own() -> None:
+    assert when(SamplingParams(), [5, EOS, 5]) == (2, STOP, None)
+    assert when(SamplingParams(), [5, 5, OTHER_EOS]) == (3, STOP, None)
+    assert when(SamplingParams(stop_token_ids=(EOS,)), [EOS]) == (1, STOP, None)
+
+
+def test_a_stop_id_ends_a_sample_and_is_told() -> None:
+    assert when(SamplingParams(stop_token_ids=(9, 11)), [5, 11]) == (2, STOP, 11)
+
+
+def test_an_end_id_that_is_ignored_may_still_be_a_stop_id() -> None:
+    assert when(SamplingParams(ignore_eos=True), [EOS] * 3) is None
+    assert when(SamplingParams(ignore_eos=True, stop_token_ids=(EOS,)), [EOS]) == (1, STOP, EOS)
+
+
+def test_an_id_ends_nobody_before_min_tokens_others() -> None:
+    params = SamplingParams(min_tokens=2, stop_token_ids=(9,))
+    assert when(params, [EOS, 9, 9]) == (3, STOP, 9)
+    assert when(params, [EOS, 9, EOS]) == (3, STOP, None)
+    assert when(SamplingParams(min_tokens=2, max_tokens=2), [EOS, EOS]) == (2, LENGTH, None)
+
+
+def test_a_length_ends_a_sample() -> None:
+    assert when(SamplingParams(max_tokens=3), [5] * 5) == (3, LENGTH, None)
+    assert when(SamplingParams(max_tokens=50), [5] * 99, prompt_length=98) == (2, LENGTH, None)
+    assert when(SamplingParams(max_tokens=None), [5] * 200, prompt_length=10) == (90, LENGTH, None)
+
+
+def test_an_id_that_comes_with_the_last_length_is_the_reason() -> None:
+    assert when(SamplingParams(max_tokens=2), [5, EOS]) == (2, STOP, None)
+    assert when(SamplingParams(max_tokens=2, stop_token_ids=(9,)), [5, 9]) == (2, STOP, 9)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match=r"less than 100 tokens.*got 100"):
+        endings().join(0, SamplingParams(), 100)
+
+
+def test_what_is_sampled_after_the_end_or_for_nobody_ends_nothing() -> None:
+    one = endings()
+    one.join(0, SamplingParams(), 10)
+    assert told(given(one, [0, 3], [EOS, EOS])) == [(0, STOP, None)]
+    assert told(given(one, [0, 3], [EOS, EOS])) == []
+    one.join(1, SamplingParams(), 10)
+    one.end(1)
+    assert told(given(one, [1], [EOS])) == []
+
+
+def test_who_takes_a_slot_has_nothing_of_who_had_it() -> None:
+    one = endings()
+    one.join(0, SamplingParams(max_tokens=3, stop_token_ids=(9,)), 10)
+    assert told(given(one, [0], [5])) == []
+    one.leave(0)
+    one.join(0, SamplingParams(max_tokens=3), 10)
+    assert told(given(one, [0], [9])) == [] and told(given(one, [0], [5])) == []
+    assert told(given(one, [0], [5])) == [(0, LENGTH, None)]
+
+
+def test_a_stop_id_is_its_own_slots_alone() -> None:
+    one = endings()
+    one.join(0, SamplingParams(stop_token_ids=(9,)), 10)
+    one.join(2, SamplingParams(stop_token_ids=(9, 10)), 10)
+    one.join(3, SamplingParams(), 10)
+    assert told(given(one, [0, 2, 3], [10, 10, 10])) == [(1, STOP, 10)]
+    one.leave(2)
+    assert told(given(one, [0, 3], [9, 9])) == [(0, STOP, 9)]
+
+
+@pytest.mark.parametrize("stop", [9 + BUCKETS, -1, 1 << 40])
+def test_ids_that_share_low_bits_are_told_apart_and_impossible_ones_harm_nobody(stop: int) -> None:
+    assert when(SamplingParams(stop_token_ids=(stop,)), [9, BUCKETS - 1, 0]) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_slots_together_end_as_each_would_alone(seed: int) -> None:
+    chance = random.Random(seed)
+    every = [
+        SamplingParams(
+            max_tokens=chance.choice([None, 30, 60]),
+            min_tokens=chance.choice([0, 0, 5, 20]),
+            stop_token_ids=tuple(chance.sample(range(40), chance.choice([0, 0, 1, 3]))),
+            ignore_eos=chance.random() < 0.3,
+        )
+        for _ in range(32)
+    ]
+    streams = [[chance.randrange(40) for _ in range(100)] for _ in every]
+    together = endings(len(every))
+    for slot, params in enumerate(every):
+        together.join(slot, params, 10 + slot)
+    found: dict[int, tuple[int, int, int | None]] = {}
+    for _ in range(100):
+        slots = sorted(chance.sample(range(32), 20))
+        ids = [streams[slot][together.generated[slot]] for slot in slots if together.generated[slot] < 100]
+        slots = [slot for slot in slots if together.generated[slot] < 100]
+        for row, reason, stop in told(given(together, slots, ids)):
+            assert slots[row] not in found
+            found[slots[row]] = int(together.generated[slots[row]]), reason, stop
+    assert len(found) > 16
+    for slot, end in found.items():
+        assert end == when(every[slot], streams[slot], 10 + slot)

@@ -1,0 +1,62 @@
+"""What a tree is told: every option is checked where it enters."""
+
+from typing import Any
+
+import pytest
+
+from penstock.engine.config import EngineConfig, SimulatedDevice
+
+SIMULATED = SimulatedDevice()
+
+
+def test_what_is_not_said_has_a_default_that_works() -> None:
+    config = EngineConfig(simulated=SIMULATED)
+    assert (config.data_parallel, config.tensor_parallel, config.output_processors) == (1, 1, 1)
+    assert EngineConfig(simulated=SIMULATED, max_model_len=33, block_size=16).most_blocks == 3
+
+
+def test_what_is_said_stays_as_it_is() -> None:
+    with pytest.raises(AttributeError, match="immutable"):
+        EngineConfig(simulated=SIMULATED).slots = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "model is the directory of a model"),
+        ({"slots": 0, "model": "m"}, "slots is between 1 and 65535, not 0"),
+        ({"slots": 2.5, "model": "m"}, "slots is a whole number, not 2.5"),
+        ({"slots": True, "model": "m"}, "slots is a whole number, not True"),
+        ({"api_servers": 33, "model": "m"}, "api_servers is between 1 and 32, not 33"),
+        ({"output_processors": -1, "model": "m"}, "output_processors is between 0 and 8, not -1"),
+        (
+            {"data_parallel": 16, "output_processors": 3, "model": "m"},
+            "at most 63, as each .*: not 64",
+        ),
+        ({"step_timeout": "1", "model": "m"}, "step_timeout is a number, not '1'"),
+        ({"step_timeout": float("nan"), "model": "m"}, "step_timeout is between 0 and 1000000.0, not nan"),
+        ({"overlap": 1, "model": "m"}, "overlap is True or False, not 1"),
+        ({"slots": 64, "token_budget": 63, "model": "m"}, "token_budget is at least one for each of 64 slots, not 63"),
+        ({"blocks": 0, "model": "m"}, "blocks is between 1 and"),
+        ({"end_ids": (3, -1), "model": "m"}, "end_ids are numbers of tokens, not -1"),
+        ({"log_format": "xml", "model": "m"}, "log_format is 'text' or 'json', not 'xml'"),
+        ({"speed": 1, "model": "m"}, "speed"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_name(options: dict[str, Any], text: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=text):
+        EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"step_seconds": -1}, "step_seconds is between 0 and 3600, not -1"),
+        ({"vocabulary": 0}, "vocabulary is between 1 and"),
+        ({"end_id": 32_000}, "end_id is between 0 and 31999, not 32000"),
+        ({"end_one_in": 0}, "end_one_in is between 1 and"),
+    ],
+)
+def test_a_simulated_device_that_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        SimulatedDevice(**options)

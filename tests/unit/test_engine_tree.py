@@ -1,0 +1,97 @@
+"""What the processes of a tree share: who has which end, what their names say, and what their logs do."""
+
+import json
+import logging
+
+import pytest
+
+from penstock import PeerDied
+from penstock.engine import logs
+from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.directory import completed
+from penstock.engine.tree import Member, Tree, past_the_dead
+
+CONFIG = EngineConfig(
+    simulated=SimulatedDevice(), api_servers=3, data_parallel=2, tensor_parallel=2, output_processors=2
+)
+
+
+def test_no_two_processes_have_one_lane_and_one_lane_of_each_inbox_is_nobodys() -> None:
+    tree = Tree.lay(CONFIG)
+    lanes = [*range(3), *map(tree.worker_lane, range(2)), *map(tree.output_lane, range(2)), tree.launcher_lane]
+    assert lanes == list(range(tree.groups[0].inbox.senders))
+    deltas = [tree.delta_lane(group, output) for group in range(2) for output in (None, 0, 1)]
+    assert deltas == list(range(tree.servers[0].senders - 1))
+    assert tree.groups[1].steps.receivers == 4 and tree.groups[1].results.receivers == 3
+    tree.close()
+
+
+def test_a_name_says_who_it_is_and_others_say_nothing() -> None:
+    member = Member("worker", 15, 7, 1_000_000)
+    assert Member.of(str(member)) == member and len(str(member)) <= 31
+    for name in ("", "core", "core 1 2", "core 1.x #1", "python3.11"):
+        assert Member.of(name) is None
+
+
+def death_of(name: str) -> PeerDied:
+    error = PeerDied("died")
+    error.name = name
+    return error
+
+
+def test_the_deaths_of_those_before_us_are_passed_over_and_no_others() -> None:
+    me = Member("worker", 1, 0, 3)
+    told = [death_of("core 1.0 #1"), death_of("core 1.0 #2")]
+
+    def call() -> str:
+        if told:
+            raise told.pop()
+        return "done"
+
+    assert past_the_dead(me, call, 10) == "done"
+    for name in ("core 1.0 #3", "core 0.0 #2", "launcher"):
+        told.append(death_of(name))
+        with pytest.raises(PeerDied):
+            past_the_dead(me, call, 10)
+    told += [death_of("core 1.0 #2")]
+    with pytest.raises(PeerDied):
+        past_the_dead(me, call, 0)
+
+
+def record(**fields: object) -> logging.LogRecord:
+    made = logging.LogRecord("x", logging.WARNING, "", 0, "it happened", (), None)
+    made.fields = fields
+    return made
+
+
+def test_a_line_has_the_process_and_the_event_as_text_and_as_json() -> None:
+    text = logs.Text("core 0.0 #1").format(record(group=0, why='a "b"\nc', share=1 / 3, empty=""))
+    assert "\n" not in text and 'process="core 0.0 #1" pid=' in text
+    assert text.endswith('event="it happened" group=0 why="a \\"b\\"\\nc" share=0.333333 empty=""')
+    said = json.loads(logs.Json("core 0.0 #1").format(record(group=0, error=ValueError("x"))))
+    assert (said["event"], said["level"], said["group"], said["error"]) == ("it happened", "warning", 0, "x")
+
+
+def test_end_ids_are_those_that_the_model_names_and_those_that_were_given(tmp_path: object) -> None:
+    config = EngineConfig(simulated=SimulatedDevice(end_id=5), end_ids=(9,))
+    assert completed(config).end_ids == (5, 9) == completed(completed(config)).end_ids
+
+
+@pytest.mark.parametrize(
+    ("files", "end_ids"),
+    [
+        ({"generation_config.json": '{"eos_token_id": [3, 4]}', "config.json": '{"eos_token_id": 1}'}, (3, 4)),
+        ({"generation_config.json": "{}", "config.json": '{"eos_token_id": 1}'}, (1,)),
+        ({"config.json": '{"text_config": {"eos_token_id": 2}}'}, (2,)),
+        ({}, ()),
+    ],
+)
+def test_end_ids_stand_in_the_models_files(tmp_path, files: dict[str, str], end_ids: tuple[int, ...]) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert completed(EngineConfig(model=str(tmp_path))).end_ids == end_ids
+
+
+def test_a_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="model is the directory of a model, not '/nowhere'"):
+        completed(EngineConfig(model="/nowhere"))

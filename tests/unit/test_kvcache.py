@@ -1,0 +1,131 @@
+"""The cache's blocks: which are found again, which are emptied first, and what a hash is of."""
+
+import pytest
+
+from penstock.engine.kvcache import KVCache, hash_of, items_of, root_of
+
+A, B, C = (hash_of(root_of(b""), bytes([n])) for n in range(3))
+
+
+def filled(*hashes: bytes, blocks: int = 4) -> tuple[KVCache, list[int]]:
+    """A cache in which these have been computed, by somebody who still uses them."""
+    cache = KVCache(blocks, 16)
+    taken = cache.take(len(hashes))
+    assert taken is not None
+    for block, one in zip(taken.tolist(), hashes, strict=True):
+        cache.publish(block, one)
+    return cache, taken.tolist()
+
+
+def test_what_has_been_published_is_found_by_others_and_used_by_both() -> None:
+    cache, blocks = filled(A, B)
+    assert cache.match([A, B, C]) == blocks and cache.free == 2
+    cache.release(blocks)
+    assert cache.free == 2 and [cache.references[block] for block in blocks] == [1, 1]
+    cache.release(blocks)
+    assert cache.free == 4
+    cache.check()
+
+
+def test_what_has_not_been_published_is_not_found() -> None:
+    cache, blocks = filled(A)
+    assert cache.match([B]) == []
+    cache.release(blocks)
+    assert cache.match([A]) == blocks
+
+
+def test_a_prefix_is_matched_from_its_beginning_and_no_further_than_it_is_there() -> None:
+    cache, blocks = filled(A, C)
+    asked = []
+
+    def hashes() -> object:
+        for one in (A, B, C):
+            asked.append(one)
+            yield one
+
+    assert cache.match(hashes()) == blocks[:1]  # type: ignore[arg-type]
+    assert asked == [A, B]
+
+
+def test_more_than_there_are_cannot_be_taken_and_nothing_is() -> None:
+    cache, blocks = filled(A, B)
+    assert cache.take(3) is None and cache.free == 2
+    cache.release(blocks)
+    assert cache.match([A, B]) == blocks
+
+
+def test_empty_blocks_are_taken_before_those_that_can_be_found() -> None:
+    cache, blocks = filled(A, B)
+    cache.release(blocks)
+    taken = cache.take(2)
+    assert taken is not None and not set(taken.tolist()) & set(blocks)
+    assert cache.match([A, B]) == blocks
+
+
+def test_of_a_prefix_that_nobody_uses_the_end_is_emptied_first() -> None:
+    cache, blocks = filled(A, B)
+    cache.release(blocks)
+    cache.take(3)
+    assert cache.match([A, B]) == blocks[:1]
+    cache.check()
+
+
+def test_what_was_used_last_is_emptied_last() -> None:
+    cache, (first, second) = filled(A, B, blocks=2)
+    cache.release([first])
+    cache.release([second])
+    cache.release(cache.match([A]))
+    taken = cache.take(1)
+    assert taken is not None and taken.tolist() == [second]
+    assert cache.match([B]) == [] and cache.match([A]) == [first]
+
+
+def test_what_somebody_uses_is_not_emptied() -> None:
+    cache, blocks = filled(A, blocks=2)
+    cache.release(blocks)
+    assert cache.match([A]) == blocks
+    assert cache.take(2) is None and cache.take(1) is not None
+    assert cache.match([A]) == blocks
+
+
+def test_what_was_computed_twice_is_found_once() -> None:
+    cache, blocks = filled(A, A)
+    assert cache.match([A]) == blocks[:1]
+    cache.release([*blocks, blocks[0]])
+    taken = cache.take(3)
+    assert taken is not None and blocks[1] in taken and blocks[0] not in taken
+    cache.check()
+
+
+def test_releasing_too_often_is_a_bug_of_ours_and_says_so() -> None:
+    cache, blocks = filled(A)
+    cache.release(blocks)
+    with pytest.raises(AssertionError, match="more often than it was taken"):
+        cache.release(blocks)
+
+
+def test_a_hash_is_of_all_that_is_before_of_the_ids_and_of_what_else_stands_there() -> None:
+    image, other = b"k" * 32, b"l" * 32
+    begins = [
+        root_of(b""),
+        root_of(b"salt"),
+        hash_of(root_of(b""), b"1111"),
+    ]
+    items = [
+        [],
+        [(image, 16, 4)],
+        [(other, 16, 4)],
+        [(image, 17, 4)],  # it lies elsewhere
+        [(image, 12, 8)],  # another part of it lies here
+        [(image, 16, 5)],
+        [(image, 16, 4), (image, 20, 4)],
+    ]
+    hashes = {
+        hash_of(begin, ids, items_of(its, 16, 32)) for begin in begins for ids in (b"2222", b"2223") for its in items
+    }
+    assert len(hashes) == len(begins) * 2 * len(items)
+
+
+def test_what_lies_in_other_blocks_does_not_count() -> None:
+    assert items_of([(b"k" * 32, 8, 8), (b"k" * 32, 32, 1)], 16, 32) == b""
+    assert items_of([(b"k" * 32, 0, 17)], 16, 32) and items_of([(b"k" * 32, 31, 9)], 16, 32)

@@ -1,0 +1,128 @@
+"""The real device: what it answers is what transformers answers, token for token, however the work is cut."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+
+from penstock import Missing  # noqa: E402
+from penstock.engine import vision  # noqa: E402
+from penstock.engine.backend import TorchDevice  # noqa: E402
+from tests.conftest import spawn  # noqa: E402
+from tests.unit.models import BLOCK_SIZE, TEXT, VISION, Asked, Family, ask, made, one_of_the_ranks  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """Makes each one once."""
+    folder = tmp_path_factory.mktemp("models")
+    found: dict[str, Family] = {}
+
+    def get(name: str) -> Family:
+        if name not in found:
+            found[name] = made(name, folder / name)
+        return found[name]
+
+    return get
+
+
+def device(of: Family, **options: Any) -> TorchDevice:
+    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "fetch": of.images.__getitem__}
+    return TorchDevice(of.path, **(given | options))
+
+
+@pytest.mark.parametrize("name", [*TEXT, *VISION])
+def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
+    """In chunks, in batches that others join and leave, after preemption, and from blocks that others have filled."""
+    of = family(name)
+    assert len({tuple(answer) for answer in of.answers}) == len(of.answers), "these prompts show nothing"
+    told = ask(device(of), of.asked)
+    assert told.answers == of.answers
+    assert told.stats.preemptions > 0
+    assert told.stats.cached_tokens > 0
+
+
+def test_two_ranks_answer_like_one(family: Callable[[str], Family], tmp_path: Path) -> None:
+    """Each rank has half of every layer. Both plan the same steps, and both know what was sampled, as rank 0 chose."""
+    families = [family(name) for name in [*TEXT, *VISION]]
+    work = {}
+    for of in families:
+        torch.save(of.images, of.path / "images.pt")
+        work[str(of.path)] = [
+            (one.prompt, [(key.decode(), *place) for key, *place in one.inputs]) for one in of.asked[:4]
+        ]
+    (tmp_path / "work").write_text(json.dumps(work))
+    given = (2, f"file://{tmp_path / 'meeting'}", str(tmp_path / "work"))
+    with (
+        spawn(one_of_the_ranks, 0, *given, str(tmp_path / "0"), within=110) as first,
+        spawn(one_of_the_ranks, 1, *given, str(tmp_path / "1"), within=110) as second,
+    ):
+        first.join()
+        second.join()
+        assert (first.exitcode, second.exitcode) == (0, 0)
+    expected = {str(of.path): of.answers[:4] for of in families}
+    assert json.loads((tmp_path / "0").read_text()) == expected
+    assert json.loads((tmp_path / "1").read_text()) == expected
+
+
+# ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "idefics3"])
+def test_an_image_is_encoded_once_and_is_seen(
+    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = family(name)
+    fetched: list[bytes] = []
+    monkeypatch.setattr(vision.Images, "_encode", _counting(vision.Images._encode, fetched))
+    with_image = of.asked[1]
+    changed = {key: {**one, "pixel_values": -one["pixel_values"]} for key, one in of.images.items()}
+    ours = device(of, blocks=64)
+    asked = [with_image, Asked([5, *with_image.prompt], [(key, at + 1, size) for key, at, size in with_image.inputs])]
+    first = ask(ours, asked).answers[0]
+    assert len(fetched) == 1
+    assert first == of.answers[1]
+    assert ask(device(of, blocks=64, fetch=changed.__getitem__), [with_image]).answers[0] != first
+
+
+def _counting(encode: Any, calls: list[Any]) -> Any:
+    def counted(*given: Any) -> Any:
+        calls.append(given[1:])
+        return encode(*given)
+
+    return counted
+
+
+def test_what_was_encoded_makes_room_for_what_is_needed(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision, "MOST_NBYTES", 1)
+    of = family("llava")
+    ours = device(of)
+    assert ask(ours, of.asked).answers == of.answers
+    assert ours._images is not None and len(ours._images._encoded) == 1
+
+
+def test_who_wants_an_image_that_is_not_there_fails_alone(family: Callable[[str], Family]) -> None:
+    of = family("qwen2_vl")
+    gone = of.asked[1].inputs[0][0]
+
+    def fetch(key: bytes) -> Any:
+        if key == gone:
+            raise Missing("it went")
+        return of.images[key]
+
+    told = ask(device(of, fetch=fetch), of.asked[:4])
+    assert told.failed == {1}
+    assert [told.answers[0], *told.answers[2:]] == [of.answers[0], *of.answers[2:4]]
+
+
+def test_who_sends_another_image_than_there_is_room_for_fails(family: Callable[[str], Family]) -> None:
+    of = family("llava")
+    prompt, inputs = of.asked[1]
+    key, position, length = inputs[0]
+    less = Asked(prompt[: position + 1] + prompt[position + 2 :], [(key, position, length - 1)])
+    assert ask(device(of), [less, of.asked[0]]).failed == {0}

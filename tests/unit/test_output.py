@@ -1,0 +1,305 @@
+"""What an output processor tells the servers: rows and ends, and lines that are ready to be passed on."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
+from penstock.engine.answers import OutputState
+from penstock.engine.protocol import DELTAS, Announce, FinishReason, Logprobs, SamplingParams, StepDone, Style
+from penstock.errors import DecodeError
+from tests.property.speaking import EOS, MAX_MODEL_LEN, VOCABULARY, Got, Sample, Speaking
+
+A, B, E_BEGINS, E_ENDS, EURO, QUOTE, SPECIAL = 0, 1, 2, 4, 6, 7, 8
+HEAD = b'{"id":"x","object":"chat.completion.chunk"'
+
+
+def saying(*ids: int, key: tuple[int, int, int] = (0, 1, 0), prompt: int = 5, then: int = A, **params: Any) -> Sample:
+    script = [*ids, *[then] * MAX_MODEL_LEN]
+    return Sample(key, SamplingParams(**{"ignore_eos": True, "max_tokens": len(ids), **params}), prompt, script)
+
+
+def answered(*samples: Sample, announce: Announce | None = None) -> list[Got]:
+    engine = Speaking()
+    if announce is not None:
+        engine.state.announce(announce)
+    for sample in samples:
+        engine.join(sample)
+    engine.finish()
+    return [engine.servers.got[sample.key] for sample in samples]
+
+
+def lines(got: Got) -> list[Any]:
+    """What a server passes on, as a client reads it."""
+    events = got.text.decode().split("\n\n")
+    assert events.pop() == ""
+    assert all(event.startswith("data: ") for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+# ── plain ──
+def test_text_comes_with_ids_and_an_end() -> None:
+    (got,) = answered(saying(A, QUOTE, EURO, B))
+    assert (got.ids, got.text.decode()) == ([A, QUOTE, EURO, B], 'a "b€b')
+    assert got.end == (FinishReason.LENGTH, None)
+
+
+def test_half_a_character_waits_for_the_other_half() -> None:
+    engine = Speaking()
+    engine.join(saying(E_BEGINS, E_ENDS, E_BEGINS, E_ENDS, B))
+    shown = []
+    for _ in range(5):
+        engine.step()
+        engine.hear()
+        shown.append(engine.servers.got[0, 1, 0].text.decode())
+    assert shown == ["", "é", "é", "éé", "ééb"]
+
+
+def test_the_id_by_which_a_sample_ends_is_no_text_but_is_told() -> None:
+    silent, shown = answered(
+        saying(A, B, max_tokens=9, stop_token_ids=(B,)),
+        saying(A, B, key=(0, 2, 0), max_tokens=9, stop_token_ids=(B,), include_stop_str_in_output=True),
+    )
+    assert (silent.ids, silent.text, silent.end) == ([A, B], b"a", (FinishReason.STOP, B))
+    assert (shown.ids, shown.text, shown.end) == ([A, B], b"ab", (FinishReason.STOP, B))
+    (ended,) = answered(saying(A, EOS, max_tokens=9, ignore_eos=False))
+    assert (ended.ids, ended.end) == ([A, EOS], (FinishReason.STOP, None))
+
+
+def test_a_stop_string_that_comes_with_the_last_token_is_the_reason_and_halts_nobody() -> None:
+    engine = Speaking()
+    engine.join(saying(A, B, stop=("ab",)))
+    for _ in range(2):
+        engine.step()
+        engine.hear()
+    got = engine.servers.got[0, 1, 0]
+    assert (got.text, got.end) == (b"", (FinishReason.STOP, "ab")) and not engine.halts
+
+
+def test_who_does_not_want_text_gets_none() -> None:
+    (got,) = answered(saying(A, EURO, detokenize=False))
+    assert (got.ids, got.text) == ([A, EURO], b"")
+
+
+def test_servers_get_their_own_rows_only() -> None:
+    one, other, third = answered(
+        saying(A, A, key=(0, 1, 0)), saying(B, B, key=(3, 1, 0), logprobs=1), saying(EURO, key=(0, 2, 0))
+    )
+    assert (one.text, other.text, third.text.decode()) == (b"aa", b"bb", "€")
+    assert other.logprobs == [[B, B + 1], [B, B + 1]] and not one.logprobs
+
+
+def test_numbers_that_are_none_end_a_sample_with_an_error() -> None:
+    engine = Speaking()
+    engine.join(saying(A, A, A))
+    engine.join(saying(B, B, B, key=(0, 2, 0)))
+    engine.step()
+    engine.hear()
+    engine.fails = {0}
+    engine.finish()
+    failed, other = engine.servers.got[0, 1, 0], engine.servers.got[0, 2, 0]
+    assert (failed.ids, failed.text, failed.end) == ([A], b"a", (FinishReason.ERROR, None))
+    assert (other.text, other.end) == (b"bbb", (FinishReason.LENGTH, None))
+
+
+def test_an_output_answers_its_share_of_the_requests() -> None:
+    engine = Speaking(state=OutputState(VOCABULARY, MAX_MODEL_LEN, (EOS,), 1, 2))
+    for request in range(4):
+        engine.join(saying(A, key=(0, request, 0)))
+    engine.finish()
+    assert sorted(engine.servers.got) == [(0, 1, 0), (0, 3, 0)]
+
+
+def test_a_server_that_died_is_answered_no_more() -> None:
+    engine = Speaking()
+    engine.state.announce(Announce(1, 9, Style.CHAT, HEAD))
+    engine.join(saying(A, A, A, key=(0, 1, 0)))
+    engine.join(saying(B, B, B, key=(1, 1, 0)))
+    engine.step()
+    engine.hear()
+    assert engine.state.forget_server(1).tolist() == [1]
+    engine.leave(1)
+    engine.join(saying(B, key=(1, 9, 0)))
+    engine.finish()
+    assert engine.servers.got[0, 1, 0].text == b"aaa"
+    assert engine.servers.got[1, 1, 0].text == b"b" and engine.servers.got[1, 1, 0].end is None
+    assert engine.servers.got[1, 9, 0].text == b"b", "what was announced has died with it"
+
+
+# ── results that do not fit ──
+@pytest.mark.parametrize(
+    ("done", "why"),
+    [
+        (StepDone(1, 1, np.array([A, B], np.int32)), "expected 1 numbers"),
+        (StepDone(1, 1, np.array([A], np.int32), slots=np.array([900], np.uint16)), "expected slots below 8, got 900"),
+        (StepDone(1, 1, np.array([A], np.int32), counts=np.array([1], np.uint16)), "expected one id for each"),
+        (
+            StepDone(1, 1, np.array([A], np.int32), logprobs=Logprobs(*(np.zeros(2, t) for t in "ifi"))),
+            "expected 1 counts and ranks",
+        ),
+        (
+            StepDone(
+                1,
+                1,
+                np.array([A], np.int32),
+                logprobs=Logprobs(
+                    np.zeros(2, np.int32), np.zeros(3, np.float32), np.zeros(1, np.int32), np.array([2], np.int32)
+                ),
+            ),
+            "expected 2 ids and values, got 2, 3",
+        ),
+    ],
+)
+def test_a_result_that_does_not_fit_its_step_is_refused(done: StepDone, why: str) -> None:
+    engine = Speaking()
+    engine.join(saying(A))
+    engine.step()
+    with pytest.raises(DecodeError, match=why):
+        engine.give(1, done)
+
+
+def test_a_picture_in_which_something_was_said_is_refused() -> None:
+    engine = Speaking()
+    engine.join(saying(A, A))
+    engine.step()
+    with pytest.raises(DecodeError, match="without a generated token, got that of step 1"):
+        OutputState(VOCABULARY, MAX_MODEL_LEN, ()).become(engine.schedule.picture(1, 1))
+
+
+# ── ready-made lines ──
+def test_a_chat_comes_as_lines_that_begin_with_who_speaks_and_end_with_the_reason() -> None:
+    (got,) = answered(
+        saying(E_BEGINS, E_ENDS, QUOTE, QUOTE, 9, EOS, ignore_eos=False, max_tokens=20),
+        announce=Announce(0, 1, Style.CHAT, HEAD),
+    )
+    first, *others = lines(got)
+    assert first["id"] == "x" and first["object"] == "chat.completion.chunk"
+    assert first["choices"] == [
+        {"index": 0, "delta": {"role": "assistant", "content": "é"}, "logprobs": None, "finish_reason": None}
+    ]
+    assert [one["choices"][0]["delta"] for one in others] == [
+        {"content": ' "b'},
+        {"content": ' "b'},
+        {"content": "ba\n"},
+        {},
+    ]
+    assert [one["choices"][0]["finish_reason"] for one in others] == [None, None, None, "stop"]
+    assert got.ids == [E_BEGINS, E_ENDS, QUOTE, QUOTE, 9, EOS]
+
+
+def test_a_completion_comes_as_lines_with_text() -> None:
+    (got,) = answered(saying(A, SPECIAL, B, EURO), announce=Announce(0, 1, Style.COMPLETION, b'{"id":"y"'))
+    assert [one["choices"][0] for one in lines(got)] == [
+        {"index": 0, "text": "a", "logprobs": None, "finish_reason": None},
+        {"index": 0, "text": "b", "logprobs": None, "finish_reason": None},
+        {"index": 0, "text": "€", "logprobs": None, "finish_reason": "length"},
+    ]
+
+
+def test_each_sample_of_a_request_has_its_index_and_says_first_who_speaks() -> None:
+    samples = [saying(A, B, key=(0, 1, which), n=3) for which in range(3)]
+    engine = Speaking()
+    engine.state.announce(Announce(0, 1, Style.CHAT, HEAD))
+    parent = engine.join(samples[0])
+    engine.step()
+    engine.hear()
+    for sample in samples[1:]:
+        engine.join(sample, cached=4, parent=parent)
+    engine.finish()
+    for which, sample in enumerate(samples):
+        told = [one["choices"][0] for one in lines(engine.servers.got[sample.key])]
+        assert [one["index"] for one in told] == [which, which]
+        assert [one["delta"].get("role") for one in told] == ["assistant", None]
+        assert [one["finish_reason"] for one in told] == [None, "length"]
+
+
+def test_a_stop_string_ends_a_chat_as_it_ends_text() -> None:
+    (got,) = answered(saying(A, B, A, B, max_tokens=9, stop=("ba",)), announce=Announce(0, 1, Style.CHAT, HEAD))
+    told = [one["choices"][0] for one in lines(got)]
+    assert "".join(one["delta"].get("content", "") for one in told) == "a"
+    assert told[-1]["finish_reason"] == "stop" and got.end == (FinishReason.STOP, "ba")
+
+
+def test_log_probabilities_of_a_chat_stand_in_its_lines() -> None:
+    (got,) = answered(saying(E_BEGINS, E_ENDS, logprobs=1), announce=Announce(0, 1, Style.CHAT, HEAD))
+    told = [one["choices"][0] for one in lines(got)]
+    assert [one["delta"]["content"] for one in told] == ["", "é"]
+    assert told[0]["logprobs"] == {
+        "content": [
+            {
+                "token": "\ufffd",
+                "logprob": -0.5,
+                "bytes": [0xC3],
+                "top_logprobs": [{"token": "", "logprob": -0.5, "bytes": []}],
+            }
+        ]
+    }
+    assert not got.logprobs, "and not once more in columns"
+
+
+def test_log_probabilities_of_a_completion_stand_in_its_lines() -> None:
+    (got,) = answered(saying(EURO, A, logprobs=1), announce=Announce(0, 1, Style.COMPLETION, b'{"id":"y"'))
+    assert [one["choices"][0]["logprobs"] for one in lines(got)] == [
+        {"text_offset": [0], "token_logprobs": [-0.5], "tokens": ["€"], "top_logprobs": [{' "b': -0.5}]},
+        {"text_offset": [1], "token_logprobs": [-0.5], "tokens": ["a"], "top_logprobs": [{"b": -0.5}]},
+    ]
+
+
+# ── when it was announced ──
+def test_who_is_announced_after_joining_and_before_the_first_token_is_heard() -> None:
+    engine = Speaking()
+    engine.join(saying(A, A), chunk=1)
+    for _ in range(4):
+        engine.step()
+        engine.hear()
+    engine.state.announce(Announce(0, 1, Style.CHAT, HEAD))
+    engine.finish()
+    assert len(lines(engine.servers.got[0, 1, 0])) == 2
+
+
+def test_who_is_announced_too_late_goes_on_as_it_began() -> None:
+    engine = Speaking()
+    engine.join(saying(A, B, A))
+    engine.step()
+    engine.hear()
+    engine.state.announce(Announce(0, 1, Style.CHAT, HEAD))
+    engine.finish()
+    assert engine.servers.got[0, 1, 0].text == b"aba"
+
+
+def test_what_was_announced_can_be_taken_back_and_counts_for_one_request_only() -> None:
+    engine = Speaking()
+    engine.state.announce(Announce(0, 1, Style.CHAT, HEAD))
+    engine.state.announce(Announce(0, 1, Style.PLAIN))
+    engine.state.announce(Announce(0, 2, Style.CHAT, HEAD))
+    engine.join(saying(A, key=(0, 1, 0)))
+    engine.join(saying(B, key=(0, 2, 0)))
+    engine.finish()
+    assert engine.servers.got.pop((0, 1, 0)).text == b"a"
+    assert len(lines(engine.servers.got.pop((0, 2, 0)))) == 1
+    engine.join(saying(B, key=(0, 2, 0)))
+    engine.finish()
+    assert engine.servers.got[0, 2, 0].text == b"b"
+
+
+def test_what_is_told_can_be_sent() -> None:
+    engine = Speaking()
+    engine.state.announce(Announce(0, 2, Style.CHAT, HEAD))
+    for key in ((0, 1, 0), (0, 2, 0)):
+        engine.join(saying(A, B, EURO, key=key, logprobs=1, stop=("€",)))
+    catalogue = Catalogue(*DELTAS)
+    encoder, decoder, sent = FrameEncoder(catalogue), FrameDecoder(catalogue), 0
+    take = engine.servers.take
+
+    def took(server: int, delta: Any) -> Any:
+        nonlocal sent
+        frame = encoder.encode(delta)
+        sent += 1
+        assert not isinstance(frame, list)
+        return take(server, decoder.decode(bytes(frame)))
+
+    engine.servers.take = took  # type: ignore[method-assign]
+    engine.finish()
+    assert sent == 3 and engine.servers.got[0, 1, 0].end == (FinishReason.STOP, "€")

@@ -1,0 +1,407 @@
+"""The scheduler, one decision after the other. What is true of all traces: tests/property/test_scheduler.py."""
+
+import random
+
+import numpy as np
+import pytest
+
+from penstock import DecodeError
+from penstock.codec import Interned
+from penstock.engine.plan import Plan
+from penstock.engine.protocol import SamplingParams, StepDone, Submit
+from penstock.engine.queue import Queue
+from penstock.engine.request import Request
+from penstock.engine.schedule import PREEMPTED, RUNNING, Schedule
+from penstock.engine.scheduler import ELDER_EVERY, Refused, Scheduler, SchedulerConfig
+from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer, image
+
+
+def core(blocks: int = 100, slots: int = 4, budget: int = 40, **config: bool) -> Core:
+    return Core(random.Random(1), blocks, slots, token_budget=budget, **config)
+
+
+def submit(number: int, length: int = 10, most: int = 30, *, n: int = 1, begin: int = 0, **fields: object) -> Submit:
+    """Prompts are 2, 3, 4, …, after a first id of its own, unless `begin` says another. Long answers, mostly."""
+    prompt = np.array([begin or 100 + number, *range(2, length + 1)], np.int32)
+    params = Interned(SamplingParams(n=n, seed=number, max_tokens=most))
+    return Submit(0, number, prompt, params, **fields)  # type: ignore[arg-type]
+
+
+def patient(number: int, length: int = 10, **fields: object) -> Submit:
+    """One whose answer is long."""
+    for seed in range(1000):
+        one = submit(number, length, **fields)  # type: ignore[arg-type]
+        params = Interned(SamplingParams(seed=seed, max_tokens=one.params.value.max_tokens, n=one.params.value.n))
+        one = Submit(0, number, one.prompt, params, one.priority, one.client, one.salt, one.inputs)
+        if all(EOS not in answer(one, index) for index in range(params.value.n)):
+            return one
+    raise AssertionError("no seed gives a long answer")
+
+
+def running(one: Core) -> list[int]:
+    """The requests that run, by their slots."""
+    return one.schedule.requests[one.schedule.rows].tolist()
+
+
+def steps(one: Core, count: int) -> None:
+    for _ in range(count):
+        one.begin()
+        one.finish()
+
+
+# ── what runs ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_decodes_go_first_and_prompts_get_what_is_left_of_the_budget() -> None:
+    one = core(budget=16)
+    one.submit(patient(1, 8))
+    steps(one, 1)
+    one.submit(patient(2, 30))
+    one.submit(patient(3, 30))
+    counts = []
+    for _ in range(5):
+        steps(one, 1)
+        counts.append(one.schedule.counts[:3].tolist())
+    assert counts == [[1, 15, 0], [1, 15, 0], [1, 1, 14], [1, 1, 14], [1, 1, 2]]
+    one.drain()
+
+
+def test_there_is_nothing_to_plan_without_requests_nor_while_two_steps_are_in_flight() -> None:
+    one = core()
+    assert not one.begin()
+    one.submit(submit(1))
+    assert one.begin() and one.begin() and not one.begin()
+    assert one.scheduler.in_flight == 2
+    alone = core(has_overlap=False)
+    alone.submit(submit(1))
+    assert alone.begin() and not alone.begin()
+
+
+def test_who_ended_costs_one_token_with_overlap_and_none_without() -> None:
+    for has_overlap, expected in ((True, 4), (False, 3)):
+        one = core(has_overlap=has_overlap)
+        one.submit(patient(1, most=3))
+        advanced = 0
+        while one.begin() or one.flights:
+            if not one.flights or (one.scheduler.in_flight < 2 and has_overlap and one.open_samples()):
+                continue
+            advanced = max(advanced, int(one.schedule.computed.max()))
+            one.finish()
+        assert advanced - 10 + 1 == expected, has_overlap
+        assert len(one.got[0, 1, 0]) == 3
+
+
+def test_a_result_of_another_step_is_refused_and_changes_nothing() -> None:
+    one = core()
+    one.submit(patient(1))
+    one.begin()
+    with pytest.raises(DecodeError, match=r"expected step 1 to be done, got 2 at \$\.number"):
+        one.scheduler.done(StepDone(1, 2, np.zeros(1, np.int32)))
+    with pytest.raises(DecodeError, match=r"expected 1 numbers, got .* at \$\.ids"):
+        one.scheduler.done(StepDone(1, 1, np.zeros(2, np.int32)))
+    one.drain()
+    with pytest.raises(DecodeError, match="expected no step to be done"):
+        one.scheduler.done(StepDone(1, 2, np.zeros(1, np.int32)))
+
+
+# ── the prefix cache ─────────────────────────────────────────────────────────────────────────────────────────────────
+def test_never_is_all_of_a_prompt_found_as_its_last_token_must_be_computed() -> None:
+    one = core()
+    one.submit(submit(1, 12, 1, begin=7))
+    one.drain()
+    one.submit(submit(2, 12, 1, begin=7))
+    one.begin()
+    assert one.schedule.counts.max() == BLOCK_SIZE and one.scheduler.stats.cached_tokens == 8
+
+
+def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last_one() -> None:
+    one = core()
+    one.submit(patient(1, 10, most=14))
+    one.drain()
+    said = [*one.submits[0, 1].prompt.tolist(), *one.got[0, 1, 0]]
+    one.submit(Submit(0, 2, np.array([*said, 5, 6], np.int32), submit(2).params))
+    one.begin()
+    assert one.scheduler.stats.cached_tokens == 20  # of 24: the last token sampled was not computed
+
+
+def test_what_is_being_computed_is_not_found_before_it_is_done() -> None:
+    one = core()
+    one.submit(submit(1, 12, begin=7))
+    one.begin()
+    one.submit(submit(2, 12, begin=7))
+    one.begin()
+    assert one.scheduler.stats.cached_tokens == 0
+    one.finish()
+    one.submit(submit(3, 12, begin=7))
+    one.begin()
+    assert one.scheduler.stats.cached_tokens == 8
+
+
+def test_another_salt_another_image_or_one_elsewhere_is_another_prefix() -> None:
+    one = core(slots=6)
+    for number, fields in enumerate(
+        (
+            {},
+            {"salt": b"s"},
+            {"inputs": image(1, 1, 3)},
+            {"inputs": image(2, 1, 3)},
+            {"inputs": image(1, 0, 3)},
+            {"inputs": image(1, 1, 3, has_key=False)},
+            {"inputs": image(1, 1, 3, has_key=False)},
+        )
+    ):
+        one.submit(submit(number, 12, 1, begin=7, **fields))
+        one.drain()
+    assert one.scheduler.stats.cached_tokens == 0
+    one.submit(submit(9, 12, 1, begin=7, inputs=image(2, 1, 3)))
+    one.drain()
+    assert one.scheduler.stats.cached_tokens == 8
+
+
+# ── n ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_samples_of_one_request_share_the_full_blocks_of_its_prompt() -> None:
+    one = core()
+    one.submit(patient(1, 10, n=3))
+    one.begin()
+    assert running(one) == [1]
+    one.finish()
+    one.begin()
+    assert running(one) == [1, 1, 1] and one.schedule.samples[:3].tolist() == [0, 1, 2]
+    tables = [one.schedule.blocks_of(slot).tolist() for slot in range(3)]
+    assert len({tuple(table[:2]) for table in tables}) == 1 and len({table[2] for table in tables}) == 3
+    assert one.schedule.prompts[2] is one.schedule.prompts[0]
+    one.drain()
+
+
+def test_a_request_of_more_samples_than_slots_is_answered_one_after_the_other() -> None:
+    one = core(slots=2)
+    one.submit(submit(1, 10, 3, n=7))
+    one.drain()
+    assert len(one.answers()) == 7
+
+
+# ── too little room ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_when_blocks_run_out_the_one_of_the_lowest_priority_then_the_latest_is_preempted() -> None:
+    one = core(blocks=15)
+    for number, priority in ((1, 0), (2, 5), (3, 0)):
+        one.submit(patient(number, 16, priority=priority))
+    while not one.preempted:
+        steps(one, 1)
+    assert running(one) == [1, 3]
+    while one.preempted == 1:
+        steps(one, 1)
+    assert running(one) == [1]
+    one.drain()
+    assert len(one.answers()) == 3
+
+
+def test_who_was_preempted_finds_again_what_nobody_needed_meanwhile() -> None:
+    one = core(blocks=15)
+    one.submit(patient(1, 16, most=20))
+    one.submit(patient(2, 16))
+    while not one.preempted:
+        steps(one, 1)
+    had = one.scheduler.stats.cached_tokens
+    while PREEMPTED in one.schedule.status:
+        steps(one, 1)
+    assert one.scheduler.stats.cached_tokens > had
+    one.drain()
+
+
+def test_a_better_priority_is_made_way_for_and_an_equal_one_is_not() -> None:
+    for priority, expected in ((0, [1]), (-1, [2])):
+        one = core(blocks=15)
+        one.submit(patient(1, 24))
+        steps(one, 3)
+        one.submit(patient(2, 40, most=5, priority=priority))
+        steps(one, 2)
+        assert running(one) == expected
+        one.drain()
+
+
+# ── who is next ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_better_priority_is_sooner() -> None:
+    one = core(slots=1)
+    for number, priority in ((1, 0), (2, 3), (3, -1), (4, 0)):
+        one.submit(submit(number, 5, 1, priority=priority))
+    order = []
+    while one.begin():
+        order += [number for number in running(one) if number not in order]
+        one.finish()
+    assert order == [3, 1, 4, 2]
+
+
+def test_the_worst_priority_is_let_in_while_better_ones_never_cease_to_come() -> None:
+    one = core(slots=1)
+    one.submit(submit(1, 5, 1, priority=9))
+    for number in range(2, 4 * ELDER_EVERY):
+        one.submit(submit(number, 5, 1, priority=-9))
+        steps(one, 1)
+        if (0, 1, 0) in one.ended:
+            break
+    assert one.ended[0, 1, 0] == "done" and number <= 2 * ELDER_EVERY
+    one.drain()
+
+
+def test_a_client_of_many_requests_does_not_keep_another_waiting() -> None:
+    one = core(slots=1)
+    for number in range(1, 7):
+        one.submit(submit(number, 5, 1, client="many"))
+    steps(one, 1)
+    one.submit(submit(9, 5, 1, client="few"))
+    steps(one, 3)
+    assert list(one.ended)[:3] == [(0, 1, 0), (0, 9, 0), (0, 2, 0)]
+    one.drain()
+
+
+def test_clients_get_alike_many_tokens_and_not_alike_many_requests() -> None:
+    queue: Queue[Request] = Queue()
+    prompt, params = np.ones(4, np.int32), submit(1).params
+    for number in range(400):
+        queue.push(Request(0, number, prompt, params, 4, arrival=number, client="long" if number < 200 else "short"))
+    served = {"long": 0, "short": 0}
+    requests = {"long": 0, "short": 0}
+    for _ in range(110):
+        first = queue.first()
+        assert first is not None
+        queue.take(first)
+        tokens = 100 if first.client == "long" else 10
+        queue.charge(first.client, tokens)
+        served[first.client] += tokens
+        requests[first.client] += 1
+    assert abs(served["long"] - served["short"]) <= 100 and requests["short"] > 8 * requests["long"]
+
+
+def test_nobody_saves_up_by_staying_away() -> None:
+    queue: Queue[Request] = Queue()
+    prompt, params = np.ones(4, np.int32), submit(1).params
+
+    def turn(number: int) -> str:
+        first = queue.first()
+        assert first is not None
+        queue.take(first)
+        queue.charge(first.client, 10)
+        queue.push(Request(0, number, prompt, params, 4, arrival=number, client=first.client))
+        return first.client
+
+    for number, client in enumerate(("a", "b")):
+        queue.push(Request(0, number, prompt, params, 4, arrival=number, client=client))
+    for number in range(2, 50):
+        turn(number)
+    queue.push(Request(0, 50, prompt, params, 4, arrival=50, client="late"))
+    turns = [turn(number) for number in range(51, 63)]
+    assert 3 <= turns.count("late") <= 5
+
+
+# ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_request_is_aborted_wherever_it_is() -> None:
+    one = core(slots=2, blocks=15)
+    for number in (1, 2, 3):
+        one.submit(patient(number, 16, n=2 if number == 1 else 1))
+    one.begin()
+    one.abort(0, 3)  # it waits
+    one.abort(0, 1)  # its first sample is in flight, the other waits for its prompt
+    one.finish()
+    assert running(one) == [1, 2]
+    steps(one, 1)
+    assert running(one) == [2] and not one.got[0, 1, 0]
+    one.abort(0, 7)  # nobody knows it
+    one.abort(0, 2)
+    one.drain()
+    assert set(one.ended.values()) == {"aborted"}
+
+
+def test_who_is_preempted_can_be_aborted() -> None:
+    one = core(blocks=15)
+    for number in (1, 2):
+        one.submit(patient(number, 16))
+    while not one.preempted:
+        steps(one, 1)
+    one.abort(0, 2)
+    steps(one, 1)
+    assert PREEMPTED not in one.schedule.status
+    one.drain()
+
+
+def test_a_halt_is_for_who_joined_then_and_not_for_who_has_the_slot_now() -> None:
+    one = core(slots=1)
+    one.submit(patient(1, most=2))
+    one.submit(patient(2))
+    steps(one, 4)
+    assert running(one) == [2] and one.births[0] > 1
+    one.halt(0, 1)
+    one.halt(99, 1)
+    steps(one, 2)
+    assert running(one) == [2]
+    one.halt(0, one.births[0])
+    steps(one, 1)
+    assert not running(one)
+    one.drain()
+
+
+def test_the_requests_of_a_server_that_died_end_and_those_of_others_do_not() -> None:
+    one = core()
+    one.submit(patient(1))
+    other = patient(1)
+    one.submit(Submit(3, 1, other.prompt, other.params))
+    steps(one, 2)
+    one.forget_server(0)
+    steps(one, 1)
+    assert one.schedule.servers[one.schedule.rows].tolist() == [3]
+    one.drain()
+
+
+def test_who_failed_leaves_and_nobody_finds_what_it_computed() -> None:
+    one = core()
+    one.failing = 1
+    one.submit(submit(1, 12, begin=7))
+    steps(one, 1)
+    one.failing = 0
+    one.submit(submit(2, 12, begin=7))
+    one.drain()
+    assert one.ended[0, 1, 0] == "failed" and one.scheduler.stats.cached_tokens == 0
+
+
+def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+    one = core()
+    for wrong, status, why in (
+        (submit(1, MAX_MODEL_LEN), 400, f"1 to {MAX_MODEL_LEN - 1} tokens, got {MAX_MODEL_LEN}"),
+        (Submit(0, 1, np.zeros(0, np.int32), submit(1).params), 400, "got 0"),
+        (Submit(0, 1, np.array([3, -1], np.int32), submit(1).params), 400, "0 or more"),
+        (
+            submit(1, 12, inputs=image(1, 9, 9)),
+            400,
+            "within a prompt of 12 tokens, got 9 at 9",
+        ),
+    ):
+        with pytest.raises(Refused, match=why) as refused:
+            one.scheduler.submit(wrong)
+        assert refused.value.status == status
+    one.submit(submit(1))
+    with pytest.raises(Refused, match="is open already") as refused:
+        one.scheduler.submit(submit(1))
+    assert refused.value.status == 409 and one.scheduler.waiting == 1
+    one.drain()
+
+
+def test_a_configuration_with_which_some_request_could_never_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected 2 to 60, as many as there is room for, got 61"):
+        Scheduler(Schedule(4, 15, 4), SchedulerConfig(max_model_len=61))
+    with pytest.raises(ValueError, match="a token for each of 64 slots, got 63"):
+        Scheduler(Schedule(64, 15, 4), SchedulerConfig(max_model_len=60, token_budget=63))
+
+
+def test_a_scheduler_with_a_plan_of_its_own_runs_a_request_to_its_end() -> None:
+    schedule = Schedule(4, 15, 4)
+    scheduler, plan = (
+        Scheduler(schedule, SchedulerConfig(max_model_len=60, token_budget=8, eos_ids=(EOS,))),
+        Plan(schedule),
+    )
+    scheduler.submit(submit(1, 10, 5))
+    number, ids = 0, []
+    while scheduler.plan(plan):
+        number += 1
+        step = plan.finish(1, number)
+        schedule.apply(step)
+        scheduler.sent(step)
+        ids.append(schedule.sampled.size)
+        scheduler.done(StepDone(1, number, np.full(schedule.sampled.size, 9, np.int32)))
+    assert ids == [0, 1, 1, 1, 1, 1, 0] and RUNNING not in schedule.status and scheduler.open_requests == 0

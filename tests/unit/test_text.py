@@ -1,0 +1,180 @@
+"""From ids to text: whole characters only, and what stop strings leave of it."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.engine.text import Text, Vocabulary, vocabulary_of
+
+tokenizers = pytest.importorskip("tokenizers")
+
+SENTENCES = [
+    "the cat sat on the mat",
+    "naïve café",
+    "日本語のテキスト",
+    "🙂🙃 smile 👩‍👩‍👧",
+    'he said: "no\\n"\n\tstop',
+]
+BYTES = Vocabulary([bytes([one]) for one in range(256)], special=(0,))
+
+
+def byte_level(size: int = 300) -> Any:
+    """A tiny tokenizer that writes bytes: nearly every character beyond ASCII is several ids."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
+    made.train_from_iterator(SENTENCES, trainer)
+    made.add_tokens(["<tool é>"])
+    return made
+
+
+def with_fallback() -> Any:
+    """A tiny one in the manner of sentencepiece: what it has no piece for is bytes."""
+    pieces = ["<s>", "</s>", "<unk>", "▁", "▁the", "▁cat", "s", "a", "t", "c", "h", "e", "o", "n", "m"]
+    vocabulary = {piece: one for one, piece in enumerate([*pieces, *(f"<0x{one:02X}>" for one in range(256))])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    decoders = tokenizers.decoders
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["<s>", "</s>"])
+    return made
+
+
+def word_piece() -> Any:
+    """One whose text is not its pieces one after the other."""
+    pieces = ["[UNK]", "the", "cat", "##s", "sat", ",", "o", "##n"]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({piece: one for one, piece in enumerate(pieces)}, unk_token="[UNK]")
+    )
+    made.decoder = tokenizers.decoders.WordPiece()
+    return made
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def written(text: Text, ids: Any, least: int = 0) -> tuple[list[str], str | None]:
+    """What is shown with each id, what is shown at the end, and the stop string."""
+    shown = []
+    for count, one in enumerate(ids, 1):
+        shown.append(text.take(one, count > least))
+        if text.stop is not None:
+            return shown, text.stop
+    return [*shown, text.end(len(ids) > least)], text.stop
+
+
+def of(*stops: str, includes: bool = False) -> Text:
+    return Text(BYTES.stream(ints(), True), stops, includes)
+
+
+# ── characters ──
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_a_text_comes_out_as_it_was_and_never_half_a_character(sentence: str) -> None:
+    tokenizer = byte_level()
+    vocabulary = vocabulary_of(tokenizer)
+    shown, _ = written(Text(vocabulary.stream(ints(), True)), tokenizer.encode(sentence).ids)
+    assert "".join(shown) == sentence and len(shown) > 2
+    assert all("\ufffd" not in one for one in shown)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("skip_special", [True, False])
+def test_any_ids_give_the_text_that_the_tokenizer_gives_for_all_at_once(seed: int, skip_special: bool) -> None:
+    tokenizer = byte_level()
+    vocabulary = vocabulary_of(tokenizer)
+    chance = random.Random(seed)
+    ids = [chance.randrange(tokenizer.get_vocab_size() + 3) for _ in range(200)]
+    shown, _ = written(Text(vocabulary.stream(ints(), skip_special)), ids)
+    assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=skip_special)
+
+
+def test_bytes_at_the_end_that_are_no_character_are_shown_as_such() -> None:
+    shown, _ = written(of(), "é".encode()[:1])
+    assert shown == ["", "\ufffd"]
+    shown, _ = written(of(), b"\xe2\x82a")
+    assert shown == ["", "", "\ufffda", ""]
+
+
+def test_bytes_for_want_of_a_piece_become_characters() -> None:
+    tokenizer = with_fallback()
+    vocabulary = vocabulary_of(tokenizer)
+    ids = [tokenizer.token_to_id(one) for one in ("▁the", "▁cat", "<0xE2>", "<0x82>", "<0xAC>", "s", "</s>")]
+    shown, _ = written(Text(vocabulary.stream(ints(0, 4), True)), ids)
+    assert shown == [" the", " cat", "", "", "€", "s", "", ""]
+    shown, _ = written(Text(vocabulary.stream(ints(0, 4), False)), ids)
+    assert "".join(shown) == " the cat€s</s>"
+
+
+def test_a_tokenizer_of_another_kind_is_asked_itself() -> None:
+    tokenizer = word_piece()
+    vocabulary = vocabulary_of(tokenizer)
+    assert not vocabulary.is_whole[: vocabulary.stride].any()
+    shown, _ = written(Text(vocabulary.stream(ints(1), True)), [2, 3, 4, 6, 7, 5, 1])
+    assert "".join(shown) == " cats sat on, the"
+
+
+def test_a_tokenizers_own_stream_is_flushed_as_well() -> None:
+    tokenizer = byte_level()
+    pieces = [b""] * tokenizer.get_vocab_size()
+    vocabulary = Vocabulary(pieces, (), tokenizer)
+    ids = tokenizer.encode("a€").ids
+    shown, _ = written(Text(vocabulary.stream(ints(*ids), True)), ids[:-1])
+    assert "".join(shown) == "a\ufffd" and "\ufffd" not in "".join(shown[:-1])
+
+
+def test_the_tables_tell_what_an_id_is_alone_and_quoted() -> None:
+    tokenizer = byte_level()
+    vocabulary = vocabulary_of(tokenizer)
+    quote, eos = tokenizer.token_to_id('"'), tokenizer.token_to_id("</s>")
+    skip, keep, none = (table * vocabulary.stride for table in range(3))
+    rows = vocabulary.rows(ints(quote, eos, eos, quote, 1 << 30, -1), ints(skip, skip, keep, none, skip, keep))
+    assert [vocabulary.texts[row] for row in rows] == [b'"', b"", b"</s>", b"", b"", b""]
+    assert vocabulary.quoted[rows[0]] == b'\\"'
+    assert vocabulary.is_whole[rows].all()
+    assert vocabulary.piece(1 << 30) == vocabulary.piece(-1) == b""
+
+
+# ── stop strings ──
+def test_what_may_become_a_stop_string_is_held_back_until_it_is_certain() -> None:
+    shown, stop = written(of("stop"), b"a st stop b")
+    assert shown == ["a", " ", "", "", "st ", "", "", "", ""] and stop == "stop"
+
+
+def test_a_stop_string_is_shown_where_that_is_asked_for() -> None:
+    shown, stop = written(of("stop", includes=True), b"a stop b")
+    assert "".join(shown) == "a stop" and stop == "stop"
+
+
+def test_what_was_held_back_is_shown_at_the_end() -> None:
+    assert written(of("stop"), b"a sto") == (["a", " ", "", "", "", "sto"], None)
+
+
+def test_the_stop_string_that_is_complete_first_wins_and_of_those_the_longest() -> None:
+    assert written(of("abcd", "bc"), b"xabcd")[1] == "bc"
+    shown, stop = written(of("c", "abc", "bc"), b"xxabcd")
+    assert "".join(shown) == "xx" and stop == "abc"
+
+
+def test_one_id_may_hold_several_stop_strings_and_more() -> None:
+    words = Vocabulary([b"one two three", b" tw"])
+    text = Text(words.stream(ints(), True), ("three", "two"))
+    assert text.take(0) == "one " and text.stop == "two"
+
+
+def test_a_stop_string_that_is_complete_before_min_tokens_is_text() -> None:
+    shown, stop = written(of("ab"), b"abxab", least=2)
+    assert "".join(shown) == "abx" and stop == "ab"
+    shown, stop = written(of("ab"), b"ab", least=1)
+    assert "".join(shown) == "" and stop == "ab"
+    assert written(of("ab"), b"abx", least=3) == (["", "ab", "x", ""], None)
+
+
+def test_a_stop_string_may_end_with_a_character_that_only_the_end_makes_certain() -> None:
+    shown, stop = written(of("a\ufffd"), b"xa\xe2")
+    assert "".join(shown) == "x" and stop == "a\ufffd"
