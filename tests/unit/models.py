@@ -278,6 +278,6 @@ def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str) -
             fetch=images.__getitem__,
             threads=1,
         )
-        found[path] = ask(device, asked).answers
+        found[path] = ask(device, asked, budget=10).answers
     Path(told).write_text(json.dumps(found))
     ranks.close()
