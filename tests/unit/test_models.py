@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
 from penstock import Missing  # noqa: E402
 from penstock.engine import vision  # noqa: E402
 from penstock.engine.backend import TorchDevice  # noqa: E402
+from penstock.engine.model import load  # noqa: E402
+from penstock.engine.sharding import Ranks  # noqa: E402
 from tests.conftest import spawn  # noqa: E402
 from tests.unit.models import BLOCK_SIZE, TEXT, VISION, Asked, Family, ask, made, one_of_the_ranks  # noqa: E402
 
@@ -45,6 +47,27 @@ def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[s
     assert told.answers == of.answers
     assert told.stats.preemptions > 0
     assert told.stats.cached_tokens > 0
+
+
+def test_who_has_a_seed_is_answered_alike_alone_and_among_others(family: Callable[[str], Family]) -> None:
+    of = family("mistral")
+    together = ask(device(of), of.asked, seed=5)
+    assert together.stats.preemptions > 0
+    assert together.answers != of.answers
+    for number in (1, 3, 6):
+        alone = ask(device(of), [of.asked[number]], depth=1, seed=5)
+        assert alone.answers[0] == together.answers[number]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_logits_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
+    """Capped, too, where they are: the likeliest token does not show it."""
+    of = family(name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(of.path)
+    with torch.inference_mode():
+        found = theirs(torch.tensor([of.asked[3].prompt]), output_hidden_states=True)
+    ours = load(of.path, Ranks(), torch.device("cpu"))
+    torch.testing.assert_close(ours.logits(found.hidden_states[-1][0]), found.logits[0])
 
 
 def some_of(all_of_them: list[Any]) -> list[Any]:
