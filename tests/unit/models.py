@@ -218,12 +218,14 @@ def ask(
     slots: int = 4,
     budget: int = 6,
     depth: int = 2,
+    seed: int | None = None,
 ) -> Told:
-    """Gives requests to the scheduler, a few at a time, and its steps to the device, until all have ended."""
+    """Gives requests to the scheduler, one after the other, and its steps to the device, until all have ended."""
     schedule = Schedule(slots, device.blocks, device.block_size)
     config = SchedulerConfig(max_model_len=longest(asked), token_budget=budget, has_overlap=depth > 1)
     scheduler, plan = Scheduler(schedule, config), Plan(schedule)
-    params = Interned(SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=0.0))
+    temperature = 0.0 if seed is None else 1.0
+    params = Interned(SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=temperature, seed=seed))
     answers: list[list[int]] = [[] for _ in asked]
     flights: deque[Any] = deque()
     failed: set[int] = set()
@@ -278,6 +280,6 @@ def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str) -
             fetch=images.__getitem__,
             threads=1,
         )
-        found[path] = ask(device, asked).answers
+        found[path] = ask(device, asked, budget=10).answers
     Path(told).write_text(json.dumps(found))
     ranks.close()

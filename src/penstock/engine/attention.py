@@ -135,7 +135,9 @@ def pieces(batch: Batch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
         offsets = np.arange(block_size)
         places = (blocks[:, :, None] * block_size + offsets).reshape(rows.size, -1)
         positions = (columns[:, :, None] * block_size + offsets).reshape(rows.size, -1)
-        yield rows, places, (positions >= first[rows, None]) & (positions < lengths[rows, None])
+        is_seen = (positions >= first[rows, None]) & (positions < lengths[rows, None])
+        own = batch.places[rows, None]  # not what others have left in the rest of a block: none times no number is none
+        yield rows, np.where(is_seen, places, own), is_seen
 
 
 def reach_of_chunk(chunk: Chunk, block_size: int, window: int | None) -> tuple[Any, Any]:

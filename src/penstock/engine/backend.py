@@ -57,7 +57,7 @@ class TorchDevice:
         """
         self._ranks = ranks or Ranks()
         torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // self._ranks.size))
-        where = torch.device(device)
+        where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._device = where
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
         self.block_size = block_size

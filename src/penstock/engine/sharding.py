@@ -22,9 +22,14 @@ class Ranks:
     """The processes that share a model. With one alone, nothing is said to anybody."""
 
     def __init__(self, rank: int = 0, size: int = 1, meeting: str = "", device: str = "cpu") -> None:
-        """Blocks until all have come. `meeting` is where: `tcp://127.0.0.1:PORT`, or `file://PATH`."""
+        """Blocks until all have come. `meeting` is where: `tcp://127.0.0.1:PORT`, or `file://PATH`.
+
+        `device` is this rank's own; "cuda" is that of its number.
+        """
         self.rank = rank
         self.size = size
+        if device.startswith("cuda"):
+            torch.cuda.set_device(rank if device == "cuda" else torch.device(device).index)
         if size > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or it asks what this machine is called, and believes it
             torch.distributed.init_process_group(
