@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +15,13 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from penstock.codec import Interned
+from penstock.codec.part import Part
 from penstock.engine.backend import TorchDevice
 from penstock.engine.plan import Plan
 from penstock.engine.protocol import Inputs, SamplingParams, StepDone, Submit
 from penstock.engine.schedule import Schedule
 from penstock.engine.scheduler import Scheduler, SchedulerConfig, Stats
+from penstock.tensor import Item
 
 VOCABULARY, IMAGE, BEFORE, AFTER = 131, 130, 128, 127  # ids: of an image's place, and of what stands around it
 WORDS = range(3, 120)
@@ -158,7 +160,7 @@ def _words(chance: random.Random, count: int) -> list[int]:
 def _with_images(name: str, chance: random.Random, images: dict[bytes, dict[str, torch.Tensor]], count: int) -> Asked:
     prompt, inputs = _words(chance, chance.randint(2, 6)), []
     for _ in range(count):
-        key = b"image %d" % len(images)
+        key = b"image %d" % len(images) + bytes(25)
         images[key], ids = image(name, chance)
         inputs.append((key, len(prompt), len(ids)))
         prompt += ids + _words(chance, chance.randint(1, 5))
@@ -201,6 +203,21 @@ def _answer(stock: Any, asked: Asked, images: dict[bytes, dict[str, torch.Tensor
     )
     answer: list[int] = whole[0, ids.shape[1] :].tolist()
     return answer
+
+
+class Shown:
+    """An image that is opened."""
+
+    def __init__(self, value: dict[str, torch.Tensor]) -> None:
+        self._value = value
+
+    def value(self, as_: str) -> dict[str, torch.Tensor]:
+        assert as_ == "torch"
+        return self._value
+
+
+def opener(images: Mapping[bytes, dict[str, torch.Tensor]]) -> Callable[[Item], Any]:
+    return lambda item: Shown(images[item.key])
 
 
 class Told(NamedTuple):
@@ -255,7 +272,8 @@ def _submit(number: int, asked: Asked, params: Interned[SamplingParams]) -> Subm
     if asked.inputs:
         keys, positions, lengths = zip(*asked.inputs, strict=True)
         counts = np.array([len(keys)], np.int32)
-        inputs = Inputs(counts, keys, np.array(positions, np.int32), np.array(lengths, np.int32))
+        items = tuple(Item(key, b"", Part(b"")) for key in keys)
+        inputs = Inputs(counts, items, np.array(positions, np.int32), np.array(lengths, np.int32))
     priority = -(number % 3)  # so that some are put aside for others
     return Submit(0, number, np.array(asked.prompt, np.int32), params, priority, inputs=inputs)
 
@@ -277,7 +295,7 @@ def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str) -
             ranks=ranks,
             block_size=BLOCK_SIZE,
             blocks=-(-longest(asked) // BLOCK_SIZE),
-            fetch=images.__getitem__,
+            open_item=opener(images),
             threads=1,
         )
         found[path] = ask(device, asked, budget=10).answers

@@ -15,8 +15,9 @@ from penstock.engine import vision  # noqa: E402
 from penstock.engine.backend import TorchDevice  # noqa: E402
 from penstock.engine.model import load  # noqa: E402
 from penstock.engine.sharding import Ranks  # noqa: E402
+from penstock.tensor import Item  # noqa: E402
 from tests.conftest import spawn  # noqa: E402
-from tests.unit.models import BLOCK_SIZE, TEXT, VISION, Asked, Family, ask, made, one_of_the_ranks  # noqa: E402
+from tests.unit.models import BLOCK_SIZE, TEXT, VISION, Asked, Family, ask, made, one_of_the_ranks, opener  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
 
 
 def device(of: Family, **options: Any) -> TorchDevice:
-    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "fetch": of.images.__getitem__}
+    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "open_item": opener(of.images)}
     return TorchDevice(of.path, **(given | options))
 
 
@@ -113,7 +114,7 @@ def test_an_image_is_encoded_once_and_is_seen(
     first = ask(ours, asked).answers[0]
     assert len(fetched) == 1
     assert first == of.answers[1]
-    assert ask(device(of, blocks=64, fetch=changed.__getitem__), [with_image]).answers[0] != first
+    assert ask(device(of, blocks=64, open_item=opener(changed)), [with_image]).answers[0] != first
 
 
 def _counting(encode: Any, calls: list[Any]) -> Any:
@@ -138,12 +139,12 @@ def test_who_wants_an_image_that_is_not_there_fails_alone(family: Callable[[str]
     of = family("qwen2_vl")
     gone = of.asked[1].inputs[0][0]
 
-    def fetch(key: bytes) -> Any:
-        if key == gone:
+    def open_item(item: Item) -> Any:
+        if item.key == gone:
             raise Missing("it went")
-        return of.images[key]
+        return opener(of.images)(item)
 
-    told = ask(device(of, fetch=fetch), of.asked[:4])
+    told = ask(device(of, open_item=open_item), of.asked[:4])
     assert told.failed == {1}
     assert [told.answers[0], *told.answers[2:]] == [of.answers[0], *of.answers[2:4]]
 
