@@ -18,7 +18,7 @@ from penstock.codec import Interned
 from penstock.codec.part import Part
 from penstock.engine.backend import TorchDevice
 from penstock.engine.plan import Plan
-from penstock.engine.protocol import Inputs, SamplingParams, StepDone, Submit
+from penstock.engine.protocol import FinishReason, Inputs, SamplingParams, StepDone, Submit
 from penstock.engine.schedule import Schedule
 from penstock.engine.scheduler import Scheduler, SchedulerConfig, Stats
 from penstock.tensor import Item
@@ -91,7 +91,7 @@ class Asked(NamedTuple):
     """A request. Images have keys."""
 
     prompt: list[int]
-    inputs: list[tuple[bytes, int, int]]
+    inputs: list[tuple[bytes | None, int, int]]
 
 
 class Family(NamedTuple):
@@ -119,7 +119,7 @@ def made(name: str, path: Path) -> Family:
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    stock = _stock(name)
+    stock = stock_of(name)
     stock.save_pretrained(path)
     chance = random.Random(7)
     images: dict[bytes, dict[str, torch.Tensor]] = {}
@@ -134,7 +134,7 @@ def made(name: str, path: Path) -> Family:
     return Family(name, path, asked, images, [_answer(stock, one, images) for one in asked])
 
 
-def _stock(name: str) -> Any:
+def stock_of(name: str) -> Any:
     kind: Any
     if name in VISION:
         special = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 129}
@@ -224,8 +224,12 @@ class Told(NamedTuple):
     """What came of requests: their tokens, and who failed."""
 
     answers: list[list[int]]
-    failed: set[int]
+    reasons: dict[int, FinishReason]  # of those who failed
     stats: Stats
+
+    @property
+    def failed(self) -> set[int]:
+        return set(self.reasons)
 
 
 def ask(
@@ -245,7 +249,7 @@ def ask(
     params = Interned(SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=temperature, seed=seed))
     answers: list[list[int]] = [[] for _ in asked]
     flights: deque[Any] = deque()
-    failed: set[int] = set()
+    reasons: dict[int, FinishReason] = {}
     number = 0
     while number < len(asked) or scheduler.open_requests or flights:
         if number < len(asked):
@@ -259,12 +263,14 @@ def ask(
         if flights:
             step, flight, rows, requests = flights.popleft()
             sampled = flight.result()
-            failed.update(requests[slot] for slot in ([] if sampled.failed is None else sampled.failed.tolist()))
+            done = StepDone(1, step.number, sampled.ids, failed=sampled.failed, reasons=sampled.reasons)
+            for slot, why in done.failures():
+                reasons.setdefault(int(requests[slot]), why)
             for slot, token in zip(rows.tolist(), sampled.ids.tolist(), strict=True):
                 answers[requests[slot]].append(token)
-            scheduler.done(StepDone(1, step.number, sampled.ids, failed=sampled.failed))
+            scheduler.done(done)
     answers = [answer[:COUNT] for answer in answers]  # one more was computed before its end was seen
-    return Told(answers, failed, scheduler.stats)
+    return Told(answers, reasons, scheduler.stats)
 
 
 def _submit(number: int, asked: Asked, params: Interned[SamplingParams]) -> Submit:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+import torch.distributed
 from torch import Tensor
 
 from penstock import DecodeError, Missing
@@ -31,7 +32,7 @@ MOST_GRIDS = 1 << 14  # of images whose shape is remembered
 
 MISSING, MISFIT, THERE = range(3)  # what a rank says of an image; the least counts
 WHY = {MISSING: FinishReason.MISSING, MISFIT: FinishReason.MISFIT}
-NOT_ITS_OWN = (IndexError, KeyError, RuntimeError, TypeError, ValueError)  # what models say to tensors of another shape
+OURS = (torch.OutOfMemoryError, torch.distributed.DistError)  # whatever else a model raises, the image's tensors did
 
 
 class Unusable(Exception):
@@ -98,7 +99,7 @@ class Images:
             positions, _ = self._model.stock.base_model.get_rope_index(
                 ids, mm_token_type_ids=ids.eq(self._image_id).int(), image_grid_thw=grids
             )
-        except NOT_ITS_OWN as error:
+        except Exception as error:
             raise self._misfit(error) from None
         ropes = positions[:, 0].numpy().astype(np.intp)
         self._ropes[slot] = ropes[:, : self._ends[slot]]
@@ -107,10 +108,10 @@ class Images:
     def _grid(self, item: Item) -> Tensor:
         name = _name(item)
         if name not in self._grids:
-            try:
-                self._grids[name] = self._open(item)["image_grid_thw"].reshape(-1, 3).clone()
-            except NOT_ITS_OWN as error:
-                raise self._misfit(error) from None
+            grid = self._open(item).get("image_grid_thw")
+            if grid is None or grid.numel() != 3:
+                raise self._misfit(ValueError("expected an image_grid_thw of three numbers"))
+            self._grids[name] = grid.reshape(1, 3).clone()
             if len(self._grids) > MOST_GRIDS:
                 self._grids.popitem(last=False)
         else:
@@ -177,9 +178,9 @@ class Images:
         found = self._open(item)
         try:
             encoded = self._encode(found)
-        except torch.OutOfMemoryError:
+        except OURS:
             raise
-        except NOT_ITS_OWN as error:
+        except Exception as error:
             raise self._misfit(error) from None
         self._encoded[name] = encoded
         self._nbytes += encoded.nbytes
