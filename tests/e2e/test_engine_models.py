@@ -8,12 +8,13 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from penstock.engine.client import Client  # noqa: E402
+from penstock.engine.board import Board  # noqa: E402
+from penstock.engine.client import Client, Value  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.launch import Launcher  # noqa: E402
 from penstock.engine.protocol import SamplingParams  # noqa: E402
 from tests.engine import START  # noqa: E402
-from tests.unit.models import made  # noqa: E402
+from tests.unit.models import BLOCK_SIZE, Asked, made  # noqa: E402
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -36,6 +37,50 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
                 pairs = list(zip(family.asked, family.answers, strict=True))
                 got = await asyncio.gather(*(answer(client, asked.prompt, len(want)) for asked, want in pairs))
             assert got == [list(want) for _, want in pairs]
+        finally:
+            assert await launcher.stop() == []
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llava", 2), ("qwen2_vl", 1)])
+def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path) -> None:
+    """With a key and without, in the store and inline; across chunks, and after preemption."""
+    family = made(name, tmp_path)
+    longest = family.blocks * BLOCK_SIZE
+    sizes = {"block_size": BLOCK_SIZE, "blocks": family.blocks, "max_model_len": longest, "slots": 4, "token_budget": 6}
+    config = EngineConfig(
+        model=str(tmp_path), tensor_parallel=ranks, dtype="float32", store_nbytes=1 << 20, api_servers=2, **sizes
+    )
+
+    async def answer(client: Client, asked: Asked, tokens: int, has_key: bool) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        values = [Value(family.images[key], *place, key if has_key else None) for key, *place in asked.inputs]
+        async with await client.submit(asked.prompt, params, values=values, timeout=START) as stream:
+            return [one async for piece in stream for one in piece.ids]
+
+    async def scene() -> None:
+        launcher = Launcher(config)
+        try:
+            launcher.start()
+            await launcher.serving(START)
+            async with Client(launcher.tree, 0) as client, Client(launcher.tree, 1) as other:
+                client.outgoing.inline_nbytes = 0  # the other one sends all inline
+                pairs = list(zip(family.asked, family.answers, strict=True))
+                for has_key in (True, False):
+                    for one in (client, other):
+                        got = await asyncio.gather(*(answer(one, asked, len(want), has_key) for asked, want in pairs))
+                        assert got == [list(want) for _, want in pairs], (has_key, one is client)
+                assert client.outgoing.stats().inline == 0 and client.outgoing.stats().hits
+                assert other.outgoing.stats().inline > 0
+                board = Board(launcher.tree.board)
+                assert board.row(0)[Board.OPEN] == 0
+                board.close()
+            store = launcher.tree.store
+            assert store is not None
+            kept = store.stats_of_keys().items
+            assert len(kept) == len(family.images) and not any(one.holders for one in kept)
+            assert store.stats().blocks == len(kept)
         finally:
             assert await launcher.stop() == []
 

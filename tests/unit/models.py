@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +15,13 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from penstock.codec import Interned
+from penstock.codec.part import Part
 from penstock.engine.backend import TorchDevice
 from penstock.engine.plan import Plan
-from penstock.engine.protocol import Inputs, SamplingParams, StepDone, Submit
+from penstock.engine.protocol import FinishReason, Inputs, SamplingParams, StepDone, Submit
 from penstock.engine.schedule import Schedule
 from penstock.engine.scheduler import Scheduler, SchedulerConfig, Stats
+from penstock.tensor import Item
 
 VOCABULARY, IMAGE, BEFORE, AFTER = 131, 130, 128, 127  # ids: of an image's place, and of what stands around it
 WORDS = range(3, 120)
@@ -89,7 +91,7 @@ class Asked(NamedTuple):
     """A request. Images have keys."""
 
     prompt: list[int]
-    inputs: list[tuple[bytes, int, int]]
+    inputs: list[tuple[bytes | None, int, int]]
 
 
 class Family(NamedTuple):
@@ -117,7 +119,7 @@ def made(name: str, path: Path) -> Family:
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    stock = _stock(name)
+    stock = stock_of(name)
     stock.save_pretrained(path)
     chance = random.Random(7)
     images: dict[bytes, dict[str, torch.Tensor]] = {}
@@ -132,7 +134,7 @@ def made(name: str, path: Path) -> Family:
     return Family(name, path, asked, images, [_answer(stock, one, images) for one in asked])
 
 
-def _stock(name: str) -> Any:
+def stock_of(name: str) -> Any:
     kind: Any
     if name in VISION:
         special = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 129}
@@ -158,7 +160,7 @@ def _words(chance: random.Random, count: int) -> list[int]:
 def _with_images(name: str, chance: random.Random, images: dict[bytes, dict[str, torch.Tensor]], count: int) -> Asked:
     prompt, inputs = _words(chance, chance.randint(2, 6)), []
     for _ in range(count):
-        key = b"image %d" % len(images)
+        key = b"image %d" % len(images) + bytes(25)
         images[key], ids = image(name, chance)
         inputs.append((key, len(prompt), len(ids)))
         prompt += ids + _words(chance, chance.randint(1, 5))
@@ -203,12 +205,31 @@ def _answer(stock: Any, asked: Asked, images: dict[bytes, dict[str, torch.Tensor
     return answer
 
 
+class Shown:
+    """An image that is opened."""
+
+    def __init__(self, value: dict[str, torch.Tensor]) -> None:
+        self._value = value
+
+    def value(self, as_: str) -> dict[str, torch.Tensor]:
+        assert as_ == "torch"
+        return self._value
+
+
+def opener(images: Mapping[bytes, dict[str, torch.Tensor]]) -> Callable[[Item], Any]:
+    return lambda item: Shown(images[item.key])
+
+
 class Told(NamedTuple):
     """What came of requests: their tokens, and who failed."""
 
     answers: list[list[int]]
-    failed: set[int]
+    reasons: dict[int, FinishReason]  # of those who failed
     stats: Stats
+
+    @property
+    def failed(self) -> set[int]:
+        return set(self.reasons)
 
 
 def ask(
@@ -228,7 +249,7 @@ def ask(
     params = Interned(SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=temperature, seed=seed))
     answers: list[list[int]] = [[] for _ in asked]
     flights: deque[Any] = deque()
-    failed: set[int] = set()
+    reasons: dict[int, FinishReason] = {}
     number = 0
     while number < len(asked) or scheduler.open_requests or flights:
         if number < len(asked):
@@ -242,12 +263,14 @@ def ask(
         if flights:
             step, flight, rows, requests = flights.popleft()
             sampled = flight.result()
-            failed.update(requests[slot] for slot in ([] if sampled.failed is None else sampled.failed.tolist()))
+            done = StepDone(1, step.number, sampled.ids, failed=sampled.failed, reasons=sampled.reasons)
+            for slot, why in done.failures():
+                reasons.setdefault(int(requests[slot]), why)
             for slot, token in zip(rows.tolist(), sampled.ids.tolist(), strict=True):
                 answers[requests[slot]].append(token)
-            scheduler.done(StepDone(1, step.number, sampled.ids, failed=sampled.failed))
+            scheduler.done(done)
     answers = [answer[:COUNT] for answer in answers]  # one more was computed before its end was seen
-    return Told(answers, failed, scheduler.stats)
+    return Told(answers, reasons, scheduler.stats)
 
 
 def _submit(number: int, asked: Asked, params: Interned[SamplingParams]) -> Submit:
@@ -255,7 +278,8 @@ def _submit(number: int, asked: Asked, params: Interned[SamplingParams]) -> Subm
     if asked.inputs:
         keys, positions, lengths = zip(*asked.inputs, strict=True)
         counts = np.array([len(keys)], np.int32)
-        inputs = Inputs(counts, keys, np.array(positions, np.int32), np.array(lengths, np.int32))
+        items = tuple(Item(key, b"", Part(b"")) for key in keys)
+        inputs = Inputs(counts, items, np.array(positions, np.int32), np.array(lengths, np.int32))
     priority = -(number % 3)  # so that some are put aside for others
     return Submit(0, number, np.array(asked.prompt, np.int32), params, priority, inputs=inputs)
 
@@ -277,7 +301,7 @@ def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str) -
             ranks=ranks,
             block_size=BLOCK_SIZE,
             blocks=-(-longest(asked) // BLOCK_SIZE),
-            fetch=images.__getitem__,
+            open_item=opener(images),
             threads=1,
         )
         found[path] = ask(device, asked, budget=10).answers

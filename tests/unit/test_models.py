@@ -14,9 +14,11 @@ from penstock import Missing  # noqa: E402
 from penstock.engine import vision  # noqa: E402
 from penstock.engine.backend import TorchDevice  # noqa: E402
 from penstock.engine.model import load  # noqa: E402
+from penstock.engine.protocol import FinishReason  # noqa: E402
 from penstock.engine.sharding import Ranks  # noqa: E402
+from penstock.tensor import Item  # noqa: E402
 from tests.conftest import spawn  # noqa: E402
-from tests.unit.models import BLOCK_SIZE, TEXT, VISION, Asked, Family, ask, made, one_of_the_ranks  # noqa: E402
+from tests.unit.models import BLOCK_SIZE, TEXT, VISION, Asked, Family, Shown, ask, made, one_of_the_ranks, opener  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
 
 
 def device(of: Family, **options: Any) -> TorchDevice:
-    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "fetch": of.images.__getitem__}
+    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "open_item": opener(of.images)}
     return TorchDevice(of.path, **(given | options))
 
 
@@ -113,7 +115,7 @@ def test_an_image_is_encoded_once_and_is_seen(
     first = ask(ours, asked).answers[0]
     assert len(fetched) == 1
     assert first == of.answers[1]
-    assert ask(device(of, blocks=64, fetch=changed.__getitem__), [with_image]).answers[0] != first
+    assert ask(device(of, blocks=64, open_item=opener(changed)), [with_image]).answers[0] != first
 
 
 def _counting(encode: Any, calls: list[Any]) -> Any:
@@ -138,14 +140,85 @@ def test_who_wants_an_image_that_is_not_there_fails_alone(family: Callable[[str]
     of = family("qwen2_vl")
     gone = of.asked[1].inputs[0][0]
 
-    def fetch(key: bytes) -> Any:
-        if key == gone:
+    def open_item(item: Item) -> Any:
+        if item.key == gone:
             raise Missing("it went")
-        return of.images[key]
+        return opener(of.images)(item)
 
-    told = ask(device(of, fetch=fetch), of.asked[:4])
+    told = ask(device(of, open_item=open_item), of.asked[:4])
     assert told.failed == {1}
     assert [told.answers[0], *told.answers[2:]] == [of.answers[0], *of.answers[2:4]]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_an_image_is_opened_by_no_sample_that_finds_its_blocks(name: str, family: Callable[[str], Family]) -> None:
+    of = family(name)
+    opened: list[bytes | None] = []
+
+    def open_item(item: Item) -> Any:
+        opened.append(item.key)
+        return opener(of.images)(item)
+
+    ours = device(of, blocks=64, open_item=open_item)
+    told = ask(ours, [of.asked[1], of.asked[1]], slots=1)
+    assert told.answers == [of.answers[1]] * 2 and told.stats.cached_tokens > 0
+    key = of.asked[1].inputs[0][0]
+    assert opened == [key] * (2 if name == "qwen2_vl" else 1)  # there, for its shape too
+    del ours._images._encoded[key]  # somebody else needed the room
+    again = ask(ours, [of.asked[1]], slots=1)
+    assert again.answers == [of.answers[1]] and len(opened) == (3 if name == "qwen2_vl" else 2)
+
+
+def test_an_image_without_a_key_is_kept_for_its_request_alone(family: Callable[[str], Family]) -> None:
+    of = family("llava")
+    prompt, inputs = of.asked[2]
+    value = of.images[inputs[0][0]]
+    opened: list[Item] = []
+
+    def open_item(item: Item) -> Any:
+        opened.append(item)
+        return Shown(value)
+
+    ours = device(of, blocks=64, open_item=open_item)
+    keyless = Asked(prompt, [(None, *place) for _, *place in inputs])
+    told = ask(ours, [keyless, keyless], slots=2, budget=5)
+    assert told.answers[0] == told.answers[1] != of.answers[2] and not told.failed
+    assert len(opened) == len({id(item) for item in opened}) == 4
+    assert ours._images is not None
+    assert told.stats.cached_tokens <= inputs[0][1]  # nobody has found what stands under no key
+    for slot in range(2):
+        ours._images.leave(slot)
+    assert not ours._images._encoded and not ours._images._nbytes
+
+
+def test_who_has_an_image_that_another_rank_has_not_fails_with_it(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("llava", "qwen2_vl"):
+        of = family(name)
+        ours = device(of, blocks=64)
+        monkeypatch.setattr(ours._model.ranks, "least", lambda _: vision.MISSING)
+        told = ask(ours, of.asked[:3])
+        assert told.reasons == {1: FinishReason.MISSING, 2: FinishReason.MISSING}
+        assert told.answers[0] == of.answers[0]
+
+
+def test_who_sends_what_is_no_image_to_the_model_fails(family: Callable[[str], Family]) -> None:
+    of = family("qwen2_vl")
+    key = of.asked[1].inputs[0][0]
+    right = of.images[key]
+    for wrong in (
+        5,
+        {},
+        {"tokens": 3},
+        {"image_grid_thw": right["image_grid_thw"]},
+        {"pixel_values": right["pixel_values"]},
+        {**right, "pixel_values": right["pixel_values"][:, :-1]},
+        {**right, "image_grid_thw": right["image_grid_thw"] + 2},
+    ):
+        told = ask(device(of, open_item=opener({**of.images, key: wrong})), of.asked[:2])
+        assert told.reasons == {1: FinishReason.MISFIT}, wrong
+        assert told.answers[0] == of.answers[0]
 
 
 def test_who_sends_another_image_than_there_is_room_for_fails(family: Callable[[str], Family]) -> None:

@@ -21,7 +21,6 @@ from penstock.engine.protocol import (
     Ints,
     Requests,
     SamplingParams,
-    Slots,
     Step,
     StepDone,
     Style,
@@ -203,7 +202,7 @@ class OutputState:
                 raise DecodeError(f"expected slots below {schedule.slots}, got {done.slots.max()} at $.slots")
             slots = done.slots.astype(np.intp)
         rows = Rows(slots, done.ids, LogprobRows.read(done.logprobs, slots.size))
-        silent = [*self._aborted, *self._fail(done.failed)]
+        silent = [*self._aborted, *self._fail(done)]
         self._aborted = []
         is_open = self._is_open[slots]
         if not is_open.all():
@@ -219,12 +218,12 @@ class OutputState:
             return Answers(deltas, None)
         return Answers(deltas, Halt(np.array(halted, np.uint16), self._births[halted]))
 
-    def _fail(self, failed: Slots | None) -> list[Silent]:
-        """Those whose numbers were not numbers end, and what was sampled for them means nothing."""
+    def _fail(self, done: StepDone) -> list[Silent]:
+        """They end, and what was sampled for them means nothing."""
         rows = []
-        for slot in [] if failed is None else failed.tolist():
+        for slot, why in done.failures():
             if slot < self.schedule.slots and not self._endings.has_ended[slot]:
-                rows.append(self._silent(slot, FinishReason.ERROR))
+                rows.append(self._silent(slot, why))
         return rows
 
     def _write(self, rows: Rows) -> list[int]:

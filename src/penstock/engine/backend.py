@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock import Missing
 from penstock._native import memory_available
 from penstock.engine import model as models
 from penstock.engine.attention import Memory, Paged, Probe
 from penstock.engine.batch import Batch, Tokens, batch_of
-from penstock.engine.device import Sampled
-from penstock.engine.protocol import SamplingParams, Step
+from penstock.engine.device import Sampled, failures
+from penstock.engine.protocol import FinishReason, SamplingParams, Step
 from penstock.engine.sampling import Chosen, Sampler
 from penstock.engine.schedule import Index, Schedule
 from penstock.engine.sharding import Ranks
-from penstock.engine.vision import Fetch, Images
+from penstock.engine.vision import Images, Open
+from penstock.tensor import Incoming
 
 CPU_SHARE = 0.3  # of the memory that is available
 CUDA_SHARE = 0.9  # of what is free when the model is there
@@ -46,12 +46,13 @@ class TorchDevice:
         block_size: int = 16,
         blocks: int | None = None,
         token_budget: int = 2048,
-        fetch: Fetch | None = None,
+        open_item: Open | None = None,
         threads: int | None = None,
         end_ids: Collection[int] = (),
     ) -> None:
         """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks. `threads`:
-        that compute on a CPU; None: this rank's share of the processors.
+        that compute on a CPU; None: this rank's share of the processors. `open_item`: gives images; None: only those
+        that travel inline.
 
         Raises ValueError where the model is none that is known here, or there is no room.
         """
@@ -66,14 +67,16 @@ class TorchDevice:
         self._tokens = Tokens(slots, where)
         # one rank chooses, as ranks that add up in another order may differ in the last bit
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
-        self._images = None if self._model.image_id is None else Images(self._model, fetch or _no_images, slots)
+        self._images = (
+            None if self._model.image_id is None else Images(self._model, open_item or Incoming(None).open, slots)
+        )
 
     def launch(self, schedule: Schedule, step: Step) -> TorchFlight:
         """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""
         self._follow(schedule, step)
         batch = batch_of(schedule)
         if not batch.slots.size:
-            return TorchFlight(_NOBODY, schedule.sampled, None, set())
+            return TorchFlight(_NOBODY, schedule.sampled, None, {})
         with torch.inference_mode():
             hidden, failed = self._compute(batch)
             if not batch.last.size:
@@ -108,13 +111,13 @@ class TorchDevice:
                 if self._images is not None:
                     self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
 
-    def _compute(self, batch: Batch) -> tuple[Tensor, set[int]]:
-        """The hidden states of the step's tokens, and slots that fail, whatever these are."""
+    def _compute(self, batch: Batch) -> tuple[Tensor, dict[int, FinishReason]]:
+        """The hidden states of the step's tokens, and slots that fail, whatever these are, with the reasons."""
         paged = Paged(self._memory, batch, self._device)
         where = torch.from_numpy(np.stack((batch.slots, batch.positions))).to(self._device)
         ids = self._tokens.read(where[0], where[1]).to(torch.int64)
         if self._images is None:
-            return self._model.hidden(paged, ids, where[1]), set()
+            return self._model.hidden(paged, ids, where[1]), {}
         positions = torch.from_numpy(self._images.positions(batch)).to(self._device)
         embeds, failed = self._images.embeds(batch, ids)
         return self._model.hidden(paged, ids, positions, embeds), failed
@@ -145,7 +148,7 @@ class TorchFlight:
 
     done_at: float | None = None
 
-    def __init__(self, ids: Tensor, slots: Index, chosen: Chosen | None, failed: set[int]) -> None:
+    def __init__(self, ids: Tensor, slots: Index, chosen: Chosen | None, failed: dict[int, FinishReason]) -> None:
         """`failed` are those besides whom the choice has found."""
         self._ids = ids
         self._slots = slots
@@ -161,10 +164,9 @@ class TorchFlight:
         failed, logprobs = self._failed, None
         if self._chosen is not None:
             found = self._chosen.failed(self._slots)
-            failed = failed if found is None else failed.union(found.tolist())
+            failed = failed if found is None else {**dict.fromkeys(found.tolist(), FinishReason.ERROR), **failed}
             logprobs = self._chosen.logprobs()
-        slots = np.array(sorted(failed), np.uint16) if failed else None
-        return Sampled(self._ids.cpu().numpy(), logprobs, slots)
+        return Sampled(self._ids.cpu().numpy(), logprobs, *failures(failed))
 
 
 def _params_of(schedule: Schedule, slot: int) -> SamplingParams:
@@ -184,7 +186,3 @@ def _dtype(name: str) -> torch.dtype | None:
     if name not in DTYPES:
         raise ValueError(f"dtype is auto, {', '.join(DTYPES)}, not {name!r}")
     return DTYPES[name]
-
-
-def _no_images(key: bytes) -> Mapping[str, Tensor]:
-    raise Missing("this device was not told where images are")

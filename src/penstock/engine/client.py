@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,11 +36,29 @@ from penstock.engine.schedule import Input, columns_of_inputs
 from penstock.engine.stream import EngineError, Stream
 from penstock.engine.tree import AGAIN, Member, Tree
 from penstock.engine.unpack import pieces_of
+from penstock.tensor import Outgoing, Scope
 
 MOST_REQUESTS = 1 << 31  # numbers of requests are less, and begin again
 MOST_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 SEND_TIMEOUT = 5.0  # seconds; for a core that takes no requests
 LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
+FAILURES = {
+    FinishReason.ERROR: (500, "the model's numbers for this request were not numbers"),
+    FinishReason.MISSING: (
+        503,
+        "an image of this request was not in the store any more when it was needed: send it again",
+    ),
+    FinishReason.MISFIT: (400, "an image of this request is not what the model takes, or not as long as its place"),
+}
+
+
+class Value(NamedTuple):
+    """A tree of tensors that stands in a prompt instead of text: what the model's processor makes of an image."""
+
+    value: Any
+    position: int
+    length: int  # in ids
+    key: bytes | None = None  # of what it is made of and how: who brings the same again, has it looked for only
 
 
 class Client:
@@ -56,6 +75,7 @@ class Client:
         self._board = Board(tree.board)
         self._rows = [self._board.row(group) for group in range(len(tree.groups))]
         self._balance = Balance()
+        self.outgoing = Outgoing(tree.store)
         self._streams: dict[int, Stream] = {}
         self._open = [0] * len(tree.groups)  # of ours
         self._dead = [0] * len(tree.groups)  # the incarnation that we know to be dead
@@ -93,23 +113,52 @@ class Client:
         prompt: Sequence[int] | Ints,
         params: SamplingParams | None = None,
         *,
+        values: Sequence[Value] = (),
         items: tuple[Input, ...] = (),
+        scope: Scope | None = None,
         priority: int = 0,
         client: str = "",
         salt: bytes = b"",
         announce: tuple[Style, bytes] | None = None,
         timeout: float | None = None,
     ) -> Stream:
-        """Sends a request to a group. `items` stand in the prompt instead of text; `announce`: the style of the
-        answer, and the head of each of its lines; `timeout`: until the end of the answer.
+        """Sends a request to a group. `announce`: the style of the answer, and the head of each of its lines;
+        `timeout`: until the end of the answer.
+
+        What stands in the prompt instead of text: `values` are put into the store beside the loop, and held there
+        until the stream is over; `items` are there already, or inline. `scope` holds them: one of `outgoing`, which is
+        the stream's from now on, and released also where this raises.
 
         Raises EngineError where no group takes it now.
         """
+        if scope is None and values:
+            scope = self.outgoing.scope()
+        try:
+            if scope is not None and values:
+                items += await asyncio.to_thread(_put, scope, tuple(values))
+            return await self._submit(prompt, params, items, scope, priority, client, salt, announce, timeout)
+        except BaseException:
+            if scope is not None:
+                scope.release()
+            raise
+
+    async def _submit(
+        self,
+        prompt: Sequence[int] | Ints,
+        params: SamplingParams | None,
+        items: tuple[Input, ...],
+        scope: Scope | None,
+        priority: int,
+        client: str,
+        salt: bytes,
+        announce: tuple[Style, bytes] | None,
+        timeout: float | None,
+    ) -> Stream:
         ids = np.ascontiguousarray(prompt, np.int32)
         params = SamplingParams() if params is None else params
         group = self._choose(traces(ids, salt, [item.key for item, _, _ in items if item.key is not None]))
         request = self._number()
-        stream = Stream(request, group, self._rows[group][Board.SERVING], ids.size, params.n)
+        stream = Stream(request, group, self._rows[group][Board.SERVING], ids.size, params.n, scope)
         outputs = self._outputs[group]
         output = request % len(outputs) if outputs else 0
         self._keep(stream)
@@ -243,10 +292,14 @@ class Client:
             stream = streams.get(request)
             if stream is None:  # it was aborted
                 continue
-            if piece.reason is FinishReason.ERROR:
-                self._drop(stream)
-                stream.fail(EngineError(500, "the model's numbers for this request were not numbers"))
+            if piece.reason in FAILURES:
+                self._abort(stream)  # its other samples
+                stream.fail(EngineError(*FAILURES[piece.reason]))
                 continue
             stream.add(piece)
             if stream.is_over:
                 self._drop(stream)
+
+
+def _put(scope: Scope, values: tuple[Value, ...]) -> tuple[Input, ...]:
+    return tuple((scope.put(one.value, one.key), one.position, one.length) for one in values)

@@ -25,6 +25,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     end_id: int | None = None  # the token that ends a sample; None: the rule never gives one
     end_one_in: int = 64  # one token in so many is the end
+    opens_images: bool = True  # and reads a byte of each page of theirs, when their request joins
 
     def __post_init__(self) -> None:
         _within(self, "step_seconds", float, 0, 3600)
@@ -33,6 +34,8 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
         _within(self, "vocabulary", int, 1, _MANY)
         _within(self, "seed", int, 0, (1 << 64) - 1)
         _within(self, "end_one_in", int, 1, _MANY)
+        if not isinstance(self.opens_images, bool):
+            raise TypeError(f"opens_images is True or False, not {self.opens_images!r}")
         if self.end_id is not None:
             _within(self, "end_id", int, 0, self.vocabulary - 1)
 

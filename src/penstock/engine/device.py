@@ -5,10 +5,13 @@ Leaves to `backend` and `simulated` what a device is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.engine.protocol import Ints, Logprobs, Slots, Step
+import numpy as np
+
+from penstock.engine.protocol import Bytes, FinishReason, Ints, Logprobs, Slots, Step
 from penstock.engine.schedule import Schedule
 
 
@@ -18,7 +21,16 @@ class Sampled:
 
     ids: Ints  # in the order of `Schedule.sampled`
     logprobs: Logprobs | None = None
-    failed: Slots | None = None  # their numbers were not numbers
+    failed: Slots | None = None
+    reasons: Bytes | None = None  # FinishReason of each that has failed; None: all ERROR
+
+
+def failures(found: Mapping[int, FinishReason]) -> tuple[Slots | None, Bytes | None]:
+    """The last two of `Sampled`, of slots and why each has failed."""
+    if not found:
+        return None, None
+    slots = sorted(found)
+    return np.array(slots, np.uint16), np.array([found[slot] for slot in slots], np.uint8)
 
 
 class Flight(Protocol):

@@ -258,7 +258,8 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
     )
     counts: Slots | None = None  # of each slot's ids; None: one each
     logprobs: Logprobs | None = None
-    failed: Slots | None = None  # their numbers were not numbers: these requests end
+    failed: Slots | None = None  # these samples end without an answer
+    reasons: Bytes | None = None  # FinishReason of each of them; None: all ERROR
 
     def require_fit(self, sampled: int) -> None:
         """Raises DecodeError where it is not about as many as have `sampled` in its step, or as it names."""
@@ -272,6 +273,20 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
             shape = (int(self.counts.sum()),)
         if self.ids.shape != shape:
             raise DecodeError(f"expected {shape[0]} numbers, got a shape of {self.ids.shape} at $.ids")
+        if self.reasons is not None and (self.failed is None or self.reasons.shape != self.failed.shape):
+            raise DecodeError(f"expected one for each that failed, got a shape of {self.reasons.shape} at $.reasons")
+
+    def failures(self) -> list[tuple[int, FinishReason]]:
+        """Slots, and why each has failed. Raises DecodeError where that is not known here."""
+        if self.failed is None:
+            return []
+        slots: list[int] = self.failed.tolist()
+        if self.reasons is None:
+            return [(slot, FinishReason.ERROR) for slot in slots]
+        try:
+            return [(slot, FinishReason(why)) for slot, why in zip(slots, self.reasons.tolist(), strict=True)]
+        except ValueError as error:
+            raise DecodeError(f"{error} at $.reasons") from None
 
 
 # ── output processor → server, by ring ───────────────────────────────────────────────────────────────────────────────
@@ -279,7 +294,9 @@ class FinishReason(enum.IntEnum):
     STOP = 1  # an end id or a stop string
     LENGTH = 2
     ABORT = 3
-    ERROR = 4
+    ERROR = 4  # its numbers were not numbers
+    MISSING = 5  # what stands in its prompt was not there any more when it was needed: it may be sent again
+    MISFIT = 6  # what stands in its prompt is not what the model takes, or has another length there
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True, eq=False):

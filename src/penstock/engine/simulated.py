@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock import DecodeError, Missing
 from penstock.engine.config import SimulatedDevice
-from penstock.engine.device import Sampled
-from penstock.engine.protocol import Ints, Step
+from penstock.engine.device import Sampled, failures
+from penstock.engine.protocol import FinishReason, Ints, Step
 from penstock.engine.schedule import NOTHING, Schedule
+from penstock.tensor import Incoming, Item
+from penstock.tensor.transport import Held
 
 Words = npt.NDArray[np.uint64]
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+PAGE_NBYTES = 4096
 _SHIFTS = tuple(np.uint64(one) for one in (30, 27, 31))
 
 
@@ -89,7 +94,9 @@ class Simulated:
         told: SimulatedDevice,
         slots: int,
         clock: Callable[[], float] = time.monotonic,
+        open_item: Callable[[Item], Held] | None = None,
     ) -> None:
+        """`open_item` gives images, and raises Missing; None: only those that travel inline."""
         self.blocks = told.blocks
         self.busy = 0.0
         self.idle = 0.0
@@ -97,6 +104,7 @@ class Simulated:
         self._rule = Rule(told)
         self._keys: Words = np.zeros(slots, np.uint64)  # by slot
         self._clock = clock
+        self._open_item = open_item or Incoming(None).open
         self._free_at = 0.0  # when the last step that was launched ends
         self._is_awaited = False  # somebody had a row in the last step, and has not left since
 
@@ -110,11 +118,12 @@ class Simulated:
             samples = schedule.samples
             for slot in step.joined.slots.tolist():
                 self._keys[slot] = self._rule.key(schedule.prompts[slot], int(samples[slot]))
+        failed = failures(self._look_at_images(schedule, step) if self._told.opens_images else {})
         now = self._clock()
         tokens = int(schedule.counts.sum())
         if not tokens:  # nothing is computed: somebody left, perhaps
             self._is_awaited = self._is_awaited and schedule.rows.size > 0
-            return SimulatedFlight(max(now, self._free_at), Sampled(NOTHING), self._clock)
+            return SimulatedFlight(max(now, self._free_at), Sampled(NOTHING, None, *failed), self._clock)
         if self._is_awaited and now > self._free_at:
             self.idle += now - self._free_at
         self._is_awaited = True
@@ -123,4 +132,38 @@ class Simulated:
         self.busy += duration
         sampled = schedule.sampled
         ids = self._rule.tokens(self._keys[sampled], schedule.computed[sampled]) if sampled.size else NOTHING
-        return SimulatedFlight(self._free_at, Sampled(ids), self._clock)
+        return SimulatedFlight(self._free_at, Sampled(ids, None, *failed), self._clock)
+
+    def _look_at_images(self, schedule: Schedule, step: Step) -> dict[int, FinishReason]:
+        """Of those who join and bring images: each one that the cache has not got the whole of. Who fails by it."""
+        joined = step.joined
+        if joined is None or joined.inputs is None:
+            return {}
+        failed = {}
+        slots: list[int] = joined.slots.tolist()
+        parents = slots if joined.parents is None else joined.parents.tolist()
+        for slot, parent in zip(slots, parents, strict=True):
+            if parent != slot:
+                continue  # whose images these are has looked at them
+            cached = int(schedule.computed[slot] - schedule.counts[slot])
+            try:
+                for item, position, length in schedule.inputs[slot]:
+                    if position + length > cached:
+                        with self._open_item(item) as held:
+                            _touch(held.value())
+            except Missing:
+                failed[slot] = FinishReason.MISSING
+            except (DecodeError, ValueError):
+                failed[slot] = FinishReason.MISFIT
+        return failed
+
+
+def _touch(value: Any) -> None:
+    """Reads a byte of each page, as who copies it to an accelerator reads all of them."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            _touch(one)
+    elif isinstance(value, np.ndarray) and value.nbytes:
+        value.reshape(-1).view(np.uint8)[::PAGE_NBYTES].max()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.engine.protocol import FinishReason, Logprobs
+from penstock.tensor import Scope
 
 MOST_KEPT_NBYTES = 4 << 20  # of an answer that nobody reads
 
@@ -48,10 +49,19 @@ class Piece(msgspec.Struct, eq=False):
 class Stream:
     """`async with` it, so that the request ends with whoever asked for it; `async for` gives its pieces.
 
-    Pieces that nobody has taken yet become one. Raises EngineError where the answer does not come to its end.
+    Pieces that nobody has taken yet become one. Raises EngineError where the answer does not come to its end. `scope`
+    holds what stands in the prompt instead of text: it is released when the stream is over, in whatever way.
     """
 
-    def __init__(self, request: int, group: int, incarnation: int, prompt_tokens: int, samples: int) -> None:
+    def __init__(
+        self,
+        request: int,
+        group: int,
+        incarnation: int,
+        prompt_tokens: int,
+        samples: int,
+        scope: Scope | None = None,
+    ) -> None:
         self.request = request
         self.group = group
         self.incarnation = incarnation
@@ -59,6 +69,7 @@ class Stream:
         self.completion_tokens = 0
         self.cached_tokens = 0
         self._open_samples = samples
+        self._scope = scope
         self._pieces: deque[Piece] = deque()
         self._kept_nbytes = 0
         self._error: EngineError | None = None
@@ -151,6 +162,11 @@ class Stream:
     def _settle(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-        if self.is_over and self._alarm is not None:
+        if not self.is_over:
+            return
+        if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
+        if self._scope is not None:
+            self._scope.release()
+            self._scope = None

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import penstock
 from penstock import PeerDied, Store
+from penstock.channel.channels import SPILL_BLOCKS
 from penstock.engine.board import Board
 from penstock.engine.config import EngineConfig
 from penstock.engine.protocol import ANNOUNCED, DELTAS, INBOX, RESULTS, STEPS
@@ -98,7 +99,11 @@ def _lay_group(config: EngineConfig, number: int) -> Group:
         penstock.open_inbox(
             config.api_servers + workers + outputs + 1, f"inbox {number}", messages=INBOX, max_peers=PEERS
         ),
-        penstock.open_broadcast(workers + outputs, f"steps {number}", messages=STEPS, max_peers=PEERS),
+        # Inline images stay where they came for as long as their request runs. The inbox has room for fewer of them, so
+        # whoever submits too many waits, and not the core.
+        penstock.open_broadcast(
+            workers + outputs, f"steps {number}", messages=STEPS, max_peers=PEERS, spill_blocks=2 * SPILL_BLOCKS
+        ),
         penstock.open_broadcast(1 + outputs, f"results {number}", messages=RESULTS, max_peers=PEERS),
         tuple(
             penstock.open_inbox(

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from functools import partial
-from typing import Any
 
-from penstock import EndOfChannel, Store, Timeout
+from penstock import EndOfChannel, Timeout
 from penstock.codec.follow import Follower, Following
 from penstock.engine.board import Board
 from penstock.engine.device import Device, Flight
@@ -20,6 +18,7 @@ from penstock.engine.protocol import Ready, Step, StepDone, Stop, Whole
 from penstock.engine.schedule import Schedule
 from penstock.engine.simulated import Simulated
 from penstock.engine.tree import Member, Tree, past_the_dead
+from penstock.tensor import Incoming
 
 MOST_IN_FLIGHT = 2  # one runs, one waits: the device need not wait for us between them
 LOOK_AGAIN = 0.0002  # seconds; at a flight of which nobody knows when it will end
@@ -37,7 +36,7 @@ def device_of(tree: Tree, me: Member) -> Device:
     """Blocks until all ranks have come, and the model is loaded."""
     config = tree.config
     if config.simulated is not None:
-        return Simulated(config.simulated, config.slots)
+        return Simulated(config.simulated, config.slots, open_item=Incoming(tree.store).open)
     # Imported here: torch is not needed by anybody else.
     from penstock.engine.backend import TorchDevice
     from penstock.engine.sharding import Ranks
@@ -51,13 +50,8 @@ def device_of(tree: Tree, me: Member) -> Device:
         block_size=config.block_size,
         blocks=config.blocks,
         token_budget=config.token_budget,
-        fetch=None if tree.store is None else partial(_fetch, tree.store),
+        open_item=Incoming(tree.store).open,
     )
-
-
-def _fetch(store: Store, key: bytes) -> Any:
-    """An image's tensors. Raises Missing."""
-    return store.get(key).value("torch")
 
 
 class Worker:
@@ -130,7 +124,14 @@ class Worker:
         sampled = flight.result()
         if self._results is None:
             return
-        done = StepDone(step.leader, step.number, sampled.ids, logprobs=sampled.logprobs, failed=sampled.failed)
+        done = StepDone(
+            step.leader,
+            step.number,
+            sampled.ids,
+            logprobs=sampled.logprobs,
+            failed=sampled.failed,
+            reasons=sampled.reasons,
+        )
         results = self._results
         past_the_dead(self._me, lambda: results.send(done, self._timeout), self._timeout)
         if isinstance(self._device, Simulated):

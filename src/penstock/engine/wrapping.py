@@ -17,6 +17,8 @@ REASONS = {
     FinishReason.LENGTH: b'"length"',
     FinishReason.ABORT: b'"abort"',
     FinishReason.ERROR: b'"error"',
+    FinishReason.MISSING: b'"error"',
+    FinishReason.MISFIT: b'"error"',
 }
 
 

@@ -1,0 +1,238 @@
+"""Images as users send them: decoded, made what the model takes, and put into the store, by threads beside the loop.
+
+    loaded = await images.load(raw, scope)        raw: a PNG, a JPEG or a WebP
+    loaded.item, loaded.tokens                    for `Client.submit(…, items=…, scope=scope)`
+
+An image is known by its bytes and by what is made of them: one that has been made is found by its key and not even
+decoded. Leaves to the model's own processor what is made of an image, to the scope how long it is held, and to whoever
+writes the prompt where its tokens stand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from penstock import Missing
+from penstock.errors import PenstockError
+from penstock.tensor import Item, Outgoing, Scope, key_of
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Of what one request may bring."""
+
+    count: int = 16
+    nbytes: int = 20 << 20  # of each, as it was sent
+    pixels: int = 40_000_000  # of each: what a few bytes can swell to
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(f"{name} is 1 or more, not {getattr(self, name)!r}")
+
+
+class ImageRefused(PenstockError):
+    """An image that is not taken. `status` is HTTP's."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+class Loaded(NamedTuple):
+    """An image that is ready to travel."""
+
+    item: Item
+    tokens: int  # how often the id of an image stands for it in the prompt
+    rows: int  # of the tiles that it was cut into; 0: it is whole
+    columns: int
+
+
+class Images:
+    """Of one model, for all requests of a process."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        outgoing: Outgoing,
+        *,
+        limits: ImageLimits | None = None,
+        threads: int | None = None,
+        salt: bytes = b"",
+    ) -> None:
+        """`path`: the model's directory; `threads`: None for as many as there are processors; `salt`: another one, and
+        nothing is shared with those of this one.
+
+        Raises ValueError where the model takes no images, or its processor is not there.
+        """
+        self.limits = limits or ImageLimits()
+        self._outgoing = outgoing
+        self._processor, self._count = _processor_of(Path(path))
+        self._salt = _fingerprint(self._processor) + salt
+        self._threads = ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), "images")
+
+    async def load(self, raw: bytes, scope: Scope) -> Loaded:
+        """Blocks nobody's loop. The scope holds the image. Raises ImageRefused, and ClosedError if the scope has been
+        released meanwhile."""
+        if len(raw) > self.limits.nbytes:
+            raise ImageRefused(413, f"an image has at most {self.limits.nbytes} bytes, this one has {len(raw)}")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.load_now, raw, scope)
+
+    async def load_all(self, raws: Iterable[bytes], scope: Scope) -> list[Loaded]:
+        """The images of one request, side by side, in their order. One that is not taken ends it for all."""
+        raws = list(raws)
+        if len(raws) > self.limits.count:
+            raise ImageRefused(400, f"a request has at most {self.limits.count} images, this one has {len(raws)}")
+        tasks = [asyncio.ensure_future(self.load(raw, scope)) for raw in raws]
+        try:
+            return [await task for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def load_now(self, raw: bytes, scope: Scope) -> Loaded:
+        """In this thread."""
+        key = key_of(raw, salt=self._salt)
+        found = self._find(key, scope)
+        if found is not None:
+            return found
+        made = self._make(raw)
+        return _loaded(scope.put(made, key), made)
+
+    def _find(self, key: bytes, scope: Scope) -> Loaded | None:
+        store = self._outgoing.store
+        try:
+            if store is not None:
+                with store.get(key) as stored:
+                    return _loaded(scope.add(stored, key), stored.value())
+        except Missing:
+            pass
+        return None
+
+    def _make(self, raw: bytes) -> dict[str, Any]:
+        picture = _decoded(raw, self.limits.pixels)
+        try:
+            made = self._processor(images=picture, return_tensors="np")
+            shape = _tiles(made)
+            tensors = {name: np.asarray(one) for name, one in made.items() if name not in ("rows", "cols")}
+            return {**tensors, "tokens": self._count(tensors), "rows": shape[0], "columns": shape[1]}
+        except ValueError as error:  # one that is a thousand times as wide as it is high, say
+            raise ImageRefused(
+                400, f"the model's processor takes no image of {picture.width} x {picture.height}: {error}"
+            ) from None
+
+    def close(self) -> None:
+        """Waits for what is being made."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Images:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _loaded(item: Item, made: Mapping[str, Any]) -> Loaded:
+    return Loaded(item, made["tokens"], made["rows"], made["columns"])
+
+
+def _tiles(made: Mapping[str, Any]) -> tuple[int, int]:
+    rows, columns = made.get("rows"), made.get("cols")
+    if rows is None or columns is None:
+        return 0, 0
+    return int(np.asarray(rows).reshape(-1)[0]), int(np.asarray(columns).reshape(-1)[0])
+
+
+def _decoded(raw: bytes, most_pixels: int) -> Any:
+    """As RGB. Its size is looked at before anything is unpacked."""
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # we look at that ourselves
+            picture = Image.open(io.BytesIO(raw), formats=FORMATS)
+        width, height = picture.size
+        if width * height <= most_pixels:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except Image.DecompressionBombError as error:
+        raise ImageRefused(413, f"an image has at most {most_pixels} pixels: {error}") from None
+    except Exception as error:  # whatever its decoder stumbles on
+        raise ImageRefused(400, f"no image that can be read as {', '.join(FORMATS)}: {error}") from None
+    raise ImageRefused(
+        413, f"an image has at most {most_pixels} pixels, this one has {width} x {height} = {width * height}"
+    )
+
+
+# ── what a family makes of an image ──────────────────────────────────────────────────────────────────────────────────
+def _processor_of(path: Path) -> tuple[Any, Any]:
+    """What makes an image's tensors, and what says how many tokens these are."""
+    from transformers import AutoConfig, AutoImageProcessor
+
+    from penstock.engine.model import VISION
+
+    of_any_kind: Any = AutoImageProcessor
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if config.model_type not in VISION:
+        raise ValueError(f"{config.model_type!r} takes no images; these do: {', '.join(VISION)}")
+    try:
+        processor = of_any_kind.from_pretrained(path, local_files_only=True, backend="pil")
+    except OSError as error:
+        raise ValueError(f"{path}: expected the image processor of a model: {error}") from None
+    if config.model_type in ("idefics3", "smolvlm"):
+        processor.return_row_col_info = True
+    return processor, _COUNTS[config.model_type](config, processor)
+
+
+def _count_patches(config: Any, _: Any) -> Any:
+    """LLaVA's: a token for each patch; its tower may have one more, which is kept or left out."""
+    size = config.vision_config.patch_size
+    has_class = config.vision_config.model_type == "clip_vision_model"
+    more = int(has_class) - int(config.vision_feature_select_strategy == "default")
+
+    def count(tensors: Mapping[str, Any]) -> int:
+        height, width = tensors["pixel_values"].shape[-2:]
+        return int(height // size) * int(width // size) + more
+
+    return count
+
+
+def _count_merged(config: Any, processor: Any) -> Any:
+    """Qwen's: as the grid says."""
+    return lambda tensors: int(tensors["image_grid_thw"].prod()) // processor.merge_size**2
+
+
+def _count_tiles(config: Any, _: Any) -> Any:
+    """Idefics': as many for each tile."""
+    each = (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // config.scale_factor**2
+    return lambda tensors: int(tensors["pixel_values"].shape[1]) * each
+
+
+_COUNTS = {
+    "idefics3": _count_tiles,
+    "llava": _count_patches,
+    "qwen2_5_vl": _count_merged,
+    "qwen2_vl": _count_merged,
+    "smolvlm": _count_tiles,
+}
+
+
+def _fingerprint(processor: Any) -> bytes:
+    """Of all that decides what becomes of an image."""
+    import transformers
+
+    said = json.dumps(processor.to_dict(), sort_keys=True, default=str)
+    return hashlib.sha256(f"{transformers.__version__} {type(processor).__name__} {said}".encode()).digest()

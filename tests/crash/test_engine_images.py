@@ -1,0 +1,158 @@
+"""Servers, cores and workers of the engine die while images are on their way, and whoever is left holds none of them.
+
+Also what becomes of images for which there is no room, or no store, or which have gone.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from penstock import Store
+from penstock.engine.board import Board
+from penstock.engine.client import Client, Value
+from penstock.engine.protocol import SamplingParams
+from penstock.engine.stream import EngineError
+from penstock.engine.tree import Member, Tree
+from tests.engine import PATIENCE, START, Running, prompt, running
+
+NBYTES = 32 << 20
+LENGTH = 8  # ids of an image
+SHAPE = {"tensor_parallel": 2, "output_processors": 1, "store_nbytes": NBYTES}
+
+
+def images(number: int) -> list[Value]:
+    """One with a key, which others may have too, and one without."""
+    pixels = np.full((3, 224, 224), number, np.float32)
+    return [Value({"pixel_values": pixels}, 0, LENGTH, number.to_bytes(32, "little")), Value([pixels], 10, LENGTH)]
+
+
+async def ask(client: Client, number: int, tokens: int) -> tuple[list[int], list[int]]:
+    """What was asked, and the answer."""
+    ids = prompt(24)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    async with await client.submit(ids, params, values=images(number), timeout=PATIENCE) as stream:
+        return ids, [one async for piece in stream for one in piece.ids]
+
+
+async def must_answer(tree: Running, client: Client, number: int) -> None:
+    ids, got = await ask(client, number, 20)
+    assert got == tree.rule.answer(ids, 20)
+
+
+async def must_be_held_by_nobody(tree: Running) -> None:
+    """Now, or as soon as the dead have been reaped; and all memory is there for whoever comes."""
+    store = tree.launcher.tree.store
+    assert store is not None
+    await tree.until(lambda: not held(store))
+    store.clear()
+    assert store.stats().blocks == 0
+    store.take(NBYTES).release()
+
+
+def held(store: Store) -> list[object]:
+    kept = store.stats_of_keys().items
+    strays = store.stats().blocks - len(kept)  # without a key
+    return [one for one in kept if one.holders or one.is_being_written] + ([strays] if strays else [])
+
+
+async def fate(client: Client, number: int) -> EngineError | None:
+    try:
+        await ask(client, number, 2000)
+    except EngineError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(("kind", "index"), [("core", 0), ("worker", 1)])
+def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int) -> None:
+    async def scene() -> None:
+        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+            asked = [asyncio.ensure_future(fate(client, number % 4)) for number in range(12)]
+            await tree.until(lambda: client.open_requests > 6)  # some are running, some are being put
+            os.kill(tree.child(kind, index).pid, signal.SIGKILL)
+            for error in await asyncio.gather(*asked):
+                assert error is not None and error.status == 503, error
+            assert client.outgoing.stats().open_scopes == 0
+            await tree.launcher.serving(START)
+            await must_answer(tree, client, 1)
+            await must_be_held_by_nobody(tree)
+
+    asyncio.run(scene())
+
+
+def serve(tree: Tree, me: Member) -> None:
+    """Asks for ever."""
+
+    async def life() -> None:
+        is_over = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
+        async with Client(tree, me) as client:
+            number = 0
+            while not is_over.is_set():
+                with contextlib.suppress(EngineError):
+                    await asyncio.gather(*(ask(client, (number := number + 1) % 6, 30) for _ in range(4)))
+
+    asyncio.run(life())
+
+
+def test_servers_die_while_they_put_and_hold_images() -> None:
+    async def scene() -> None:
+        async with running(serve, api_servers=2, **SHAPE) as tree:
+            store = tree.launcher.tree.store
+            assert store is not None
+            for _ in range(3):
+                await tree.until(lambda: tree.number(Board.OPEN) > 4 and held(store), START)  # both ask
+                victim = tree.child("server", 1)
+                os.kill(victim.pid, signal.SIGKILL)
+                await tree.until(lambda gone=victim.pid: gone not in {one.pid for one in tree.children()})
+            for unit in tree.launcher.units:
+                if not unit.is_group:
+                    unit.signal(signal.SIGTERM)
+            tree.launcher.is_stopping = True  # and nobody starts them again
+            await tree.until(lambda: not [one for one in tree.children() if one.member.kind == "server"])
+            await tree.until(lambda: tree.number(Board.OPEN) == 0)
+            await must_be_held_by_nobody(tree)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("nbytes", [0, NBYTES], ids=["no store", "no room"])
+def test_images_for_which_there_is_no_room_travel_inline(nbytes: int) -> None:
+    async def scene() -> None:
+        async with running(**{**SHAPE, "store_nbytes": nbytes}) as tree, Client(tree.launcher.tree, 0) as client:
+            store = tree.launcher.tree.store
+            with contextlib.nullcontext() if store is None else store.take(NBYTES):
+                await asyncio.gather(*(must_answer(tree, client, number) for number in range(6)))
+                assert client.outgoing.stats().inline == client.outgoing.stats().items == 12
+            await must_answer(tree, client, 1)
+            assert client.outgoing.stats().puts == (2 if nbytes else 0)
+            await tree.must_be_empty()
+
+    asyncio.run(scene())
+
+
+def test_who_asks_with_an_image_that_has_gone_is_told_to_ask_again() -> None:
+    async def scene() -> None:
+        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+            with client.outgoing.scope() as scope:
+                gone = [(scope.put(one.value, one.key), one.position, one.length) for one in images(1)]
+            store = tree.launcher.tree.store
+            assert store is not None
+            store.clear()
+            others = [must_answer(tree, client, number) for number in range(2, 5)]
+            params = SamplingParams(n=3)
+            stream = await client.submit(prompt(24), params, items=tuple(gone))
+            await asyncio.gather(*others)
+            with pytest.raises(EngineError, match=r"not in the store any more .*: send it again") as caught:
+                async for _ in stream:
+                    pass
+            assert caught.value.status == 503
+            await must_answer(tree, client, 1)
+            await tree.must_be_empty()
+            await must_be_held_by_nobody(tree)
+
+    asyncio.run(scene())

@@ -1,0 +1,232 @@
+"""Images of requests, without an engine: what a stream holds, and what a device opens."""
+
+import asyncio
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import Missing, Store
+from penstock.codec import Interned
+from penstock.engine.board import Board
+from penstock.engine.client import Client, Value
+from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.plan import Plan
+from penstock.engine.protocol import FinishReason, Inputs, SamplingParams, StepDone, Submit
+from penstock.engine.schedule import Schedule
+from penstock.engine.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.simulated import Simulated
+from penstock.engine.stream import EngineError, Piece, Stream
+from penstock.engine.tree import Tree
+from penstock.tensor import Incoming, Item, Outgoing
+
+SIZE, LENGTH = 4, 10  # of a block; ids of an image
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def pixels(number: int = 0) -> dict[str, np.ndarray]:
+    return {"pixel_values": np.full((3, 64, 64), number, np.float32)}
+
+
+def must_be_held_by_nobody(store: Store) -> None:
+    kept = store.stats_of_keys().items
+    assert not [one for one in kept if one.holders or one.is_being_written]
+    assert store.stats().blocks == len(kept)
+
+
+def a_store() -> Store:
+    return Store.create(8 << 20)
+
+
+# ── what a stream holds ──────────────────────────────────────────────────────────────────────────────────────────────
+def held_by(stream_of: Any, outgoing: Outgoing) -> Stream:
+    scope = outgoing.scope()
+    scope.put(pixels(), key(1))
+    scope.put(pixels())
+    stream: Stream = stream_of(scope)
+    assert outgoing.stats().open_scopes == 1
+    return stream
+
+
+def fail(stream: Stream) -> None:
+    stream.fail(EngineError(503, "it died"))
+
+
+def answer(stream: Stream) -> None:
+    stream.add(Piece(0, b"a", [1]))
+    stream.add(Piece(0, b"b", [2], FinishReason.STOP))
+
+
+@pytest.mark.parametrize("end", [fail, answer, Stream.abort])
+def test_a_stream_that_is_over_holds_nothing_though_nobody_has_read_it(end: Any) -> None:
+    with a_store() as store:
+        outgoing = Outgoing(store, inline_nbytes=0)
+        stream = held_by(lambda scope: Stream(1, 0, 1, 5, 1, scope), outgoing)
+        assert store.stats().holders
+        end(stream)
+        assert stream.is_over and outgoing.stats().open_scopes == 0
+        must_be_held_by_nobody(store)
+
+
+def test_a_stream_that_takes_too_long_holds_nothing() -> None:
+    with a_store() as store:
+
+        async def scene() -> None:
+            outgoing = Outgoing(store, inline_nbytes=0)
+            stream = held_by(lambda scope: Stream(1, 0, 1, 5, 1, scope), outgoing)
+            stream.begin(lambda _: None, 0.01)
+            with pytest.raises(EngineError):
+                await anext(stream)
+            must_be_held_by_nobody(store)
+
+        asyncio.run(scene())
+
+
+def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> None:
+    """Nobody serves: what is submitted stays in the inbox, until it is aborted at some moment, or the client closes."""
+    chance = random.Random(seed)
+
+    async def one(client: Client, number: int) -> None:
+        values = [Value(pixels(number), 2, LENGTH, key(number % 20) if number % 3 else None)]
+        submitting = asyncio.ensure_future(client.submit(range(20), values=values))
+        for _ in range(chance.choice([0, 1, 3, 30])):
+            await asyncio.sleep(0)
+        if chance.random() < 0.3:
+            submitting.cancel()
+        try:
+            stream = await submitting
+        except (asyncio.CancelledError, EngineError):
+            return
+        how = chance.random()
+        if how < 0.4:
+            stream.abort()
+        elif how < 0.7:
+            async with stream:
+                pass
+
+    async def scene() -> None:
+        tree = Tree.lay(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20, output_processors=0))
+        assert tree.store is not None
+        try:
+            board = Board(tree.board, writable=True)
+            board.row(0)[Board.SERVING] = 1
+            async with Client(tree, 0) as client:
+                reader = asyncio.ensure_future(drain(tree))
+                for begin in range(0, 1000, 20):
+                    await asyncio.gather(*(one(client, number) for number in range(begin, begin + 20)))
+                outgoing = client.outgoing
+                assert client.open_requests > 0, "some are left open until the client closes"
+            reader.cancel()
+            assert outgoing.stats().open_scopes == 0
+            stats = outgoing.stats()
+            assert stats.hits and stats.puts
+            deadline = time.monotonic() + 5
+            while any(one.holders for one in tree.store.stats_of_keys().items) and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)  # threads that were putting when their request was cancelled
+            must_be_held_by_nobody(tree.store)
+            board.close()
+        finally:
+            tree.close()
+
+    asyncio.run(scene())
+
+
+async def drain(tree: Tree) -> None:
+    """A core that listens and answers nobody."""
+    async with tree.groups[0].inbox.async_receiver(name="core 0.0 #1") as inbox:
+        while True:
+            await inbox.receive()
+
+
+# ── what a device opens ──────────────────────────────────────────────────────────────────────────────────────────────
+class Opened:
+    """A simulated device and its scheduler, and the images that were opened."""
+
+    def __init__(self, incoming: Incoming, **options: Any) -> None:
+        self.items: list[Item] = []
+        self.failed: list[tuple[int, FinishReason]] = []
+        self._incoming = incoming
+        self._schedule = Schedule(4, 64, SIZE)
+        self._scheduler = Scheduler(self._schedule, SchedulerConfig(max_model_len=128, token_budget=16))
+        told = SimulatedDevice(step_seconds=0, **options)
+        self._device = Simulated(told, 4, open_item=self._open)
+        self._requests = 0
+        self._steps = 0
+
+    def _open(self, item: Item) -> Any:
+        self.items.append(item)
+        return self._incoming.open(item)
+
+    def ask(self, ids: list[int], items: list[Item], positions: list[int], samples: int = 1) -> None:
+        """Until it is answered."""
+        places = np.array(positions, np.int32)
+        inputs = Inputs(np.array([len(items)], np.int32), tuple(items), places, np.full(len(items), LENGTH, np.int32))
+        params = Interned(SamplingParams(max_tokens=3, n=samples))
+        self._scheduler.submit(Submit(0, self._requests, np.array(ids, np.int32), params, inputs=inputs))
+        self._requests += 1
+        plan = Plan(self._schedule)
+        while self._scheduler.open_requests:
+            assert self._scheduler.plan(plan)
+            step = plan.finish(1, self._steps)
+            self._schedule.apply(step)
+            self._scheduler.sent(step)
+            sampled = self._device.launch(self._schedule, step).result()
+            done = StepDone(1, self._steps, sampled.ids, failed=sampled.failed, reasons=sampled.reasons)
+            self._steps += 1
+            self.failed += done.failures()
+            self._scheduler.done(done)
+
+
+PROMPT = list(range(40))
+
+
+def test_an_image_is_opened_once_by_a_request_and_by_nobody_who_finds_its_blocks() -> None:
+    with a_store() as store:
+        outgoing, device = Outgoing(store), Opened(Incoming(store))
+        with outgoing.scope() as scope:
+            first, second = scope.put(pixels(1), key(1)), scope.put(pixels(2), key(2))
+            device.ask(PROMPT, [first, second], [1, 25], samples=3)
+            assert device.items == [first, second]
+            device.ask([*PROMPT, 7], [first, second], [1, 25])
+            assert device.items == [first, second]
+            other = scope.put(pixels(3), key(3))
+            device.ask(PROMPT, [first, other], [1, 25])
+            assert device.items == [first, second, other] and not device.failed
+        must_be_held_by_nobody(store)
+
+
+def test_what_travels_inline_is_opened_with_and_without_a_key() -> None:
+    device = Opened(Incoming(None))
+    with Outgoing(None).scope() as scope:
+        device.ask(PROMPT, [scope.put(pixels(1)), scope.put(pixels(2), key(2))], [1, 25])
+    assert len(device.items) == 2 and not device.failed
+
+
+def test_who_wants_an_image_that_is_gone_fails_alone() -> None:
+    with a_store() as store:
+        outgoing, device = Outgoing(store), Opened(Incoming(store))
+        with outgoing.scope() as scope:
+            item, keyless = scope.put(pixels(1), key(1)), scope.put(pixels(2))
+        store.clear()
+        device.ask(PROMPT, [item], [1], samples=2)
+        device.ask(PROMPT, [keyless], [1])
+        assert [why for _, why in device.failed] == [FinishReason.MISSING] * 3
+        with outgoing.scope() as scope:
+            scope.put(pixels(1), key(1))
+            device.ask(PROMPT, [item], [1])  # somebody has put it again: it is found by its key
+        assert len(device.failed) == 3
+        with pytest.raises(Missing):
+            Incoming(store).open(keyless)
+
+
+def test_a_device_that_is_told_so_opens_nothing() -> None:
+    with a_store() as store:
+        device = Opened(Incoming(store), opens_images=False)
+        with Outgoing(store).scope() as scope:
+            device.ask(PROMPT, [scope.put(pixels())], [1])
+        assert device.items == []
