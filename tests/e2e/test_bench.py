@@ -1,4 +1,4 @@
-"""The benchmark of tensors as a user starts it, small: every case runs, what arrives is what was sent, all is told."""
+"""The benchmarks of tensors and of the engine as a user starts them, small: all is measured, and all is told."""
 
 import json
 import os
@@ -38,4 +38,25 @@ def test_a_quick_run_of_the_tensors_measures_every_case_and_loses_nothing(tmp_pa
 
     assert figure("memory for one image") == pytest.approx(1, abs=0.3)  # times its size; 3 would be a copy for each
     assert figure("request message with one image") == 45
+    assert "Targets" in run.stderr
+
+
+def test_a_quick_run_of_the_engine_measures_every_tree_and_each_says_what_the_rule_says(tmp_path: Path) -> None:
+    pytest.importorskip("zmq")
+    ways = {"penstock", "outputs-in-core", "no-overlap", "classic-zeromq"}
+    run = subprocess.run(
+        [sys.executable, "bench/engine.py", "--quick", "--json", "--impl", ",".join(sorted(ways)), "--out", tmp_path],
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
+    records = [json.loads(line) for line in run.stdout.splitlines()]
+    assert (tmp_path / "engine.jsonl").read_text().splitlines() == run.stdout.splitlines()
+    assert not [record for record in records if record["case"] == "failed"]
+    decoded = {record["impl"]: record for record in records if record["case"] == "decode"}
+    assert decoded.keys() == ways
+    for record in decoded.values():
+        assert record["tpot_ms"] >= 1.9  # a step takes 2 ms, and nothing makes up for that
+        assert record["text_nbytes_per_token"] > 150  # chunks, not only their text
+    asked = [(record["impl"], record["share"]) for record in records if record["case"] == "images"]
+    assert sorted(asked) == [("classic-zeromq", 0), ("classic-zeromq", 1), ("penstock", 0), ("penstock", 1)]
     assert "Targets" in run.stderr

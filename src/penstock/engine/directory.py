@@ -1,6 +1,6 @@
 """What the directory of a model says that the engine must know before any of its processes: end ids and words.
 
-Leaves to `model` the numbers. A simulated device has no directory: its words are its tokens' numbers.
+Leaves to `model` the numbers. A simulated device needs no directory: without one its words are its tokens' numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def completed(config: EngineConfig) -> EngineConfig:
 
 def vocabulary(config: EngineConfig) -> Vocabulary:
     """A model without a tokenizer answers in ids alone."""
-    if config.simulated is not None:
+    if config.simulated is not None and not config.model:
         return Vocabulary([b" %d" % one for one in range(config.simulated.vocabulary)])
     if not _tokenizer_of(config).exists():
         event("model without a tokenizer", logging.WARNING, missing=_tokenizer_of(config))

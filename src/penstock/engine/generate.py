@@ -93,7 +93,7 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Sampl
 
 
 def _tokenise(config: EngineConfig) -> Tokenise:
-    if config.simulated is not None:
+    if config.simulated is not None and not config.model:
         return lambda text: [one % config.simulated.vocabulary for one in text.encode()] if config.simulated else []
     tokenizer = tokenizer_of(config)
     return lambda text: list(tokenizer.encode(text).ids)

@@ -1,0 +1,178 @@
+"""The engine alone, on a simulated device: does the device wait, what does a user wait, what does a step cost the core?
+
+Ours, ours with a part taken away, and the classic way in the same engine: their trees are up at the same time and take
+turns in every round.
+
+    scripts/bench engine                         the targets' cells and a few around them, and images: six minutes
+    scripts/bench engine --all                   steps of 1 to 20 ms, batches of 1 to 1,024, TP of 1 to 4: an hour
+    scripts/bench engine --quick                 small, few rounds: does it run?
+    scripts/bench engine --only decode --cells 5x256x2,1x32x1 --impl penstock,classic-zeromq --style chat
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
+
+from bench.engine_cases import decoding, goals, images, words
+from bench.engine_cases.decoding import Cell, Trees
+from bench.engine_cases.trees import OURS, SAID, WAYS, Way
+from bench.harness.output import Output, machine
+from bench.harness.quiet import FOREIGN_LIMIT, Patience, load_between, look
+from bench.harness.targets import show
+from bench.impls import Unavailable
+from penstock.engine.protocol import Style
+
+CASES = ("decode", "images")
+STEPS_MS, BATCHES, TENSOR_PARALLEL = (1, 2, 5, 20), (1, 32, 256, 1024), (1, 2, 4)
+STYLES = {"plain": Style.PLAIN, "chat": Style.CHAT}
+GRID = tuple(Cell(*place) for place in itertools.product(STEPS_MS, BATCHES, TENSOR_PARALLEL))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    cells: tuple[Cell, ...]
+    rounds: int
+    seconds: float  # of one way's turn
+    images: int
+    largest_image: int
+    patience: float
+
+
+DEFAULT = Scale(
+    cells=(Cell(1, 1, 1), Cell(2, 32, 2), Cell(1, 256, 1), goals.SMALL, *goals.OUTPUTS, goals.LARGE),
+    rounds=3,
+    seconds=1.0,
+    images=12,
+    largest_image=23 * images.MB,
+    patience=30.0,
+)
+ALL = replace(DEFAULT, cells=(*GRID, goals.OUTPUTS[1]), patience=300.0)
+QUICK = Scale(
+    cells=(Cell(2, 8, 1, Style.CHAT),), rounds=1, seconds=0.1, images=2, largest_image=images.MB, patience=0.0
+)
+
+
+def available(names: Sequence[str], output: Output) -> list[Way]:
+    """Those that can run here; the others are named with the reason."""
+    found = []
+    for each in (WAYS[name] for name in names):
+        try:
+            each.check()
+            found.append(each)
+        except Unavailable as missing:
+            output.say(f"skipped {each.name}: {missing}")
+            output.record("skipped", each.name, reason=str(missing))
+    return found
+
+
+async def run(trees: Trees, scale: Scale, cases: Sequence[str], ways: Sequence[Way]) -> goals.Found:
+    found = goals.Found()
+    for way in ways:
+        trees.output.say(f"  {way.name}: {SAID[way.name]}")
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        model = Path(scratch, "model")
+        vocabulary = words.train(model)
+        place = 0
+        if "decode" in cases:
+            for place, cell in enumerate(scale.cells):
+                here = Path(scratch, str(place))
+                found.decoded[cell] = await decoding.run_cell(trees, ways, cell, model, vocabulary, here, scale.seconds)
+        if "images" in cases:
+            found.images = await images.run_images(
+                trees, ways, scale.images, scale.largest_image, model, vocabulary, Path(scratch, "images")
+            )
+    return found
+
+
+def one_of(known: Sequence[str]) -> Callable[[str], str]:
+    """Checks one or several names, separated by commas."""
+
+    def check(text: str) -> str:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"there is no {name!r}; there are {', '.join(known)}")
+        return text
+
+    return check
+
+
+def cells_of(text: str) -> tuple[Cell, ...]:
+    """Of `5x256x2,…`: milliseconds of a step, batch, TP."""
+    try:
+        return tuple(Cell(*(int(number) for number in cell.split("x"))) for cell in text.split(","))
+    except (ValueError, TypeError):
+        raise argparse.ArgumentTypeError(f"cells are like 5x256x2 (ms of a step, batch, TP), not {text!r}") from None
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench engine", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one object per line on stdout, tables on stderr")
+    parser.add_argument("--quick", action="store_true", help="small, few rounds: does it run?")
+    parser.add_argument("--all", action="store_true", help="every cell of the grid")
+    parser.add_argument("--only", metavar="CASE,…", type=one_of(CASES), default=",".join(CASES), help="of %(default)s")
+    parser.add_argument("--cells", metavar="MSxBATCHxTP,…", type=cells_of, help="these, and no others")
+    parser.add_argument("--style", choices=STYLES, help="of all answers: plain text, or finished chat chunks")
+    parser.add_argument("--impl", metavar="NAME,…", type=one_of(list(WAYS)), default=",".join(WAYS))
+    parser.add_argument("--rounds", metavar="N", type=int)
+    parser.add_argument("--seconds", metavar="S", type=float, help="of one tree's turn")
+    parser.add_argument("--noisy", action="store_true", help="compare although foreign processes use the machine")
+    parser.add_argument("--patience", metavar="S", type=float, help="seconds, in all, to wait for a quiet machine")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
+    return parser.parse_args(arguments)
+
+
+def scale_of(options: argparse.Namespace) -> Scale:
+    scale = QUICK if options.quick else ALL if options.all else DEFAULT
+    given = {
+        name: getattr(options, name)
+        for name in ("cells", "rounds", "seconds", "patience")
+        if getattr(options, name) is not None
+    }
+    scale = replace(scale, **given)
+    if options.style is not None:
+        cells = dict.fromkeys(cell._replace(style=STYLES[options.style]) for cell in scale.cells)
+        scale = replace(scale, cells=tuple(cells))
+    return scale
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    scale, cases = scale_of(options), options.only.split(",")
+    output = Output("engine", is_json=options.json, folder=options.out)
+    about = machine()
+    output.record("machine", "-", **about)
+    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    trees = Trees(
+        output,
+        Patience(scale.patience),
+        reference=OURS,
+        rounds=scale.rounds,
+        is_pinned=False,
+        is_noisy=options.noisy,
+    )
+    before = look()
+    found = asyncio.run(run(trees, scale, cases, available(options.impl.split(","), output)))
+    load = load_between(before, look())
+    met = list(goals.targets(found))
+    show(output, OURS, met)
+    output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
+    if not load.is_quiet:
+        output.say(
+            f"\nforeign processes took {load.cores:.2f} cores; with more than {FOREIGN_LIMIT:.2f}, times say little"
+        )
+    return 0 if all(each.is_met is not False for each in met) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What bench/engine measures: steady decoding, and requests with images."""

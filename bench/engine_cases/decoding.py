@@ -1,0 +1,141 @@
+"""Steady decoding: does the device wait, what does a user wait for a token, and what does a step cost the core?"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bench.engine_cases.load import Server, Wrong, decode
+from bench.engine_cases.trees import OURS, START, Bench, Way
+from bench.harness.figures import Figures
+from bench.harness.output import short
+from bench.harness.turns import Outcome, Turns
+from penstock.engine.config import SimulatedDevice
+from penstock.engine.launch import TreeFailed
+from penstock.engine.protocol import Style
+from penstock.errors import PenstockError
+
+BLOCKS = 1 << 17  # so many that nobody is preempted
+BUDGET = 8192  # tokens of a step: everybody has joined soon
+MODEL_LEN = 1 << 15
+COLUMNS = {
+    "idle share": lambda one: f"{one['idle_share']:.2%}",
+    "TPOT, ms": lambda one: f"{one['tpot_ms']:.2f}",
+    "slowest": lambda one: f"{one['tpot_most_ms']:.2f}",
+    "steps/s": lambda one: f"{one['steps_per_s']:.1f}",
+    "core's own, ms a step": lambda one: f"{one['own_ms']:.3f}",
+    "its CPU, ms a step": lambda one: f"{one['core_cpu_ms']:.3f}",
+    "B of text a token": lambda one: f"{one['text_nbytes_per_token']:.1f}",
+    "load's CPU, cores": lambda one: f"{one['load_cores']:.3f}",
+}
+FAILURES = (PenstockError, TreeFailed, Wrong, TimeoutError, RuntimeError)
+
+
+class Cell(NamedTuple):
+    step_ms: int
+    batch: int
+    tensor_parallel: int
+    style: Style = Style.PLAIN
+
+    def __str__(self) -> str:
+        chat = "" if self.style == Style.PLAIN else ", chat chunks"
+        return f"{self.step_ms} ms steps, batch {self.batch}, TP {self.tensor_parallel}{chat}"
+
+
+class Trees(Turns):
+    """Trees that are up, taking turns. One that fails is named with the reason, and takes no further part."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._benches: dict[str, Bench] = {}
+        self._servers: dict[str, Server] = {}
+
+    async def start(self, ways: Sequence[Way], scratch: Path, options: Mapping[str, Any]) -> None:
+        self.receivers = options["tensor_parallel"]
+        for way in ways:
+            self._benches[way.name] = Bench.of(way, scratch, **options)
+            self._benches[way.name].start()
+        for name, bench in self._benches.items():
+            try:
+                await bench.serving(START)
+            except FAILURES as failure:
+                self._leave_out(name, failure)
+            else:
+                self._servers[name] = Server(bench)
+
+    async def stop(self) -> None:
+        for server in self._servers.values():
+            server.close()
+        self._servers.clear()
+        await asyncio.gather(*(bench.stop() for bench in self._benches.values()))
+        self._benches.clear()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._servers)
+
+    @property
+    def servers(self) -> list[Server]:
+        return list(self._servers.values())
+
+    def _one_round(self, turn: int, orders: Mapping[str, Any], measure: Any) -> dict[str, Figures]:
+        names = [name for name in orders if name in self._servers]
+        first = turn % max(len(names), 1)
+        found: dict[str, Figures] = {}
+        for name in names[first:] + names[:first]:
+            try:
+                found[name] = measure(self._servers[name], orders[name])
+            except FAILURES as failure:
+                self._leave_out(name, failure)
+                self._servers.pop(name).close()
+        return found
+
+
+def one_round(seconds: float, chance: np.random.Generator, server: Server, cell: Cell) -> Figures:
+    return decode(server, cell.batch, cell.style, seconds, chance)
+
+
+async def run_cell(
+    trees: Trees, ways: Sequence[Way], cell: Cell, model: Path, vocabulary: int, scratch: Path, seconds: float
+) -> Outcome:
+    """Every way's tree is up, and the others' rest, while one is measured."""
+    device = SimulatedDevice(step_seconds=cell.step_ms / 1e3, blocks=BLOCKS, vocabulary=vocabulary)
+    options = {
+        "model": str(model),
+        "simulated": device,
+        "tensor_parallel": cell.tensor_parallel,
+        "slots": cell.batch,
+        "token_budget": BUDGET,
+        "max_model_len": MODEL_LEN,
+    }
+    measure = partial(one_round, seconds, np.random.default_rng(cell[:3]))
+    try:
+        await trees.start(ways, scratch, options)
+        orders = dict.fromkeys(trees.names, cell)
+        trees.take(orders, partial(one_round, min(seconds, 0.2), np.random.default_rng(0)), rounds=1)  # warms up
+        outcome = trees.take(orders, measure, trees.rounds)
+    finally:
+        await trees.stop()
+    told(trees, cell, outcome)
+    return outcome
+
+
+def told(trees: Trees, cell: Cell, outcome: Outcome) -> None:
+    keys = [key for found in outcome.rounds.values() for key in found[0]]
+    where = {"step_ms": cell.step_ms, "batch": cell.batch, "tensor_parallel": cell.tensor_parallel}
+    trees.record("decode", outcome, keys, "tpot_ms", **where, style=cell.style.name.lower())
+    rows = []
+    for name in outcome.rounds:
+        figures = outcome.figures(name)
+        ratio = f"×{short(outcome.ratio(name, 'tpot_ms', OURS))}" if trees.compares(outcome) else "-"
+        cells = [cell_of(figures) for cell_of in COLUMNS.values()]
+        rows.append((name, [*cells[:2], ratio, *cells[2:]]))
+    heads = list(COLUMNS)
+    trees.output.table(str(cell), [*heads[:2], "times ours", *heads[2:]], rows)
+    if not outcome.is_quiet:
+        trees.output.say(f"  foreign processes took up to {outcome.foreign_cores:.2f} cores in these rounds")

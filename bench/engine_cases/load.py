@@ -1,0 +1,199 @@
+"""What is asked of a tree, by a server's ends that do as little as can be done: 2 cores are to serve, not to ask.
+
+It submits as the client does. What comes it stamps and counts by columns, and looks at closely only before the measured
+time begins: then each request's ids are compared with the device's rule. Leaves to `trees` whose tree it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.engine_cases.trees import Bench, cpu_seconds
+from bench.harness.figures import Figures
+from penstock.codec import Interned
+from penstock.engine.board import Board
+from penstock.engine.protocol import Abort, Announce, Delta, Failed, Ints, SamplingParams, Style, Submit
+from penstock.engine.schedule import Input, columns_of_inputs
+from penstock.engine.simulated import Rule
+from penstock.engine.tree import Member
+
+PATIENCE = 60.0  # seconds; for any one message
+SETTLED = 20  # tokens that each request has before it is measured
+PROMPT = 32  # tokens at least; one more each, up to a block more, so that blocks fall due in every step
+BLOCK = 16
+PARAMS = Interned(SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))
+SHORT = Interned(SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+HEAD = b'{"id":"chatcmpl-%016x","object":"chat.completion.chunk","created":1795300000,"model":"bench"'
+
+Stamps = npt.NDArray[np.int64]
+_numbers = itertools.count()
+
+
+class Wrong(Exception):
+    """A tree did not do what it was asked."""
+
+
+class Server:
+    """A server's ends of one tree."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        tree, name = bench.tree, str(Member("server", 0, 0, 1))
+        simulated = tree.config.simulated
+        assert simulated is not None, "this benchmark has no other device"
+        self.rule = Rule(simulated)
+        self.vocabulary = simulated.vocabulary
+        self.row = bench.board.row(0)
+        self._deltas = tree.servers[0].receiver(name=name)
+        self._core = tree.groups[0].inbox.sender(0, name=name)
+        self._outputs = [one.sender(0, name=name) for one in tree.groups[0].announced]
+
+    def close(self) -> None:
+        for end in (self._deltas, self._core, *self._outputs):
+            end.close()
+
+    def ask(
+        self,
+        number: int,
+        prompt: Ints,
+        style: Style = Style.PLAIN,
+        params: Interned[SamplingParams] = PARAMS,
+        items: tuple[Input, ...] = (),
+        client: str = "",
+    ) -> None:
+        output = number % len(self._outputs) if self._outputs else 0
+        if style != Style.PLAIN:
+            to = self._outputs[output] if self._outputs else self._core
+            to.send(Announce(0, number, style, HEAD % number), PATIENCE)
+        inputs = columns_of_inputs([items])
+        self._core.send(Submit(0, number, prompt, params, client=client, inputs=inputs, output=output), PATIENCE)
+
+    def abort(self, numbers: Ints) -> None:
+        self._core.send(Abort(0, numbers), PATIENCE)
+
+    def receive(self, timeout: float = PATIENCE) -> Delta:
+        message: Delta | Failed = self._deltas.receive(timeout)
+        if isinstance(message, Failed):
+            raise Wrong(f"request {message.request} failed with {message.status}: {message.reason}")
+        return message
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The board, and what processes have used, at one time."""
+
+    at: float
+    steps: int
+    own: int
+    busy: int
+    idle: int
+    load: float  # CPU seconds of this process
+    core: float  # and of the core
+
+    @classmethod
+    def take(cls, server: Server) -> Reading:
+        row = server.row
+        own, steps = row[Board.OWN_NS], row[Board.STEPS]
+        busy, idle = row[Board.BUSY_NS], row[Board.IDLE_NS]
+        core = cpu_seconds(server.bench.pid("core"))
+        return cls(time.monotonic(), steps, own, busy, idle, time.process_time(), core)
+
+
+class Tally:
+    """When each request's first and last answers came, and how many tokens came after the first."""
+
+    def __init__(self, first: int, requests: int) -> None:
+        self._first = first
+        self.begins: Stamps = np.zeros(requests, np.int64)
+        self.ends: Stamps = np.zeros(requests, np.int64)
+        self.tokens: Stamps = np.zeros(requests, np.int64)
+        self.nbytes = 0
+
+    def add(self, delta: Delta) -> None:
+        now = time.monotonic_ns()
+        rows = delta.requests - self._first
+        counts = 1 if delta.counts is None else delta.counts
+        is_first = self.begins[rows] == 0
+        self.tokens[rows] += np.where(is_first, 0, counts)
+        self.begins[rows[is_first]] = now
+        self.ends[rows] = now
+        self.nbytes += len(delta.text)
+
+    def per_token(self) -> Stamps:
+        """Nanoseconds, of each request."""
+        if not (self.tokens > 0).all():
+            raise Wrong(f"{int((self.tokens == 0).sum())} requests got less than 2 tokens in the measured time")
+        return (self.ends - self.begins) / self.tokens
+
+
+def decode(server: Server, batch: int, style: Style, seconds: float, chance: np.random.Generator) -> Figures:
+    """So many requests are asked at once, and when all decode, it is measured; then they are aborted."""
+    first = next(_numbers) * (1 << 14) % (1 << 30)
+    prompts = [
+        chance.integers(0, server.vocabulary, PROMPT + each % BLOCK, np.int32, endpoint=False) for each in range(batch)
+    ]
+    for each, prompt in enumerate(prompts):
+        server.ask(first + each, prompt, style)
+    _settle(server, first, prompts)
+    tally, before = Tally(first, batch), Reading.take(server)
+    deadline = before.at + seconds
+    while time.monotonic() < deadline:
+        tally.add(server.receive())
+    after = Reading.take(server)
+    _end(server, first, batch)
+    steps, wall = max(after.steps - before.steps, 1), after.at - before.at
+    busy, idle = after.busy - before.busy, after.idle - before.idle
+    per_token = tally.per_token() / 1e6
+    return {
+        "idle_share": idle / max(idle + busy, 1),
+        "tpot_ms": float(np.median(per_token)),
+        "tpot_most_ms": float(per_token.max()),
+        "own_ms": (after.own - before.own) / steps / 1e6,
+        "core_cpu_ms": (after.core - before.core) / steps * 1e3,
+        "steps_per_s": steps / wall,
+        "text_nbytes_per_token": tally.nbytes / max(int(tally.tokens.sum()), 1),
+        "load_cores": (after.load - before.load) / wall,
+    }
+
+
+def _settle(server: Server, first: int, prompts: list[Ints]) -> None:
+    """Until all decode. What they have said by then is what the rule says, or it raises Wrong."""
+    got: list[list[int]] = [[] for _ in prompts]
+    behind = len(prompts)
+    while behind:
+        delta = server.receive()
+        at = 0
+        counts = [1] * delta.rows if delta.counts is None else delta.counts.tolist()
+        ids = delta.ids.tolist()
+        for number, count in zip(delta.requests.tolist(), counts, strict=True):
+            its = got[number - first]
+            behind -= len(its) < SETTLED <= len(its) + count
+            its += ids[at : at + count]
+            at += count
+    for each, (prompt, its) in enumerate(zip(prompts, got, strict=True)):
+        if its != server.rule.answer(prompt, len(its)):
+            raise Wrong(f"request {each} of {len(prompts)} got other ids than the rule gives")
+
+
+def _end(server: Server, first: int, batch: int) -> None:
+    """Aborts all, and hears of each that it has ended."""
+    server.abort(np.arange(first, first + batch, dtype=np.int32))
+    left = batch
+    while left:
+        delta = server.receive()
+        left -= 0 if delta.finished is None else delta.finished.rows.size
+    until(lambda: server.row[Board.OPEN] == 0)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            raise Wrong(f"it has not come to rest within {PATIENCE:g} s")
+        time.sleep(0.002)

@@ -1,0 +1,105 @@
+"""Trees of processes of several kinds that are up at the same time: ours, ours with a part taken away, the classic way.
+
+Leaves to `classic` what the core and the workers of a classic tree do, and to `load` what is asked of a tree.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.impls import Unavailable
+from penstock.engine.config import EngineConfig
+from penstock.engine.launch import Launcher
+from penstock.engine.logs import LOGGER
+from penstock.engine.tree import Member, Tree
+
+OURS, IN_CORE, NO_OVERLAP, NEITHER = "penstock", "outputs-in-core", "no-overlap", "neither"
+CLASSIC_ZEROMQ, CLASSIC_GLOO = "classic-zeromq", "classic-gloo"
+START = 120.0  # seconds; until a tree serves beside others that start
+
+_CLASSIC = {"output_processors": 0, "overlap": False}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A kind of tree: how its configuration differs from ours, and how steps travel, if not by our broadcast."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    wire: str | None = None  # of `classic.WIRES`
+    needs: tuple[str, ...] = ()  # modules
+
+    def check(self) -> None:
+        """Raises Unavailable where it cannot run."""
+        missing = [one for one in self.needs if importlib.util.find_spec(one) is None]
+        if missing:
+            raise Unavailable(f"{' and '.join(missing)} is not installed")
+
+
+WAYS = {
+    each.name: each
+    for each in (
+        Way(OURS),
+        Way(IN_CORE, {"output_processors": 0}),
+        Way(NO_OVERLAP, {"overlap": False}),
+        Way(NEITHER, _CLASSIC),
+        Way(CLASSIC_ZEROMQ, _CLASSIC, "zeromq", ("zmq",)),
+        Way(CLASSIC_GLOO, _CLASSIC, "gloo", ("zmq", "torch")),
+    )
+}
+SAID = {
+    OURS: "ours, with one output processor, a step ahead",
+    IN_CORE: "ours, --output-processors 0",
+    NO_OVERLAP: "ours, each step after the result of the one before it",
+    NEITHER: "ours, --output-processors 0, and without overlap",
+    CLASSIC_ZEROMQ: "whole state pickled in each step, by ZeroMQ; outputs in the core's loop; no overlap",
+    CLASSIC_GLOO: "the same by gloo's broadcast_object_list; results by ZeroMQ",
+}
+
+
+class Bench(Launcher):
+    """The launcher of one way's tree. Its processes say only what is a warning."""
+
+    def __init__(self, way: Way, config: EngineConfig, scratch: Path) -> None:
+        self.way = way
+        self._scratch = scratch / way.name
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        super().__init__(config)
+
+    @classmethod
+    def of(cls, way: Way, scratch: Path, **options: Any) -> Bench:
+        return cls(way, EngineConfig(**{**options, **way.options}), scratch)
+
+    def _parts_of_group(self) -> list[tuple[str, int, Any]]:
+        parts = super()._parts_of_group()
+        if self.way.wire is None:
+            return [(kind, index, partial(quietly, run)) for kind, index, run in parts]
+        from bench.engine_cases import classic
+
+        runs = {"core": classic.run_core, "worker": classic.run_worker}
+        return [
+            (kind, index, partial(quietly, partial(runs[kind], self.way.wire, str(self._scratch))))
+            for kind, index, _ in parts
+        ]
+
+    def pid(self, kind: str) -> int:
+        """Of the first process of that kind."""
+        return next(child.pid for unit in self.units for child in unit.children.values() if child.member.kind == kind)
+
+
+def quietly(run: Callable[[Tree, Member], None], tree: Tree, me: Member) -> None:
+    LOGGER.setLevel(logging.WARNING)
+    run(tree, me)
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has used so far, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
