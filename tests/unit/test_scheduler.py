@@ -10,9 +10,9 @@ from penstock.codec import Interned
 from penstock.engine.plan import Plan
 from penstock.engine.protocol import SamplingParams, StepDone, Submit
 from penstock.engine.queue import Queue
-from penstock.engine.request import Request
+from penstock.engine.request import Refused, Request
 from penstock.engine.schedule import PREEMPTED, RUNNING, Schedule
-from penstock.engine.scheduler import ELDER_EVERY, Refused, Scheduler, SchedulerConfig
+from penstock.engine.scheduler import ELDER_EVERY, Scheduler, SchedulerConfig
 from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer, image
 
 
