@@ -102,6 +102,21 @@ def test_a_result_of_another_step_is_refused_and_changes_nothing() -> None:
         one.scheduler.done(StepDone(1, 2, np.zeros(1, np.int32)))
 
 
+def test_blocks_are_given_to_several_at_once_and_most_steps_say_nothing_of_blocks() -> None:
+    one = core()
+    one.submit(patient(1, 8))
+    one.submit(patient(2, 9))
+    one.begin()
+    gained = []
+    for _ in range(9):
+        before = one.schedule.block_counts[:2].tolist()
+        one.begin()
+        one.finish()
+        gained.append((one.schedule.block_counts[:2] - before).tolist())
+    assert gained == [[1, 0], [0, 0], [0, 0], [1, 1], [0, 0], [0, 0], [0, 0], [1, 1], [0, 0]]
+    one.drain()
+
+
 # ── the prefix cache ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_never_is_all_of_a_prompt_found_as_its_last_token_must_be_computed() -> None:
     one = core()

@@ -26,11 +26,12 @@ from penstock.engine.progress import Progress
 from penstock.engine.protocol import Step, StepDone, Submit
 from penstock.engine.queue import Queue
 from penstock.engine.request import Refused, Request, Sample, inputs_of
-from penstock.engine.schedule import RUNNING, Schedule
+from penstock.engine.schedule import RUNNING, Index, Schedule
 
 ELDER_EVERY = 8
 ELDER = -(1 << 40)  # a priority that no request has
 MOST_PRIORITY = 1 << 31
+AHEAD = 2  # blocks are given up to a half of one before they are needed: to many at once, and not in every step
 SPARE = 100  # a newcomer leaves one block in so many to those who run; it would soon be preempted for them
 
 
@@ -236,15 +237,14 @@ class Scheduler:
 
     def _extend(self, plan: Plan, put_aside: list[Sample]) -> int:
         """Gives a block to those who need one for their next token. How many there are that must wait for it."""
-        short = self._schedule.short_of_blocks()  # nobody who prefills: it has blocks for all that is known
+        short = self._short_of_blocks(1)  # nobody who prefills: it has blocks for all that is known
         if not short.size:
             return 0
-        if self._gone:
-            short = np.array([slot for slot in short.tolist() if slot not in self._gone], np.intp)
-        blocks = self.cache.take(short.size)
-        if blocks is not None:
-            plan.append_each(short, blocks)
-            return 0
+        for some in (self._short_of_blocks(self._size // AHEAD), short):
+            blocks = self.cache.take(some.size)
+            if blocks is not None:
+                plan.append_each(some, blocks)
+                return 0
         stalled = 0
         rows = [slot for slot in self._schedule.rows.tolist() if slot not in self._gone]
         victims = sorted(map(self._progress.sample, rows), key=_rank)  # the last one is the next
@@ -263,6 +263,15 @@ class Scheduler:
                 stalled += 1
                 plan.advance(slot, 0)
         return stalled
+
+    def _short_of_blocks(self, by: int) -> Index:
+        """Who goes on running, and has no block for one of so many tokens that come next."""
+        schedule = self._schedule
+        short = schedule.short_of_blocks(by)
+        short = short[schedule.block_counts[short] < schedule.most_blocks]  # the others end before
+        if self._gone and short.size:
+            short = np.array([slot for slot in short.tolist() if slot not in self._gone], np.intp)
+        return short
 
     def _prefill(self, plan: Plan, budget: int) -> int:
         """The next chunks of those who have begun. What is left of the budget."""
