@@ -53,7 +53,8 @@ class Progress:
         self._since = np.full(slots, NEVER)  # the step with which it got its first blocks: it may have been preempted
         self._ids = np.zeros(slots, np.int32)  # how many we have: one less is known for each of its steps in flight
         self._tails = np.zeros((slots, size), np.int32)  # those ids of the last block
-        self._published = np.zeros(slots, np.int32)  # blocks
+        self._blocks_of_ids = self._tails.view(f"V{self._tails.strides[0]}")[:, 0]  # the same; each row is one thing
+        self._next_full = np.full(slots, size, np.int32)  # so many computed tokens fill a block that is not published
         self._flights: deque[Flight] = deque()
 
     @property
@@ -90,7 +91,7 @@ class Progress:
 
     def begin(self, slot: int, found: int) -> None:
         """It has got blocks, so many of which had been published."""
-        self._published[slot] = found
+        self._next_full[slot] = (found + 1) * self._size
 
     def end(self, slot: int) -> None:
         """What is sampled for it from now on is nobody's."""
@@ -132,32 +133,31 @@ class Progress:
 
         Whose blocks it are not any more, as it was preempted, will look for their likes.
         """
-        full = flight.computed[flight.rows] // self._size
-        is_due = full > self._published[flight.rows]
-        if not is_due.any():
+        slots = np.flatnonzero(flight.computed >= self._next_full)
+        if not slots.size:
             return
-        slots, full = flight.rows[is_due], full[is_due]
-        are_theirs = self._births[slots] <= flight.number
-        if not are_theirs.all():
-            slots, full = slots[are_theirs], full[are_theirs]
+        slots = slots[self._births[slots] <= flight.number]
+        full = flight.computed[slots] // self._size
         have_them = (self._since[slots] <= flight.number) & (self._schedule.status[slots] == RUNNING)
-        begun = self._published[slots].tolist()
-        self._published[slots] = full
+        begun = (self._next_full[slots] // self._size - 1).tolist()
+        self._next_full[slots] = (full + 1) * self._size
         last = self._schedule.table[slots, full - 1].tolist()
-        tails, nbytes = self._tails[slots].tobytes(), self._size * self._tails.itemsize
-        samples, publish = self._samples, self._cache.publish
-        for row, (slot, begin, end, block, has_them) in enumerate(
-            zip(slots.tolist(), begun, full.tolist(), last, have_them.tolist(), strict=True)
+        ids = self._blocks_of_ids[slots].tolist()
+        samples, size, publish, charge = self._samples, self._size, self._cache.publish, self._queue.charge
+        for slot, begin, end, block, its_ids, has_them in zip(
+            slots.tolist(), begun, full.tolist(), last, ids, have_them.tolist(), strict=True
         ):
             sample = samples[slot]
             assert sample is not None
             if end > sample.full_blocks:  # before the next id takes the place of the first of these
-                served = sample.extend(tails[row * nbytes : (row + 1) * nbytes])
-                self._queue.charge(sample.request.client, served)
+                one = sample.extend(its_ids)
+                charge(sample.request.client, sample.serve(end * size))
+            else:
+                one = sample.hash_of(end - 1)
             if has_them:
                 for at in range(begin, end - 1):
                     publish(int(self._schedule.table[slot, at]), sample.hash_of(at))
-                publish(block, sample.hash_of(end - 1))
+                publish(block, one)
 
     def receive(self, flight: Flight, ids: Ints) -> list[Sample]:
         """What a step has sampled. Returns who has ended by it."""
@@ -170,5 +170,5 @@ class Progress:
 
     def _keep(self, slots: Index, ids: Ints) -> None:
         counts = self._ids[slots]
-        self._tails[slots, counts - counts // self._size * self._size] = ids
+        self._tails[slots, counts % self._size] = ids
         self._ids[slots] = counts + 1

@@ -101,16 +101,21 @@ class Sample:
         """Of the first blocks. One after the other: who finds none needs no more."""
         return (self.hash_of(block) for block in range(count))
 
-    def extend(self, ids: bytes) -> int:
-        """Another block is full of generated tokens, perhaps after the end of the prompt. How many, to be charged."""
-        request, hashes, block = self.request, self._hashes, self.full_blocks
+    def extend(self, ids: bytes) -> bytes:
+        """Another block is full of generated tokens, perhaps after the end of the prompt. Returns its hash."""
+        hashes, block = self._hashes, self.full_blocks
         if hashes:
-            hashes.append(hash_of(hashes[-1], ids))
+            one = hash_of(hashes[-1], ids)
         else:
-            hashes.append(hash_of(request.hash_of(block - 1), ids, request.items_of(block)))
+            one = hash_of(self.request.hash_of(block - 1), ids, self.request.items_of(block))
+        hashes.append(one)
         self.full_blocks = block + 1
-        served, self.served = self.served, self.full_blocks * request.block_size
-        return self.served - served
+        return one
+
+    def serve(self, tokens: int) -> int:
+        """It has so many. For how many its client is still to be charged: now it has been."""
+        served, self.served = self.served, tokens
+        return tokens - served
 
 
 def inputs_of(inputs: Inputs | None, length: int, arrival: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:

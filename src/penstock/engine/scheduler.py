@@ -421,7 +421,7 @@ class Scheduler:
         if slot is not None:
             self._progress.end(slot)
             self._leaving.append(sample)
-            self._queue.charge(request.client, self._progress.ids(slot) - sample.served)
+            self._queue.charge(request.client, sample.serve(self._progress.ids(slot)))
             if slot in self._forking:
                 self._fork(slot)
         request.open_samples -= 1
