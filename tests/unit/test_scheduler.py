@@ -10,9 +10,9 @@ from penstock.codec import Interned
 from penstock.engine.plan import Plan
 from penstock.engine.protocol import SamplingParams, StepDone, Submit
 from penstock.engine.queue import Queue
-from penstock.engine.request import Request
+from penstock.engine.request import Refused, Request
 from penstock.engine.schedule import PREEMPTED, RUNNING, Schedule
-from penstock.engine.scheduler import ELDER_EVERY, Refused, Scheduler, SchedulerConfig
+from penstock.engine.scheduler import ELDER_EVERY, Scheduler, SchedulerConfig
 from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer, image
 
 
@@ -100,6 +100,21 @@ def test_a_result_of_another_step_is_refused_and_changes_nothing() -> None:
     one.drain()
     with pytest.raises(DecodeError, match="expected no step to be done"):
         one.scheduler.done(StepDone(1, 2, np.zeros(1, np.int32)))
+
+
+def test_blocks_are_given_to_several_at_once_and_most_steps_say_nothing_of_blocks() -> None:
+    one = core()
+    one.submit(patient(1, 8))
+    one.submit(patient(2, 9))
+    one.begin()
+    gained = []
+    for _ in range(9):
+        before = one.schedule.block_counts[:2].tolist()
+        one.begin()
+        one.finish()
+        gained.append((one.schedule.block_counts[:2] - before).tolist())
+    assert gained == [[1, 0], [0, 0], [0, 0], [1, 1], [0, 0], [0, 0], [0, 0], [1, 1], [0, 0]]
+    one.drain()
 
 
 # ── the prefix cache ─────────────────────────────────────────────────────────────────────────────────────────────────

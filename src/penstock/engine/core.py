@@ -22,8 +22,9 @@ from penstock.engine.logs import event
 from penstock.engine.outbox import Outbox
 from penstock.engine.plan import Plan
 from penstock.engine.protocol import Abort, Announce, Failed, Halt, Ready, Step, StepDone, Stop, Submit, Whole
+from penstock.engine.request import Refused
 from penstock.engine.schedule import Schedule
-from penstock.engine.scheduler import Refused, Scheduler, SchedulerConfig
+from penstock.engine.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.tree import AGAIN, Member, Tree, past_the_dead
 
 T = TypeVar("T")

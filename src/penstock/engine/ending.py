@@ -5,6 +5,7 @@ Leaves to `text` what ends a sample by its text.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 from penstock.engine.protocol import Bytes, FinishReason, Ints, SamplingParams
 from penstock.engine.schedule import Index
 
-BUCKETS = 1 << 16  # ids that end somebody are looked for by their low bits first: few others share them
+BUCKETS = 1 << 14  # ids that end somebody are looked for by their low bits first: few others share them
 
 
 class Ended(NamedTuple):
@@ -40,9 +41,10 @@ class Endings:
         self._heeds_eos = np.zeros(slots, np.bool_)
         self._max_model_len = max_model_len
         self._eos_ids = frozenset(eos_ids)
-        self._users = np.zeros(BUCKETS, np.int32)  # how many slots would end by an id of this bucket
+        self._users: Counter[int] = Counter()  # how many slots would end by an id of this bucket, where any would
+        self._is_used = np.zeros(BUCKETS, np.bool_)
         for one in self._eos_ids:
-            self._users[one % BUCKETS] += 1
+            self._use(one % BUCKETS, 1)
 
     def join(self, slot: int, params: SamplingParams, prompt_length: int) -> None:
         """Raises ValueError where the model has no room for a single token after this prompt."""
@@ -60,7 +62,7 @@ class Endings:
         self._heeds_eos[slot] = not params.ignore_eos
         self._stops[slot] = frozenset(params.stop_token_ids)
         for one in self._stops[slot]:
-            self._users[one % BUCKETS] += 1
+            self._use(one % BUCKETS, 1)
 
     def leave(self, slot: int) -> None:
         self._forget_stops(slot)
@@ -83,7 +85,7 @@ class Endings:
         after = self.generated[slots] + 1
         self.generated[slots] = after
         too_long = after >= self._limits[slots]
-        suspects = self._users[ids & (BUCKETS - 1)] > 0
+        suspects = self._is_used[ids & (BUCKETS - 1)]
         rows = np.flatnonzero(too_long | suspects)
         if not rows.size:
             return NOBODY
@@ -111,5 +113,9 @@ class Endings:
 
     def _forget_stops(self, slot: int) -> None:
         for one in self._stops[slot]:
-            self._users[one % BUCKETS] -= 1
+            self._use(one % BUCKETS, -1)
         self._stops[slot] = frozenset()
+
+    def _use(self, bucket: int, by: int) -> None:
+        self._users[bucket] += by
+        self._is_used[bucket] = self._users[bucket] > 0

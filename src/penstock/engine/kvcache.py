@@ -6,10 +6,10 @@ computed.
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 
 import numpy as np
 
@@ -20,7 +20,7 @@ _ITEM = struct.Struct("<qqq")
 
 def root_of(salt: bytes) -> bytes:
     """What the first block of a prompt follows."""
-    return hashlib.sha256(salt).digest()
+    return sha256(salt).digest()
 
 
 def hash_of(parent: bytes, ids: bytes, items: bytes = b"") -> bytes:
@@ -29,7 +29,7 @@ def hash_of(parent: bytes, ids: bytes, items: bytes = b"") -> bytes:
     It is cryptographic, as a collision would show one user what another wrote. `ids` are those of the block, always as
     many; `items` what else stands in it.
     """
-    return hashlib.sha256(parent + ids + items).digest()
+    return sha256(parent + ids + items).digest()
 
 
 def items_of(inputs: Iterable[tuple[bytes, int, int]], begin: int, end: int) -> bytes:

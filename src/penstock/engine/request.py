@@ -8,10 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.engine.kvcache import hash_of, items_of, root_of
-from penstock.engine.protocol import Ints, SamplingParams
+from penstock.engine.protocol import Inputs, Ints, SamplingParams
 from penstock.engine.schedule import Input, Params
+from penstock.errors import PenstockError
 
 Key = tuple[bytes, int, int]  # of what stands in a prompt instead of text, its position and length
+
+
+class Refused(PenstockError):
+    """This request can never run. `status` is HTTP's."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
 
 
 class Request:
@@ -91,13 +101,33 @@ class Sample:
         """Of the first blocks. One after the other: who finds none needs no more."""
         return (self.hash_of(block) for block in range(count))
 
-    def extend(self, ids: bytes) -> int:
-        """Another block is full of generated tokens, perhaps after the end of the prompt. How many, to be charged."""
-        request, hashes, block = self.request, self._hashes, self.full_blocks
+    def extend(self, ids: bytes) -> bytes:
+        """Another block is full of generated tokens, perhaps after the end of the prompt. Returns its hash."""
+        hashes, block = self._hashes, self.full_blocks
         if hashes:
-            hashes.append(hash_of(hashes[-1], ids))
+            one = hash_of(hashes[-1], ids)
         else:
-            hashes.append(hash_of(request.hash_of(block - 1), ids, request.items_of(block)))
+            one = hash_of(self.request.hash_of(block - 1), ids, self.request.items_of(block))
+        hashes.append(one)
         self.full_blocks = block + 1
-        served, self.served = self.served, self.full_blocks * request.block_size
-        return self.served - served
+        return one
+
+    def serve(self, tokens: int) -> int:
+        """It has so many. For how many its client is still to be charged: now it has been."""
+        served, self.served = self.served, tokens
+        return tokens - served
+
+
+def inputs_of(inputs: Inputs | None, length: int, arrival: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
+    """As the schedule and as the hashes want them. Raises Refused where they do not lie in the prompt."""
+    if inputs is None:
+        return (), ()
+    positions, lengths = inputs.positions.tolist(), inputs.lengths.tolist()
+    if not len(inputs.items) == len(positions) == len(lengths) or inputs.counts.tolist() != [len(positions)]:
+        raise Refused(400, f"expected a place in the prompt for each of {len(inputs.items)} inputs")
+    for position, count in zip(positions, lengths, strict=True):
+        if position < 0 or count < 1 or position + count > length:
+            raise Refused(400, f"expected an input within a prompt of {length} tokens, got {count} at {position}")
+    # What has no key is like nothing else that comes; what has one is like all that have the same.
+    keys = [b"%d.%d" % (arrival, at) if one.key is None else one.key for at, one in enumerate(inputs.items)]
+    return tuple(zip(inputs.items, positions, lengths, strict=True)), tuple(zip(keys, positions, lengths, strict=True))

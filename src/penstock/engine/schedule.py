@@ -88,6 +88,8 @@ class Schedule:
     def short_of_blocks(self, by: int = 1) -> Index:
         """Slots that need another block before they can advance by so many tokens."""
         rows = self.rows
+        if by <= self._room:
+            return rows[:0]
         short: Index = rows[self.computed[rows] + by > self.block_counts[rows] * self.block_size]
         return short
 

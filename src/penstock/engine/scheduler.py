@@ -9,41 +9,30 @@ always comes on, and with it in the end everybody; who is short of a block and h
 `ELDER_EVERY` that are let in is whoever has been here longest, and it is not preempted for others; so no priority and
 no client can starve another. Among those of one priority the `queue` is fair to clients.
 
-Leaves to the plan how a step is written, to the cache which block is which, and to `ending` when a sample ends.
+Leaves to the plan how a step is written, to the cache which block is which, and to `progress` what steps have sampled.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from penstock.engine.ending import Endings
 from penstock.engine.kvcache import KVCache
 from penstock.engine.plan import Plan
-from penstock.engine.protocol import Inputs, Ints, Step, StepDone, Submit
+from penstock.engine.progress import Progress
+from penstock.engine.protocol import Step, StepDone, Submit
 from penstock.engine.queue import Queue
-from penstock.engine.request import Key, Request, Sample
-from penstock.engine.schedule import RUNNING, Index, Input, Schedule
-from penstock.errors import DecodeError, PenstockError
+from penstock.engine.request import Refused, Request, Sample, inputs_of
+from penstock.engine.schedule import RUNNING, Index, Schedule
 
 ELDER_EVERY = 8
 ELDER = -(1 << 40)  # a priority that no request has
 MOST_PRIORITY = 1 << 31
+AHEAD = 2  # blocks are given up to a half of one before they are needed: to many at once, and not in every step
 SPARE = 100  # a newcomer leaves one block in so many to those who run; it would soon be preempted for them
-NEVER = np.iinfo(np.int64).max
-
-
-class Refused(PenstockError):
-    """This request can never run. `status` is HTTP's."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.reason = reason
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,15 +57,6 @@ class Stats(NamedTuple):
     preemptions: int
 
 
-class _Flight(NamedTuple):
-    """A step that has been sent and is not done."""
-
-    number: int
-    rows: Index
-    sampled: Index
-    computed: Ints  # after it
-
-
 class Scheduler:
     """For each step: `plan`, send and apply it, `sent`; and when it is done, `done`. In between whatever else."""
 
@@ -95,7 +75,6 @@ class Scheduler:
         self._config = config
         self._size = size
         self._most_flights = 2 if config.has_overlap else 1
-        self._endings = Endings(slots, config.max_model_len, config.eos_ids)
         self._requests: dict[tuple[int, int], Request] = {}  # those that are open
         self._arrivals = 0
         # ── who waits ──
@@ -104,18 +83,12 @@ class Scheduler:
         self._forking: dict[int, Request] = {}  # by slot of the first sample; the others wait for its prompt's blocks
         self._turns = 0  # how many were let in
         self._refused: tuple[Sample, int, bool] | None = None  # who did not fit, and into what
-        # ── who has a slot: by slot ──
-        self._samples: list[Sample | None] = [None] * slots
-        self._priorities = np.zeros(slots, np.int64)
-        self._births = np.full(slots, NEVER)  # the step with which it joined; NEVER: it is free, or has ended
-        self._since = np.full(slots, NEVER)  # the step with which it got its first blocks: it may have been preempted
-        self._ids = np.zeros(slots, np.int32)  # how many we have: one less is known for each of its steps in flight
-        self._tails = np.zeros((slots, size), np.int32)  # those ids of the last block
-        self._published = np.zeros(slots, np.int32)  # blocks
+        # ── who has a slot ──
+        self._progress = Progress(schedule, self.cache, self._queue, config.max_model_len, config.eos_ids)
+        self._priorities = np.zeros(slots, np.int64)  # by slot
         self._prefilling: set[int] = set()
         self._leaving: list[Sample] = []
         # ── steps ──
-        self._flights: deque[_Flight] = deque()
         self._comers: list[int] = []  # slots that join with the step that is being planned, or get blocks again
         self._gone: set[int] = set()  # rows that do not run in that step any more
         self._prompt_tokens = self._cached_tokens = self._preemptions = 0
@@ -131,7 +104,7 @@ class Scheduler:
         if number in self._requests:
             raise Refused(409, f"request {number[1]} of server {number[0]} is open already")
         self._arrivals += 1
-        inputs, keys = _inputs_of(submit.inputs, length, self._arrivals)
+        inputs, keys = inputs_of(submit.inputs, length, self._arrivals)
         salt = b"s" + submit.salt if self._config.has_prefix_cache else b"%d" % self._arrivals
         request = Request(
             *number,
@@ -157,8 +130,9 @@ class Scheduler:
 
     def halt(self, slot: int, birth: int) -> None:
         """The sample that joined this slot with that step has ended. If another has the slot now, it is not meant."""
-        if 0 <= slot < len(self._samples) and self._births[slot] == birth:
-            self._end(self._sample(slot))
+        sample = self._progress.born(slot, birth)
+        if sample is not None:
+            self._end(sample)
 
     def forget_server(self, server: int) -> None:
         for number in [one for one in self._requests if one[0] == server]:
@@ -166,7 +140,7 @@ class Scheduler:
 
     @property
     def in_flight(self) -> int:
-        return len(self._flights)
+        return self._progress.in_flight
 
     @property
     def open_requests(self) -> int:
@@ -193,7 +167,7 @@ class Scheduler:
     # ── the next step ──
     def plan(self, plan: Plan) -> bool:
         """Decides the next step. False, and nothing has been decided, where there is none now."""
-        if len(self._flights) == self._most_flights:
+        if self._progress.in_flight == self._most_flights:
             return False
         self._gone.clear()
         is_told = bool(self._leaving)
@@ -222,9 +196,9 @@ class Scheduler:
                 self._gone.add(slot)
             self.cache.release(self._schedule.blocks_of(slot).tolist())
             plan.leave(slot)
-            self._endings.leave(slot)
+            self._progress.leave(slot)
             self._prefilling.discard(slot)
-            self._samples[slot] = sample.slot = None
+            sample.slot = None
             sample.request.slots.discard(slot)
         self._leaving.clear()
 
@@ -252,7 +226,7 @@ class Scheduler:
         if int(self._schedule.block_counts[worse].sum()) < wanted:
             return []
         put_aside = []
-        for one in sorted(map(self._sample, worse), key=_rank, reverse=True):
+        for one in sorted(map(self._progress.sample, worse), key=_rank, reverse=True):
             if wanted <= 0:
                 break
             free = self.cache.free
@@ -263,19 +237,18 @@ class Scheduler:
 
     def _extend(self, plan: Plan, put_aside: list[Sample]) -> int:
         """Gives a block to those who need one for their next token. How many there are that must wait for it."""
-        short = self._schedule.short_of_blocks()  # nobody who prefills: it has blocks for all that is known
+        short = self._short_of_blocks(1)  # nobody who prefills: it has blocks for all that is known
         if not short.size:
             return 0
-        if self._gone:
-            short = np.array([slot for slot in short.tolist() if slot not in self._gone], np.intp)
-        blocks = self.cache.take(short.size)
-        if blocks is not None:
-            plan.append_each(short, blocks)
-            return 0
+        for some in (self._short_of_blocks(self._size // AHEAD), short):
+            blocks = self.cache.take(some.size)
+            if blocks is not None:
+                plan.append_each(some, blocks)
+                return 0
         stalled = 0
         rows = [slot for slot in self._schedule.rows.tolist() if slot not in self._gone]
-        victims = sorted(map(self._sample, rows), key=_rank)  # the last one is the next
-        for sample in sorted(map(self._sample, short.tolist()), key=_rank):
+        victims = sorted(map(self._progress.sample, rows), key=_rank)  # the last one is the next
+        for sample in sorted(map(self._progress.sample, short.tolist()), key=_rank):
             slot = sample.slot
             assert slot is not None
             if slot in self._gone:
@@ -291,9 +264,18 @@ class Scheduler:
                 plan.advance(slot, 0)
         return stalled
 
+    def _short_of_blocks(self, by: int) -> Index:
+        """Who goes on running, and has no block for one of so many tokens that come next."""
+        schedule = self._schedule
+        short = schedule.short_of_blocks(by)
+        short = short[schedule.block_counts[short] < schedule.most_blocks]  # the others end before
+        if self._gone and short.size:
+            short = np.array([slot for slot in short.tolist() if slot not in self._gone], np.intp)
+        return short
+
     def _prefill(self, plan: Plan, budget: int) -> int:
         """The next chunks of those who have begun. What is left of the budget."""
-        for sample in sorted(map(self._sample, self._prefilling), key=_rank):
+        for sample in sorted(map(self._progress.sample, self._prefilling), key=_rank):
             slot = sample.slot
             assert slot is not None
             chunk = min(budget, int(self._schedule.known[slot] - self._schedule.computed[slot]))
@@ -328,7 +310,7 @@ class Scheduler:
         return first.samples[0]
 
     def _known(self, sample: Sample) -> int:
-        return sample.request.prompt.size if sample.slot is None else int(self._ids[sample.slot])
+        return sample.request.prompt.size if sample.slot is None else self._progress.ids(sample.slot)
 
     def _blocks_for(self, sample: Sample) -> int:
         return -(-self._known(sample) // self._size)
@@ -385,23 +367,18 @@ class Scheduler:
             self._queue.charge(request.client, request.prompt.size - computed)
             self._take_slot(sample, slot)
         self._priorities[slot] = sample.rank[0]
-        self._published[slot] = computed // self._size
+        self._progress.begin(slot, computed // self._size)
         self._prefilling.add(slot)
         self._comers.append(slot)
 
     def _take_slot(self, sample: Sample, slot: int) -> None:
-        request, size = sample.request, self._size
-        length = request.prompt.size
+        request = sample.request
         sample.slot = slot
-        self._samples[slot] = sample
-        self._births[slot] = self._since[slot] = NEVER
-        self._ids[slot] = length
-        self._tails[slot, : length % size] = request.prompt[length - length % size :]
-        self._endings.join(slot, request.params, length)
+        self._progress.join(slot, sample)
         request.slots.add(slot)
         if sample.index == 0 and len(request.samples) > 1:
             self._forking[slot] = request
-            if length <= size:
+            if request.prompt.size <= self._size:
                 self._fork(slot)
 
     def _fork(self, slot: int) -> None:
@@ -416,78 +393,24 @@ class Scheduler:
     def sent(self, step: Step) -> None:
         """What was planned has been sent, and the schedule has applied it."""
         now = self._schedule
-        for slot in self._comers:
-            self._since[slot] = step.number
-            if self._births[slot] == NEVER:
-                self._births[slot] = step.number
+        self._progress.sent(step, self._comers)
         self._comers.clear()
         if self._prefilling:
             self._prefilling = {slot for slot in self._prefilling if now.known[slot] - now.computed[slot] > 1}
-        self._flights.append(_Flight(step.number, now.rows, now.sampled, now.computed.copy()))
 
     def done(self, done: StepDone) -> None:
         """Raises DecodeError, and changes nothing, where it does not tell of the oldest step in flight."""
-        if not self._flights or done.number != self._flights[0].number:
-            awaited = f"step {self._flights[0].number}" if self._flights else "no step"
-            raise DecodeError(f"expected {awaited} to be done, got {done.number} at $.number")
-        if done.slots is not None or done.counts is not None:
-            raise DecodeError("expected the ids of all that sample in this step, one each, got others at $.slots")
-        flight = self._flights[0]
-        done.require_fit(flight.sampled.size)
-        self._flights.popleft()
-        if done.failed is not None:
-            for slot in done.failed.tolist():
-                if slot < len(self._samples) and self._births[slot] <= flight.number:
-                    self._end(self._sample(slot))  # before its blocks are published
-        self._publish(flight)
-        slots, ids = flight.sampled, done.ids
-        are_theirs = self._births[slots] <= flight.number
-        if not are_theirs.all():
-            slots, ids = slots[are_theirs], ids[are_theirs]
-        self._receive(slots, ids)
-        for slot in slots[self._endings.check(slots, ids).rows].tolist():
-            self._end(self._sample(slot))
+        progress = self._progress
+        flight = progress.land(done)
+        for sample in progress.failed(flight, done):
+            self._end(sample)  # before its blocks are published
+        progress.publish(flight)
+        for sample in progress.receive(flight, done.ids):
+            self._end(sample)
         for slot, request in list(self._forking.items()):
             shared = (request.prompt.size - 1) // self._size * self._size
-            if self._births[slot] <= flight.number and flight.computed[slot] >= shared:
+            if progress.has_come(slot, flight, shared):
                 self._fork(slot)
-
-    def _publish(self, flight: _Flight) -> None:
-        """The device has computed this far: full blocks can be found from now on.
-
-        Whose blocks it are not any more, as it was preempted, will look for their likes.
-        """
-        full = flight.computed[flight.rows] // self._size
-        is_due = full > self._published[flight.rows]
-        if not is_due.any():
-            return
-        slots, full = flight.rows[is_due], full[is_due]
-        are_theirs = self._births[slots] <= flight.number
-        if not are_theirs.all():
-            slots, full = slots[are_theirs], full[are_theirs]
-        have_them = (self._since[slots] <= flight.number) & (self._schedule.status[slots] == RUNNING)
-        begun = self._published[slots].tolist()
-        self._published[slots] = full
-        last = self._schedule.table[slots, full - 1].tolist()
-        tails, nbytes = self._tails[slots].tobytes(), self._size * self._tails.itemsize
-        samples, publish = self._samples, self.cache.publish
-        for row, (slot, begin, end, block, has_them) in enumerate(
-            zip(slots.tolist(), begun, full.tolist(), last, have_them.tolist(), strict=True)
-        ):
-            sample = samples[slot]
-            assert sample is not None
-            if end > sample.full_blocks:  # before the next id takes the place of the first of these
-                served = sample.extend(tails[row * nbytes : (row + 1) * nbytes])
-                self._queue.charge(sample.request.client, served)
-            if has_them:
-                for at in range(begin, end - 1):
-                    publish(int(self._schedule.table[slot, at]), sample.hash_of(at))
-                publish(block, sample.hash_of(end - 1))
-
-    def _receive(self, slots: Index, ids: Ints) -> None:
-        counts = self._ids[slots]
-        self._tails[slots, counts - counts // self._size * self._size] = ids
-        self._ids[slots] = counts + 1
 
     def _end(self, sample: Sample) -> None:
         """Whatever it still computes is nobody's. It leaves with the next step."""
@@ -496,10 +419,9 @@ class Scheduler:
         sample.is_ended, sample.is_aside = True, False
         request, slot = sample.request, sample.slot
         if slot is not None:
-            self._births[slot] = NEVER
-            self._endings.end(slot)
+            self._progress.end(slot)
             self._leaving.append(sample)
-            self._queue.charge(request.client, int(self._ids[slot]) - sample.served)
+            self._queue.charge(request.client, sample.serve(self._progress.ids(slot)))
             if slot in self._forking:
                 self._fork(slot)
         request.open_samples -= 1
@@ -509,11 +431,6 @@ class Scheduler:
             self._queue.close(request.client)
             del self._requests[request.server, request.number]
 
-    def _sample(self, slot: int) -> Sample:
-        sample = self._samples[slot]
-        assert sample is not None, "a row without a sample"
-        return sample
-
 
 def _rank(sample: Sample) -> tuple[int, int, int]:
     return sample.rank
@@ -521,18 +438,3 @@ def _rank(sample: Sample) -> tuple[int, int, int]:
 
 def _age(sample: Sample) -> tuple[int, int]:
     return sample.request.arrival, sample.index
-
-
-def _inputs_of(inputs: Inputs | None, length: int, arrival: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
-    """As the schedule and as the hashes want them. Raises Refused where they do not lie in the prompt."""
-    if inputs is None:
-        return (), ()
-    positions, lengths = inputs.positions.tolist(), inputs.lengths.tolist()
-    if not len(inputs.items) == len(positions) == len(lengths) or inputs.counts.tolist() != [len(positions)]:
-        raise Refused(400, f"expected a place in the prompt for each of {len(inputs.items)} inputs")
-    for position, count in zip(positions, lengths, strict=True):
-        if position < 0 or count < 1 or position + count > length:
-            raise Refused(400, f"expected an input within a prompt of {length} tokens, got {count} at {position}")
-    # What has no key is like nothing else that comes; what has one is like all that have the same.
-    keys = [b"%d.%d" % (arrival, at) if one.key is None else one.key for at, one in enumerate(inputs.items)]
-    return tuple(zip(inputs.items, positions, lengths, strict=True)), tuple(zip(keys, positions, lengths, strict=True))
