@@ -51,6 +51,7 @@ def device_of(tree: Tree, me: Member) -> Device:
         block_size=config.block_size,
         blocks=config.blocks,
         token_budget=config.token_budget,
+        end_ids=config.end_ids,
         fetch=None if tree.store is None else partial(_fetch, tree.store),
     )
 
