@@ -95,6 +95,7 @@ class Channel {
         return Error(Fault::peer_died, format("%s %u of '%s', '%s' (pid %lld), died: %s; it held %s", role, index,
                                               by->segment().name().c_str(), name.c_str(), static_cast<long long>(pid),
                                               how.c_str(), held.c_str()))
+            .with("index", static_cast<i64>(index))
             .with("name", name)
             .with("pid", pid)
             .with("how", how)

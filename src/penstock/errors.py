@@ -38,8 +38,13 @@ class Timeout(PenstockError, TimeoutError):
 
 
 class PeerDied(PenstockError):
-    """A process at the other end is gone without having closed. What it held has been given back."""
+    """A process at the other end is gone without having closed. What it held has been given back.
 
+    `index` is which of the channel's senders or receivers it was. `name` is "?" if somebody else has its place among
+    the peers by now.
+    """
+
+    index: int = 0
     name: str = ""
     pid: int = 0
     how: str = ""

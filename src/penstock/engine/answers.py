@@ -85,10 +85,20 @@ class OutputState:
         if not there or len(there) < self._params(there[0]).n:
             self._announced[announce.server, announce.request] = announce, len(there)
 
-    def forget_server(self, server: int) -> Requests:
-        """It has died, or takes nothing: nobody waits for these answers. Returns its requests that were open."""
+    @property
+    def announced(self) -> int:
+        """Requests of which not all samples have joined."""
+        return len(self._announced)
+
+    def forget_announcements(self, server: int) -> None:
+        """It has died, and what it announced does not come. Those of its requests that did leave when the core says
+        so: by the order of the steps, they cannot be taken for those of the next one with this number."""
         for key in [key for key in self._announced if key[0] == server]:
             del self._announced[key]
+
+    def forget_server(self, server: int) -> Requests:
+        """It has died, or takes nothing: nobody waits for these answers. Returns its requests that were open."""
+        self.forget_announcements(server)
         self._aborted = [row for row in self._aborted if row.server != server]
         there = np.flatnonzero((self.schedule.servers == server) & self._is_open)
         for slot in there.tolist():

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -43,6 +43,7 @@ MOST_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 SEND_TIMEOUT = 5.0  # seconds; for a core that takes no requests
 LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 FAILURES = {
+    FinishReason.ABORT: (503, "the engine has given this request up: too much of what it told was not read"),
     FinishReason.ERROR: (500, "the model's numbers for this request were not numbers"),
     FinishReason.MISSING: (
         503,
@@ -82,6 +83,7 @@ class Client:
         self._next = secrets.randbelow(MOST_REQUESTS)  # not those of the one whose place we took
         self._sending: set[asyncio.Task[None]] = set()
         self._listening: asyncio.Task[None] | None = None
+        self._deafness: EngineError | None = None  # why nothing is heard any more
         self._watch: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Client:
@@ -89,9 +91,10 @@ class Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Aborts what is open."""
+        """Aborts what is open: who reads it is told so."""
         for stream in tuple(self._streams.values()):
-            stream.abort()
+            self._abort(stream)
+            stream.fail(EngineError(503, "the client of the engine has been closed"))
         if self._sending:
             await asyncio.wait(self._sending, timeout=SEND_TIMEOUT)
         if self._watch is not None:
@@ -156,16 +159,17 @@ class Client:
     ) -> Stream:
         ids = np.ascontiguousarray(prompt, np.int32)
         params = SamplingParams() if params is None else params
-        group = self._choose(traces(ids, salt, [item.key for item, _, _ in items if item.key is not None]))
+        keys = [item.key for item, _, _ in items if item.key is not None]
+        group, incarnation = self._choose(traces(ids, salt, keys))
         request = self._number()
-        stream = Stream(request, group, self._rows[group][Board.SERVING], ids.size, params.n, scope)
+        stream = Stream(request, group, incarnation, ids.size, params.n, scope)
         outputs = self._outputs[group]
         output = request % len(outputs) if outputs else 0
         self._keep(stream)
         try:
             if announce is not None:
-                told = Announce(self._me.index, request, *announce)
-                await self._send(outputs[output] if outputs else self._cores[group], told, stream)
+                stream.is_announced = True
+                await self._announce(stream, *announce)
             submit = Submit(
                 self._me.index,
                 request,
@@ -180,21 +184,27 @@ class Client:
             await self._send(self._cores[group], submit, stream)
         except BaseException:
             self._drop(stream)
+            self._take_back(stream)
             raise
         stream.begin(self._abort, timeout)
         return stream
 
-    def _choose(self, asked: list[bytes]) -> int:
+    def _choose(self, asked: list[bytes]) -> tuple[int, int]:
+        """A group, and its incarnation."""
+        if self._deafness is not None:
+            raise self._deafness
         if self._board.is_draining:
             raise EngineError(503, "the engine is about to end, and takes no more requests")
+        serving = [row[Board.SERVING] for row in self._rows]
         loads = {
             group: max(row[Board.OPEN], self._open[group])
             for group, row in enumerate(self._rows)
-            if row[Board.SERVING] > self._dead[group]
+            if serving[group] > self._dead[group]
         }
         if not loads:
             raise EngineError(503, "no group of the engine serves now")
-        return self._balance.choose(loads, asked)
+        group = self._balance.choose(loads, asked)
+        return group, serving[group]
 
     def _number(self) -> int:
         while self._next in self._streams:
@@ -211,7 +221,8 @@ class Client:
                 return await sender.send(message, max(0.0, deadline - time.monotonic()))
             except PeerDied as death:  # it may be the one before, whose death we had not heard of in this channel
                 who = Member.of(death.name)
-                if who is None or who.incarnation >= stream.incarnation or time.monotonic() > deadline:
+                is_its = who is not None and who.incarnation >= stream.incarnation
+                if is_its or time.monotonic() > deadline:
                     raise EngineError(503, f"group {stream.group} has died: {death}") from None
                 await asyncio.sleep(AGAIN)
             except PenstockError as error:
@@ -220,16 +231,31 @@ class Client:
     def _abort(self, stream: Stream) -> None:
         """Its reader wants no more."""
         self._drop(stream)
-        task = asyncio.ensure_future(self._send_abort(stream))
+        abort = Abort(self._me.index, np.array([stream.request], np.int32))
+        self._tell("abort", stream, self._send(self._cores[stream.group], abort, stream))
+        self._take_back(stream)
+
+    async def _announce(self, stream: Stream, style: Style, head: bytes = b"") -> None:
+        outputs = self._outputs[stream.group]
+        told = outputs[stream.request % len(outputs)] if outputs else self._cores[stream.group]
+        await self._send(told, Announce(self._me.index, stream.request, style, head), stream)
+
+    def _take_back(self, stream: Stream) -> None:
+        """What was announced may never come: nobody is to wait for it."""
+        if stream.is_announced:
+            stream.is_announced = False
+            self._tell("announcement", stream, self._announce(stream, Style.PLAIN))
+
+    def _tell(self, what: str, stream: Stream, telling: Coroutine[Any, Any, None]) -> None:
+        async def tell() -> None:
+            try:
+                await telling
+            except EngineError as error:  # who is gone need not be told
+                event(f"{what} not sent", logging.WARNING, request=stream.request, error=error)
+
+        task = asyncio.ensure_future(tell())
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
-
-    async def _send_abort(self, stream: Stream) -> None:
-        abort = Abort(self._me.index, np.array([stream.request], np.int32))
-        try:
-            await self._send(self._cores[stream.group], abort, stream)
-        except EngineError as error:
-            event("abort not sent", logging.WARNING, request=stream.request, error=error)
 
     # ── who is open ──
     def _keep(self, stream: Stream) -> None:
@@ -257,6 +283,17 @@ class Client:
 
     # ── what comes ──
     async def _listen(self) -> None:
+        """Whatever ends it, nobody goes on waiting."""
+        try:
+            await self._hear()
+        except Exception as error:
+            event("client does not hear any more", logging.ERROR, error=error)
+            self._deafness = EngineError(500, f"the client of the engine has failed: {type(error).__name__}: {error}")
+            for stream in tuple(self._streams.values()):
+                self._abort(stream)
+                stream.fail(self._deafness)
+
+    async def _hear(self) -> None:
         while True:
             try:
                 self._take(await self._deltas.receive())
@@ -285,6 +322,7 @@ class Client:
             stream = self._streams.get(message.request)
             if stream is not None:
                 self._drop(stream)
+                self._take_back(stream)
                 stream.fail(EngineError(message.status, message.reason))
             return
         streams = self._streams
@@ -293,7 +331,7 @@ class Client:
             if stream is None:  # it was aborted
                 continue
             if piece.reason in FAILURES:
-                self._abort(stream)  # its other samples
+                self._abort(stream)  # its other samples are in vain
                 stream.fail(EngineError(*FAILURES[piece.reason]))
                 continue
             stream.add(piece)

@@ -19,13 +19,13 @@ from penstock.engine.board import Board
 from penstock.engine.config import EngineConfig
 from penstock.engine.directory import vocabulary
 from penstock.engine.logs import event
-from penstock.engine.outbox import Outbox
+from penstock.engine.outbox import TOO_SLOW, Outbox
 from penstock.engine.plan import Plan
 from penstock.engine.protocol import Abort, Announce, Failed, Halt, Ready, Step, StepDone, Stop, Submit, Whole
 from penstock.engine.request import Refused
 from penstock.engine.schedule import Schedule
 from penstock.engine.scheduler import Scheduler, SchedulerConfig
-from penstock.engine.tree import AGAIN, Member, Tree, past_the_dead
+from penstock.engine.tree import AGAIN, Member, Tree, is_former, past_the_dead
 
 T = TypeVar("T")
 STOP_TIMEOUT = 3.0  # seconds; for the last message to those who may be stuck
@@ -107,7 +107,8 @@ class Core:
                 missing = sorted(set(range(config.tensor_parallel)) - ready.keys())
                 raise Timeout(f"workers {missing} are not ready within {config.start_timeout:g} s: {error}") from None
             except PeerDied as death:
-                self._hear_of(death)
+                if not self._is_server(death):  # of servers nothing is known yet
+                    self._hear_of(death)
             else:
                 if isinstance(message, Ready):
                     ready[message.rank] = message.blocks
@@ -208,7 +209,8 @@ class Core:
         if halt is not None:
             self._take(halt)
         for server in slow:
-            self._forget(server)
+            for request in self._forget(server):
+                self._outbox.send(server, Failed(request, *TOO_SLOW))
 
     def _sleep(self) -> None:
         """Nothing is to be done, until somebody says something."""
@@ -223,18 +225,22 @@ class Core:
 
     def _hear_of(self, death: PeerDied) -> None:
         """A server's requests are forgotten. One of our group takes us with it; of those before us it is no news."""
-        who = Member.of(death.name)
-        if who is not None and who.kind == "server":
-            self._forget(who.index)
-        elif who is None or who.incarnation >= self._me.incarnation:
+        if self._is_server(death):
+            self._outbox.forget(death.index)
+            self._forget(death.index)
+        elif not is_former(self._me, death):
             raise death
 
-    def _forget(self, server: int) -> None:
+    def _is_server(self, death: PeerDied) -> bool:
+        """By its lane of the inbox: its name may be gone."""
+        return death.index < self._config.api_servers
+
+    def _forget(self, server: int) -> list[int]:
+        """Returns its requests that were open."""
         event("server forgotten", server=server)
-        self._scheduler.forget_server(server)
         if self._answers is not None:
             self._answers.state.forget_server(server)
-        self._outbox.forget(server)
+        return self._scheduler.forget_server(server)
 
     def _waiting(self, call: Callable[[], T]) -> T:
         """What the call gives; the time in it is not our own."""

@@ -28,6 +28,7 @@ QUICK = 1.0  # seconds; who lives no longer, or a group that never served, has f
 MOST_FAILURES = 3  # … and so often in a row is enough
 BACK_OFF = (0.0, 0.1, 0.5)  # seconds before the next start, after so many failures; the last one for all more
 STOP_TIMEOUT = 5.0  # seconds; who has not ended by then is killed
+MOURNED, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends that follow from another one's, which says more
 LOOK_AGAIN = 0.01  # seconds; at the board, while the tree starts or drains
 
 Run = Callable[[Tree, Member], None]
@@ -48,6 +49,7 @@ class Unit:
         self._started = 0.0
         self._failures = 0
         self._is_broken = False  # somebody has died, and the others are being killed
+        self._first: tuple[Member, str] | None = None  # who has died, and how: the others follow from that
         self._again: asyncio.TimerHandle | None = None
         self.children: dict[int, Child] = {}  # by pidfd
 
@@ -62,12 +64,17 @@ class Unit:
     def start(self) -> None:
         self._again = None
         self._is_broken = False
+        self._first = None
         self._incarnation += 1
         self._started = time.monotonic()
         if self.is_group and self._launcher.tree.config.tensor_parallel > 1:
             self._launcher.tree.meetings[self._group] = _meeting()
         for kind, index, run in self._parts:
-            child = Child.start(Member(kind, self._group, index, self._incarnation), run, self._launcher.tree)
+            member = Member(kind, self._group, index, self._incarnation)
+            try:
+                child = Child.start(member, run, self._launcher.tree)
+            except OSError as error:  # no memory, descriptors or processes left: another attempt would meet the same
+                return self._launcher.fail(f"{member} could not be started: {error}")
             self.children[child.pidfd] = child
             asyncio.get_running_loop().add_reader(child.pidfd, self._ended, child)
             event("process started", child=str(child.member), child_pid=child.pid)
@@ -89,11 +96,13 @@ class Unit:
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
         event("process ended", level, child=str(child.member), child_pid=child.pid, how=how)
         if not self._is_broken and not self._launcher.is_stopping:
-            self._break(child, how)
+            self._break()
+        if self._first is None or (MOURNED in self._first[1] and MOURNED not in how and how != KILLED):
+            self._first = child.member, how
         if not self.children:
             self._all_ended()
 
-    def _break(self, child: Child, how: str) -> None:
+    def _break(self) -> None:
         self._is_broken = True
         is_failure = time.monotonic() - self._started < QUICK
         if self.is_group:
@@ -102,14 +111,16 @@ class Unit:
             row[Board.SERVING] = 0
         self._failures = self._failures + 1 if is_failure else 0
         self.signal(signal.SIGKILL)
-        if self._failures >= MOST_FAILURES:
-            self._launcher.fail(f"{child.member} ended {self._failures} times before it served, the last time: {how}")
 
     def _all_ended(self) -> None:
         if self.is_group:
             self._launcher.board.row(self._group).begin()
         if self._launcher.is_stopping:
             self._launcher.look_who_is_left()
+        elif self._failures >= MOST_FAILURES:
+            assert self._first is not None, "all have ended, and nobody was the first"
+            who, how = self._first
+            self._launcher.fail(f"{who} ended {self._failures} times before it served, the last time: {how}")
         elif not self._launcher.has_failed:
             pause = BACK_OFF[min(self._failures, len(BACK_OFF) - 1)]
             event("unit starts again", unit=self.name, after=pause)

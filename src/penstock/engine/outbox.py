@@ -17,6 +17,8 @@ from penstock.engine.tree import Member, Tree
 ATTEMPTS = 2  # the first may only tell that the server before this one has died
 MOST_KEPT = 1 << 14  # messages for one server: more than a minute of steps of 5 ms
 
+TOO_SLOW = 503, "too much of what the engine told was not read"  # status and reason
+
 Answer: TypeAlias = Delta | Failed
 
 
@@ -32,13 +34,13 @@ class Outbox:
         return any(self._kept)
 
     def send(self, server: int, answer: Answer) -> bool:
-        """False: the server has not taken so many that this one is lost, and all that were kept."""
+        """False: the server has not taken so many that this one is lost, and all that were kept, but for failures."""
         kept = self._kept[server]
         if kept or not self._has_sent(server, answer):
             kept.append(answer)
         if len(kept) <= MOST_KEPT:
             return True
-        kept.clear()
+        self._kept[server] = deque(one for one in kept if isinstance(one, Failed))
         return False
 
     def send_kept(self) -> None:

@@ -13,10 +13,12 @@ from penstock.codec.follow import Follower, Following
 from penstock.engine.answers import OutputState
 from penstock.engine.directory import vocabulary
 from penstock.engine.logs import event
-from penstock.engine.outbox import Outbox
-from penstock.engine.protocol import Abort, Halt, Step, StepDone, Stop
+from penstock.engine.outbox import TOO_SLOW, Outbox
+from penstock.engine.protocol import Abort, Failed, Halt, Step, StepDone, Stop
 from penstock.engine.text import Vocabulary
 from penstock.engine.tree import AGAIN, Member, Tree, past_the_dead
+
+LISTEN_AGAIN = 1.0  # seconds; to servers, while the core has nothing to say: it may have refused what they announced
 
 ToCore: TypeAlias = Halt | Abort
 
@@ -47,10 +49,11 @@ class Output:
 
     def turn(self) -> bool:
         """One step, and its result. False: no more come. Raises PeerDied when the core or rank 0 has died."""
-        wait = AGAIN if self._outbox.has_kept or self._to_core else None
+        wait = AGAIN if self._outbox.has_kept or self._to_core else LISTEN_AGAIN
         try:
             step = past_the_dead(self._me, lambda: self._following.receive(wait), self._start_timeout)
         except Timeout:
+            self._hear_announcements()
             self._outbox.send_kept()
             self._tell_core()
             return True
@@ -68,7 +71,10 @@ class Output:
         for server, delta in answers.deltas:
             if not self._outbox.send(server, delta):
                 event("server too slow", server=server)
-                self._to_core.append(Abort(server, self._state.forget_server(server)))
+                given_up = self._state.forget_server(server)
+                self._to_core.append(Abort(server, given_up))
+                for request in given_up.tolist():
+                    self._outbox.send(server, Failed(request, *TOO_SLOW))
         if answers.halt is not None:
             self._to_core.append(answers.halt)
         self._tell_core()
@@ -91,10 +97,7 @@ class Output:
             except WouldBlock:
                 return
             except PeerDied as death:
-                who = Member.of(death.name)
-                if who is not None and who.kind == "server":
-                    self._state.forget_server(who.index)
-                    self._outbox.forget(who.index)
+                self._state.forget_announcements(death.index)
 
     def close(self) -> None:
         for end in (self._steps, self._results, self._inbox, self._announced, self._outbox):

@@ -134,9 +134,12 @@ class Scheduler:
         if sample is not None:
             self._end(sample)
 
-    def forget_server(self, server: int) -> None:
-        for number in [one for one in self._requests if one[0] == server]:
-            self.abort(*number)
+    def forget_server(self, server: int) -> list[int]:
+        """Returns its requests that were open."""
+        numbers = [number for its, number in self._requests if its == server]
+        for number in numbers:
+            self.abort(server, number)
+        return numbers
 
     @property
     def in_flight(self) -> int:

@@ -15,6 +15,7 @@ from penstock.engine.protocol import FinishReason, Logprobs
 from penstock.tensor import Scope
 
 MOST_KEPT_NBYTES = 4 << 20  # of an answer that nobody reads
+PIECE_NBYTES = 256  # of a piece without anything in it
 
 
 class EngineError(Exception):
@@ -43,14 +44,16 @@ class Piece(msgspec.Struct, eq=False):
 
     @property
     def nbytes(self) -> int:
-        return len(self.utf8) + 4 * len(self.ids)
+        likely = 0 if self.logprobs is None else self.logprobs.ids.nbytes + self.logprobs.values.nbytes
+        return PIECE_NBYTES + len(self.utf8) + 4 * len(self.ids) + likely
 
 
 class Stream:
     """`async with` it, so that the request ends with whoever asked for it; `async for` gives its pieces.
 
-    Pieces that nobody has taken yet become one. Raises EngineError where the answer does not come to its end. `scope`
-    holds what stands in the prompt instead of text: it is released when the stream is over, in whatever way.
+    One task reads it. Pieces that nobody has taken yet become one. Raises EngineError where the answer does not come to
+    its end. `scope` holds what stands in the prompt instead of text: it is released when the stream is over, in
+    whatever way.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Stream:
         self.request = request
         self.group = group
         self.incarnation = incarnation
+        self.is_announced = False  # somebody may have been told how to write its answer, and waits for it
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -111,6 +115,8 @@ class Stream:
                 raise self._error
             if self.is_over:
                 raise StopAsyncIteration
+            if self._waiter is not None:
+                raise RuntimeError("another task waits for this answer already")
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -121,14 +127,13 @@ class Stream:
     def begin(self, on_abort: Callable[[Stream], None], timeout: float | None) -> None:
         """`on_abort` hears of it when the rest is not wanted any more."""
         self._on_abort = on_abort
-        if timeout is not None:
+        if timeout is not None and not self.is_over:
             self._alarm = asyncio.get_running_loop().call_later(timeout, self._expire, timeout)
 
     def add(self, piece: Piece) -> None:
         if self.is_over:
             return
         self.completion_tokens += len(piece.ids)
-        self._kept_nbytes += piece.nbytes
         if piece.reason is not None:
             self._open_samples -= 1
             self.cached_tokens = piece.cached
@@ -136,9 +141,11 @@ class Stream:
         if last is not None and last.sample == piece.sample and last.logprobs is None and piece.logprobs is None:
             last.utf8 += piece.utf8
             last.ids += piece.ids
+            self._kept_nbytes += piece.nbytes - PIECE_NBYTES
             last.reason, last.stop, last.cached = piece.reason, piece.stop, piece.cached
         else:
             self._pieces.append(piece)
+            self._kept_nbytes += piece.nbytes
         if self._kept_nbytes > MOST_KEPT_NBYTES:
             self._pieces.clear()
             self._give_up(EngineError(503, f"nobody has read {MOST_KEPT_NBYTES} bytes of the answer"))

@@ -20,6 +20,7 @@ from penstock.engine.protocol import ANNOUNCED, DELTAS, INBOX, RESULTS, STEPS
 
 T = TypeVar("T")
 AGAIN = 0.01  # seconds; between two looks whether the successor of a dead process has come
+NAMELESS = "?"  # of a death: whoever died, its place has been taken since
 PEERS = 128  # places are given again, but who dies often needs some while the dead are being reaped
 
 
@@ -138,6 +139,16 @@ class Member:
             return None
 
 
+def is_former(me: Member, death: PeerDied) -> bool:
+    """Whether it tells of a member of our group before this incarnation.
+
+    So does a death whose name is gone: somebody else has the place of the dead one by now, and who lives in a group in
+    which somebody has died does not live until others come.
+    """
+    who = Member.of(death.name)
+    return death.name == NAMELESS or (who is not None and who.group == me.group and who.incarnation < me.incarnation)
+
+
 def past_the_dead(me: Member, call: Callable[[], T], timeout: float) -> T:
     """What the call gives. As long as it only tells that members of former incarnations died, it is made again: who
     takes their places has not come yet. Raises PeerDied of any other, and of those when the time is up."""
@@ -146,8 +157,6 @@ def past_the_dead(me: Member, call: Callable[[], T], timeout: float) -> T:
         try:
             return call()
         except PeerDied as death:
-            who = Member.of(death.name)
-            is_former = who is not None and who.group == me.group and who.incarnation < me.incarnation
-            if not is_former or time.monotonic() >= deadline:
+            if not is_former(me, death) or time.monotonic() >= deadline:
                 raise
             time.sleep(AGAIN)

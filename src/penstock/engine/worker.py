@@ -51,6 +51,7 @@ def device_of(tree: Tree, me: Member) -> Device:
         blocks=config.blocks,
         token_budget=config.token_budget,
         open_item=Incoming(tree.store).open,
+        end_ids=config.end_ids,
     )
 
 

@@ -1,0 +1,97 @@
+"""Who takes the places of the dead, however often: groups and servers, and nobody is taken for another."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from penstock.engine import tree as trees
+from penstock.engine.board import Board
+from penstock.engine.client import Client
+from penstock.engine.protocol import SamplingParams, Style
+from penstock.engine.tree import Member, Tree
+from tests.engine import START, Running, answered, prompt, running
+
+UNANSWERED = 4.0  # seconds; a request of a few tokens
+SHAPE = {"tensor_parallel": 2, "output_processors": 1}
+
+
+async def must_answer(tree: Running, client: Client, tokens: int = 20) -> None:
+    ids = prompt()
+    assert (await answered(client, ids, max_tokens=tokens))[0][0] == tree.rule.answer(ids, tokens)
+
+
+async def must_serve(tree: Running, incarnation: int) -> None:
+    await tree.until(lambda: tree.number(Board.SERVING) == incarnation or tree.launcher.has_failed, START)
+    await tree.launcher.serving(START)
+
+
+def test_a_group_serves_again_also_when_the_places_of_its_dead_have_been_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A table of peers that is full gives the places of the last dead to the next who come: their names are gone."""
+    monkeypatch.setattr(trees, "PEERS", 16)
+
+    async def scene() -> None:
+        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+            for incarnation in range(2, 9):
+                victim = [("core", 0), ("worker", 1), ("output", 0), ("worker", 0)][incarnation % 4]
+                os.kill(tree.child(*victim).pid, signal.SIGKILL)
+                await must_serve(tree, incarnation)
+                await must_answer(tree, client)
+            await tree.must_be_empty()
+
+    asyncio.run(scene())
+
+
+# ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def ask_for_ever(tree: Tree, me: Member) -> None:
+    """Ends with an error when one of its requests is not answered in time. Every other one is announced."""
+
+    async def life() -> None:
+        is_over = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
+        async with Client(tree, me) as client:
+            params = SamplingParams(max_tokens=30, ignore_eos=True)
+            while not is_over.is_set():
+                styles = [(Style.COMPLETION, b'{"id":"1"'), None] * 2
+                streams = [
+                    await client.submit(prompt(), params, timeout=UNANSWERED, announce=style) for style in styles
+                ]
+                for stream in streams:
+                    async for _ in stream:
+                        pass
+
+    asyncio.run(life())
+
+
+def test_who_takes_the_place_of_a_dead_server_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core and the output hear of the death when the next one has asked already, and when nobody knows the name of
+    the dead one any more."""
+    monkeypatch.setattr(trees, "PEERS", 7)
+
+    async def scene() -> None:
+        async with running(ask_for_ever) as tree:
+            group = {one.pid for one in tree.children() if one.member.kind != "server"}
+            worker = tree.child("worker")
+            for incarnation in range(2, 6):
+                await tree.until(lambda: tree.number(Board.OPEN) > 0)
+                await asyncio.sleep(1.1)  # who has not lived for as long as that has failed to start
+                worker.signal(signal.SIGSTOP)
+                tree.child("server").signal(signal.SIGKILL)
+                await tree.until(lambda name=f"server 0.0 #{incarnation}": name in who_is_there(tree))
+                await asyncio.sleep(0.2)
+                worker.signal(signal.SIGCONT)
+            survivor = tree.child("server").pid
+            await asyncio.sleep(UNANSWERED + 1)
+            assert tree.child("server").pid == survivor, "its requests were not answered"
+            assert group == {one.pid for one in tree.children() if one.member.kind != "server"}, "somebody of it died"
+
+    asyncio.run(scene())
+
+
+def who_is_there(tree: Running) -> set[str]:
+    """At the core's inbox."""
+    peers = tree.launcher.tree.groups[0].inbox.snapshot()["peers"]
+    return {peer["name"] for peer in peers if peer["state"] == "live"}
