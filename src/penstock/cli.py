@@ -25,6 +25,7 @@ from penstock import _native, inspect
 from penstock.errors import LayoutMismatch
 from penstock.inspect import in_seconds, in_units
 from penstock.memory import Ticket
+from penstock.server import arguments
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,6 +106,10 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--step-ms", metavar="MS", type=float, default=5.0, help="of a simulated step (5)")
     generate.add_argument("--log-format", choices=["text", "json"], default="text")
     generate.set_defaults(run=run_generate)
+
+    serve = commands.add_parser("serve", help="a model behind an HTTP interface that clients of OpenAI's speak")
+    arguments.add(serve)
+    serve.set_defaults(run=run_serve)
 
     doctor = commands.add_parser("doctor", help="whether this machine has what penstock needs")
     doctor.set_defaults(run=run_doctor)
@@ -247,6 +252,20 @@ def run_generate(options: argparse.Namespace) -> int:
         return generate.run(config, options.prompts, options.output, asked, options.at_once)
     except (ValueError, TypeError, OSError) as error:
         print(f"penstock generate: {error}", file=sys.stderr)
+        return 2
+
+
+# ── serve ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def run_serve(options: argparse.Namespace) -> int:
+    try:
+        from penstock.server import command
+
+        return command.run(arguments.engine_config(options), arguments.server_options(options))
+    except ImportError as error:
+        print(f"penstock serve: {error}: pip install 'penstock[engine]'", file=sys.stderr)
+        return 2
+    except (ValueError, TypeError, OSError) as error:
+        print(f"penstock serve: {error}", file=sys.stderr)
         return 2
 
 

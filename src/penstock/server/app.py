@@ -1,0 +1,285 @@
+"""What can be asked of a server process, and by whom: the routes, each answered by a method.
+
+Leaves to `bodies` what a request may say, to `telling` how its answer goes out, and to the engine's client the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from penstock.engine.board import Board
+from penstock.engine.client import Client
+from penstock.engine.config import EngineConfig
+from penstock.engine.logs import event
+from penstock.engine.protocol import SamplingParams, Style
+from penstock.engine.stream import EngineError, Stream
+from penstock.server.bodies import Chat, Completion, Sampling, Tokenize, decoded, plain
+from penstock.server.errors import RETRY_AFTER, ApiError, Gone
+from penstock.server.health import Health
+from penstock.server.metrics import Metrics
+from penstock.server.options import ServerOptions
+from penstock.server.tally import ROUTES, Row, Tally
+from penstock.server.telling import Choice, Events, Pace, gathered, unless_gone, usage_of
+from penstock.server.words import Reader
+
+CLIENT_GONE = 499  # in the tally: nobody is told
+NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
+
+Answer: TypeAlias = Response | Events
+
+
+class Api:
+    """Of one server process."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ServerOptions,
+        client: Client,
+        reader: Reader,
+        tally: Tally,
+        board: Board,
+        me: int,
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._client = client
+        self._reader = reader
+        self._row = tally.rows[me]
+        self._keys = [key.encode() for key in options.api_keys]
+        self._metrics = Metrics(tally, board, config.data_parallel)
+        self._health = Health(tally, board, config, me)
+        self._name = options.served_name or config.model.rstrip("/").rpartition("/")[2] or "simulated"
+        self._started = int(time.time())
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", Endpoint(self, "chat", self._chat), methods=["POST"]),
+            Route("/v1/completions", Endpoint(self, "completions", self._completions), methods=["POST"]),
+            Route("/tokenize", Endpoint(self, "tokenize", self._tokenize), methods=["POST"]),
+            Route("/v1/models", Endpoint(self, "models", self._list_models), methods=["GET"]),
+            Route("/v1/models/{name:path}", Endpoint(self, "models", self._tell_model), methods=["GET"]),
+            Route("/metrics", Endpoint(self, "metrics", self._tell_metrics), methods=["GET"]),
+            Route("/health", self._health.whole),
+            Route("/health/live", self._health.live),
+            Route("/health/ready", self._health.ready),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+
+    # ── who may ask, and how much ──
+    def require_key(self, request: Request) -> None:
+        if not self._keys:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        said = key.strip().encode()
+        is_ours = [hmac.compare_digest(said, one) for one in self._keys]  # all, so that time tells nothing
+        if scheme.lower() != "bearer" or not any(is_ours):
+            message, headers = "expected an API key: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, headers=headers, code="invalid_api_key")
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """While it is answered, a request is open. Raises ApiError where there are too many."""
+        if self._row[Row.OPEN] >= self._options.most_open:
+            headers = {"Retry-After": str(RETRY_AFTER)}
+            raise ApiError(429, f"{self._options.most_open} requests are open already", headers=headers)
+        self._row[Row.OPEN] += 1
+        try:
+            yield
+        finally:
+            self._row[Row.OPEN] -= 1
+
+    async def _body(self, request: Request) -> bytes:
+        most, got = self._options.most_body_nbytes, bytearray()
+        said = request.headers.get("content-length", "0")
+        if not said.isdecimal() or int(said) > most:
+            raise _too_long(most)
+        async for part in request.stream():
+            got += part
+            if len(got) > most:
+                raise _too_long(most)
+        return bytes(got)
+
+    def _require_model(self, name: str | None) -> None:
+        if name is not None and name not in (self._name, self._config.model):
+            message = f"there is no model {name!r} here, but {self._name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    # ── what is generated ──
+    async def _chat(self, request: Request) -> Answer:
+        asked = decoded(await self._body(request), Chat)
+        self._require_model(asked.model)
+        params = asked.sampling()
+        is_answered = asked.add_generation_prompt is not False
+        prompt = self._reader.words.chat(plain(asked.messages), is_answered, asked.chat_template_kwargs or {})
+        ids = await self._reader.ids(prompt, add_special=False)
+        return await self._generate(request, Style.CHAT, asked, params, [ids], "messages")
+
+    async def _completions(self, request: Request) -> Answer:
+        asked = decoded(await self._body(request), Completion)
+        self._require_model(asked.model)
+        params = asked.sampling()
+        prompts = [await self._reader.ids(prompt) for prompt in asked.prompts()]
+        return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
+
+    async def _generate(
+        self,
+        request: Request,
+        style: Style,
+        asked: Sampling,
+        params: SamplingParams,
+        prompts: Sequence[list[int]],
+        param: str,
+    ) -> Answer:
+        for ids in prompts:
+            self._require_room(ids, params, param)
+        pace = Pace(self._row, request.state.began)
+        short, name = NAMES[style]
+        said: dict[str, Any] = {"id": f"{short}-{secrets.token_hex(12)}", "object": name, "created": int(time.time())}
+        said["model"] = asked.model or self._name
+        if not asked.stream:
+            return await unless_gone(request.receive, self._whole(style, asked, params, prompts, said, pace))
+        if len(prompts) > 1:
+            raise ApiError(400, "expected one prompt with stream: true", param="prompt")
+        if style == Style.CHAT:
+            said["object"] += ".chunk"
+        head = msgspec.json.encode(said)[:-1]
+        nothing_yet = b',"usage":null' if asked.includes_usage else b""
+        stream = await self._submit(asked, params, prompts[0], (style, head + nothing_yet))
+        return Events(stream, head, asked.includes_usage, pace)
+
+    def _require_room(self, ids: list[int], params: SamplingParams, param: str) -> None:
+        most = self._config.max_model_len
+        if not 1 <= len(ids) < most:
+            message = f"expected a prompt of 1 to {most - 1} tokens, got {len(ids)}"
+            raise ApiError(400, message, param=param, code="context_length_exceeded" if ids else None)
+
+    async def _submit(
+        self, asked: Sampling, params: SamplingParams, ids: list[int], announce: tuple[Style, bytes] | None = None
+    ) -> Stream:
+        return await self._client.submit(
+            ids, params, priority=asked.priority or 0, client=asked.user or "", announce=announce
+        )
+
+    async def _whole(
+        self,
+        style: Style,
+        asked: Sampling,
+        params: SamplingParams,
+        prompts: Sequence[list[int]],
+        said: dict[str, Any],
+        pace: Pace,
+    ) -> Response:
+        async with contextlib.AsyncExitStack() as stack:
+            streams = []
+            for ids in prompts:
+                streams.append(await stack.enter_async_context(await self._submit(asked, params, ids)))
+            found = await asyncio.gather(*(gathered(stream, params.n, pace) for stream in streams))
+        vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
+        tell = Choice.of_chat if style == Style.CHAT else Choice.of_completion
+        choices = [choice for one in found for choice in one]
+        said["choices"] = [tell(choice, index, vocabulary) for index, choice in enumerate(choices)]
+        said["usage"] = usage_of(*streams)
+        pace.end(*streams)
+        return _json(said)
+
+    # ── what is known ──
+    async def _tokenize(self, request: Request) -> Answer:
+        asked = decoded(await self._body(request), Tokenize)
+        self._require_model(asked.model)
+        ids = await self._reader.ids(*asked.text(self._reader.words))
+        return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
+
+    async def _list_models(self, request: Request) -> Answer:
+        return _json({"object": "list", "data": [self._model]})
+
+    async def _tell_model(self, request: Request) -> Answer:
+        self._require_model(request.path_params["name"])
+        return _json(self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "penstock",
+            "max_model_len": self._config.max_model_len,
+        }
+
+    async def _tell_metrics(self, request: Request) -> Answer:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def count(self, route: str, status: int) -> None:
+        if route in ROUTES:
+            self._row[self._row.answered(route, status)] += 1
+
+
+class Endpoint:
+    """A route. Whoever has no key, asks too much or what makes no sense is told so in OpenAI's form."""
+
+    def __init__(self, api: Api, route: str, answer: Callable[[Request], Awaitable[Answer]]) -> None:
+        self._api = api
+        self._route = route
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        request.state.began = time.monotonic()
+        status = 500
+        try:
+            status = await self._respond(request, scope, receive, send)
+        finally:
+            self._api.count(self._route, status)
+
+    async def _respond(self, request: Request, scope: Scope, receive: Receive, send: Send) -> int:
+        with contextlib.ExitStack() as admission:
+            try:
+                self._api.require_key(request)
+                if scope["method"] == "POST":
+                    admission.enter_context(self._api.admitted())
+                answer = await self._answer(request)
+                await answer(scope, receive, send)
+                return answer.status_code
+            except ApiError as error:
+                refused = error
+            except EngineError as error:
+                refused = ApiError.of(error)
+            except (Gone, ClientDisconnect):
+                return CLIENT_GONE
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                event("request failed", logging.ERROR, route=self._route, error=what, trace=traceback.format_exc())
+                refused = ApiError(500, "the server has failed; its log says how")
+        await refused.response()(scope, receive, send)
+        return refused.status
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for no other"
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+def _too_long(most: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {most} bytes", headers={"Connection": "close"})
+
+
+def _json(said: object) -> Response:
+    return Response(msgspec.json.encode(said), media_type="application/json")

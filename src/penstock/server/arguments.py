@@ -1,0 +1,63 @@
+"""What stands on the command line of `penstock serve`, and what the engine and the server are told by it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.server.options import ServerOptions
+
+KEY_VARIABLE = "PENSTOCK_API_KEY"  # seen by fewer than a command line
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", default="", help="the directory of a model")
+    add("--served-model-name", metavar="NAME", default="", help="what clients call it (the directory's name)")
+    add("--host", default="127.0.0.1", help="whom it listens to (127.0.0.1: this machine)")
+    add("--port", metavar="N", type=int, default=8000, help="0: one that is free (8000)")
+    add("--api-key", metavar="KEY", action="append", default=[], help=f"who has one may ask; or {KEY_VARIABLE}")
+    add("--api-servers", metavar="N", type=int, default=1, help="server processes, which share the port (1)")
+    add("--data-parallel", metavar="N", type=int, default=1, help="groups (1)")
+    add("--tensor-parallel", metavar="N", type=int, default=1, help="workers of each group (1)")
+    add("--output-processors", metavar="N", type=int, default=1, help="of each group; 0: in the core (1)")
+    add("--most-open", metavar="N", type=int, default=1024, help="open requests of a server process (1024)")
+    add("--most-body-mb", metavar="N", type=int, default=64, help="of a request's body (64)")
+    add("--patience", metavar="SECONDS", type=float, default=30.0, help="with a client that takes nothing (30)")
+    add("--drain-timeout", metavar="SECONDS", type=float, default=30.0, help="for what is open, at the end (30)")
+    add("--device", default="cpu", help="cpu or cuda (cpu)")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (auto)")
+    add("--slots", metavar="N", type=int, default=256, help="samples that run at a time (256)")
+    add("--blocks", metavar="N", type=int, help="of the cache (as many as there is room for)")
+    add("--token-budget", metavar="N", type=int, default=2048, help="of a step (2048)")
+    add("--max-model-len", metavar="N", type=int, default=4096, help="of prompt and answer (4096)")
+    add("--device-model", choices=["real", "simulated"], default="real", help="compute, or wait (real)")
+    add("--step-ms", metavar="MS", type=float, default=5.0, help="of a simulated step (5)")
+    add("--log-format", choices=["text", "json"], default="text")
+
+
+SAME = (
+    *("model", "api_servers", "data_parallel", "tensor_parallel", "output_processors", "drain_timeout", "device"),
+    *("dtype", "slots", "blocks", "token_budget", "max_model_len", "log_format"),
+)
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """Raises ValueError, TypeError."""
+    simulated = SimulatedDevice(step_seconds=options.step_ms / 1e3) if options.device_model == "simulated" else None
+    return EngineConfig(simulated=simulated, **{name: getattr(options, name) for name in SAME})
+
+
+def server_options(options: argparse.Namespace) -> ServerOptions:
+    """Raises ValueError."""
+    keys = [*options.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
+    return ServerOptions(
+        host=options.host,
+        port=options.port,
+        api_keys=tuple(keys),
+        served_name=options.served_model_name,
+        most_open=options.most_open,
+        most_body_nbytes=options.most_body_mb << 20,
+        patience=options.patience,
+    )

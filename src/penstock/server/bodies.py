@@ -1,0 +1,220 @@
+"""What the bodies of requests may say: the fields that are understood, with their types. Others are passed over.
+
+A field that is null is one that was not given. Leaves to `SamplingParams` which numbers make sense.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from penstock.engine.protocol import SamplingParams
+from penstock.server.errors import ApiError, of_a_body
+from penstock.server.words import Words
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MOST_SAMPLES = 128  # of one prompt
+MOST_STOPS = 64
+MOST_LOGPROBS = 20  # besides the sampled token
+TOKENS_OF_A_COMPLETION = 16  # where none are said; a chat may go on as long as the model can
+
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Word = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """What chats and completions have in common; from `top_k` on, what OpenAI has not, and others have."""
+
+    model: str | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Word | None = None
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=MOST_STOPS)] | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    top_k: Word | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Word | None = None
+    stop_token_ids: list[Id] | None = None
+    allowed_token_ids: list[Id] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Id | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Raises ApiError for what makes no sense."""
+        given: dict[str, Any] = {name: getattr(self, name) for name in _ALIKE if getattr(self, name) is not None}
+        if given.get("top_k") == -1:  # as others say it
+            given["top_k"] = 0
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if name in given:
+                given[name] = tuple(given[name])
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.logit_bias is not None:
+            given["logit_bias"] = tuple(_bias(*pair) for pair in self.logit_bias.items())
+        try:
+            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        except ValueError as error:
+            words = str(error).split(" ")
+            known = [word for word in (words[1], "stop") if word in SamplingParams.__struct_fields__]
+            raise ApiError(400, str(error), param=known[0]) from None
+
+
+_ALIKE = (
+    *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p"),
+    *("repetition_penalty", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
+)
+
+
+def _bias(one: str, bias: float) -> tuple[int, float]:
+    if not (one.isascii() and one.isdecimal() and len(one) < 10) or not -100 <= bias <= 100:
+        message = f"expected numbers of tokens with biases between -100 and 100, got {one!r}: {bias:g} at $.logit_bias"
+        raise ApiError(400, message, param="logit_bias")
+    return int(one), bias
+
+
+# ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class Completion(Sampling, kw_only=True):
+    prompt: str | list[str | Id | list[Id]]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def sampling(self) -> SamplingParams:
+        _refuse(self, "echo", "suffix")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ApiError(400, "best_of is not supported: ask for n", param="best_of")
+        return self.params(self.max_tokens or TOKENS_OF_A_COMPLETION, self.logprobs)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Raises ApiError where they are of several kinds, or none."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(one) for one in self.prompt}
+        if len(kinds) != 1:
+            raise ApiError(400, "expected texts, or lists of numbers, and not both or none at $.prompt", param="prompt")
+        if kinds == {int}:
+            return [[one for one in self.prompt if isinstance(one, int)]]
+        return [one for one in self.prompt if not isinstance(one, int)]
+
+
+# ── chats ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ImageUrl(msgspec.Struct):
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
+    image_url: ImageUrl
+
+
+class Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart | ImagePart] | None = None
+    name: str | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: str
+
+
+class Chat(Sampling, kw_only=True):
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def sampling(self) -> SamplingParams:
+        _refuse(self, "tools")
+        if self.response_format is not None and self.response_format.type != "text":
+            message = f"expected 'text', got {self.response_format.type!r} at $.response_format.type"
+            raise ApiError(400, message, param="response_format.type")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "expected logprobs: true with top_logprobs", param="top_logprobs")
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.params(most, (self.top_logprobs or 0) if self.logprobs else None)
+
+
+def plain(messages: list[Message]) -> list[dict[str, Any]]:
+    """As templates want them. Raises ApiError for parts that are no text."""
+    return [_plain(place, message) for place, message in enumerate(messages)]
+
+
+def _plain(place: int, message: Message) -> dict[str, Any]:
+    content = message.content or ""
+    if not isinstance(content, str):
+        for part, one in enumerate(content):
+            if isinstance(one, ImagePart):
+                where = f"messages[{place}].content[{part}]"
+                raise ApiError(400, f"expected text, got an image at $.{where}: this server takes none", param=where)
+        content = "\n".join(one.text for one in content if isinstance(one, TextPart))
+    said = {"role": message.role, "content": content}
+    return said if message.name is None else {**said, "name": message.name}
+
+
+# ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Tokenize(msgspec.Struct, kw_only=True):
+    """Either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    def text(self, words: Words) -> tuple[str, bool]:
+        """And whether special ids come with it. Raises ApiError."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "expected either prompt or messages", param="prompt")
+        if self.messages is None:
+            return self.prompt or "", self.add_special_tokens
+        return words.chat(plain(self.messages), self.add_generation_prompt, {}), False
+
+
+DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (Completion, Chat, Tokenize)
+}
+
+
+def decoded(body: bytes, kind: type[T]) -> T:
+    """Raises ApiError."""
+    try:
+        found: T = DECODERS[kind].decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise of_a_body(error) from None
+    return found
+
+
+def _refuse(body: msgspec.Struct, *names: str) -> None:
+    for name in names:
+        if getattr(body, name):
+            raise ApiError(400, f"{name} is not supported", param=name)

@@ -1,0 +1,74 @@
+"""`penstock serve`: the tree of processes with servers in it, until a signal drains it.
+
+Leaves to the launcher who lives, and to `process` what a server is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ipaddress
+import logging
+import socket
+
+from penstock.engine import logs
+from penstock.engine.config import EngineConfig
+from penstock.engine.launch import Launcher, TreeFailed
+from penstock.engine.logs import event
+from penstock.server.options import ServerOptions
+from penstock.server.process import Shared, listen, serve
+from penstock.server.tally import Tally
+
+
+def run(config: EngineConfig, options: ServerOptions) -> int:
+    """0: it has ended as it was told to. 1: it could not go on. Raises OSError where it cannot listen, ValueError."""
+    logs.begin("launcher", config.log_format)
+    with contextlib.closing(listen(options)) as listener:
+        return asyncio.run(_run(config, options, listener))
+
+
+async def _run(config: EngineConfig, options: ServerOptions, listener: socket.socket) -> int:
+    if not options.api_keys and not _is_loopback(listener):
+        event("anybody may ask", logging.WARNING, host=options.host, remedy="--api-key")
+    launcher = Serving(config, options, listener)
+    telling = asyncio.ensure_future(_tell_when_it_serves(launcher, _address(listener)))
+    try:
+        await launcher.run()
+    except TreeFailed:  # who, and how, stands in the log
+        return 1
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+    return 0
+
+
+class Serving(Launcher):
+    """A tree with servers behind one socket."""
+
+    def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
+        self.tally = Tally.lay(config.api_servers)
+        self._listener = listener
+        super().__init__(config, functools.partial(serve, Shared(options, listener, self.tally)))
+
+    async def stop(self, drain_timeout: float = 0.0) -> list[str]:
+        """As the launcher's. Connections are refused as soon as the servers, which have the socket too, close it."""
+        self._listener.close()
+        return await super().stop(drain_timeout)
+
+
+async def _tell_when_it_serves(launcher: Launcher, url: str) -> None:
+    try:
+        await launcher.serving()
+        event("serving", url=url)
+    except TimeoutError as error:
+        launcher.fail(str(error))
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback

@@ -1,0 +1,76 @@
+"""What a client is told that gets no answer: in OpenAI's form, with whose doing it was.
+
+Leaves to the places where something is wrong what they say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+from starlette.responses import Response
+
+from penstock.engine.stream import EngineError
+
+RETRY_AFTER = 1  # seconds; what a client that was refused for the number of open requests is asked to wait
+KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class Gone(Exception):
+    """The client has, and wants no answer."""
+
+
+class ApiError(Exception):
+    """A request that is refused. `param` is the field in which it is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @classmethod
+    def of(cls, error: EngineError) -> ApiError:
+        headers = {"Retry-After": str(RETRY_AFTER)} if error.status in (429, 503) else None
+        return cls(error.status, error.reason, headers=headers)
+
+    @property
+    def body(self) -> bytes:
+        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        said = {"message": self.message, "type": kind, "param": self.param, "code": self.code or kind}
+        return msgspec.json.encode({"error": said})
+
+    def response(self) -> Response:
+        return Response(self.body, self.status, self.headers, "application/json")
+
+
+_WHERE = re.compile(r"(?P<what>.*) - at `\$\.?(?P<path>.*)`", re.DOTALL)
+
+
+def of_a_body(error: Exception) -> ApiError:
+    """What is wrong in a request's JSON, with the path to it."""
+    found = _WHERE.fullmatch(str(error))
+    if found is None:
+        return ApiError(400, f"the body is not what was expected: {error}", code="invalid_body")
+    what = found["what"].replace("`", "")
+    missing = re.search(r"missing required field (\w+)", what)
+    path = found["path"]
+    if missing:
+        path = f"{path}.{missing[1]}".removeprefix(".")
+    where = f"$.{path}" if path and not path.startswith("[") else f"${path}"
+    return ApiError(400, f"{what[:1].lower()}{what[1:]} at {where}", param=path or None)

@@ -1,0 +1,30 @@
+"""What the server is told once, when it starts: frozen, and checked where it enters.
+
+Leaves to `EngineConfig` everything behind the server.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: one that is free
+    api_keys: tuple[str, ...] = ()  # any of them opens; none: it is open
+    served_name: str = ""  # of the model; empty: that of its directory
+    most_open: int = 1024  # requests of one server process, those included that are being read
+    most_body_nbytes: int = 64 << 20
+    patience: float = 30.0  # seconds for which a client may take nothing that is sent to it
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("most_open", 1, 1 << 20),
+            ("most_body_nbytes", 1, 1 << 40),
+            ("patience", 0.1, 1e6),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name} is between {low} and {high}, not {getattr(self, name)}")
+        if not all(self.api_keys):
+            raise ValueError("api_keys are not empty")

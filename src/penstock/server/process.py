@@ -1,0 +1,120 @@
+"""A server process: takes connections from the socket that all of them share, and answers them from one event loop.
+
+Leaves to `app` what is answered, and to the launcher that it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import uvicorn
+
+import penstock
+from penstock.engine.board import Board
+from penstock.engine.client import Client
+from penstock.engine.logs import LOGGER
+from penstock.engine.tree import Member, Tree
+from penstock.server.app import Api
+from penstock.server.options import ServerOptions
+from penstock.server.tally import Row, Tally
+from penstock.server.words import Reader, words_of
+
+BACKLOG = 1024  # connections that nobody has taken yet
+KERNEL_NBYTES = 256 << 10  # of an answer in the kernel, for a client that does not read
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Handed to each server process while it is being spawned."""
+
+    options: ServerOptions
+    listener: socket.socket
+    tally: penstock.Segment
+
+
+def listen(options: ServerOptions) -> socket.socket:
+    """The socket from which all server processes take connections.
+
+    One socket with one queue, and not one each (SO_REUSEPORT): who is idle takes the next connection, one that waits
+    in the queue does not go with a process that dies, and none is given to a process that is stopped. Raises OSError.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        for level, name, value in (
+            (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1),
+            # What is taken from it is like it. A client that takes nothing for so long is gone, says the kernel.
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_NBYTES),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(options.patience * 1e3)),
+        ):
+            listener.setsockopt(level, name, value)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(shared: Shared, tree: Tree, me: Member) -> None:
+    """The process, until SIGTERM; then it answers what is open, for as long as the tree's `drain_timeout`."""
+    asyncio.run(_serve(shared, tree, me))
+
+
+async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
+    logging.getLogger("uvicorn.error").handlers[:] = LOGGER.handlers
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    tally, board = Tally(shared.tally, tree.config.api_servers, writable=True), Board(tree.board)
+    row = tally.rows[me.index]
+    row[Row.PID], row[Row.SERVING], row[Row.OPEN] = os.getpid(), 0, 0
+    with contextlib.closing(Reader(tree.config, words_of(tree.config))) as reader:
+        async with Client(tree, me) as client:
+            api = Api(tree.config, shared.options, client, reader, tally, board, me.index)
+            server = Server(api, row, tree.config.drain_timeout)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
+            await server.serve([shared.listener])
+
+
+class Server(uvicorn.Server):
+    """Signals are the process's own affair."""
+
+    def __init__(self, api: Api, row: Row, drain_timeout: float) -> None:
+        config = uvicorn.Config(
+            api.app(),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            # A process takes one connection at a time, so that the others may have the next.
+            backlog=1,
+            timeout_graceful_shutdown=math.ceil(drain_timeout),
+        )
+        super().__init__(config)
+        self._row = row
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._row[Row.SERVING] = 0
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)  # the loop has said how many it takes at a time, which is something else
+        self._row[Row.SERVING] = 1

@@ -1,0 +1,208 @@
+"""Answers on their way to a client: as events, while they come, or whole.
+
+Lines that are ready-made are passed on as they are. Leaves to `app` which requests they answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from penstock.engine.protocol import FinishReason, Logprobs
+from penstock.engine.stream import EngineError, Piece, Stream
+from penstock.engine.text import Vocabulary
+from penstock.engine.wrapping import LEAST_LOGPROB
+from penstock.server.errors import ApiError, Gone
+from penstock.server.tally import Row
+
+T = TypeVar("T")
+
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+DONE = b"data: [DONE]\n\n"
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What the work gives. It is cancelled, and Gone raised, as soon as the client has gone."""
+    doing = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise Gone
+        return doing.result()
+    finally:
+        doing.cancel()
+        watching.cancel()
+        await asyncio.gather(doing, watching, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Pace:
+    """Writes down how long the pieces of an answer took."""
+
+    def __init__(self, row: Row, began: float) -> None:
+        self._row = row
+        self._began = began
+        self._last: dict[tuple[int, int], float] = {}  # by request and sample
+
+    def piece(self, request: int, piece: Piece) -> None:
+        many = len(piece.ids)
+        if not many:
+            return
+        now, whose = time.monotonic(), (request, piece.sample)
+        if whose in self._last:
+            self._row.between.add((now - self._last[whose]) / many, many)
+        elif not self._last:
+            self._row.first.add(now - self._began)
+        self._last[whose] = now
+
+    def end(self, *streams: Stream) -> None:
+        row = self._row
+        row.whole.add(time.monotonic() - self._began)
+        row[Row.PROMPT_TOKENS] += sum(one.prompt_tokens for one in streams)
+        row[Row.CACHED_TOKENS] += sum(one.cached_tokens for one in streams)
+        row[Row.COMPLETION_TOKENS] += sum(one.completion_tokens for one in streams)
+
+
+def usage_of(*streams: Stream) -> dict[str, Any]:
+    prompt = sum(one.prompt_tokens for one in streams)
+    completion = sum(one.completion_tokens for one in streams)
+    cached = sum(one.cached_tokens for one in streams)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+# ── as it comes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class Events:
+    """An answer whose pieces are finished lines. What goes wrong before the first one is raised; later it is an event.
+
+    A client that reads slowly holds up its own answer only: the stream keeps what it has not taken, up to a bound.
+    """
+
+    status_code = 200
+
+    def __init__(self, stream: Stream, head: bytes, includes_usage: bool, pace: Pace) -> None:
+        self._stream = stream
+        self._head = head
+        self._includes_usage = includes_usage
+        self._pace = pace
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stream:
+            await unless_gone(receive, self._tell(send))
+
+    async def _tell(self, send: Send) -> None:
+        stream, pace, request = self._stream, self._pace, self._stream.request
+        has_begun = False
+        last = DONE
+        try:
+            async for piece in stream:
+                pace.piece(request, piece)
+                if not has_begun:
+                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                    has_begun = True
+                if piece.utf8:
+                    await send({"type": "http.response.body", "body": piece.utf8, "more_body": True})
+        except EngineError as error:
+            if not has_begun:
+                raise
+            last = b"data: %b\n\n" % ApiError.of(error).body
+        else:
+            if self._includes_usage:
+                usage = msgspec.json.encode(usage_of(stream))
+                last = b'data: %b,"choices":[],"usage":%b}\n\n' % (self._head, usage) + DONE
+        pace.end(stream)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+# ── whole ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Choice:
+    """One sample, as far as it has come."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._length = 0
+        self._logprobs: list[tuple[int, list[tuple[int, float]]]] = []  # where its text begins, and what was likely
+        self.reason: FinishReason | None = None
+        self.stop: int | str | None = None
+
+    def add(self, piece: Piece) -> None:
+        if piece.logprobs is not None:
+            self._logprobs += [(self._length, row) for row in likely(piece.logprobs)]
+        text = piece.text
+        self._texts.append(text)
+        self._length += len(text)
+        if piece.reason is not None:
+            self.reason, self.stop = piece.reason, piece.stop
+
+    def _finish(self) -> dict[str, Any]:
+        return {"finish_reason": self.reason and self.reason.name.lower(), "stop_reason": self.stop}
+
+    def of_chat(self, index: int, vocabulary: Vocabulary | None) -> dict[str, Any]:
+        content = "".join(self._texts)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": content},
+            "logprobs": None if vocabulary is None else {"content": self._told(vocabulary)},
+            **self._finish(),
+        }
+
+    def _told(self, vocabulary: Vocabulary) -> list[dict[str, Any]]:
+        told = []
+        for _, row in self._logprobs:
+            first, *others = (
+                {"token": _shown(vocabulary, one), "logprob": value, "bytes": list(vocabulary.piece(one))}
+                for one, value in row
+            )
+            told.append({**first, "top_logprobs": others})
+        return told
+
+    def of_completion(self, index: int, vocabulary: Vocabulary | None) -> dict[str, Any]:
+        logprobs = None
+        if vocabulary is not None:
+            rows = [row for _, row in self._logprobs]
+            logprobs = {
+                "text_offset": [offset for offset, _ in self._logprobs],
+                "tokens": [_shown(vocabulary, row[0][0]) for row in rows],
+                "token_logprobs": [row[0][1] for row in rows],
+                "top_logprobs": [{_shown(vocabulary, one): value for one, value in row[1:]} for row in rows],
+            }
+        return {"index": index, "text": "".join(self._texts), "logprobs": logprobs, **self._finish()}
+
+
+def _shown(vocabulary: Vocabulary, one: int) -> str:
+    return vocabulary.piece(one).decode(errors="replace")
+
+
+def likely(found: Logprobs) -> Iterator[list[tuple[int, float]]]:
+    """For each sampled token: itself first, then the likeliest."""
+    tokens = found.ranks.size
+    counts = [found.ids.size // tokens] * tokens if found.counts is None else found.counts.tolist()
+    values = [max(value, LEAST_LOGPROB) for value in found.values.tolist()]
+    pairs = list(zip(found.ids.tolist(), values, strict=True))
+    at = 0
+    for count in counts:
+        yield pairs[at : at + count]
+        at += count
+
+
+async def gathered(stream: Stream, samples: int, pace: Pace) -> list[Choice]:
+    """Raises EngineError where the answer does not come to its end."""
+    choices = [Choice() for _ in range(samples)]
+    async for piece in stream:
+        pace.piece(stream.request, piece)
+        choices[piece.sample].add(piece)
+    return choices

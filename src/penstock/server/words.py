@@ -1,0 +1,126 @@
+"""Prompts from texts and messages, and how an id looks: what a server process knows of the model's tokenizer.
+
+Leaves the texts of answers to the output processors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.directory import tokenizer_of, vocabulary
+from penstock.engine.text import Vocabulary
+from penstock.server.errors import ApiError
+
+T = TypeVar("T")
+
+LONG = 4096  # characters: about 1 ms of tokenising; longer ones are done by a thread, and the loop goes on
+THREADS = 2  # for that. The tokenizer lets the interpreter go
+
+
+class Words(Protocol):
+    """Of a model, or of a simulated device. Made once in a process."""
+
+    most_ids: int  # there are no ids from this one on
+
+    def encode(self, text: str, add_special: bool) -> list[int]: ...
+
+    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+        """The prompt that a conversation is. Raises ApiError."""
+
+
+def words_of(config: EngineConfig) -> Words:
+    """Of a simulated device, the bytes of a text are its ids, unless a directory with a tokenizer is named."""
+    if config.simulated is not None and not (Path(config.model) / "tokenizer.json").exists():
+        return BytesWords(config.simulated.vocabulary)
+    return ModelWords(config)
+
+
+class BytesWords:
+    def __init__(self, vocabulary: int) -> None:
+        self.most_ids = vocabulary
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        return [one % self.most_ids for one in text.encode()]
+
+    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+        said = "".join(f"{one['role']}: {one['content']}\n" for one in messages)
+        return f"{said}assistant:" if is_answered else said
+
+
+class ModelWords:
+    def __init__(self, config: EngineConfig) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is not cut among threads
+        self._tokenizer = tokenizer_of(config)
+        self._templates: Any = _templates(config.model)
+        self.most_ids = _most_ids(config)
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        # As a batch, though of one: only for a batch the interpreter is let go meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+        try:
+            prompt: str = self._templates.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=is_answered, **options
+            )
+        except Exception as error:  # whatever a template does with what a client has sent
+            raise ApiError(400, f"the model's chat template: {error}", param="messages") from None
+        return prompt
+
+
+def _templates(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+def _most_ids(config: EngineConfig) -> int:
+    """An id that the model has no place for would be the end of its worker."""
+    if config.simulated is not None:
+        return 1 << 31
+    said = msgspec.json.decode((Path(config.model) / "config.json").read_bytes())
+    most: int = said.get("text_config", said)["vocab_size"]
+    return most
+
+
+class Reader:
+    """Makes prompts without holding up the loop."""
+
+    def __init__(self, config: EngineConfig, words: Words) -> None:
+        self._config = config
+        self.words = words
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
+        self._vocabulary: asyncio.Future[Vocabulary] | None = None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def ids(self, prompt: str | list[int], add_special: bool = True) -> list[int]:
+        """Raises ApiError where they are none that the model could answer."""
+        if not isinstance(prompt, str):
+            if prompt and max(prompt) >= self.words.most_ids:
+                message = f"expected ids below {self.words.most_ids}, got {max(prompt)} at $.prompt"
+                raise ApiError(400, message, param="prompt")
+            return prompt
+        if len(prompt) <= LONG:
+            return self.words.encode(prompt, add_special)
+        return await self._in_a_thread(lambda: self.words.encode(prompt, add_special))
+
+    async def vocabulary(self) -> Vocabulary:
+        """Made when it is first asked for: few want to know how ids look."""
+        if self._vocabulary is None:
+            self._vocabulary = asyncio.ensure_future(self._in_a_thread(lambda: vocabulary(self._config)))
+        return await asyncio.shield(self._vocabulary)
+
+    async def _in_a_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
