@@ -52,7 +52,7 @@ class Scale:
 DEFAULT = Scale(
     cells=(Cell(1, 1, 1), Cell(2, 32, 2), Cell(1, 256, 1), goals.SMALL, *goals.OUTPUTS, goals.LARGE),
     rounds=3,
-    seconds=1.0,
+    seconds=0.8,
     images=12,
     largest_image=23 * images.MB,
     patience=30.0,
