@@ -89,9 +89,11 @@ async def run(trees: Trees, scale: Scale, cases: Sequence[str], ways: Sequence[W
                 here = Path(scratch, str(place))
                 found.decoded[cell] = await decoding.run_cell(trees, ways, cell, model, vocabulary, here, scale.seconds)
         if "images" in cases:
-            found.images = await images.run_images(
+            asked = await images.run_images(
                 trees, ways, scale.images, scale.largest_image, model, vocabulary, Path(scratch, "images")
             )
+            if scale.largest_image == DEFAULT.largest_image:  # the target is not for small ones
+                found.images = asked
     return found
 
 

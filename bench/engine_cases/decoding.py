@@ -34,7 +34,7 @@ COLUMNS = {
     "B of text a token": lambda one: f"{one['text_nbytes_per_token']:.1f}",
     "load's CPU, cores": lambda one: f"{one['load_cores']:.3f}",
 }
-FAILURES = (PenstockError, TreeFailed, Wrong, TimeoutError, RuntimeError)
+FAILURES = (PenstockError, TreeFailed, Wrong, OSError, RuntimeError)  # a TimeoutError is an OSError
 
 
 class Cell(NamedTuple):
