@@ -52,7 +52,7 @@ class Scale:
 DEFAULT = Scale(
     cells=(Cell(1, 1, 1), Cell(2, 32, 2), Cell(1, 256, 1), goals.SMALL, *goals.OUTPUTS, goals.LARGE),
     rounds=3,
-    seconds=1.0,
+    seconds=0.8,
     images=12,
     largest_image=23 * images.MB,
     patience=30.0,
@@ -89,9 +89,11 @@ async def run(trees: Trees, scale: Scale, cases: Sequence[str], ways: Sequence[W
                 here = Path(scratch, str(place))
                 found.decoded[cell] = await decoding.run_cell(trees, ways, cell, model, vocabulary, here, scale.seconds)
         if "images" in cases:
-            found.images = await images.run_images(
+            asked = await images.run_images(
                 trees, ways, scale.images, scale.largest_image, model, vocabulary, Path(scratch, "images")
             )
+            if scale.largest_image == DEFAULT.largest_image:  # the target is not for small ones
+                found.images = asked
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.engine_cases import spent
 from penstock import Timeout
 from penstock.engine.board import Board
 from penstock.engine.core import Core
@@ -157,10 +158,7 @@ WIRES: dict[str, tuple[Any, Any]] = {"zeromq": (ZeromqCore, ZeromqWorker), "gloo
 
 # ── the core ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def run_core(wire: str, scratch: str, tree: Tree, me: Member) -> None:
-    core = ClassicCore(tree, me, WIRES[wire][0](scratch, tree.config.tensor_parallel))
-    core.start()
-    core.run()
-    core.close()
+    spent.run(ClassicCore(tree, me, WIRES[wire][0](scratch, tree.config.tensor_parallel)), scratch)
 
 
 class ClassicCore(Core):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench.engine_cases import spent
 from bench.engine_cases.load import Server, Wrong, decode
 from bench.engine_cases.trees import OURS, START, Bench, Way
 from bench.harness.figures import Figures
@@ -33,7 +34,7 @@ COLUMNS = {
     "B of text a token": lambda one: f"{one['text_nbytes_per_token']:.1f}",
     "load's CPU, cores": lambda one: f"{one['load_cores']:.3f}",
 }
-FAILURES = (PenstockError, TreeFailed, Wrong, TimeoutError, RuntimeError)
+FAILURES = (PenstockError, TreeFailed, Wrong, OSError, RuntimeError)  # a TimeoutError is an OSError
 
 
 class Cell(NamedTuple):
@@ -68,12 +69,15 @@ class Trees(Turns):
             else:
                 self._servers[name] = Server(bench)
 
-    async def stop(self) -> None:
+    async def stop(self) -> dict[str, Path]:
+        """What each tree has left is in its folder."""
         for server in self._servers.values():
             server.close()
         self._servers.clear()
         await asyncio.gather(*(bench.stop() for bench in self._benches.values()))
+        folders = {name: bench.scratch for name, bench in self._benches.items()}
         self._benches.clear()
+        return folders
 
     @property
     def names(self) -> list[str]:
@@ -120,8 +124,9 @@ async def run_cell(
         trees.take(orders, partial(one_round, min(seconds, 0.2), np.random.default_rng(0)), rounds=1)  # warms up
         outcome = trees.take(orders, measure, trees.rounds)
     finally:
-        await trees.stop()
+        folders = await trees.stop()
     told(trees, cell, outcome)
+    parts_told(trees, cell, {name: spent.read(folders[name]) for name in outcome.rounds})
     return outcome
 
 
@@ -139,3 +144,13 @@ def told(trees: Trees, cell: Cell, outcome: Outcome) -> None:
     trees.output.table(str(cell), [*heads[:2], "times ours", *heads[2:]], rows)
     if not outcome.is_quiet:
         trees.output.say(f"  foreign processes took up to {outcome.foreign_cores:.2f} cores in these rounds")
+
+
+def parts_told(trees: Trees, cell: Cell, found: Mapping[str, Mapping[str, float]]) -> None:
+    """Where the core's time goes."""
+    parts = [part for part in spent.PARTS if any(part in each for each in found.values())]
+    for name, each in found.items():
+        us = {part.replace(" ", "_") + "_us": each[part] for part in parts if part in each}
+        trees.output.record("core_parts", name, cell=str(cell), **us)
+    rows = [(name, [short(each[part]) if part in each else "-" for part in parts]) for name, each in found.items()]
+    trees.output.table(f"The core's time in a step, µs, medians of its parts; {cell}", parts, rows)

@@ -24,7 +24,8 @@ from penstock.engine.simulated import Rule
 from penstock.engine.tree import Member
 
 PATIENCE = 60.0  # seconds; for any one message
-SETTLED = 20  # tokens that each request has before it is measured
+SETTLED = 5  # tokens that each request has before it is measured
+LEAST = 8  # steps that are measured, however long they take
 PROMPT = 32  # tokens at least; one more each, up to a block more, so that blocks fall due in every step
 BLOCK = 16
 PARAMS = Interned(SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))
@@ -143,8 +144,10 @@ def decode(server: Server, batch: int, style: Style, seconds: float, chance: np.
     _settle(server, first, prompts)
     tally, before = Tally(first, batch), Reading.take(server)
     deadline = before.at + seconds
-    while time.monotonic() < deadline:
+    answers = 0
+    while answers < LEAST or time.monotonic() < deadline:
         tally.add(server.receive())
+        answers += 1
     after = Reading.take(server)
     _end(server, first, batch)
     steps, wall = max(after.steps - before.steps, 1), after.at - before.at

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.engine_cases import spent
 from bench.impls import Unavailable
 from penstock.engine.config import EngineConfig
 from penstock.engine.launch import Launcher
@@ -69,8 +70,8 @@ class Bench(Launcher):
 
     def __init__(self, way: Way, config: EngineConfig, scratch: Path) -> None:
         self.way = way
-        self._scratch = scratch / way.name
-        self._scratch.mkdir(parents=True, exist_ok=True)
+        self.scratch = scratch / way.name
+        self.scratch.mkdir(parents=True, exist_ok=True)
         super().__init__(config)
 
     @classmethod
@@ -80,12 +81,13 @@ class Bench(Launcher):
     def _parts_of_group(self) -> list[tuple[str, int, Any]]:
         parts = super()._parts_of_group()
         if self.way.wire is None:
-            return [(kind, index, partial(quietly, run)) for kind, index, run in parts]
+            core = partial(spent.run_core, str(self.scratch))
+            return [(kind, index, partial(quietly, core if kind == "core" else run)) for kind, index, run in parts]
         from bench.engine_cases import classic
 
         runs = {"core": classic.run_core, "worker": classic.run_worker}
         return [
-            (kind, index, partial(quietly, partial(runs[kind], self.way.wire, str(self._scratch))))
+            (kind, index, partial(quietly, partial(runs[kind], self.way.wire, str(self.scratch))))
             for kind, index, _ in parts
         ]
 

@@ -43,7 +43,7 @@ def test_a_quick_run_of_the_tensors_measures_every_case_and_loses_nothing(tmp_pa
 
 def test_a_quick_run_of_the_engine_measures_every_tree_and_each_says_what_the_rule_says(tmp_path: Path) -> None:
     pytest.importorskip("zmq")
-    ways = {"penstock", "outputs-in-core", "no-overlap", "classic-zeromq"}
+    ways = {"penstock", "outputs-in-core", "classic-zeromq"}
     run = subprocess.run(
         [sys.executable, "bench/engine.py", "--quick", "--json", "--impl", ",".join(sorted(ways)), "--out", tmp_path],
         cwd=ROOT, capture_output=True, text=True, timeout=100,
@@ -55,8 +55,11 @@ def test_a_quick_run_of_the_engine_measures_every_tree_and_each_says_what_the_ru
     decoded = {record["impl"]: record for record in records if record["case"] == "decode"}
     assert decoded.keys() == ways
     for record in decoded.values():
-        assert record["tpot_ms"] >= 1.9  # a step takes 2 ms, and nothing makes up for that
+        assert record["tpot_ms"] > 1.5  # a step takes 2 ms; the first answer that counts may have come late
         assert record["text_nbytes_per_token"] > 150  # chunks, not only their text
+    parts = {record["impl"]: record for record in records if record["case"] == "core_parts"}
+    assert "outputs_us" in parts["outputs-in-core"] and "outputs_us" not in parts["penstock"]
+    assert "whole_state_us" in parts["classic-zeromq"]
     asked = [(record["impl"], record["share"]) for record in records if record["case"] == "images"]
     assert sorted(asked) == [("classic-zeromq", 0), ("classic-zeromq", 1), ("penstock", 0), ("penstock", 1)]
     assert "Targets" in run.stderr
