@@ -136,6 +136,28 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
     asyncio.run(scene())
 
 
+def test_a_request_that_nobody_takes_holds_nothing() -> None:
+    async def scene() -> None:
+        tree = Tree.lay(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
+        try:
+            async with Client(tree, 0) as client:
+                scope = client.outgoing.scope()
+                item = scope.put(pixels(), key(1))
+                for given in (
+                    {"items": ((item, 2, LENGTH),), "scope": scope},
+                    {"values": [Value(pixels(), 2, LENGTH)]},
+                ):
+                    with pytest.raises(EngineError, match="no group of the engine serves now"):
+                        await client.submit(range(20), **given)
+                assert client.outgoing.stats().open_scopes == 0 and scope.is_released
+            assert tree.store is not None
+            must_be_held_by_nobody(tree.store)
+        finally:
+            tree.close()
+
+    asyncio.run(scene())
+
+
 async def drain(tree: Tree) -> None:
     """A core that listens and answers nobody."""
     async with tree.groups[0].inbox.async_receiver(name="core 0.0 #1") as inbox:

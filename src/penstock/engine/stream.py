@@ -50,7 +50,8 @@ class Stream:
     """`async with` it, so that the request ends with whoever asked for it; `async for` gives its pieces.
 
     Pieces that nobody has taken yet become one. Raises EngineError where the answer does not come to its end. `scope`
-    holds what stands in the prompt instead of text: it is released when the stream is over, in whatever way.
+    holds what stands in the prompt instead of text: it is released when the stream is over, in whatever way. A stream
+    that nobody reads or aborts comes to its end all the same.
     """
 
     def __init__(
