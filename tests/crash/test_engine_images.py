@@ -13,6 +13,7 @@ import pytest
 
 from penstock import Store
 from penstock.engine.board import Board
+from penstock.engine.child import Child
 from penstock.engine.client import Client, Value
 from penstock.engine.protocol import SamplingParams
 from penstock.engine.stream import EngineError
@@ -84,6 +85,10 @@ def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int
     asyncio.run(scene())
 
 
+def servers(tree: Running) -> list[Child]:
+    return [one for one in tree.children() if one.member.kind == "server"]
+
+
 def serve(tree: Tree, me: Member) -> None:
     """Asks for ever."""
 
@@ -105,15 +110,16 @@ def test_servers_die_while_they_put_and_hold_images() -> None:
             store = tree.launcher.tree.store
             assert store is not None
             for _ in range(3):
-                await tree.until(lambda: tree.number(Board.OPEN) > 4 and held(store), START)  # both ask
+                await tree.until(lambda: len(servers(tree)) == 2 and tree.number(Board.OPEN) > 4 and held(store), START)
                 victim = tree.child("server", 1)
                 os.kill(victim.pid, signal.SIGKILL)
                 await tree.until(lambda gone=victim.pid: gone not in {one.pid for one in tree.children()})
+                await tree.until(lambda: tree.number(Board.OPEN) <= 4)  # its requests are forgotten
             for unit in tree.launcher.units:
                 if not unit.is_group:
                     unit.signal(signal.SIGTERM)
             tree.launcher.is_stopping = True  # and nobody starts them again
-            await tree.until(lambda: not [one for one in tree.children() if one.member.kind == "server"])
+            await tree.until(lambda: not servers(tree))
             await tree.until(lambda: tree.number(Board.OPEN) == 0)
             await must_be_held_by_nobody(tree)
 

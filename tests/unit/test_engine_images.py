@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from penstock.engine.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.simulated import Simulated
 from penstock.engine.stream import EngineError, Piece, Stream
 from penstock.engine.tree import Tree
-from penstock.tensor import Incoming, Item, Outgoing
+from penstock.tensor import Incoming, Item, Outgoing, Scope
 
 SIZE, LENGTH = 4, 10  # of a block; ids of an image
 
@@ -44,12 +45,22 @@ def a_store() -> Store:
 
 
 # ── what a stream holds ──────────────────────────────────────────────────────────────────────────────────────────────
+kept: list[Scope] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    yield
+    kept.clear()
+
+
 def held_by(stream_of: Any, outgoing: Outgoing) -> Stream:
     scope = outgoing.scope()
     scope.put(pixels(), key(1))
     scope.put(pixels())
     stream: Stream = stream_of(scope)
     assert outgoing.stats().open_scopes == 1
+    kept.append(scope)  # as who made it may
     return stream
 
 
@@ -136,6 +147,28 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
     asyncio.run(scene())
 
 
+def test_a_request_that_nobody_takes_holds_nothing() -> None:
+    async def scene() -> None:
+        tree = Tree.lay(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
+        try:
+            async with Client(tree, 0) as client:
+                scope = client.outgoing.scope()
+                item = scope.put(pixels(), key(1))
+                for given in (
+                    {"items": ((item, 2, LENGTH),), "scope": scope},
+                    {"values": [Value(pixels(), 2, LENGTH)]},
+                ):
+                    with pytest.raises(EngineError, match="no group of the engine serves now"):
+                        await client.submit(range(20), **given)
+                assert client.outgoing.stats().open_scopes == 0 and scope.is_released
+            assert tree.store is not None
+            must_be_held_by_nobody(tree.store)
+        finally:
+            tree.close()
+
+    asyncio.run(scene())
+
+
 async def drain(tree: Tree) -> None:
     """A core that listens and answers nobody."""
     async with tree.groups[0].inbox.async_receiver(name="core 0.0 #1") as inbox:
@@ -190,12 +223,12 @@ def test_an_image_is_opened_once_by_a_request_and_by_nobody_who_finds_its_blocks
         outgoing, device = Outgoing(store), Opened(Incoming(store))
         with outgoing.scope() as scope:
             first, second = scope.put(pixels(1), key(1)), scope.put(pixels(2), key(2))
-            device.ask(PROMPT, [first, second], [1, 25], samples=3)
+            device.ask(PROMPT, [first, second], [1, 29], samples=3)
             assert device.items == [first, second]
-            device.ask([*PROMPT, 7], [first, second], [1, 25])
+            device.ask([*PROMPT, 7], [first, second], [1, 29])
             assert device.items == [first, second]
             other = scope.put(pixels(3), key(3))
-            device.ask(PROMPT, [first, other], [1, 25])
+            device.ask(PROMPT, [first, other], [1, 29])
             assert device.items == [first, second, other] and not device.failed
         must_be_held_by_nobody(store)
 

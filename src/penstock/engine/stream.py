@@ -53,7 +53,7 @@ class Stream:
 
     One task reads it. Pieces that nobody has taken yet become one. Raises EngineError where the answer does not come to
     its end. `scope` holds what stands in the prompt instead of text: it is released when the stream is over, in
-    whatever way.
+    whatever way. A stream that nobody reads or aborts comes to its end all the same.
     """
 
     def __init__(
