@@ -208,7 +208,7 @@ class Core:
         ids, failed = self.device.launch(step, self.failing, self.chance)
         sampling = [self.owners[slot] for slot in self.schedule.sampled.tolist()]
         self.flights.append(Flight(self.number, sampling, ids, [self.owners[slot] for slot in failed], failed))
-        self.check()
+        self.check(step)
         return True
 
     def finish(self) -> None:
@@ -229,11 +229,17 @@ class Core:
         self.check_open()
 
     # ── what must be so ──
-    def check(self) -> None:
+    def check(self, step: Step) -> None:
         now, cache = self.schedule, self.scheduler.cache
         cache.check()
         assert now.counts.sum() <= self.budget, "over the budget"
-        assert now.counts.any() or not now.rows.size, "nobody comes on"
+        is_told = step.left is not None or step.preempted is not None
+        assert now.counts.any() or is_told, "nobody comes on"
+        for slot in np.flatnonzero(now.counts).tolist():
+            server, request, _ = owner = self.owners[slot]
+            params, prompt = self.submits[server, request].params.value, self.submits[server, request].prompt
+            most = min(MAX_MODEL_LEN, prompt.size + (params.max_tokens or MAX_MODEL_LEN))
+            assert now.known[slot] <= most or owner in self.ended, "a token beyond the length is sampled"
         users: dict[int, list[tuple[int, int]]] = {}
         for slot in np.flatnonzero(now.status == RUNNING).tolist():
             for at, block in enumerate(now.blocks_of(slot).tolist()):

@@ -75,18 +75,36 @@ def test_there_is_nothing_to_plan_without_requests_nor_while_two_steps_are_in_fl
     assert alone.begin() and not alone.begin()
 
 
-def test_who_ended_costs_one_token_with_overlap_and_none_without() -> None:
-    for has_overlap, expected in ((True, 4), (False, 3)):
-        one = core(has_overlap=has_overlap)
-        one.submit(patient(1, most=3))
-        advanced = 0
-        while one.begin() or one.flights:
-            if not one.flights or (one.scheduler.in_flight < 2 and has_overlap and one.open_samples()):
-                continue
-            advanced = max(advanced, int(one.schedule.computed.max()))
-            one.finish()
-        assert advanced - 10 + 1 == expected, has_overlap
-        assert len(one.got[0, 1, 0]) == 3
+def most_computed(one: Core) -> int:
+    """Of the only request, how many tokens were computed before it left."""
+    most = 0
+    while one.begin() or one.flights:
+        most = max(most, int(one.schedule.computed.max()))
+        while one.begin():
+            most = max(most, int(one.schedule.computed.max()))
+        one.finish()
+    return most
+
+
+def test_who_ends_by_an_id_costs_one_token_with_overlap_and_who_ends_by_its_length_none() -> None:
+    ending = next(one for one in map(submit, range(1000)) if 3 <= len(answer(one, 0)) < 30)
+    for has_overlap in (True, False):
+        by_length, by_id = core(has_overlap=has_overlap), core(has_overlap=has_overlap)
+        by_length.submit(patient(1, most=3))
+        by_id.submit(ending)
+        assert most_computed(by_length) == 10 + 3 - 1 and len(by_length.got[0, 1, 0]) == 3
+        assert most_computed(by_id) == 10 + len(answer(ending, 0)) - 1 + has_overlap
+
+
+def test_there_is_no_step_while_all_that_is_left_are_results() -> None:
+    one = core()
+    one.submit(patient(1, most=2))
+    assert one.begin() and one.begin() and one.scheduler.in_flight == 2
+    one.finish()
+    assert not one.begin() and one.scheduler.in_flight == 1
+    one.finish()
+    assert one.begin() and not one.schedule.rows.size
+    one.drain()
 
 
 def test_a_result_of_another_step_is_refused_and_changes_nothing() -> None:

@@ -6,6 +6,7 @@ outbox who is slow, and to the launcher what follows when one of its group dies.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,6 +36,7 @@ MOST_TAKEN_IN = 256  # messages between two steps, so that a flood of requests d
 def run(tree: Tree, me: Member) -> None:
     core = Core(tree, me)
     core.start()
+    gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
     core.run()
     core.close()
 

@@ -35,7 +35,7 @@ class Endings:
         """`eos_ids` end every sample that does not ignore them; `max_model_len` is for prompt and answer together."""
         self.generated = np.zeros(slots, np.int32)
         self.has_ended = np.ones(slots, np.bool_)  # free slots too: what is sampled there is nobody's
-        self._limits = np.zeros(slots, np.int32)
+        self.limits = np.zeros(slots, np.int32)  # so many, and no more, does it generate
         self._least = np.zeros(slots, np.int32)  # min_tokens
         self._stops: list[frozenset[int]] = [frozenset()] * slots
         self._heeds_eos = np.zeros(slots, np.bool_)
@@ -57,7 +57,7 @@ class Endings:
         self._forget_stops(slot)
         self.generated[slot] = 0
         self.has_ended[slot] = False
-        self._limits[slot] = room if params.max_tokens is None else min(room, params.max_tokens)
+        self.limits[slot] = room if params.max_tokens is None else min(room, params.max_tokens)
         self._least[slot] = params.min_tokens
         self._heeds_eos[slot] = not params.ignore_eos
         self._stops[slot] = frozenset(params.stop_token_ids)
@@ -84,7 +84,7 @@ class Endings:
         """
         after = self.generated[slots] + 1
         self.generated[slots] = after
-        too_long = after >= self._limits[slots]
+        too_long = after >= self.limits[slots]
         suspects = self._is_used[ids & (BUCKETS - 1)]
         rows = np.flatnonzero(too_long | suspects)
         if not rows.size:

@@ -5,6 +5,7 @@ It waits for nobody but the core and rank 0. Leaves to `answers` what servers ar
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from typing import TypeAlias
 
@@ -25,6 +26,7 @@ ToCore: TypeAlias = Halt | Abort
 
 def run(tree: Tree, me: Member) -> None:
     output = Output(tree, me, vocabulary(tree.config))
+    gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
     while output.turn():
         pass
     output.close()

@@ -20,6 +20,7 @@ from penstock.engine.schedule import RUNNING, Index, Schedule
 from penstock.errors import DecodeError
 
 NEVER = np.iinfo(np.int64).max
+NO_MOST = np.int32(np.iinfo(np.int32).max)  # of who is free, or has ended
 
 
 class Flight(NamedTuple):
@@ -55,6 +56,7 @@ class Progress:
         self._tails = np.zeros((slots, size), np.int32)  # those ids of the last block
         self._blocks_of_ids = self._tails.view(f"V{self._tails.strides[0]}")[:, 0]  # the same; each row is one thing
         self._next_full = np.full(slots, size, np.int32)  # so many computed tokens fill a block that is not published
+        self._most = np.full(slots, NO_MOST)  # so many tokens are known of it when its last one is being sampled
         self._flights: deque[Flight] = deque()
 
     @property
@@ -79,6 +81,11 @@ class Progress:
         """How many of the sample's tokens we have, those of the prompt included."""
         return int(self._ids[slot])
 
+    def sampled_to_the_last(self) -> list[int]:
+        """Slots of those who have not ended, and will when their results are in: none of their tokens is missing."""
+        slots: list[int] = np.flatnonzero(self._schedule.known >= self._most).tolist()
+        return slots
+
     # ── who has a slot ──
     def join(self, slot: int, sample: Sample) -> None:
         request, size = sample.request, self._size
@@ -88,6 +95,7 @@ class Progress:
         self._ids[slot] = length
         self._tails[slot, : length % size] = request.prompt[length - length % size :]
         self._endings.join(slot, request.params, length)
+        self._most[slot] = length + self._endings.limits[slot]
 
     def begin(self, slot: int, found: int) -> None:
         """It has got blocks, so many of which had been published."""
@@ -95,7 +103,7 @@ class Progress:
 
     def end(self, slot: int) -> None:
         """What is sampled for it from now on is nobody's."""
-        self._births[slot] = NEVER
+        self._births[slot], self._most[slot] = NEVER, NO_MOST
         self._endings.end(slot)
 
     def leave(self, slot: int) -> None:

@@ -4,6 +4,8 @@ Every step computes one token for each sample that decodes, and with what is lef
 prompts. A sample is given the blocks for all that is known of it when it is let in, and then one after the other. Its
 full blocks are found by others, and by itself after it was preempted, as soon as the device has computed them.
 
+Who is sampled to its length in a step that is in flight computes nothing more, and waits for the result.
+
 Nobody is preempted but for somebody better: of a better priority, or of the same and here for longer. So the best one
 always comes on, and with it in the end everybody; who is short of a block and has nobody worse beside it, waits. One of
 `ELDER_EVERY` that are let in is whoever has been here longest, and it is not preempted for others; so no priority and
@@ -91,6 +93,7 @@ class Scheduler:
         # ── steps ──
         self._comers: list[int] = []  # slots that join with the step that is being planned, or get blocks again
         self._gone: set[int] = set()  # rows that do not run in that step any more
+        self._resting: set[int] = set()  # rows that run and compute nothing in it, as all of their tokens are sampled
         self._prompt_tokens = self._cached_tokens = self._preemptions = 0
 
     # ── from outside ──
@@ -169,7 +172,7 @@ class Scheduler:
 
     # ── the next step ──
     def plan(self, plan: Plan) -> bool:
-        """Decides the next step. False, and nothing has been decided, where there is none now."""
+        """Decides the next step. False, and nothing has been decided, where there is none now: results are missing."""
         if self._progress.in_flight == self._most_flights:
             return False
         self._gone.clear()
@@ -179,17 +182,23 @@ class Scheduler:
         is_waited_for = bool(self._aside or self._queue)
         put_aside = self._make_way(plan) if is_waited_for else []
         made_way = len(put_aside)
+        self._rest()
         stalled = self._extend(plan, put_aside)
         rows = self._schedule.rows.size - len(self._gone)
-        budget = self._config.token_budget - (rows - stalled - len(self._prefilling))
+        advancing = rows - len(self._resting) - len(stalled)
+        budget = self._config.token_budget - (advancing - len(self._prefilling))
         if self._prefilling:
             budget = self._prefill(plan, budget)
         if is_waited_for and not stalled and len(put_aside) == made_way:  # else there is no room
             self._let_in(plan, budget, rows)
         for sample in put_aside:  # not before: their step is the next one at the earliest
             heapq.heappush(self._aside, (sample.rank, sample))
-        assert stalled < rows or not rows, "nobody comes on"
-        return is_told or rows > 0 or bool(self._comers)
+        assert advancing or self._resting or not rows, "nobody comes on"
+        if not (is_told or put_aside or advancing or self._comers):
+            return False
+        for slot in (*self._resting, *stalled):
+            plan.advance(slot, 0)
+        return True
 
     def _leave(self, plan: Plan) -> None:
         for sample in self._leaving:
@@ -238,18 +247,24 @@ class Scheduler:
             wanted -= self.cache.free - free
         return put_aside
 
-    def _extend(self, plan: Plan, put_aside: list[Sample]) -> int:
-        """Gives a block to those who need one for their next token. How many there are that must wait for it."""
+    def _rest(self) -> None:
+        slots, status = self._progress.sampled_to_the_last(), self._schedule.status
+        self._resting = {slot for slot in slots if status[slot] == RUNNING and slot not in self._gone}
+        self._prefilling -= self._resting
+
+    def _extend(self, plan: Plan, put_aside: list[Sample]) -> list[int]:
+        """Gives a block to those who need one for their next token. The slots of those who must wait for it."""
         short = self._short_of_blocks(1)  # nobody who prefills: it has blocks for all that is known
         if not short.size:
-            return 0
+            return []
         for some in (self._short_of_blocks(self._size // AHEAD), short):
             blocks = self.cache.take(some.size)
             if blocks is not None:
                 plan.append_each(some, blocks)
-                return 0
-        stalled = 0
-        rows = [slot for slot in self._schedule.rows.tolist() if slot not in self._gone]
+                return []
+        stalled = []
+        still = self._gone | self._resting
+        rows = [slot for slot in self._schedule.rows.tolist() if slot not in still]
         victims = sorted(map(self._progress.sample, rows), key=_rank)  # the last one is the next
         for sample in sorted(map(self._progress.sample, short.tolist()), key=_rank):
             slot = sample.slot
@@ -263,17 +278,17 @@ class Scheduler:
             if block is not None:
                 plan.append(slot, block.tolist())
             else:
-                stalled += 1
-                plan.advance(slot, 0)
+                stalled.append(slot)
         return stalled
 
     def _short_of_blocks(self, by: int) -> Index:
-        """Who goes on running, and has no block for one of so many tokens that come next."""
+        """Who comes on, and has no block for one of so many tokens that come next."""
         schedule = self._schedule
         short = schedule.short_of_blocks(by)
         short = short[schedule.block_counts[short] < schedule.most_blocks]  # the others end before
-        if self._gone and short.size:
-            short = np.array([slot for slot in short.tolist() if slot not in self._gone], np.intp)
+        if short.size and (self._gone or self._resting):
+            still = self._gone | self._resting
+            short = np.array([slot for slot in short.tolist() if slot not in still], np.intp)
         return short
 
     def _prefill(self, plan: Plan, budget: int) -> int:

@@ -6,6 +6,7 @@ step is, and to the launcher what follows when the core dies.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 
@@ -27,6 +28,7 @@ LOOK_AGAIN = 0.0002  # seconds; at a flight of which nobody knows when it will e
 def run(tree: Tree, me: Member) -> None:
     device = device_of(tree, me)
     worker = Worker(tree, me, device)
+    gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
     worker.run()
     if isinstance(device, Simulated):
         event("device stopped", busy=device.busy, idle=device.idle, idle_share=device.idle_share)
