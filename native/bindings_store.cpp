@@ -69,7 +69,7 @@ nb::tuple begin(Keeper& keeper, nb::bytes bytes, u64 nbytes, nb::handle timeout)
     };
     bool must_wait = attempt();
     while (must_wait) {
-        if (now_ns() >= deadline)
+        if (now_ns() >= deadline && !is_full)  // who waits for room looks once more, and is told who holds it
             throw Error(Fault::timeout, format("what '%s' keeps under this key is being written by %s for %s",
                                                keeper.by->segment().name().c_str(), keeper.writer(key).c_str(),
                                                in_seconds(now_ns() - started).c_str()));
@@ -87,8 +87,7 @@ nb::tuple begin(Keeper& keeper, nb::bytes bytes, u64 nbytes, nb::handle timeout)
         if (woken == Woken::interrupted && must_wait) check_signals();
     }
     bool is_new = begun == Store::Begun::fill;
-    nb::object lease = make_lease(keeper.by, extent, is_new);
-    nb::inst_ptr<Lease>(lease)->is_filling = is_new;
+    nb::object lease = make_lease(keeper.by, extent, is_new, is_new);
     return nb::make_tuple(is_new, lease);
 }
 

@@ -29,7 +29,7 @@ using u64 = std::uint64_t;
 using i64 = std::int64_t;
 
 inline constexpr u64 MAGIC = 0x4b434f54534e4550;  // "PENSTOCK", little endian
-inline constexpr u32 LAYOUT_VERSION = 2;
+inline constexpr u32 LAYOUT_VERSION = 3;
 inline constexpr u64 PAGE = 4096;
 inline constexpr u32 MAX_PEERS = 128;
 inline constexpr u32 MAX_LANES = 64;      // one bit each in a u64
@@ -174,7 +174,9 @@ struct alignas(LINE) Block {
     Shared<u64> key[KEY_WORDS];  // LOCK store; written while it is not kept
     Shared<u64> used_ns;         // LOCK store: these two
     Shared<u32> hits;
-    // rows follow: u32 held[max_peers]; if has_grants u16 grants[max_peers (from)][max_peers (to)]
+    // a row follows: u32 held[max_peers]. After all blocks, if has_grants, for each: u16 grants[from][to], of
+    // max_peers; apart, for they are 2 KiB of 32 peers, seldom looked at, and whoever looks at every block would cross
+    // a page each.
 };
 static_assert(sizeof(Block) == 128);
 

@@ -33,6 +33,7 @@ class Pool {
    public:
     static constexpr u64 LOCK_NS = 2'000'000'000;  // a lock held longer than this is an error that names the holder
     static constexpr u64 RELEASE_NS = 20'000'000;  // a release does not wait longer: it is done later
+    static constexpr u32 AHEAD = 16;               // blocks whose states a sweep asks for before it looks at them
     static constexpr u64 SMALL = 64;               // smaller than a 64th of the pool: taken from the low end of a gap
 
     explicit Pool(Attachment& by)
@@ -46,8 +47,8 @@ class Pool {
         return by_.segment().at<Shared<u32>>(g_.blocks + index * g_.block_stride + sizeof(Block));
     }
     Shared<u16>* grants(u32 index, u32 from) const {
-        u64 row = g_.blocks + index * g_.block_stride + sizeof(Block) + round_up(4ull * g_.shape.max_peers, LINE);
-        return by_.segment().at<Shared<u16>>(row + 2ull * from * g_.shape.max_peers);
+        u64 rows = g_.grants + index * g_.grants_stride;
+        return by_.segment().at<Shared<u16>>(rows + 2ull * from * g_.shape.max_peers);
     }
     PoolHeader& header() const { return head_; }
     u64 nbytes() const { return g_.shape.pool_nbytes; }
@@ -122,11 +123,13 @@ class Pool {
         return true;
     }
 
-    // What is taken, in the order of its offsets: live, or returned and not swept yet.
+    // What is taken, in the order of its offsets. Swept first, also of what was returned and not announced yet: who has
+    // returned it may be stopped, and whoever finds room here must find it in the next take too.
     std::vector<Entry> taken() {
         if (by_.lock(head_.lock, now_ns() + LOCK_NS)) rebuild();
         PENSTOCK_POINT("pool.locked");
         Unlock unlock{by_, head_.lock};
+        sweep();
         u32 count = std::min(head_.entry_count.load(std::memory_order_relaxed), g_.shape.max_blocks);
         std::vector<Entry> found(entries_, entries_ + count);
         std::erase_if(found, [&](const Entry& entry) { return entry.block >= g_.shape.max_blocks; });
@@ -199,9 +202,16 @@ class Pool {
         const Block& b = block(index);
         if (b.pending.load(std::memory_order_relaxed) != 0 || b.grant_units.load(std::memory_order_relaxed) != 0)
             return false;
+        const Shared<u32>* row = held(index);
         for (u32 p = 0; p < g_.shape.max_peers; ++p)
-            if (held(index)[p].load(std::memory_order_relaxed) != 0) return false;
+            if (row[p].load(std::memory_order_relaxed) != 0) return false;
         return true;
+    }
+    // Asks for what is_unheld() and whoever looks at the block will read: it is too far apart to be foreseen.
+    void fetch_ahead(u32 index) const {
+        const u8* at = reinterpret_cast<const u8*>(&block(index));
+        for (u64 line = 0; line < sizeof(Block) + 4ull * g_.shape.max_peers; line += LINE)
+            __builtin_prefetch(at + line);
     }
     // Opens what a channel granted to one of its receivers: see pend().
     void open_pending(const Extent& ref, u32 receiver) {
@@ -596,6 +606,8 @@ class Pool {
         u32 count = std::min(head_.entry_count.load(std::memory_order_relaxed), g_.shape.max_blocks), kept = 0;
         for (u32 i = 0; i < count; ++i) {
             u32 index = entries_[i].block;
+            if (i + AHEAD < count && entries_[i + AHEAD].block < g_.shape.max_blocks)
+                __builtin_prefetch(&block(entries_[i + AHEAD].block).state);
             if (index < g_.shape.max_blocks) {
                 u32 returned = static_cast<u32>(BlockState::returned);
                 Shared<u32>& state = block(index).state;

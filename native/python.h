@@ -93,12 +93,16 @@ struct Lease {
     }
 };
 
-inline nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& extent, bool is_writable) {
+// If it cannot be made (no address space to write in), what it would have held is given back: with a word to those who
+// wait for it, if it is_filling.
+inline nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& extent, bool is_writable,
+                             bool is_filling = false) {
     nb::object made = nb::cast(new Lease, nb::rv_policy::take_ownership);
     Lease* lease = nb::inst_ptr<Lease>(made);
     lease->by = by;
     lease->extent = extent;
     lease->is_writable = is_writable;
+    lease->is_filling = is_filling;
     if (by->segment().geometry().shape.elsewhere != 0) return made;  // there is nothing to point at
     u64 offset = by->segment().geometry().pool_data + extent.offset;
     lease->at = is_writable ? by->segment().write_at(offset) : const_cast<u8*>(by->segment().read_at(offset));

@@ -26,8 +26,8 @@ namespace penstock {
 // Where everything lies, computed from a checked copy of the shape: never from offsets that somebody else can write.
 struct Geometry {
     Shape shape{};
-    u64 peers = 0, pool = 0, entries = 0, blocks = 0, block_stride = 0, store = 0, channel = 0, lanes = 0,
-        receivers = 0;
+    u64 peers = 0, pool = 0, entries = 0, blocks = 0, block_stride = 0, grants = 0, grants_stride = 0, store = 0,
+        channel = 0, lanes = 0, receivers = 0;
     u64 cursors = 0, schema = 0, data = 0, pool_data = 0, total = 0;
 
     static Geometry of(const Shape& shape) {
@@ -74,8 +74,9 @@ struct Geometry {
             g.pool = lay(sizeof(PoolHeader));
             g.entries = lay(sizeof(Entry) * shape.max_blocks);
             g.block_stride = sizeof(Block) + round_up(4ull * shape.max_peers, LINE);
-            if (shape.has_grants != 0) g.block_stride += round_up(2ull * shape.max_peers * shape.max_peers, LINE);
             g.blocks = lay(g.block_stride * shape.max_blocks);
+            if (shape.has_grants != 0) g.grants_stride = round_up(2ull * shape.max_peers * shape.max_peers, LINE);
+            g.grants = lay(g.grants_stride * shape.max_blocks);
             g.store = lay(sizeof(StoreHeader) + 4ull * shape.buckets);
         }
         if (is_channel) {

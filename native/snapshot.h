@@ -147,7 +147,7 @@ inline Node take(int fd) {
             .set("exhaustions", s.exhaustions)
             .set("recoveries", s.recoveries)
             .set("stale_refs", s.stale_refs);
-        node.set("lock_holder", holder_of_lock(pool.header().lock.load()));
+        node.set("lock_holder", holder_of_lock(pool.header().lock.load())).set("is_elsewhere", g.shape.elsewhere);
         std::vector<Node> holders;
         for (const auto& h : s.holders) {
             Node holder;

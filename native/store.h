@@ -211,6 +211,7 @@ class Store {
 
    private:
     static constexpr u32 NONE = ~0u;
+    static constexpr size_t AHEAD = 6;        // blocks; looking at many is waiting for memory, and little else
     static constexpr int MOST_ATTEMPTS = 64;  // others may take what was made free; then it is really full
 
     struct Unlock {
@@ -391,14 +392,18 @@ class Store {
         bool may_go;
     };
     std::vector<Item> by_offset() {
+        std::vector<Entry> taken = pool_.taken();
         std::vector<Item> items;
+        items.reserve(taken.size());
         u64 now = now_ns();
-        for (const Entry& entry : pool_.taken()) {
+        for (size_t i = 0; i < taken.size(); ++i) {
+            if (i + AHEAD < taken.size()) pool_.fetch_ahead(taken[i + AHEAD].block);
+            const Entry& entry = taken[i];
             Block& b = pool_.block(entry.block);
             u32 generation = b.generation.load(std::memory_order_relaxed);
-            if (!is_live(entry.block)) continue;
+            if (!is_live(entry.block) || b.offset.load(std::memory_order_relaxed) != entry.offset) continue;
             u64 idle_ns = now - std::min(now, b.used_ns.load(std::memory_order_relaxed));
-            items.push_back({entry.offset, entry.offset + entry.extent, (Worth{entry.extent} << 64) / (idle_ns + 1),
+            items.push_back({entry.offset, entry.offset + entry.extent, Worth{entry.extent} * (~u64{0} / (idle_ns + 1)),
                              entry.block, generation, may_go(entry.block, generation)});
         }
         return items;

@@ -34,11 +34,12 @@ struct World {
     explicit World(const Shape& shape) : segment(create(shape, "fuzz")) {
         const Geometry& g = segment->geometry();
         control.assign(segment->at<u8>(0), segment->at<u8>(0) + g.data);
-        data.assign(segment->read_at(g.data), segment->read_at(g.data) + segment->data_nbytes());
+        if (segment->data_nbytes() != 0)  // it may lie elsewhere
+            data.assign(segment->read_at(g.data), segment->read_at(g.data) + segment->data_nbytes());
     }
     void restore() {
         std::memcpy(segment->at<u8>(0), control.data(), control.size());
-        std::memcpy(segment->write_at(segment->geometry().data), data.data(), data.size());
+        if (!data.empty()) std::memcpy(segment->write_at(segment->geometry().data), data.data(), data.size());
     }
     const Shape& shape() const { return segment->geometry().shape; }
 };
@@ -75,7 +76,7 @@ void mutate(Random& random, World& world) {
     const Geometry& g = world.segment->geometry();
     u64 from = offsetof(Header, peers_version), to = g.data;  // what is before it: adopt_anything
     bool is_control = true;
-    switch (random.below(11)) {  // every structure as often as any other, however small it is
+    switch (random.below(12)) {  // every structure as often as any other, however small it is
         case 0: to = sizeof(Header); break;
         case 1: from = g.peers, to = g.peers + g.shape.max_peers * sizeof(PeerSlot); break;
         case 2: from = g.pool, to = g.pool + offsetof(PoolHeader, granules); break;
@@ -89,9 +90,14 @@ void mutate(Random& random, World& world) {
                 from = g.data, to = g.pool_data;
             }
             break;
-        case 8: is_control = false, from = g.data, to = g.total; break;
+        case 8:
+            if (g.total > g.data) is_control = false, from = g.data, to = g.total;
+            break;
         case 9:
             if (g.store != 0) from = g.store, to = g.store + sizeof(StoreHeader) + 4ull * g.shape.buckets;
+            break;
+        case 10:
+            if (g.grants_stride != 0) from = g.grants, to = g.grants + g.grants_stride * g.shape.max_blocks;
             break;
         default: break;
     }
@@ -301,11 +307,12 @@ void call_pool(World& world, Ends& ends, Random& random) {
                 Extent extent;
                 const u64 sizes[] = {0, 1, 64, 65, 1000, shape.pool_nbytes / 4, shape.pool_nbytes, MAX_NBYTES};
                 if (!pool.try_take(random.of(sizes), extent)) return;
+                ends.held.push_back({shared, nullptr, 0, 0, extent});
+                if (shape.elsewhere != 0) return;
                 u8* to = world.segment->write_at(world.segment->geometry().pool_data + extent.offset);
                 read_all(*world.segment, world.segment->read_at(world.segment->geometry().pool_data + extent.offset),
                          extent.nbytes);
                 std::memset(to, 0x77, extent.nbytes);
-                ends.held.push_back({shared, nullptr, 0, 0, extent});
             });
             break;
         case 2:
@@ -313,9 +320,10 @@ void call_pool(World& world, Ends& ends, Random& random) {
             expect_error_or_value("open", [&] {
                 Extent extent = any_extent(random, ends, shape);
                 pool.open(extent);
+                ends.held.push_back({shared, nullptr, 0, 0, extent});
+                if (shape.elsewhere != 0) return;
                 read_all(*world.segment, world.segment->read_at(world.segment->geometry().pool_data + extent.offset),
                          extent.nbytes);
-                ends.held.push_back({shared, nullptr, 0, 0, extent});
             });
             break;
         case 4:
@@ -580,7 +588,8 @@ void adopt_anything(World& world, u64 seed, u64 round) {
         if (g.pool != 0) {
             Extent extent;
             if (Pool(*by).try_take(100, extent)) {
-                std::memset(segment->write_at(g.pool_data + extent.offset), 1, extent.nbytes);
+                if (g.shape.elsewhere == 0)
+                    std::memset(segment->write_at(g.pool_data + extent.offset), 1, extent.nbytes);
                 Pool(*by).release(extent.block, extent.generation);
             }
         }
@@ -620,6 +629,9 @@ void adopt_anything(World& world, u64 seed, u64 round) {
     Shape keeping = pool_shape(32 << 10, 16, 8);
     keeping.buckets = 4;
     worlds.push_back(std::make_unique<World>(keeping));
+    Shape elsewhere = pool_shape(32ull << 30, 16, 8);
+    elsewhere.elsewhere = 1;
+    worlds.push_back(std::make_unique<World>(elsewhere));
     Shaker shaker;
     for (u64 round = first;; ++round) {
         progress->round.store(round);

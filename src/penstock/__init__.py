@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version as _version
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from penstock._native import Lease, Receiver, Reservation, Sender
 from penstock.channel import AsyncReceiver, AsyncSender, Broadcast, Channel, Inbox, Ring
@@ -53,17 +53,21 @@ from penstock.tensor import (
     key_of,
 )
 
+if TYPE_CHECKING:
+    from penstock.tensor.cuda import CudaPool
+
 __version__ = _version("penstock")
 
 
 @overload
-def attach(where: Ticket | str | int) -> Channel | Pool | Segment: ...
+def attach(where: Ticket | str | int) -> Channel | Pool | CudaPool | Segment: ...
 @overload
 def attach(where: Ticket | str | int, *, messages: _Messages) -> MessageChannel: ...
 def attach(
     where: Ticket | str | int, *, messages: _Messages | None = None
-) -> Channel | MessageChannel | Pool | Segment:
-    """What a ticket, or an inherited descriptor (which is taken over), leads to: a channel, a pool or a segment.
+) -> Channel | MessageChannel | Pool | CudaPool | Segment:
+    """What a ticket, or an inherited descriptor (which is taken over), leads to: a channel, a pool (perhaps of device
+    memory) or a segment.
 
     messages: the classes that the channel carries. Raises LayoutMismatch, which says how they differ, if it carries
     others.
@@ -74,6 +78,11 @@ def attach(
     if segment.kind == 1:
         return Segment(segment)
     if segment.kind == 2:
+        if segment.is_elsewhere:
+            # Imported here: who has no device need not know how one is asked. This asks for none yet.
+            from penstock.tensor.cuda import CudaPool
+
+            return CudaPool(segment)
         return Store(segment) if segment.keeps else Pool(segment)
     return _channel_of(segment)
 

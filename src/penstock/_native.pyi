@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing_extensions import Buffer
 
 
-LAYOUT_VERSION: int = 2
+LAYOUT_VERSION: int = 3
 
-LAYOUT_FINGERPRINT: int = 2536587959
+LAYOUT_FINGERPRINT: int = 2870956374
 
 MAX_PEERS: int = 128
 

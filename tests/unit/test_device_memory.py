@@ -15,7 +15,7 @@ import pytest
 import penstock
 from penstock import LayoutMismatch, MemoryExhausted, Pool, Ref
 from penstock.errors import ClosedError, Timeout
-from penstock.inspect.segments import snapshot_of
+from penstock.inspect.segments import snapshot_of, title_of
 from penstock.tensor.cuda import CudaPool, DeviceError, ForeignDevice, NoDevice, driver_of
 from penstock.tensor.cuda.pool import Slice
 from penstock.tensor.kinds import kind_of
@@ -87,6 +87,21 @@ def test_a_pool_of_a_device_costs_no_host_memory_and_is_told_in_its_own_sizes() 
     closed(pool)
 
 
+def test_a_pool_of_a_device_is_known_as_one_by_whoever_attaches_or_looks() -> None:
+    pool, _ = new_pool(name="gpu")
+    found = penstock.attach(pool.ticket)
+    assert isinstance(found, CudaPool) and found.about == pool.about
+    found.close()
+    with pytest.raises(LayoutMismatch, match="'gpu' is a pool of device memory"):
+        Pool.attach(pool.ticket)
+    status = os.fstat(pool.fd)
+    assert title_of(snapshot_of(os.getpid(), pool.fd, (status.st_dev, status.st_ino))) == "pool of device memory 'gpu'"
+    with Pool.create(64 * KIB, name="host") as host:
+        status = os.fstat(host.fd)
+        assert title_of(snapshot_of(os.getpid(), host.fd, (status.st_dev, status.st_ino))) == "pool 'host'"
+    closed(pool)
+
+
 def test_the_books_export_no_bytes_and_other_pools_are_no_pools_of_a_device() -> None:
     pool, _ = new_pool()
     lease = pool.books.take(512)
@@ -106,6 +121,23 @@ def test_a_slice_begins_where_a_vector_load_may_begin_and_does_not_share_bytes_w
         assert (array_of(pool, part) == number).all()
     del part
     parts.clear()
+    closed(pool)
+
+
+def test_a_slice_for_which_no_stream_can_be_had_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, driver = new_pool()
+    wrong: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", wrong.append)
+
+    def refuse() -> Stream:
+        raise DeviceError("no stream")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "stream", refuse)
+        with pytest.raises(DeviceError, match="no stream"):
+            pool.take(KIB)
+        gc.collect()
+    assert pool.flush() and pool.stats().blocks == 0 and not wrong
     closed(pool)
 
 

@@ -13,7 +13,7 @@ from penstock.errors import ClosedError
 from penstock.tensor import Tensors, UnsupportedTensor
 from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, ForeignDevice, HostRef, Place, Reference, Uploads
 from tests.conftest import eventually
-from tests.unit.devices import FakeDriver
+from tests.unit.devices import FakeDriver, Stream
 
 KIB = 1 << 10
 
@@ -125,6 +125,23 @@ def test_a_tensor_made_in_a_slice_is_shared_without_a_copy() -> None:
     with pytest.raises(UnsupportedTensor):
         ends.producer.put(np.zeros(5), [ends.consumer.place])
     del made
+    ends.close()
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_stream_that_uses_a_slice_is_said_of_that_slice_and_not_of_the_one_before_it(which: int) -> None:
+    """Slices lie next to each other: where one ends, the next one begins."""
+    ends = Ends()
+    made = [ends.producer.empty((512,), "uint8") for _ in range(4)]
+    second = Stream("second")
+    second.stop()
+    ends.producer.used_on(made[which], second)
+    for index in range(4):
+        del made[0]
+        ends.producer.flush()
+        left = 3 - index + (index >= which)
+        assert ends.pool.stats().blocks == left, f"slice {index} of 4, and {which} was in use"
+    second.go_on()
     ends.close()
 
 

@@ -95,6 +95,8 @@ def test_what_cannot_be_in_a_tree_is_refused_with_the_path_to_it() -> None:
         ([np.array([object()])], r"addresses of this process at \$\[0\]"),
         ([np.array(["x"])], r"at \$\[0\]"),
         ({"a": 1 << 64}, r"64 bits at \$\['a'\]"),
+        ({"a": 10**400}, r"64 bits at \$\['a'\], got one of 1329"),
+        ({1 << 64: 0}, "64 bits at"),
         ({1.5: 0}, "keys of str or int, got float at"),
         ([pair(1, 2)], r"would come back as a tuple at \$\[0\]"),
         (endless, "at most 32 levels"),

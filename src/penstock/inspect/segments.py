@@ -65,7 +65,8 @@ def harmless(value: Any) -> Any:
 
 # ── what a snapshot says, in words ───────────────────────────────────────────────────────────────────────────────────
 def title_of(segment: Json) -> str:
-    return f"{segment['kind']} '{segment['name']}'"
+    is_elsewhere = any(pool["is_elsewhere"] for pool in segment.get("pool", ()))
+    return f"{segment['kind']}{' of device memory' if is_elsewhere else ''} '{segment['name']}'"
 
 
 def states_of(segment: Json) -> dict[int, str]:

@@ -83,6 +83,8 @@ class Pool(Shareable):
         segment = attach_segment(where)
         if segment.kind != 2:
             raise LayoutMismatch(f"'{segment.name}' is not a pool")
+        if segment.is_elsewhere:
+            raise LayoutMismatch(f"'{segment.name}' is a pool of device memory: attach a tensor.cuda.CudaPool to it")
         return cls(segment, peer_name)
 
     @property

@@ -53,26 +53,29 @@ class Stored:
 
     def value(self, as_: As = "numpy", *, writable: bool = False) -> Any:
         """The tree, its tensors read-only views of shared memory, which hold it; copies if `writable`."""
-        if self._lease is None:
-            raise ClosedError("the value has been released")
-        seen = memoryview(self._lease)
+        lease = self._leased()
+        seen = memoryview(lease)
         if len(seen) < HEAD.size:
             raise DecodeError(f"expected a value, got a block of {len(seen)} bytes")
         layout_nbytes, zero = HEAD.unpack_from(seen)
         at = tensors_at(layout_nbytes)
         if zero or at > len(seen):
             raise DecodeError(f"expected a value, got a layout of {layout_nbytes} bytes in a block of {len(seen)}")
-        return read(seen[HEAD.size : HEAD.size + layout_nbytes], self._lease, at, as_=as_, writable=writable)
+        return read(seen[HEAD.size : HEAD.size + layout_nbytes], lease, at, as_=as_, writable=writable)
 
     def hold(self) -> Stored:
         """The same value, held once more: each hold is released by itself."""
-        if self._lease is None:
-            raise ClosedError("the value has been released")
-        return Stored(self._lease)
+        return Stored(self._leased())
 
     def release(self) -> None:
         """Holds it no longer; arrays that were taken from it still do, each until it is gone."""
         self._lease = None
+
+    def _leased(self) -> _native.Lease:
+        lease = self._lease  # once: another thread may release it now
+        if lease is None:
+            raise ClosedError("the value has been released")
+        return lease
 
     def __enter__(self) -> Stored:
         return self

@@ -235,14 +235,16 @@ class Carried:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._item is None else self._item.nbytes
+        item = self._item
+        return 0 if item is None else item.nbytes
 
     def value(self, as_: As = "numpy", *, writable: bool = False) -> Any:
         """The tree, its tensors read-only views of the message; copies if `writable`. Raises DecodeError for what is
         no value."""
-        if self._item is None:
+        item = self._item
+        if item is None:
             raise ClosedError("the value has been released")
-        layout, tensors = self._item.where, self._item.tensors
+        layout, tensors = item.where, item.tensors
         assert isinstance(layout, bytes) and tensors is not None, "Item looks at that"
         return read(layout, tensors.view, as_=as_, writable=writable)
 

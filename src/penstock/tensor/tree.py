@@ -106,6 +106,13 @@ def _at(path: Path) -> str:
     return "$" + "".join(reversed(keys))
 
 
+def _require_64_bits(number: int, path: Path) -> None:
+    if not -(1 << 63) <= number < 1 << 64:
+        raise UnsupportedTensor(
+            f"expected an int of at most 64 bits at {_at(path):.80}, got one of {number.bit_length()}"
+        )
+
+
 class _Planned:
     def __init__(self, detach: bool, is_filled_later: bool) -> None:
         self.detach = detach
@@ -115,8 +122,8 @@ class _Planned:
 
     def node(self, value: Any, path: Path, level: int) -> Any:
         if type(value) in SCALARS:
-            if type(value) is int and not -(1 << 63) <= value < 1 << 64:
-                raise UnsupportedTensor(f"{value:.3g} has more than 64 bits at {_at(path)}")
+            if type(value) is int:
+                _require_64_bits(value, path)
             return value
         if level == MOST_LEVELS:
             raise UnsupportedTensor(
@@ -127,6 +134,8 @@ class _Planned:
             for key, one in value.items():
                 if type(key) not in (str, int):
                     raise UnsupportedTensor(f"expected keys of str or int, got {type(key).__name__} at {_at(path)}")
+                if type(key) is int:
+                    _require_64_bits(key, path)
                 node += (key, self.node(one, (path, key), level + 1))
             return node
         if isinstance(value, (list, tuple)):

@@ -19,6 +19,7 @@ import contextlib
 import os
 import select
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterable
@@ -87,8 +88,9 @@ class Slice:
 
     def __init__(self, driver: Driver, lease: _native.Lease, mapped: Mapped) -> None:
         self._driver = driver
-        self._held: Held | None = Held(lease, mapped)
-        self._streams = [driver.stream()]
+        self._held: Held | None = None
+        self._streams = [driver.stream()]  # which may raise: then there is nothing to give back in order
+        self._held = Held(lease, mapped)
         self.ref = Ref(*lease.ref_numbers())
         self.address = mapped.address + self.ref.offset
 
@@ -151,6 +153,7 @@ class CudaPool(Shareable):
         self.books = Pool(segment, peer_name)
         self._given_driver = driver
         self._mapped: Mapped | None = _own.get(segment.nonce)
+        self._mapping = threading.Lock()  # so that threads open the handle once; never taken by a destructor
         self._frees = False  # who has allocated it does: another pool of the same memory in this process does not
         self._parts: weakref.WeakSet[Slice] = weakref.WeakSet()
         self._producer = -1  # its pidfd, once we have mapped
@@ -293,16 +296,20 @@ class CudaPool(Shareable):
         if self.is_producer:
             assert self._mapped is not None
             return self._mapped
-        if self._mapped is None:
-            self._mapped = Mapped(self.driver, self.driver.open(self.about.handle, self.nbytes), is_own=False)
-        return self._mapped
+        with self._mapping:
+            mapped = self._mapped
+            if mapped is None:
+                address = self.driver.open(self.about.handle, self.nbytes)
+                mapped = self._mapped = Mapped(self.driver, address, is_own=False)
+            return mapped
 
     def _has_lost_producer(self) -> bool:
         """Whether it is dead: then its memory is closed here, with the last slice of it."""
         if self._is_closed or self.is_producer:
             return False
-        if self._producer < 0:
-            self._producer = pidfd_of(self.about.pid, self.about.start)
+        with self._mapping:
+            if self._producer < 0:
+                self._producer = pidfd_of(self.about.pid, self.about.start)
         if self._producer >= 0:
             poll = select.poll()  # unlike select(), for descriptors of any number
             poll.register(self._producer, select.POLLIN)

@@ -145,7 +145,8 @@ class CudaTensors:
     def used_on(self, tensor: Any, stream: Any) -> None:
         """To be said where a tensor of a pool is used on a stream other than those that were current when it was viewed
         and when it goes: its slice is then kept for that stream's work too."""
-        part = self.pool.part_at(self.driver.found(tensor).address, 0) if self.pool is not None else None
+        # One byte of it: where a slice ends, the next one begins.
+        part = self.pool.part_at(self.driver.found(tensor).address, 1) if self.pool is not None else None
         if part is not None:
             part.used_on(stream)
 
