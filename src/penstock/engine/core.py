@@ -38,10 +38,11 @@ def run(tree: Tree, me: Member) -> None:
     core.close()
 
 
-def _scheduler_config(config: EngineConfig) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, vocabulary: int) -> SchedulerConfig:
     return SchedulerConfig(
         max_model_len=config.max_model_len,
         token_budget=config.token_budget,
+        vocabulary=vocabulary,
         eos_ids=config.end_ids,
         has_prefix_cache=config.prefix_caching,
         has_overlap=config.overlap,
@@ -66,9 +67,10 @@ class Core:
     def start(self) -> None:
         """Waits for the workers and the outputs, and then serves. Raises Timeout, and PeerDied of one of them."""
         config = self._config
-        schedule = Schedule(config.slots, self._await_workers(), config.block_size, config.most_blocks)
+        blocks, vocabulary = self._await_workers()
+        schedule = Schedule(config.slots, blocks, config.block_size, config.most_blocks)
         self._await_receivers()
-        self._scheduler = Scheduler(schedule, _scheduler_config(config))
+        self._scheduler = Scheduler(schedule, _scheduler_config(config, vocabulary))
         self._leader: Leader[Step, Whole] = Leader(schedule)
         self._leading = Leading(self._steps, self._leader)
         self._plan = Plan(schedule)
@@ -94,11 +96,11 @@ class Core:
             end.close()
 
     # ── before it serves ──
-    def _await_workers(self) -> int:
-        """Until all have loaded the model. Returns how many blocks the cache has."""
+    def _await_workers(self) -> tuple[int, int]:
+        """Until all have loaded the model. Returns how many blocks the cache has, and ids the vocabulary."""
         config = self._config
         deadline = time.monotonic() + config.start_timeout
-        ready: dict[int, int] = {}
+        ready: dict[int, Ready] = {}
         while len(ready) < config.tensor_parallel and not self._is_stopped:
             try:
                 message = self._inbox.receive(max(0.0, deadline - time.monotonic()))
@@ -110,10 +112,11 @@ class Core:
                     self._hear_of(death)
             else:
                 if isinstance(message, Ready):
-                    ready[message.rank] = message.blocks
+                    ready[message.rank] = message
                 elif isinstance(message, Stop):
                     self._is_stopped = True
-        return min([*ready.values(), *([config.blocks] if config.blocks else [])], default=1)
+        blocks = [one.blocks for one in ready.values()] + ([] if config.blocks is None else [config.blocks])
+        return min(blocks, default=1), min((one.vocabulary for one in ready.values()), default=1)
 
     def _await_receivers(self) -> None:
         """Until workers and outputs have all their ends open: nothing that is sent from now on is missed."""

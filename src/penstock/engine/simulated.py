@@ -91,6 +91,7 @@ class Simulated:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = told.blocks
+        self.vocabulary = 1 << 31  # its rule takes any number
         self.busy = 0.0
         self.idle = 0.0
         self._told = told
