@@ -35,7 +35,7 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
         launcher = Launcher(config)
         try:
             launcher.start()
-            await launcher.serving(START)
+            await launcher.serving(2 * START)
             async with Client(launcher.tree, 0) as client:
                 pairs = list(zip(family.asked, family.answers, strict=True))
                 got = await asyncio.gather(*(answer(client, asked.prompt, len(want)) for asked, want in pairs))
@@ -120,6 +120,7 @@ class Expected:
         assert one == other and len({tuple(ids) for ids, *_ in one}) > 1
 
 
+@pytest.mark.timeout(6 * START)
 @pytest.mark.parametrize(
     ("overlap", "outputs", "ranks", "caching"), WAYS if os.environ.get("PENSTOCK_FULL") == "1" else FEW
 )
@@ -137,7 +138,7 @@ def test_every_way_leads_to_the_same_answers_ends_and_counts(
         launcher = Launcher(config)
         try:
             launcher.start()
-            await launcher.serving(START)
+            await launcher.serving(2 * START)
             async with Client(launcher.tree, 0) as client:
                 pairs = list(zip(family.asked, family.answers, strict=True))[:3]
                 all_asked = [Expected(client, list(asked.prompt), list(answer)) for asked, answer in pairs]
@@ -150,10 +151,13 @@ def test_every_way_leads_to_the_same_answers_ends_and_counts(
                 await all_asked[0].must_not_end_before_its_least_tokens(end_id)
                 await all_asked[0].must_draw_the_same_again()
                 with pytest.raises(EngineError, match=f"expected ids from 0 to {VOCABULARY - 1}"):
-                    await anext(await client.submit([1, VOCABULARY]))
+                    await asyncio.wait_for(anext(await client.submit([1, VOCABULARY])), START)
                 row = launcher.board.row(0)
-                while row[Board.OPEN] or row[Board.FREE_BLOCKS] != sizes["blocks"]:
+                for _ in range(1000):
+                    if (row[Board.OPEN], row[Board.FREE_BLOCKS]) == (0, sizes["blocks"]):
+                        break
                     await asyncio.sleep(0.01)
+                assert (row[Board.OPEN], row[Board.FREE_BLOCKS]) == (0, sizes["blocks"])
                 assert row[Board.SERVING] == 1, "the group has died"
         finally:
             assert await launcher.stop() == []

@@ -6,13 +6,14 @@ outbox who is slow, and to the launcher what follows when one of its group dies.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import penstock
-from penstock import PeerDied, Timeout, WouldBlock
+from penstock import DecodeError, PeerDied, Timeout, WouldBlock
 from penstock.codec.follow import Leader, Leading, Lost
 from penstock.engine.answers import OutputState
 from penstock.engine.board import Board
@@ -163,8 +164,16 @@ class Core:
                 return
             except PeerDied as death:
                 self._hear_of(death)
+            except DecodeError as error:
+                self._pass_over(error)
             else:
                 self._take(message)
+
+    def _pass_over(self, error: DecodeError) -> None:
+        """What a server has sent and is no message costs that message alone. One of our group is out of order."""
+        if self._inbox.source >= self._config.api_servers:
+            raise error
+        event("not a message", logging.ERROR, server=self._inbox.source, error=str(error))
 
     def _take(self, message: Any) -> None:
         scheduler = self._scheduler
@@ -224,6 +233,8 @@ class Core:
             pass
         except PeerDied as death:
             self._hear_of(death)
+        except DecodeError as error:
+            self._pass_over(error)
 
     def _hear_of(self, death: PeerDied) -> None:
         """A server's requests are forgotten. One of our group takes us with it; of those before us it is no news."""
