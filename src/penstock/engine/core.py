@@ -198,7 +198,7 @@ class Core:
     def _fail(self, server: int, request: int, refusal: Refused) -> None:
         event("request refused", server=server, request=request, status=refusal.status, reason=str(refusal))
         if not self._outbox.send(server, Failed(request, refusal.status, str(refusal))):
-            self._forget(server)
+            self._give_up(server)
 
     def _hear(self) -> StepDone:
         """What the oldest step in flight has sampled."""
@@ -220,8 +220,7 @@ class Core:
         if halt is not None:
             self._take(halt)
         for server in slow:
-            for request in self._forget(server):
-                self._outbox.send(server, Failed(request, *TOO_SLOW))
+            self._give_up(server)
 
     def _sleep(self) -> None:
         """Nothing is to be done, until somebody says something."""
@@ -247,6 +246,11 @@ class Core:
     def _is_server(self, death: PeerDied) -> bool:
         """By its lane of the inbox: its name may be gone."""
         return death.index < self._config.api_servers
+
+    def _give_up(self, server: int) -> None:
+        """It reads too little: all of its requests fail."""
+        for request in self._forget(server):
+            self._outbox.send(server, Failed(request, *TOO_SLOW))
 
     def _forget(self, server: int) -> list[int]:
         """Returns its requests that were open."""
