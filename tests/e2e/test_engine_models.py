@@ -31,7 +31,7 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
         launcher = Launcher(config)
         try:
             launcher.start()
-            await launcher.serving(START)
+            await launcher.serving(2 * START)
             async with Client(launcher.tree, 0) as client:
                 pairs = list(zip(family.asked, family.answers, strict=True))
                 got = await asyncio.gather(*(answer(client, asked.prompt, len(want)) for asked, want in pairs))

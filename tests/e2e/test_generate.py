@@ -1,8 +1,15 @@
 """`penstock generate`, as a user runs it, on a simulated device."""
 
+import contextlib
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -45,3 +52,64 @@ def test_what_is_no_prompt_and_what_is_no_model_is_said_before_anything_starts()
     ):
         status, answers, err = generate(lines, *options)
         assert (status, answers) == (2, []) and text in err and "process started" not in err
+
+
+def test_a_prompt_that_no_array_holds_and_a_model_that_is_not_there_are_said_in_a_line() -> None:
+    for lines, options, text in (
+        ("[1, 3000000000]\n", ("--device-model", "simulated"), "line 1 of the prompts: Expected `int` <= 2147483647"),
+        ("[-1]\n", ("--device-model", "simulated"), "line 1 of the prompts: Expected `int` >= 0"),
+        ('"hello"\n', ("/nowhere",), "model is the directory of a model, not '/nowhere'"),
+        ("[1]\n", ("--device-model", "simulated", "--prompts", "/nowhere"), "No such file or directory: '/nowhere'"),
+        ("{\n", ("--device-model", "simulated"), "line 1 of the prompts: Input data was truncated"),
+    ):
+        status, answers, err = generate(lines, *options)
+        assert (status, answers) == (2, []) and err.startswith("penstock generate: ") and err.count("\n") == 1, err
+        assert text in err, err
+
+
+@contextlib.contextmanager
+def generating(tmp_path: Path, prompts: int, tokens: int) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """Its answers go to a file."""
+    asked, answers = tmp_path / "prompts", tmp_path / "answers"
+    asked.write_text("".join(f"[{one}]\n" for one in range(prompts)))
+    options = ["--device-model", "simulated", "--step-ms", "10", "--max-tokens", str(tokens), "--at-once", "8"]
+    command = [*COMMAND, *options, "--prompts", str(asked), "--output", str(answers)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield process, answers
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def first_pid(process: subprocess.Popen, event: str) -> int:
+    """Of the process that says so."""
+    for line in process.stderr:
+        if event in line:
+            return int(re.search(r"pid=(\d+)", line)[1])
+    raise AssertionError(f"nobody said {event}")
+
+
+def test_ctrl_c_leaves_the_answers_so_far_and_no_process(tmp_path: Path) -> None:
+    with generating(tmp_path, 1000, 20) as (process, answers):
+        core = first_pid(process, "core serves")
+        time.sleep(1.5)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130 and "Traceback" not in err and "never retrieved" not in err, err
+        written = [json.loads(line) for line in answers.read_text().splitlines()]
+        assert f"event=interrupted written={len(written)} requests=1000" in err and 0 < len(written) < 1000, err
+        assert all(len(one["ids"]) == 20 for one in written)
+        assert not Path(f"/proc/{core}").exists()
+
+
+def test_a_group_that_dies_costs_no_answer(tmp_path: Path) -> None:
+    with generating(tmp_path, 40, 40) as (process, answers):
+        core = first_pid(process, "core serves")
+        time.sleep(0.5)
+        os.kill(core, signal.SIGKILL)
+        _, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        written = [json.loads(line) for line in answers.read_text().splitlines()]
+        assert [one["index"] for one in written] == list(range(40))
+        assert all(len(one["ids"]) == 40 and "error" not in one for one in written)

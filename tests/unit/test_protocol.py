@@ -83,7 +83,7 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
         (Halt(slots(3, 4), np.array([7, 1 << 40])), INBOX),
         (Announce(1, 7, Style.CHAT, b'"id":"x"'), ANNOUNCED),
         (Announce(1, 7, Style.PLAIN), INBOX),
-        (Ready(3, 1 << 40), INBOX),
+        (Ready(3, 1 << 40, 1 << 17), INBOX),
         (Lost("worker 1", None, None, 5, 6, "why"), INBOX),
         (Stop("it is late"), STEPS),
         (StepDone(0xFFFFFFFF, 1 << 40, ints(5, 6, 7), slots(1, 4), slots(1, 2), LOGPROBS, slots(9)), RESULTS),

@@ -85,11 +85,6 @@ class OutputState:
         if not there or len(there) < self._params(there[0]).n:
             self._announced[announce.server, announce.request] = announce, len(there)
 
-    @property
-    def announced(self) -> int:
-        """Requests of which not all samples have joined."""
-        return len(self._announced)
-
     def forget_announcements(self, server: int) -> None:
         """It has died, and what it announced does not come. Those of its requests that did leave when the core says
         so: by the order of the steps, they cannot be taken for those of the next one with this number."""

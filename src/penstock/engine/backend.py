@@ -61,6 +61,7 @@ class TorchDevice:
         where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._device = where
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
+        self.vocabulary: int = self._model.vocab_size
         self.block_size = block_size
         self.blocks = self._room(token_budget) if blocks is None else blocks
         self._memory = self._model.memory(self.blocks, block_size)

@@ -83,7 +83,7 @@ class Client:
         self._next = secrets.randbelow(MOST_REQUESTS)  # not those of the one whose place we took
         self._sending: set[asyncio.Task[None]] = set()
         self._listening: asyncio.Task[None] | None = None
-        self._deafness: EngineError | None = None  # why nothing is heard any more
+        self._deafness = ""  # why nothing is heard any more
         self._watch: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Client:
@@ -191,8 +191,8 @@ class Client:
 
     def _choose(self, asked: list[bytes]) -> tuple[int, int]:
         """A group, and its incarnation."""
-        if self._deafness is not None:
-            raise self._deafness
+        if self._deafness:
+            raise EngineError(500, self._deafness)
         if self._board.is_draining:
             raise EngineError(503, "the engine is about to end, and takes no more requests")
         serving = [row[Board.SERVING] for row in self._rows]
@@ -287,11 +287,11 @@ class Client:
         try:
             await self._hear()
         except Exception as error:
-            event("client does not hear any more", logging.ERROR, error=error)
-            self._deafness = EngineError(500, f"the client of the engine has failed: {type(error).__name__}: {error}")
+            self._deafness = f"the client of the engine has failed: {type(error).__name__}: {error}"
+            event("client does not hear any more", logging.ERROR, reason=self._deafness)
             for stream in tuple(self._streams.values()):
                 self._abort(stream)
-                stream.fail(self._deafness)
+                stream.fail(EngineError(500, self._deafness))
 
     async def _hear(self) -> None:
         while True:

@@ -7,13 +7,14 @@ outbox who is slow, and to the launcher what follows when one of its group dies.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import penstock
-from penstock import PeerDied, Timeout, WouldBlock
+from penstock import DecodeError, PeerDied, Timeout, WouldBlock
 from penstock.codec.follow import Leader, Leading, Lost
 from penstock.engine.answers import OutputState
 from penstock.engine.board import Board
@@ -41,10 +42,11 @@ def run(tree: Tree, me: Member) -> None:
     core.close()
 
 
-def _scheduler_config(config: EngineConfig) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, vocabulary: int) -> SchedulerConfig:
     return SchedulerConfig(
         max_model_len=config.max_model_len,
         token_budget=config.token_budget,
+        vocabulary=vocabulary,
         eos_ids=config.end_ids,
         has_prefix_cache=config.prefix_caching,
         has_overlap=config.overlap,
@@ -69,9 +71,10 @@ class Core:
     def start(self) -> None:
         """Waits for the workers and the outputs, and then serves. Raises Timeout, and PeerDied of one of them."""
         config = self._config
-        schedule = Schedule(config.slots, self._await_workers(), config.block_size, config.most_blocks)
+        blocks, vocabulary = self._await_workers()
+        schedule = Schedule(config.slots, blocks, config.block_size, config.most_blocks)
         self._await_receivers()
-        self._scheduler = Scheduler(schedule, _scheduler_config(config))
+        self._scheduler = Scheduler(schedule, _scheduler_config(config, vocabulary))
         self._leader: Leader[Step, Whole] = Leader(schedule)
         self._leading = Leading(self._steps, self._leader)
         self._plan = Plan(schedule)
@@ -97,11 +100,11 @@ class Core:
             end.close()
 
     # ── before it serves ──
-    def _await_workers(self) -> int:
-        """Until all have loaded the model. Returns how many blocks the cache has."""
+    def _await_workers(self) -> tuple[int, int]:
+        """Until all have loaded the model. Returns how many blocks the cache has, and ids the vocabulary."""
         config = self._config
         deadline = time.monotonic() + config.start_timeout
-        ready: dict[int, int] = {}
+        ready: dict[int, Ready] = {}
         while len(ready) < config.tensor_parallel and not self._is_stopped:
             try:
                 message = self._inbox.receive(max(0.0, deadline - time.monotonic()))
@@ -113,10 +116,11 @@ class Core:
                     self._hear_of(death)
             else:
                 if isinstance(message, Ready):
-                    ready[message.rank] = message.blocks
+                    ready[message.rank] = message
                 elif isinstance(message, Stop):
                     self._is_stopped = True
-        return min([*ready.values(), *([config.blocks] if config.blocks else [])], default=1)
+        blocks = [one.blocks for one in ready.values()] + ([] if config.blocks is None else [config.blocks])
+        return min(blocks, default=1), min((one.vocabulary for one in ready.values()), default=1)
 
     def _await_receivers(self) -> None:
         """Until workers and outputs have all their ends open: nothing that is sent from now on is missed."""
@@ -163,8 +167,16 @@ class Core:
                 return
             except PeerDied as death:
                 self._hear_of(death)
+            except DecodeError as error:
+                self._pass_over(error)
             else:
                 self._take(message)
+
+    def _pass_over(self, error: DecodeError) -> None:
+        """What a server has sent and is no message costs that message alone. One of our group is out of order."""
+        if self._inbox.source >= self._config.api_servers:
+            raise error
+        event("not a message", logging.ERROR, server=self._inbox.source, error=str(error))
 
     def _take(self, message: Any) -> None:
         scheduler = self._scheduler
@@ -189,7 +201,7 @@ class Core:
     def _fail(self, server: int, request: int, refusal: Refused) -> None:
         event("request refused", server=server, request=request, status=refusal.status, reason=str(refusal))
         if not self._outbox.send(server, Failed(request, refusal.status, str(refusal))):
-            self._forget(server)
+            self._give_up(server)
 
     def _hear(self) -> StepDone:
         """What the oldest step in flight has sampled."""
@@ -211,8 +223,7 @@ class Core:
         if halt is not None:
             self._take(halt)
         for server in slow:
-            for request in self._forget(server):
-                self._outbox.send(server, Failed(request, *TOO_SLOW))
+            self._give_up(server)
 
     def _sleep(self) -> None:
         """Nothing is to be done, until somebody says something."""
@@ -224,6 +235,8 @@ class Core:
             pass
         except PeerDied as death:
             self._hear_of(death)
+        except DecodeError as error:
+            self._pass_over(error)
 
     def _hear_of(self, death: PeerDied) -> None:
         """A server's requests are forgotten. One of our group takes us with it; of those before us it is no news."""
@@ -236,6 +249,11 @@ class Core:
     def _is_server(self, death: PeerDied) -> bool:
         """By its lane of the inbox: its name may be gone."""
         return death.index < self._config.api_servers
+
+    def _give_up(self, server: int) -> None:
+        """It reads too little: all of its requests fail."""
+        for request in self._forget(server):
+            self._outbox.send(server, Failed(request, *TOO_SLOW))
 
     def _forget(self, server: int) -> list[int]:
         """Returns its requests that were open."""

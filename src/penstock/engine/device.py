@@ -51,5 +51,9 @@ class Device(Protocol):
     def blocks(self) -> int:
         """How many the cache has room for."""
 
+    @property
+    def vocabulary(self) -> int:
+        """Ids of prompts are below that."""
+
     def launch(self, schedule: Schedule, step: Step) -> Flight:
         """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""

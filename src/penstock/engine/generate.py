@@ -9,26 +9,30 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import IO, Any
+from collections.abc import Awaitable, Callable, Iterator
+from typing import IO, Annotated, Any
 
 import msgspec
 
 from penstock.engine import logs
 from penstock.engine.client import Client
 from penstock.engine.config import EngineConfig
-from penstock.engine.directory import tokenizer_of
+from penstock.engine.directory import completed, tokenizer_of
 from penstock.engine.launch import Launcher, TreeFailed
 from penstock.engine.protocol import SamplingParams
 from penstock.engine.stream import EngineError
 
+ATTEMPTS = 3  # at a request whose group dies: it may have been another one's doing
+PAUSE = 0.2  # seconds; in which the launcher hears of that, too
+
 Tokenise = Callable[[str], list[int]]
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class Asked(msgspec.Struct):
     """A line of the input."""
 
-    ids: list[int]
+    ids: list[Id]
     params: SamplingParams
 
 
@@ -53,6 +57,7 @@ def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any
     Raises ValueError where a line is no prompt, and OSError.
     """
     logs.begin("launcher", config.log_format)
+    completed(config)  # that there is such a model is asked first
     with contextlib.ExitStack() as files:
         lines = sys.stdin.buffer if prompts == "-" else files.enter_context(open(prompts, "rb"))
         asked = list(_asked(lines, config, defaults))
@@ -86,7 +91,7 @@ def _asked_by(options: dict[str, Any], tokenise: Tokenise | None) -> Asked:
     if ids is None and tokenise is not None:
         ids = tokenise(msgspec.convert(text, str))
     fields = [options.get(name, default) for name, default in _DEFAULTS.items()]
-    return Asked(msgspec.convert(ids, list[int]), msgspec.convert(fields, SamplingParams))
+    return Asked(msgspec.convert(ids, list[Id]), msgspec.convert(fields, SamplingParams))
 
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
@@ -104,7 +109,7 @@ async def _generate(
 ) -> int:
     launcher = Launcher(config)
     turns = asyncio.Semaphore(at_once)
-    failed = 0
+    written = failed = 0
     try:
         launcher.start()
         await launcher.serving()
@@ -113,18 +118,27 @@ async def _generate(
 
             async def one(index: int, ask: Asked) -> Answer:
                 async with turns:
-                    return await _answer(client, index, ask)
+                    return await _answer(client, index, ask, launcher.serving)
 
             tasks = [asyncio.ensure_future(one(index, ask)) for index, ask in enumerate(asked)]
-            for task in tasks:
-                answer = await task
-                failed += bool(answer.error)
-                tokens += answer.completion_tokens
-                output.write(msgspec.json.encode(answer) + b"\n")
-                advance(answer.completion_tokens)
-            output.flush()
+            try:
+                for task in tasks:
+                    answer = await task
+                    written += 1
+                    failed += bool(answer.error)
+                    tokens += answer.completion_tokens
+                    output.write(msgspec.json.encode(answer) + b"\n")
+                    advance(answer.completion_tokens)
+            finally:
+                output.flush()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         took = time.monotonic() - began
         logs.event("generated", requests=len(asked), failed=failed, tokens=tokens, tokens_per_second=tokens / took)
+    except asyncio.CancelledError:
+        logs.event("interrupted", written=written, requests=len(asked))
+        raise
     except TreeFailed as failure:
         raise ValueError(str(failure)) from None
     finally:
@@ -132,7 +146,18 @@ async def _generate(
     return 1 if failed else 0
 
 
-async def _answer(client: Client, index: int, ask: Asked) -> Answer:
+async def _answer(client: Client, index: int, ask: Asked, serving: Callable[[], Awaitable[None]]) -> Answer:
+    """Raises TreeFailed where nobody will answer any more."""
+    for _ in range(ATTEMPTS - 1):
+        answer = await _attempt(client, index, ask)
+        if answer.status != 503:
+            return answer
+        await asyncio.sleep(PAUSE)
+        await serving()
+    return await _attempt(client, index, ask)
+
+
+async def _attempt(client: Client, index: int, ask: Asked) -> Answer:
     answer = Answer(index)
     samples: list[dict[str, Any]] = [{"text": "", "ids": [], "finish_reason": ""} for _ in range(ask.params.n)]
     try:

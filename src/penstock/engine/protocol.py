@@ -146,10 +146,11 @@ class Halt(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True):
-    """From a worker: it has loaded the model, and has room for so many blocks."""
+    """From a worker: it has loaded the model, has room for so many blocks, and knows the ids below `vocabulary`."""
 
     rank: Natural
     blocks: Natural
+    vocabulary: Natural
 
 
 # ── core → workers and output processors, by broadcast ───────────────────────────────────────────────────────────────

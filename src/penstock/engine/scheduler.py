@@ -42,6 +42,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     max_model_len: int  # tokens of prompt and answer together
     token_budget: int = 2048  # that one step computes at most
+    vocabulary: int = 1 << 31  # ids of prompts are below that
     eos_ids: tuple[int, ...] = ()
     has_prefix_cache: bool = True  # False: blocks are shared only within a request
     has_overlap: bool = True  # a step is planned while the one before it runs
@@ -102,8 +103,8 @@ class Scheduler:
         number, length, most = (submit.server, submit.request), submit.prompt.size, self._config.max_model_len
         if not 1 <= length < most:
             raise Refused(400, f"expected a prompt of 1 to {most - 1} tokens, got {length}")
-        if submit.prompt.ndim != 1 or submit.prompt.min() < 0:
-            raise Refused(400, "expected ids that are 0 or more in the prompt")
+        if submit.prompt.ndim != 1 or submit.prompt.min() < 0 or submit.prompt.max() >= self._config.vocabulary:
+            raise Refused(400, f"expected ids from 0 to {self._config.vocabulary - 1} in the prompt")
         if number in self._requests:
             raise Refused(409, f"request {number[1]} of server {number[0]} is open already")
         self._arrivals += 1

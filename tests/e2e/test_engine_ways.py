@@ -1,0 +1,137 @@
+"""Every way through the engine leads to the same answers, ends and counts: a tiny real model, token for token."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from penstock.engine.board import Board  # noqa: E402
+from penstock.engine.client import Client  # noqa: E402
+from penstock.engine.config import EngineConfig  # noqa: E402
+from penstock.engine.launch import Launcher  # noqa: E402
+from penstock.engine.protocol import FinishReason, SamplingParams  # noqa: E402
+from penstock.engine.stream import EngineError  # noqa: E402
+from tests.engine import START  # noqa: E402
+from tests.unit.models import VOCABULARY, made  # noqa: E402
+
+WAYS = [  # overlap, output processors, ranks, prefix cache
+    (overlap, outputs, ranks, caching)
+    for ranks in (1, 2)
+    for outputs in (0, 1, 2)
+    for overlap in (True, False)
+    for caching in (True, False)
+]
+FEW = [(True, 1, 1, True), (False, 0, 1, False), (True, 2, 2, False)]
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Every id is a blank and its number."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"Ġ{one}": one for one in range(VOCABULARY)}, "Ġ0"))
+    words.decoder = tokenizers.decoders.ByteLevel()
+    words.save(str(directory / "tokenizer.json"))
+
+
+class Expected:
+    """What of a greedy answer a request gets."""
+
+    def __init__(self, client: Client, prompt: list[int], greedy: list[int]) -> None:
+        self.client, self.prompt, self.greedy = client, prompt, greedy
+        self.text = "".join(f" {one}" for one in greedy)
+
+    async def ask(self, **params: object) -> list[tuple[list[int], str, FinishReason, object]]:
+        asked = SamplingParams(**{"temperature": 0, "max_tokens": len(self.greedy), "ignore_eos": True, **params})
+        ids: list[list[int]] = [[] for _ in range(asked.n)]
+        texts, ends = [""] * asked.n, [None] * asked.n
+        async with await self.client.submit(self.prompt, asked, timeout=START) as stream:
+            async for piece in stream:
+                assert ends[piece.sample] is None, "more came after the end"
+                ids[piece.sample] += piece.ids
+                texts[piece.sample] += piece.text
+                if piece.reason is not None:
+                    ends[piece.sample] = piece.reason, piece.stop
+        assert (stream.prompt_tokens, stream.completion_tokens) == (len(self.prompt), sum(map(len, ids)))
+        return [(one, text, *end) for one, text, end in zip(ids, texts, ends, strict=True)]
+
+    async def must_end_by_its_length(self) -> None:
+        for length in (1, len(self.greedy)):
+            text = "".join(f" {one}" for one in self.greedy[:length])
+            want = (self.greedy[:length], text, FinishReason.LENGTH, None)
+            assert await self.ask(max_tokens=length, n=2) == [want, want]
+
+    async def must_end_by_a_stop_string_across_two_tokens(self) -> None:
+        at = next(at for at in range(1, len(self.greedy)) if self.is_first(self.stop(at), at))
+        want = (self.greedy[: at + 1], self.text[: self.text.index(self.stop(at))], FinishReason.STOP, self.stop(at))
+        assert await self.ask(stop=(self.stop(at), "no such text")) == [want]
+
+    def stop(self, at: int) -> str:
+        return f"{str(self.greedy[at - 1])[-1]} {self.greedy[at]}"
+
+    def is_first(self, stop: str, at: int) -> bool:
+        """No other one comes before it: one number may begin with another."""
+        before = "".join(f" {one}" for one in self.greedy[:at])
+        return self.text.index(stop) == len(before) - 1
+
+    async def must_end_by_an_id(self) -> None:
+        for stop in (self.greedy[3], self.greedy[-1]):
+            at = self.greedy.index(stop)
+            text = "".join(f" {one}" for one in self.greedy[:at])
+            want = (self.greedy[: at + 1], text, FinishReason.STOP, stop)
+            assert await self.ask(stop_token_ids=(stop,)) == [want]
+
+    async def must_not_end_before_its_least_tokens(self, end_id: int) -> None:
+        ((ids, _, _, _),) = await self.ask(ignore_eos=False, min_tokens=9)
+        assert len(ids) >= 9 and end_id not in ids[:9]
+
+    async def must_draw_the_same_again(self) -> None:
+        one, other = [await self.ask(temperature=1.5, seed=7, n=3) for _ in range(2)]
+        assert one == other and len({tuple(ids) for ids, *_ in one}) > 1
+
+
+@pytest.mark.timeout(6 * START)
+@pytest.mark.parametrize(
+    ("overlap", "outputs", "ranks", "caching"), WAYS if os.environ.get("PENSTOCK_FULL") == "1" else FEW
+)
+def test_every_way_leads_to_the_same_answers_ends_and_counts(
+    overlap: bool, outputs: int, ranks: int, caching: bool, tmp_path: Path
+) -> None:
+    family = made("llama", tmp_path)
+    write_tokenizer(tmp_path)
+    end_id = family.answers[0][2]
+    sizes = {"blocks": 100, "block_size": 4, "max_model_len": 128, "slots": 8, "token_budget": 16}
+    way = {"overlap": overlap, "output_processors": outputs, "tensor_parallel": ranks, "prefix_caching": caching}
+    config = EngineConfig(model=str(tmp_path), dtype="float32", end_ids=(end_id,), **sizes, **way)
+
+    async def scene() -> None:
+        launcher = Launcher(config)
+        try:
+            launcher.start()
+            await launcher.serving(2 * START)
+            async with Client(launcher.tree, 0) as client:
+                pairs = list(zip(family.asked, family.answers, strict=True))[:3]
+                all_asked = [Expected(client, list(asked.prompt), list(answer)) for asked, answer in pairs]
+                for _ in range(2):  # the second time the cache has them
+                    await asyncio.gather(
+                        *(one.must_end_by_its_length() for one in all_asked),
+                        *(one.must_end_by_a_stop_string_across_two_tokens() for one in all_asked),
+                        *(one.must_end_by_an_id() for one in all_asked),
+                    )
+                await all_asked[0].must_not_end_before_its_least_tokens(end_id)
+                await all_asked[0].must_draw_the_same_again()
+                with pytest.raises(EngineError, match=f"expected ids from 0 to {VOCABULARY - 1}"):
+                    await asyncio.wait_for(anext(await client.submit([1, VOCABULARY])), START)
+                row = launcher.board.row(0)
+                for _ in range(1000):
+                    if (row[Board.OPEN], row[Board.FREE_BLOCKS]) == (0, sizes["blocks"]):
+                        break
+                    await asyncio.sleep(0.01)
+                assert (row[Board.OPEN], row[Board.FREE_BLOCKS]) == (0, sizes["blocks"])
+                assert row[Board.SERVING] == 1, "the group has died"
+        finally:
+            assert await launcher.stop() == []
+
+    asyncio.run(asyncio.wait_for(scene(), 4 * START))

@@ -1,0 +1,88 @@
+"""Aborts in every state of a request, by the thousand: nothing is left of them in the core, the output, the client."""
+
+import asyncio
+import os
+import random
+import time
+
+import pytest
+
+from penstock.engine.client import Client
+from penstock.engine.protocol import SamplingParams, Style
+from penstock.engine.stream import EngineError
+from tests.engine import PATIENCE, answered, prompt, running, told
+
+ABORTS = 10_000 if os.environ.get("PENSTOCK_FULL") == "1" else 1_000
+AT_ONCE = 200
+
+
+@pytest.mark.parametrize("outputs", [0, 1])
+def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def one(client: Client) -> None:
+        params = SamplingParams(max_tokens=chance.randrange(1, 60), n=chance.choice([1, 1, 1, 3]))
+        announce = (Style.CHAT, b'{"id":"1"') if chance.random() < 0.5 else None
+        length = 300 if chance.random() < 0.05 else chance.randrange(1, 60)  # some are refused
+        timeout = chance.choice([None, None, 0.01])
+        asking = asyncio.ensure_future(client.submit(prompt(length), params, announce=announce, timeout=timeout))
+        if chance.random() < 0.1:
+            await asyncio.sleep(0)
+            asking.cancel()
+        try:
+            stream = await asking
+        except asyncio.CancelledError:
+            return
+        patience = chance.choice([0.0, 0.0, 0.001, 0.01, 0.05, 0.2])
+        if patience:
+            await asyncio.sleep(patience)
+        try:
+            async with stream:
+                if chance.random() < 0.5:
+                    await anext(stream, None)
+        except EngineError as error:
+            assert error.status in (400, 504), error
+
+    async def scene() -> None:
+        shape = {"slots": 32, "token_budget": 64, "max_model_len": 256, "output_processors": outputs}
+        async with running(simulated=told(blocks=200), **shape) as tree:
+            async with Client(tree.launcher.tree, 0) as client:
+                began, turns = time.monotonic(), asyncio.Semaphore(AT_ONCE)
+
+                async def in_turn() -> None:
+                    async with turns:
+                        await asyncio.wait_for(one(client), PATIENCE)
+
+                await asyncio.gather(*(in_turn() for _ in range(ABORTS)))
+                print(f"{ABORTS} requests, most of them aborted, in {time.monotonic() - began:.1f} s")
+                assert client.open_requests == 0 and not client._streams
+                await tree.must_be_empty()
+                ids = prompt()
+                assert (await answered(client, ids, max_tokens=20))[0][0] == tree.rule.answer(ids, 20)
+                await tree.must_be_empty()
+
+    asyncio.run(scene())
+
+
+def test_a_thousand_streams_of_one_client_of_which_some_are_read_late(seed: int) -> None:
+    chance = random.Random(seed)
+
+    async def scene() -> None:
+        async with running(simulated=told(step_seconds=0.02), slots=1024, token_budget=4096) as tree:
+            async with Client(tree.launcher.tree, 0) as client:
+
+                async def one() -> None:
+                    ids, tokens = prompt(5), chance.randrange(1, 30)
+                    stream = await client.submit(ids, SamplingParams(max_tokens=tokens), timeout=2 * PATIENCE)
+                    got: list[int] = []
+                    async for piece in stream:
+                        got += piece.ids
+                        await asyncio.sleep(chance.choice([0.0, 0.0, 0.0, 0.3]))
+                    assert got == tree.rule.answer(ids, tokens)
+                    assert stream.completion_tokens == len(got)
+
+                await asyncio.gather(*(one() for _ in range(1000)))
+                assert client.open_requests == 0
+            await tree.must_be_empty()
+
+    asyncio.run(scene())

@@ -1,0 +1,201 @@
+"""How a client's requests end when something is not as it should be: always, and with the reason."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.engine.board import Board
+from penstock.engine.client import Client
+from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.outbox import MOST_KEPT, Outbox
+from penstock.engine.protocol import (
+    Abort,
+    Announce,
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    SamplingParams,
+    Style,
+    Submit,
+)
+from penstock.engine.stream import MOST_KEPT_NBYTES, EngineError, Piece, Stream
+from penstock.engine.tree import Member, Tree
+
+CONFIG = EngineConfig(simulated=SimulatedDevice(), output_processors=1)
+PATIENCE = 10.0
+
+
+class Engine:
+    """The other ends of a client's channels."""
+
+    def __init__(self, tree: Tree) -> None:
+        group = tree.groups[0]
+        self.inbox = group.inbox.receiver(name="core 0.0 #1")
+        self.announced = group.announced[0].receiver(name="output 0.0 #1")
+        self.core = tree.servers[0].sender(tree.delta_lane(0), name="core 0.0 #1")
+        self.output = tree.servers[0].sender(tree.delta_lane(0, 0), name="output 0.0 #1")
+
+    def close(self) -> None:
+        for end in (self.inbox, self.announced, self.core, self.output):
+            end.close()
+
+
+@contextlib.asynccontextmanager
+async def engine() -> AsyncIterator[tuple[Engine, Client]]:
+    tree = Tree.lay(CONFIG)
+    board = Board(tree.board, writable=True)
+    board.row(0)[Board.SERVING] = 1
+    other = Engine(tree)
+    try:
+        async with Client(tree, 0) as client:
+            yield other, client
+    finally:
+        other.close()
+        board.close()
+        tree.close()
+
+
+def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def test() -> None:
+        asyncio.run(asyncio.wait_for(scene(), 3 * PATIENCE))
+
+    test.__name__ = scene.__name__
+    return test
+
+
+async def told(receiver: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, receiver.receive, PATIENCE)
+
+
+def end_of(request: int, reason: int, sample: int = 0) -> Delta:
+    ends = Finished(np.zeros(1, np.uint16), np.array([reason], np.uint8))
+    samples = np.array([sample], np.uint16)
+    return Delta(1, np.array([request, 0, 9], np.int32), b"", samples=samples, finished=ends)
+
+
+@in_a_loop
+async def test_what_the_engine_gives_up_is_no_answer() -> None:
+    async with engine() as (other, client):
+        for reason, status in ((FinishReason.ABORT, 503), (FinishReason.ERROR, 500)):
+            stream = await client.submit([1], SamplingParams(n=2))
+            assert isinstance(await told(other.inbox), Submit)
+            other.output.send(end_of(stream.request, reason), PATIENCE)
+            with pytest.raises(EngineError) as caught:
+                async for _ in stream:
+                    pass
+            assert caught.value.status == status
+            abort = await told(other.inbox)  # the other sample is in vain
+            assert isinstance(abort, Abort) and abort.requests.tolist() == [stream.request]
+        assert client.open_requests == 0
+
+
+@in_a_loop
+async def test_a_delta_that_makes_no_sense_ends_all_requests_and_refuses_more() -> None:
+    async with engine() as (other, client):
+        stream = await client.submit([1])
+        other.output.send(end_of(stream.request, 77), PATIENCE)
+        with pytest.raises(EngineError, match="client of the engine has failed: ValueError: 77"):
+            await anext(stream)
+        with pytest.raises(EngineError, match="client of the engine has failed"):
+            await client.submit([1])
+        assert client.open_requests == 0
+
+
+@in_a_loop
+async def test_what_was_announced_is_taken_back_when_it_will_not_come() -> None:
+    async with engine() as (other, client):
+        head = Style.CHAT, b'{"id":"1"'
+        aborted = await client.submit([1], announce=head)
+        aborted.abort()
+        refused = await client.submit([1], announce=head)
+        other.core.send(Failed(refused.request, 400, "it is too long"), PATIENCE)
+        with pytest.raises(EngineError, match="it is too long"):
+            await anext(refused)
+        announced = [await told(other.announced) for _ in range(4)]
+        assert all(isinstance(one, Announce) for one in announced)
+        back = {one.request for one in announced if one.style == Style.PLAIN}
+        assert back == {aborted.request, refused.request} and client.open_requests == 0
+
+
+@in_a_loop
+async def test_who_reads_when_the_client_is_closed_is_told_so() -> None:
+    async with engine() as (_, client):
+        stream = await client.submit([1])
+        reading = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="has been closed"):
+        await reading
+
+
+@in_a_loop
+async def test_a_second_reader_is_refused_and_not_left_waiting() -> None:
+    stream = Stream(1, 0, 1, 5, 1)
+    first = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="another task waits"):
+        await anext(stream)
+    stream.fail(EngineError(503, "it died"))
+    with pytest.raises(EngineError):
+        await first
+
+
+@in_a_loop
+async def test_pieces_of_samples_in_turns_are_given_up_before_they_weigh_much() -> None:
+    stream = Stream(1, 0, 1, 5, 2)
+    pieces = 0
+    while not stream.is_over:
+        stream.add(Piece(pieces % 2, b"a", [1]))
+        pieces += 1
+    assert pieces * 200 < MOST_KEPT_NBYTES
+
+
+@in_a_loop
+async def test_reading_makes_room_again_however_long_the_answer_is() -> None:
+    stream = Stream(1, 0, 1, 5, 1)
+    for _ in range(200):
+        for _ in range(1000):
+            stream.add(Piece(0, b"abcd", [1]))
+        assert len((await anext(stream)).ids) == 1000
+    assert not stream.is_over
+
+
+def test_a_time_out_does_not_begin_when_all_is_over() -> None:
+    async def scene() -> None:
+        stream = Stream(1, 0, 1, 5, 1)
+        stream.fail(EngineError(503, "it died"))
+        aborted: list[Stream] = []
+        stream.begin(aborted.append, 0.01)
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineError, match="it died"):
+            await anext(stream)
+        assert aborted == []
+
+    asyncio.run(scene())
+
+
+def test_failures_are_kept_for_who_is_too_slow_for_anything_else() -> None:
+    tree = Tree.lay(CONFIG)
+    receiver = tree.servers[0].receiver(name="server 0.0 #1")
+    outbox = Outbox(tree, Member("output", 0, 0, 1))
+    delta = end_of(1, FinishReason.LENGTH)
+    sent = 0
+    while outbox.send(0, delta):
+        sent += 1
+        assert sent < 10 * MOST_KEPT + 100_000
+    assert not outbox.has_kept
+    assert outbox.send(0, Failed(5, 503, "too slow")) and outbox.send(0, delta)
+    while outbox.send(0, delta):
+        pass
+    last = None
+    with contextlib.suppress(Exception):
+        while True:
+            outbox.send_kept()
+            last = receiver.receive(timeout=1)
+    assert isinstance(last, Failed) and last.request == 5
+    for end in (receiver, outbox, tree):
+        end.close()
