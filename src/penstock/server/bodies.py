@@ -17,10 +17,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_SAMPLES = 128  # of one prompt
 MOST_STOPS = 64
+MOST_CHARACTERS = 1024  # of one of them, and of what a client is called
+MOST_IDS = 1024  # with a bias, or that stop
 MOST_LOGPROBS = 20  # besides the sampled token
 TOKENS_OF_A_COMPLETION = 16  # where none are said; a chat may go on as long as the model can
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Short = Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)]
 Word = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -39,16 +42,16 @@ class Sampling(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Word | None = None
-    stop: str | Annotated[list[str], msgspec.Meta(max_length=MOST_STOPS)] | None = None
-    logit_bias: dict[str, float] | None = None
+    stop: Short | Annotated[list[Short], msgspec.Meta(max_length=MOST_STOPS)] | None = None
+    logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MOST_IDS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Short | None = None
     top_k: Word | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Word | None = None
-    stop_token_ids: list[Id] | None = None
+    stop_token_ids: Annotated[list[Id], msgspec.Meta(max_length=MOST_IDS)] | None = None
     allowed_token_ids: list[Id] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

@@ -18,6 +18,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.directory import tokenizer_of, vocabulary
 from penstock.engine.text import Vocabulary
 from penstock.server.errors import ApiError
+from penstock.server.templates import Template
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class ModelWords:
     def __init__(self, config: EngineConfig) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is not cut among threads
         self._tokenizer = tokenizer_of(config)
-        self._templates: Any = _templates(config.model)
+        self._template = Template(Path(config.model))
         self.most_ids = _most_ids(config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
@@ -69,19 +70,7 @@ class ModelWords:
         return ids
 
     def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
-        try:
-            prompt: str = self._templates.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=is_answered, **options
-            )
-        except Exception as error:  # whatever a template does with what a client has sent
-            raise ApiError(400, f"the model's chat template: {error}", param="messages") from None
-        return prompt
-
-
-def _templates(model: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)
+        return self._template.prompt(messages, is_answered, options)
 
 
 def _most_ids(config: EngineConfig) -> int:

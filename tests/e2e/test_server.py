@@ -1,0 +1,356 @@
+"""The server as its clients see it: OpenAI's own client, and what no good client does, on a simulated device."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+from penstock.engine.board import Board  # noqa: E402
+from penstock.engine.config import EngineConfig  # noqa: E402
+from penstock.engine.simulated import Rule  # noqa: E402
+from penstock.server.command import Serving  # noqa: E402
+from penstock.server.options import ServerOptions  # noqa: E402
+from penstock.server.process import listen  # noqa: E402
+from tests.engine import START, Running, told  # noqa: E402
+
+KEY = "sesame"
+MOST_OPEN = 8
+MOST_BODY = 100_000
+
+
+class Served(Running):
+    """A tree with servers, and a client for them."""
+
+    def __init__(self, launcher: Serving, port: int) -> None:
+        self.launcher = launcher
+        self.config = launcher.tree.config
+        self.rule = Rule(self.config.simulated or told())
+        self.port = port
+        self.client = self.with_key(KEY)
+
+    def with_key(self, key: str) -> Any:
+        return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0)
+
+    def answer(self, prompt: str, count: int, sample: int = 0) -> str:
+        ids = np.array(list(prompt.encode()), np.int32)
+        return "".join(f" {one}" for one in self.rule.answer(ids, count, sample))
+
+    async def connect(self, path: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(posted(path, body))
+        return reader, writer
+
+    async def get(self, path: str) -> tuple[int, str]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORIZED}\r\n".encode())
+        head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
+        writer.close()
+        return int(head.split()[1]), body
+
+    async def total(self, name: str, label: str = "") -> float:
+        """Of a metric, over all processes."""
+        lines = (await self.get("/metrics"))[1].splitlines()
+        return sum(float(line.split()[-1]) for line in lines if re.match(rf"{name}[{{ ]", line) and label in line)
+
+
+AUTHORIZED = f"authorization: Bearer {KEY}\r\n"
+
+
+def posted(path: str, body: dict[str, Any]) -> bytes:
+    said = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}content-length: {len(said)}\r\n\r\n"
+    return head.encode() + said
+
+
+@contextlib.asynccontextmanager
+async def served(**options: Any) -> AsyncIterator[Served]:
+    limits = {"api_keys": (KEY,), "most_open": MOST_OPEN, "most_body_nbytes": MOST_BODY, "patience": 1.0}
+    asked = ServerOptions(port=0, **limits)
+    config = EngineConfig(**{"simulated": told(), "max_model_len": 4096, "api_servers": 2, **options})
+    with contextlib.closing(listen(asked)) as listener:
+        port = listener.getsockname()[1]
+        launcher = Serving(config, asked, listener)
+        try:
+            launcher.start()
+            await launcher.serving(START)
+            tree = Served(launcher, port)
+            async with tree.client:
+                yield tree
+        finally:
+            late = await launcher.stop()
+        assert not late, f"had to be killed: {late}"
+
+
+def refused(kind: str) -> Any:
+    return pytest.raises(getattr(openai, kind))
+
+
+# ── completions and chats ────────────────────────────────────────────────────────────────────────────────────────────
+async def a_completion_is_what_the_rule_says(tree: Served) -> None:
+    done = await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
+    (choice,) = done.choices
+    assert (choice.text, choice.finish_reason, choice.index) == (tree.answer("hello", 7), "length", 0)
+    assert (done.object, done.model) == ("text_completion", "simulated")
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (5, 7, 12)
+
+
+async def a_stream_says_the_same_and_then_its_usage(tree: Served) -> None:
+    asked = {"model": "simulated", "prompt": "hello stream", "max_tokens": 30}
+    stream = await tree.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    *events, last = [event async for event in stream]
+    assert "".join(event.choices[0].text for event in events) == tree.answer("hello stream", 30)
+    assert [event.choices[0].finish_reason for event in events][-1] == "length"
+    assert len({event.id for event in (*events, last)}) == 1 and not any(event.usage for event in events)
+    assert last.choices == [] and last.usage.completion_tokens == 30 and last.usage.prompt_tokens == 12
+
+
+async def a_chat_is_streamed_with_its_role_first(tree: Served) -> None:
+    asked = {"model": "simulated", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+    asked["max_completion_tokens"] = 6
+    want = tree.answer("user: hi\nassistant:", 6)
+    whole = await tree.client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == want and whole.choices[0].message.role == "assistant"
+    events = [event async for event in await tree.client.chat.completions.create(**asked, stream=True)]
+    assert [event.choices[0].delta.role for event in events] == ["assistant", *[None] * (len(events) - 1)]
+    assert "".join(event.choices[0].delta.content or "" for event in events) == want
+    assert events[-1].choices[0].finish_reason == "length" and events[0].object == "chat.completion.chunk"
+
+
+async def samples_and_prompts_have_choices_of_their_own(tree: Served) -> None:
+    prompts = ["one", "another"]
+    done = await tree.client.completions.create(model="simulated", prompt=prompts, max_tokens=4, n=2)
+    want = [tree.answer(prompt, 4, sample) for prompt in prompts for sample in range(2)]
+    assert [choice.text for choice in done.choices] == want
+    assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (10, 16)
+    texts = {0: "", 1: ""}
+    stream = await tree.client.completions.create(model="simulated", prompt="one", max_tokens=4, n=2, stream=True)
+    async for event in stream:
+        texts[event.choices[0].index] += event.choices[0].text
+    assert list(texts.values()) == want[:2]
+
+
+async def ids_are_a_prompt_too(tree: Served) -> None:
+    done = await tree.client.completions.create(model="simulated", prompt=[*b"hello"], max_tokens=3)
+    assert done.choices[0].text == tree.answer("hello", 3)
+
+
+async def a_stop_string_across_tokens_is_not_shown(tree: Served) -> None:
+    whole = tree.answer("stop me", 40)
+    words = whole.split()
+    stop = f"{words[9][-1]} {words[10][0]}"
+    shown = whole[: whole.index(stop)]
+    asked = {"model": "simulated", "prompt": "stop me", "max_tokens": 40, "stop": ["never", stop]}
+    done = await tree.client.completions.create(**asked)
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (shown, "stop")
+    events = [event async for event in await tree.client.completions.create(**asked, stream=True)]
+    assert "".join(event.choices[0].text for event in events) == shown
+    assert events[-1].choices[0].finish_reason == "stop"
+
+
+# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
+async def what_makes_no_sense_is_refused_with_its_field(tree: Served) -> None:
+    for options, param in (
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": "x" * 5000}, "prompt"),
+        ({"prompt": [1 << 40]}, "prompt[0]"),
+        ({"prompt": [1000]}, "prompt"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"stream": True, "prompt": ["a", "b"]}, "prompt"),
+    ):
+        with refused("BadRequestError") as caught:
+            await tree.client.completions.create(**{"model": "simulated", "prompt": "x", **options})
+        assert (caught.value.type, caught.value.param) == ("invalid_request_error", param), options
+
+
+async def an_image_is_refused_as_long_as_there_are_none(tree: Served) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, image]}]
+    with refused("BadRequestError") as caught:
+        await tree.client.chat.completions.create(model="simulated", messages=messages)
+    assert caught.value.param == "messages[0].content[1]"
+
+
+async def another_model_another_key_and_too_much_are_refused(tree: Served) -> None:
+    with refused("NotFoundError") as caught:
+        await tree.client.completions.create(model="other", prompt="x")
+    assert caught.value.code == "model_not_found" and caught.value.param == "model"
+    async with tree.with_key("wrong") as stranger:
+        with refused("AuthenticationError") as caught:
+            await stranger.models.list()
+        assert caught.value.code == "invalid_api_key"
+    with refused("APIStatusError") as caught:
+        await tree.client.completions.create(model="simulated", prompt="x" * MOST_BODY)
+    assert caught.value.status_code == 413
+    assert [model.id for model in (await tree.client.models.list()).data] == ["simulated"]
+    status, body = await tree.get("/v1/nowhere")
+    assert status == 404 and json.loads(body)["error"]["type"] == "not_found_error"
+
+
+async def more_than_may_be_open_are_told_to_come_again(tree: Served) -> None:
+    asked = {"model": "simulated", "prompt": "x", "max_tokens": 4000, "stream": True}
+    streams = []
+    with refused("RateLimitError") as caught:
+        for _ in range(2 * MOST_OPEN + 1):
+            streams.append(await tree.client.completions.create(**asked))
+    assert int(caught.value.response.headers["retry-after"]) >= 1 and len(streams) >= MOST_OPEN
+    for stream in streams:
+        await stream.close()
+    await tree.must_be_empty()
+
+
+# ── clients that go, or do not read ──────────────────────────────────────────────────────────────────────────────────
+async def a_client_that_goes_takes_its_request_with_it(tree: Served) -> None:
+    for stream in (True, False):
+        asked = {"prompt": "x", "max_tokens": 4000, "stream": stream}
+        reader, writer = await tree.connect("/v1/completions", asked)
+        await tree.until(lambda: tree.number(Board.OPEN) == 1)
+        if stream:
+            await reader.readuntil(b"data: ")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        writer.transport.abort()
+        await tree.until(lambda: tree.number(Board.OPEN) == 0, within=2.0)
+        print(f"gone after {(loop.time() - began) * 1e3:.1f} ms")
+    await tree.must_be_empty()
+
+
+async def a_client_that_does_not_read_holds_up_nobody_and_loses_its_answer(tree: Served) -> None:
+    async def lost() -> float:
+        return await tree.total("penstock_requests_total", 'status="499"')
+
+    for samples in (16, 64):  # the kernel's patience ends before the stream's room does, and the other way round
+        before = await lost()
+        with socket.socket() as listless:
+            listless.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            listless.connect(("127.0.0.1", tree.port))
+            listless.sendall(
+                posted("/v1/completions", {"prompt": "x", "max_tokens": 4000, "n": samples, "stream": True})
+            )
+            await tree.until(lambda: tree.number(Board.OPEN) == 1)
+            done = await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
+            assert done.choices[0].text == tree.answer("hello", 7)
+            await tree.until(lambda: tree.number(Board.OPEN) == 0, within=6.0)  # the whole answer takes 8 s and more
+            while await lost() == before:
+                await asyncio.sleep(0.05)
+    await tree.must_be_empty()
+
+
+# ── what is known ────────────────────────────────────────────────────────────────────────────────────────────────────
+async def health_and_metrics_tell_of_all_processes(tree: Served) -> None:
+    status, body = await tree.get("/health")
+    said = json.loads(body)
+    assert status == 200 and said["status"] == "ready"
+    assert {one["pid"] for one in said["servers"]} == {tree.child("server", index).pid for index in range(2)}
+    assert (await tree.get("/health/live"))[0] == (await tree.get("/health/ready"))[0] == 200
+    total = tree.total
+    before = await total("penstock_completion_tokens_total"), await total("penstock_requests_total")
+    await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
+    await tree.until(lambda: tree.number(Board.OPEN) == 0)
+    assert await total("penstock_completion_tokens_total") == before[0] + 7
+    assert await total("penstock_requests_total") == before[1] + 1
+    assert await total("penstock_open_requests") == 0 and await total("penstock_group_incarnation") == 1
+    first = await total("penstock_time_to_first_token_seconds_count")
+    assert 0 < first and await total("penstock_inter_token_latency_seconds_count") > first
+
+
+async def tokens_of_a_text_and_of_messages(tree: Served) -> None:
+    reader, writer = await tree.connect("/tokenize", {"prompt": "hello"})
+    head = await reader.readuntil(b"\r\n\r\n")
+    said = json.loads(await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1])))
+    assert (said["count"], said["tokens"], said["max_model_len"]) == (5, [*b"hello"], 4096)
+    writer.close()
+    await writer.wait_closed()
+
+
+async def a_server_that_dies_comes_again_and_the_other_one_answers(tree: Served) -> None:
+    dead = tree.child("server", 0).pid
+    os.kill(dead, signal.SIGKILL)
+    for _ in range(5):
+        status, _ = await tree.get("/v1/models")
+        assert status == 200
+    await tree.until(lambda: tree.launcher.units and [one for one in tree.children() if one.pid != dead])
+
+    async def pids() -> set[int]:
+        _, body = await tree.get("/health")
+        return {one["pid"] for one in json.loads(body)["servers"] if one["serves"]}
+
+    deadline = asyncio.get_running_loop().time() + 20
+    while dead in await pids() or len(await pids()) < 2:
+        assert asyncio.get_running_loop().time() < deadline, "it did not come again"
+        await asyncio.sleep(0.05)
+
+
+SCENES: tuple[Callable[[Served], Any], ...] = (
+    a_completion_is_what_the_rule_says,
+    a_stream_says_the_same_and_then_its_usage,
+    a_chat_is_streamed_with_its_role_first,
+    samples_and_prompts_have_choices_of_their_own,
+    ids_are_a_prompt_too,
+    a_stop_string_across_tokens_is_not_shown,
+    what_makes_no_sense_is_refused_with_its_field,
+    an_image_is_refused_as_long_as_there_are_none,
+    another_model_another_key_and_too_much_are_refused,
+    more_than_may_be_open_are_told_to_come_again,
+    a_client_that_goes_takes_its_request_with_it,
+    a_client_that_does_not_read_holds_up_nobody_and_loses_its_answer,
+    tokens_of_a_text_and_of_messages,
+    health_and_metrics_tell_of_all_processes,
+    a_server_that_dies_comes_again_and_the_other_one_answers,
+)
+
+
+@pytest.mark.parametrize("outputs", [1, 0])
+def test_on_one_tree(outputs: int) -> None:
+    """All scenes, as a tree takes seconds to start; its name stands above a failure."""
+
+    async def all_scenes() -> None:
+        async with served(output_processors=outputs) as tree:
+            for scene in SCENES if outputs else SCENES[:6]:
+                print(scene.__name__, flush=True)
+                await asyncio.wait_for(scene(tree), 30)
+
+    asyncio.run(all_scenes())
+
+
+def test_sigterm_ends_the_command_when_what_is_open_is_answered() -> None:
+    command = [sys.executable, "-m", "penstock", "serve", "--device-model", "simulated", "--port", "0"]
+    with subprocess.Popen([*command, "--step-ms", "5"], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            port = next(
+                int(found[1]) for line in process.stderr if (found := re.search(r"event=serving .*:(\d+)", line))
+            )
+            said = {"prompt": "x", "max_tokens": 200, "stream": True}
+            with socket.create_connection(("127.0.0.1", port), 30) as client:
+                client.sendall(posted("/v1/completions", said))
+                got = client.recv(65536)
+                assert b"200 OK" in got
+                process.send_signal(signal.SIGTERM)
+                while b"[DONE]" not in got:
+                    more = client.recv(65536)
+                    assert more, "the answer has been cut off"
+                    got += more
+            assert got.count(b"data: {") == 200
+            rest = process.stderr.read()
+            assert process.wait(20) == 0, rest
+            assert "killed=nobody" in rest
+        finally:
+            process.kill()

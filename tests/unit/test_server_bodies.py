@@ -1,0 +1,195 @@
+"""What a request may say, what is made of it, and in which words it is refused."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("starlette")
+
+from penstock.engine.protocol import SamplingParams
+from penstock.engine.stream import EngineError
+from penstock.server.bodies import DECODERS, Chat, Completion, Tokenize, decoded, plain
+from penstock.server.errors import ApiError
+from penstock.server.words import BytesWords
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def completion(**said: Any) -> Completion:
+    return decoded(json.dumps({"prompt": "x", **said}).encode(), Completion)
+
+
+def chat(**said: Any) -> Chat:
+    return decoded(json.dumps({**CHAT, **said}).encode(), Chat)
+
+
+def test_what_is_not_said_is_what_openai_says_it_is() -> None:
+    assert completion().sampling() == SamplingParams(max_tokens=16)
+    assert chat().sampling() == SamplingParams(max_tokens=None)
+
+
+def test_null_is_not_said_and_what_is_not_known_is_passed_over() -> None:
+    names = [name for name in Completion.__struct_fields__ if name != "prompt"]
+    assert completion(**dict.fromkeys(names), metadata={"a": 1}, store=True).sampling() == SamplingParams()
+
+
+def test_everything_that_is_said_arrives() -> None:
+    said = {"n": 2, "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 1, "seed": -5}
+    said |= {"frequency_penalty": -1, "repetition_penalty": 1.5, "stop": "end", "stop_token_ids": [5], "min_tokens": 2}
+    said |= {"ignore_eos": True, "logit_bias": {"7": -100}, "allowed_token_ids": [7, 8], "logprobs": 3, "max_tokens": 9}
+    said |= {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
+    given |= {"stop": ("end",), "logit_bias": ((7, -100.0),)}
+    assert completion(**said).sampling() == SamplingParams(**given)
+    assert completion(stop=["a", "b"]).sampling().stop == ("a", "b")
+    assert completion(top_k=-1).sampling().top_k == 0
+    assert completion(stream_options={"include_usage": True}).includes_usage and not completion().includes_usage
+
+
+def test_a_chat_says_some_of_it_in_its_own_way() -> None:
+    assert chat(max_tokens=5).sampling().max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=6).sampling().max_tokens == 6
+    assert chat(logprobs=True).sampling().logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).sampling().logprobs == 4
+    assert chat(logprobs=False).sampling().logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("said", "param", "words"),
+    [
+        ({"max_tokens": "5"}, "max_tokens", "expected int"),
+        ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"temperature": 1e7}, "temperature", "expected temperature between"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"min_tokens": 17}, "min_tokens", "up to max_tokens (16)"),
+        ({"n": 129}, "n", "<= 128"),
+        ({"seed": 1 << 63}, "seed", "at $.seed"),
+        ({"stop": ["", "a"]}, "stop", "not empty"),
+        ({"stop": ["a"] * 65}, "stop", "<= 64"),
+        ({"stop": "a" * 1025}, "stop", "<= 1024"),
+        ({"user": "a" * 1025}, "user", "<= 1024"),
+        ({"logit_bias": {str(one): 0 for one in range(1025)}}, "logit_bias", "<= 1024"),
+        ({"stop": [1]}, "stop[0]", "expected str"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "between -100 and 100"),
+        ({"logit_bias": [1]}, "logit_bias", "expected object"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", ">= 0"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "expected bool"),
+        ({"echo": True}, "echo", "not supported"),
+        ({"best_of": 3}, "best_of", "not supported"),
+        ({"prompt": {}}, "prompt", "expected str"),
+        ({"prompt": [1.5]}, "prompt[0]", "got float"),
+        ({"prompt": [[1, -1]]}, "prompt[0][1]", ">= 0"),
+    ],
+)
+def test_a_field_that_makes_no_sense_is_named(said: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(**said).sampling()
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("said", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ],
+)
+def test_a_chat_that_makes_no_sense_is_refused_with_its_field(said: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**said).sampling()
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_prompts_are_one_or_many_texts_or_lists_of_ids() -> None:
+    for prompt, want in (
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([[]], [[]]),
+    ):
+        assert completion(prompt=prompt).prompts() == want
+    for prompt in ([], ["a", 1], [[1], "a"], [1, [1]]):
+        with pytest.raises(ApiError) as caught:
+            completion(prompt=prompt).prompts()
+        assert caught.value.param == "prompt"
+
+
+def test_parts_of_text_become_one_and_an_image_is_refused_by_its_place() -> None:
+    text, image = {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
+    said = chat(messages=[{"role": "system", "content": "s", "name": "n"}, {"role": "user", "content": [text, text]}])
+    assert plain(said.messages) == [
+        {"role": "system", "content": "s", "name": "n"},
+        {"role": "user", "content": "a\na"},
+    ]
+    with pytest.raises(ApiError) as caught:
+        plain(chat(messages=[{"role": "user", "content": [text, image]}]).messages)
+    assert (caught.value.status, caught.value.param) == (400, "messages[0].content[1]")
+
+
+def test_tokens_are_of_a_text_or_of_messages_and_not_of_both() -> None:
+    words = BytesWords(1000)
+    assert decoded(b'{"prompt": "a"}', Tokenize).text(words) == ("a", True)
+    said = json.dumps({**CHAT, "add_generation_prompt": False}).encode()
+    assert decoded(said, Tokenize).text(words) == ("user: hi\n", False)
+    for body in (b"{}", json.dumps({**CHAT, "prompt": "a"}).encode()):
+        with pytest.raises(ApiError):
+            decoded(body, Tokenize).text(words)
+
+
+@given(
+    st.binary()
+    | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(lambda one: json.dumps(one).encode())
+)
+def test_any_bytes_are_understood_or_refused_with_400(body: bytes) -> None:
+    for kind in DECODERS:
+        try:
+            decoded(body, kind)
+        except ApiError as error:
+            assert error.status == 400
+
+
+@given(
+    st.fixed_dictionaries(
+        {"prompt": st.text() | st.lists(st.integers() | st.text() | st.lists(st.integers()))},
+        optional={
+            name: st.none() | st.integers() | st.floats(allow_nan=False) | st.booleans() | st.text()
+            for name in Completion.__struct_fields__
+            if name != "prompt"
+        },
+    )
+)
+def test_any_values_are_understood_or_refused_with_400(said: dict[str, Any]) -> None:
+    try:
+        asked = decoded(msgspec.json.encode(said), Completion)
+        asked.sampling()
+        asked.prompts()
+    except ApiError as error:
+        assert error.status == 400 and error.param
+
+
+def test_an_error_has_the_form_that_clients_know() -> None:
+    error = ApiError(400, "wrong", param="n")
+    assert json.loads(error.body) == {
+        "error": {"message": "wrong", "type": "invalid_request_error", "param": "n", "code": "invalid_request_error"}
+    }
+    for status, kind in ((401, "authentication_error"), (429, "rate_limit_error"), (503, "server_error")):
+        assert json.loads(ApiError(status, "x").body)["error"]["type"] == kind
+
+
+def test_who_is_refused_for_now_is_told_when_to_come_again() -> None:
+    assert ApiError.of(EngineError(503, "no group serves")).response().headers["retry-after"] == "1"
+    assert "retry-after" not in ApiError.of(EngineError(400, "too long")).response().headers

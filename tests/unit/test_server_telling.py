@@ -1,0 +1,213 @@
+"""How answers go out, and what is counted of them, without a process or a socket."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+
+from penstock.engine.board import Board
+from penstock.engine.protocol import FinishReason, Logprobs
+from penstock.engine.stream import EngineError, Piece, Stream
+from penstock.engine.text import Vocabulary
+from penstock.server.errors import Gone
+from penstock.server.metrics import Metrics
+from penstock.server.options import ServerOptions
+from penstock.server.tally import SECONDS, Row, Tally
+from penstock.server.telling import Choice, Events, Pace, gathered, unless_gone
+
+
+def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def test() -> None:
+        asyncio.run(asyncio.wait_for(scene(), 10))
+
+    test.__name__ = scene.__name__
+    return test
+
+
+def row() -> Row:
+    return Row([0] * Row.WORDS)
+
+
+class Connection:
+    """A client, as a server process sees it."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(one.get("body", b"") for one in self.sent)
+
+
+def answer(*pieces: Piece, error: EngineError | None = None, samples: int = 1) -> tuple[Stream, list[Stream]]:
+    aborted: list[Stream] = []
+    stream = Stream(1, 0, 1, 5, samples)
+    stream.begin(aborted.append, None)
+    for piece in pieces:
+        stream.add(piece)
+    if error is not None:
+        stream.fail(error)
+    return stream, aborted
+
+
+# ── a client that goes ───────────────────────────────────────────────────────────────────────────────────────────────
+@in_a_loop
+async def test_work_is_cancelled_when_the_client_goes_and_nobody_is_left() -> None:
+    connection, was_cancelled = Connection(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            was_cancelled.set()
+
+    asyncio.get_running_loop().call_later(0.01, connection.gone.set)
+    with pytest.raises(Gone):
+        await unless_gone(connection.receive, work())
+    assert was_cancelled.is_set() and len(asyncio.all_tasks()) <= 2
+
+
+@in_a_loop
+async def test_work_that_is_done_gives_what_it_gives_and_its_error_is_its_own() -> None:
+    connection = Connection()
+
+    async def work(is_well: bool) -> str:
+        await asyncio.sleep(0)
+        if not is_well:
+            raise EngineError(503, "it died")
+        return "well"
+
+    assert await unless_gone(connection.receive, work(True)) == "well"
+    with pytest.raises(EngineError, match="it died"):
+        await unless_gone(connection.receive, work(False))
+    assert len(asyncio.all_tasks()) <= 2
+
+
+# ── as it comes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+@in_a_loop
+async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> None:
+    connection = Connection()
+    stream, _ = answer(Piece(0, b"data: 1\n\n", [1], FinishReason.STOP, None, 3))
+    await Events(stream, b'{"id":"x"', True, Pace(row(), 0.0))({}, connection.receive, connection.send)
+    first, usage, done, rest = connection.body.split(b"\n\n")
+    assert (first, done, rest) == (b"data: 1", b"data: [DONE]", b"")
+    said = json.loads(usage.removeprefix(b"data: "))
+    assert said["id"] == "x" and said["choices"] == [] and said["usage"]["total_tokens"] == 6
+    assert said["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert connection.sent[0]["status"] == 200 and connection.sent[-1]["more_body"] is False
+
+
+@in_a_loop
+async def test_an_error_before_the_first_piece_is_raised_and_a_later_one_is_an_event() -> None:
+    connection = Connection()
+    stream, _ = answer(error=EngineError(400, "too long"))
+    with pytest.raises(EngineError, match="too long"):
+        await Events(stream, b"{", False, Pace(row(), 0.0))({}, connection.receive, connection.send)
+    assert connection.sent == []
+    stream, _ = answer(Piece(0, b"data: 1\n\n", [1]), error=EngineError(503, "it died"))
+    await Events(stream, b"{", True, Pace(row(), 0.0))({}, connection.receive, connection.send)
+    first, error, rest = connection.body.split(b"\n\n")
+    assert (first, rest) == (b"data: 1", b"")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "it died"
+
+
+@in_a_loop
+async def test_a_client_that_goes_aborts_its_stream() -> None:
+    connection = Connection()
+    stream, aborted = answer(Piece(0, b"data: 1\n\n", [1]))
+    asyncio.get_running_loop().call_later(0.01, connection.gone.set)
+    with pytest.raises(Gone):
+        await Events(stream, b"{", False, Pace(row(), 0.0))({}, connection.receive, connection.send)
+    assert aborted == [stream] and connection.body == b"data: 1\n\n"
+
+
+# ── whole ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@in_a_loop
+async def test_pieces_are_gathered_by_sample() -> None:
+    pieces = (
+        Piece(1, b"b", [2]),
+        Piece(0, "é".encode(), [1], FinishReason.STOP, "x"),
+        Piece(1, b"c", [3], FinishReason.LENGTH),
+    )
+    stream, _ = answer(*pieces, samples=2)
+    first, second = await gathered(stream, 2, Pace(row(), 0.0))
+    said = first.of_chat(0, None)
+    assert said["message"] == {"role": "assistant", "content": "é"} and said["logprobs"] is None
+    assert (said["finish_reason"], said["stop_reason"]) == ("stop", "x")
+    said = second.of_completion(1, None)
+    assert (said["text"], said["index"], said["finish_reason"]) == ("bc", 1, "length")
+
+
+def test_log_probabilities_are_told_in_both_ways() -> None:
+    vocabulary = Vocabulary([b"a", b"b", b"\xc3"])
+    values = np.array([-1, -1, -2, -3, -np.inf], np.float32)
+    ids = np.array([0, 0, 1, 2, 1], np.int32)
+    found = Logprobs(ids, values, np.array([1, 2], np.int32), np.array([3, 2], np.uint16))
+    choice = Choice()
+    choice.add(Piece(0, b"", [9], logprobs=None))
+    choice.add(Piece(0, b"ab", [0, 2], FinishReason.LENGTH, logprobs=found))
+    first, second = choice.of_chat(0, vocabulary)["logprobs"]["content"]
+    assert (first["token"], first["logprob"], first["bytes"]) == ("a", -1.0, [97])
+    assert [(one["token"], one["logprob"]) for one in first["top_logprobs"]] == [("a", -1.0), ("b", -2.0)]
+    assert (second["token"], second["bytes"]) == ("\ufffd", [0xC3])
+    assert second["top_logprobs"][0]["logprob"] == -9999.0
+    said = choice.of_completion(0, vocabulary)["logprobs"]
+    assert said["tokens"] == ["a", "\ufffd"] and said["token_logprobs"] == [-1.0, -3.0]
+    assert said["top_logprobs"] == [{"a": -1.0, "b": -2.0}, {"b": -9999.0}]
+
+
+# ── what is counted ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_row_for_each_process_and_all_are_told() -> None:
+    segment, page = Tally.lay(2), Board.lay(1)
+    tally, board = Tally(segment, 2, writable=True), Board(page, writable=True)
+    for server, one in enumerate(tally.rows):
+        one[one.answered("chat", 200)] += 3 + server
+        one[one.answered("chat", 418)] += 1
+        one.first.add(0.003)
+        one.between.add(1000.0, 2)
+        one[Row.OPEN] = 7
+    board.row(0)[Board.OWN_NS] = 1_500_000_000
+    text = Metrics(Tally(segment, 2), board, 1).text().decode()
+    numbers = dict(re.findall(r"^(\w+(?:\{.*\})?) (\S+)$", text, re.MULTILINE))
+    assert numbers['penstock_requests_total{route="chat",server="1",status="200"}'] == "4.0"
+    assert numbers['penstock_requests_total{route="chat",server="0",status="400"}'] == "1.0"
+    assert numbers['penstock_open_requests{server="1"}'] == "7.0"
+    name = "penstock_time_to_first_token_seconds"
+    assert numbers[f'{name}_bucket{{le="0.0025",server="0"}}'] == "0.0"
+    assert (
+        numbers[f'{name}_bucket{{le="0.005",server="0"}}'] == numbers[f'{name}_bucket{{le="+Inf",server="0"}}'] == "1.0"
+    )
+    name = "penstock_inter_token_latency_seconds"
+    assert numbers[f'{name}_bucket{{le="{SECONDS[-1]}",server="0"}}'] == "0.0"
+    assert numbers[f'{name}_count{{server="0"}}'] == "2.0" and numbers[f'{name}_sum{{server="0"}}'] == "2000.0"
+    assert numbers['penstock_group_own_seconds{group="0"}'] == "1.5"
+    board.close()
+
+
+def test_a_token_is_as_late_as_its_share_of_its_piece() -> None:
+    counted = row()
+    pace = Pace(counted, 0.0)
+    for sample, ids in ((0, [1]), (1, [1, 2]), (0, []), (0, [2, 3, 4])):
+        pace.piece(7, Piece(sample, b"", ids))
+    assert sum(counted.first.counts) == 1 and sum(counted.between.counts) == 3
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    for options in ({"port": 70000}, {"most_open": 0}, {"api_keys": ("a", "")}, {"patience": 0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            ServerOptions(**options)

@@ -1,0 +1,64 @@
+"""Where a model's chat template is found, and what it may be told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("starlette")
+
+from penstock.server.errors import ApiError
+from penstock.server.templates import RESERVED, Template
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}{{ tone }}"
+
+
+def template(path: Path, **files: Any) -> Template:
+    for name, said in files.items():
+        kind = ".jinja" if isinstance(said, str) else ".json"
+        (path / f"{name}{kind}").write_text(said if isinstance(said, str) else json.dumps(said))
+    return Template(path)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"chat_template": TEMPLATE}},
+        {
+            "tokenizer_config": {
+                "chat_template": [{"name": "a", "template": ""}, {"name": "default", "template": TEMPLATE}]
+            }
+        },
+        {"chat_template": TEMPLATE, "tokenizer_config": {"chat_template": "not this one"}},
+        {"chat_template": {"chat_template": TEMPLATE}},
+    ],
+)
+def test_a_template_is_found_wherever_models_keep_theirs(files: dict[str, Any], tmp_path: Path) -> None:
+    found = template(tmp_path, **files)
+    assert found.prompt(MESSAGES, True, {}) == "hi>"
+    assert found.prompt(MESSAGES, False, {"tone": "!"}) == "hi!"
+
+
+def test_special_tokens_are_told_to_it(tmp_path: Path) -> None:
+    for one in ("<s>", {"content": "<s>", "special": True}):
+        said = {"chat_template": TEMPLATE, "bos_token": one, "pad_token": None, "add_bos_token": True}
+        assert template(tmp_path, tokenizer_config=said).prompt(MESSAGES, False, {}) == "<s>hi"
+
+
+def test_what_a_client_may_not_say_and_what_a_template_refuses_is_its_own_doing(tmp_path: Path) -> None:
+    for name in RESERVED:
+        with pytest.raises(ApiError) as caught:
+            template(tmp_path, chat_template=TEMPLATE).prompt(MESSAGES, True, {name: "{{ 1 }}"})
+        assert caught.value.param == f"chat_template_kwargs.{name}"
+    for said, words in (("{{ raise_exception('no system') }}", "no system"), ("{{ messages.a.b }}", "chat template")):
+        with pytest.raises(ApiError, match=words) as caught:
+            template(tmp_path, chat_template=said).prompt(MESSAGES, True, {})
+        assert caught.value.status == 400
+
+
+def test_a_model_without_one_cannot_chat(tmp_path: Path) -> None:
+    with pytest.raises(ApiError, match="no chat template"):
+        template(tmp_path).prompt(MESSAGES, True, {})

@@ -1,0 +1,68 @@
+"""Prompts, and what stands on the command line."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from penstock import cli
+from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.server.errors import ApiError
+from penstock.server.words import LONG, BytesWords, Reader
+
+SIMULATED = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
+
+
+class Slow(BytesWords):
+    """Done when the loop has had a turn."""
+
+    def __init__(self) -> None:
+        super().__init__(200)
+        self.loop_goes_on = threading.Event()
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        assert self.loop_goes_on.wait(10), "the loop was held up"
+        return super().encode(text, add_special)
+
+
+def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
+    async def scene() -> None:
+        words = Slow()
+        with contextlib.closing(Reader(SIMULATED, words)) as reader:
+            asking = asyncio.ensure_future(reader.ids("x" * (LONG + 1)))
+            asyncio.get_running_loop().call_later(0.01, words.loop_goes_on.set)
+            assert len(await asking) == LONG + 1
+            assert await reader.ids("abc") == [97, 98, 99]  # a short one is done at once
+
+    asyncio.run(scene())
+
+
+def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
+    async def scene() -> None:
+        with contextlib.closing(Reader(SIMULATED, BytesWords(200))) as reader:
+            assert await reader.ids([0, 199]) == [0, 199]
+            with pytest.raises(ApiError, match="below 200, got 200"):
+                await reader.ids([1, 200, 3])
+
+    asyncio.run(scene())
+
+
+def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        simulated = ("--device-model", "simulated")
+        for options, words in (
+            ((), "model is the directory of a model"),
+            ((*simulated, "--port", "99999"), "port is between"),
+            ((*simulated, "--port", str(taken.getsockname()[1])), "in use"),
+            ((*simulated, "--api-servers", "0"), "api_servers is between"),
+            ((*simulated, "--port", "0", "--host", "no such host"), "penstock serve:"),
+            (("/nowhere", "--port", "0"), "not '/nowhere'"),
+        ):
+            assert cli.main(["serve", *options]) == 2
+            said = capfd.readouterr().err
+            assert words in said and "process started" not in said, options
