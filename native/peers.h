@@ -266,7 +266,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
     std::string name_of(u32 slot) const {
         char name[NAME_NBYTES];
-        std::memcpy(name, peer(slot).name, NAME_NBYTES);
+        char* shared = peer(slot).name;  // whoever takes the slot next may be writing its own: half of each is no harm
+        for (u32 i = 0; i < NAME_NBYTES; ++i)
+            name[i] = std::atomic_ref<char>(shared[i]).load(std::memory_order_relaxed);
         name[NAME_NBYTES - 1] = 0;
         return name;
     }
@@ -389,8 +391,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 own.take_since_ns.store(0);
                 own.thread.store(static_cast<u32>(::syscall(SYS_gettid)));
                 std::string shown = name.empty() ? format("pid %d", pid_of(identity_)) : name;
-                std::strncpy(own.name, shown.c_str(), NAME_NBYTES - 1);
-                own.name[NAME_NBYTES - 1] = 0;
+                shown.resize(NAME_NBYTES - 1);
+                for (u32 i = 0; i < NAME_NBYTES; ++i)  // the last one is 0
+                    std::atomic_ref<char>(own.name[i]).store(shown.c_str()[i], std::memory_order_relaxed);
                 segment_->header().peers_version.fetch_add(1, std::memory_order_release);
                 return;
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import deque
@@ -250,13 +251,13 @@ def ask(
     answers: list[list[int]] = [[] for _ in asked]
     flights: deque[Any] = deque()
     reasons: dict[int, FinishReason] = {}
-    number = 0
+    number, steps = 0, itertools.count(1)
     while number < len(asked) or scheduler.open_requests or flights:
         if number < len(asked):
             scheduler.submit(_submit(number, asked[number], params))
             number += 1
         while len(flights) < depth and scheduler.plan(plan):
-            step = plan.finish(1, len(answers) + len(flights) if not flights else flights[-1][0].number + 1)
+            step = plan.finish(1, next(steps))
             schedule.apply(step)
             scheduler.sent(step)
             flights.append((step, device.launch(schedule, step), schedule.sampled, schedule.requests.copy()))
