@@ -24,6 +24,7 @@ from penstock.tensor.tree import Plan, plan
 
 KEY_NBYTES = 32
 LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room
+MOST_ROUNDS = 64  # of making room that others were faster to take, after the deadline
 PUT_TIMEOUT = 5.0  # seconds: for another process to write the same key, or for room that is held
 
 
@@ -196,14 +197,18 @@ class Store(Pool):
     def take(self, nbytes: int, timeout: float | None = 0) -> _native.Lease:
         """A writable lease of a block without a key, as `Pool.take`; values that nobody holds give way to it."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        made_room = 0
         while True:
             try:
                 return super().take(nbytes, 0)
             except MemoryExhausted:
-                if nbytes <= self.nbytes and self._store.make_room(nbytes):
-                    continue  # unless somebody was faster, and then there is more to be made
                 left = None if deadline is None else deadline - time.monotonic()
-                if nbytes > self.nbytes or (left is not None and left <= 0):
+                is_late = left is not None and left <= 0
+                may_make = nbytes <= self.nbytes and (made_room < MOST_ROUNDS or not is_late)
+                if may_make and self._store.make_room(nbytes):
+                    made_room += 1
+                    continue  # unless somebody was faster, and then there is more to be made
+                if nbytes > self.nbytes or is_late:
                     raise
             try:
                 # Whatever comes back may be the room, or what was in the way of making it: so not for long at a time.
