@@ -68,12 +68,11 @@ class Server:
         items: tuple[Input, ...] = (),
         client: str = "",
     ) -> None:
-        output = number % len(self._outputs) if self._outputs else 0
         if style != Style.PLAIN:
-            to = self._outputs[output] if self._outputs else self._core
+            to = self._outputs[number % len(self._outputs)] if self._outputs else self._core
             to.send(Announce(0, number, style, HEAD % number), PATIENCE)
         inputs = columns_of_inputs([items])
-        self._core.send(Submit(0, number, prompt, params, client=client, inputs=inputs, output=output), PATIENCE)
+        self._core.send(Submit(0, number, prompt, params, client=client, inputs=inputs), PATIENCE)
 
     def abort(self, numbers: Ints) -> None:
         self._core.send(Abort(0, numbers), PATIENCE)

@@ -77,7 +77,7 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
 @pytest.mark.parametrize(
     ("message", "channel"),
     [
-        (Submit(1, 7, np.arange(1000, dtype=np.int32), PARAMS, -3, "client", b"salt", INPUTS, 1), INBOX),
+        (Submit(1, 7, np.arange(1000, dtype=np.int32), PARAMS, -3, "client", b"salt", INPUTS), INBOX),
         (Submit(0, 0, ints(), PARAMS), INBOX),
         (Abort(1, ints(7, 8)), INBOX),
         (Halt(slots(3, 4), np.array([7, 1 << 40])), INBOX),

@@ -163,8 +163,6 @@ class Client:
         group, incarnation = self._choose(traces(ids, salt, keys))
         request = self._number()
         stream = Stream(request, group, incarnation, ids.size, params.n, scope)
-        outputs = self._outputs[group]
-        output = request % len(outputs) if outputs else 0
         self._keep(stream)
         try:
             if announce is not None:
@@ -179,7 +177,6 @@ class Client:
                 client,
                 salt,
                 columns_of_inputs([items]),
-                output,
             )
             await self._send(self._cores[group], submit, stream)
         except BaseException:

@@ -111,7 +111,6 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     client: str = ""  # among whom to be fair
     salt: bytes = b""  # requests share cached blocks only with those of the same salt
     inputs: Inputs | None = None
-    output: Natural = 0  # the output processor that has heard of it
 
 
 class Style(enum.IntEnum):
