@@ -145,8 +145,15 @@ def belongings() -> Counter[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def warmed_up() -> None:
-    """Starts what a process starts once and keeps: our watcher of deaths, and multiprocessing's tracker."""
+    """Starts what a process starts once and keeps: our watcher of deaths, and multiprocessing's tracker.
+
+    What has been imported by now is passed over by collections of garbage: with torch and transformers each took a
+    third of a second, and every test begins with one.
+    """
     import penstock
+
+    gc.collect()
+    gc.freeze()
 
     assert Path("/proc/thread-self/children").exists(), "this kernel does not tell who our children are"
     multiprocessing.resource_tracker.ensure_running()
