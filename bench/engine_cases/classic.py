@@ -241,7 +241,7 @@ def run_worker(wire: str, scratch: str, tree: Tree, me: Member) -> None:
     end = WIRES[wire][1](scratch, me.index, config.tensor_parallel)
     row = Board(tree.board, writable=True).row(me.group)
     inbox = group.inbox.sender(tree.worker_lane(me.index), name=str(me))
-    inbox.send(Ready(me.index, device.blocks), config.start_timeout)
+    inbox.send(Ready(me.index, device.blocks, device.vocabulary), config.start_timeout)
     end.meet()
     names: dict[int, str] = {}  # by slot: whom the device knows
     while not isinstance(message := end.receive(), Stop):
