@@ -27,12 +27,15 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What the work gives. It is cancelled, and Gone raised, as soon as the client has gone."""
+    """What the work gives. It is cancelled, and Gone raised, as soon as the client has gone.
+
+    The work must not end the response: from then on, `receive` says of every client that it has gone.
+    """
     doing = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_until_gone(receive))
     try:
         await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
+        if watching.done():  # even if the work is, too: what a client that goes held up ends when it goes
             raise Gone
         return doing.result()
     finally:
@@ -92,9 +95,8 @@ class Events:
     A client that reads slowly holds up its own answer only: the stream keeps what it has not taken, up to a bound.
     """
 
-    status_code = 200
-
     def __init__(self, stream: Stream, head: bytes, includes_usage: bool, pace: Pace) -> None:
+        self.status_code = 200  # of the answer as a whole: it may go wrong after this has been said
         self._stream = stream
         self._head = head
         self._includes_usage = includes_usage
@@ -102,12 +104,14 @@ class Events:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stream:
-            await unless_gone(receive, self._tell(send))
+            last = await unless_gone(receive, self._tell(send))
+        self._pace.end(self._stream)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _tell(self, send: Send) -> None:
+    async def _tell(self, send: Send) -> bytes:
+        """Everything but the last event, which it returns."""
         stream, pace, request = self._stream, self._pace, self._stream.request
         has_begun = False
-        last = DONE
         try:
             async for piece in stream:
                 pace.piece(request, piece)
@@ -119,13 +123,12 @@ class Events:
         except EngineError as error:
             if not has_begun:
                 raise
-            last = b"data: %b\n\n" % ApiError.of(error).body
-        else:
-            if self._includes_usage:
-                usage = msgspec.json.encode(usage_of(stream))
-                last = b'data: %b,"choices":[],"usage":%b}\n\n' % (self._head, usage) + DONE
-        pace.end(stream)
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+            self.status_code = error.status
+            return b"data: %b\n\n" % ApiError.of(error).body
+        if not self._includes_usage:
+            return DONE
+        usage = msgspec.json.encode(usage_of(stream))
+        return b'data: %b,"choices":[],"usage":%b}\n\n' % (self._head, usage) + DONE
 
 
 # ── whole ────────────────────────────────────────────────────────────────────────────────────────────────────────────
