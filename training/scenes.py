@@ -80,7 +80,7 @@ def scene(rng: np.random.Generator, count: int | None = None) -> Scene:
     while True:
         made: list[Shape] = []
         for _ in range(count):
-            radius = float(rng.uniform(0.10, 0.17))
+            radius = float(rng.uniform(0.12, 0.18))
             x, y = rng.uniform(radius + 0.02, 0.98 - radius, 2)
             angle = float(rng.uniform(-0.25, 0.25))
             made.append(
