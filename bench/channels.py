@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run
 
 from bench.harness import figures
 from bench.harness.figures import Figures
+from bench.harness.options import numbers, one_of, side_by_side
 from bench.harness.output import Output, machine, short, short_nbytes
 from bench.harness.phases import Order
 from bench.harness.quiet import Patience, load_between, look
@@ -329,38 +330,20 @@ CASES: dict[str, tuple[Case, range]] = {  # the case, and for how many receivers
 OTHER_CASES = ("floor", "call", "memory")
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def one_of(known: Sequence[str]) -> Callable[[str], str]:
-    """Checks one or several names, separated by commas."""
-
-    def check(text: str) -> str:
-        for name in text.split(","):
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"there is no {name!r}; there are {', '.join(known)}")
-        return text
-
-    return check
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench channels", description=(__doc__ or "").partition("\n")[0])
-    cases = (*CASES, *OTHER_CASES)
-    parser.add_argument("--json", action="store_true", help="one object per line on stdout, tables on stderr")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes, receivers and rounds")
-    parser.add_argument("--only", metavar="CASE,…", type=one_of(cases), default=",".join(cases), help="of %(default)s")
+    parser = side_by_side(
+        "channels",
+        __doc__,
+        (*CASES, *OTHER_CASES),
+        [*IMPLEMENTATIONS],
+        usual=[name for name, each in IMPLEMENTATIONS.items() if each.is_default],
+        quick="fewer sizes, receivers and rounds",
+        out=f"charts and records; of a full run: {PLOTS.name}/",
+    )
     parser.add_argument("--receivers", metavar="N,…", type=numbers)
     parser.add_argument("--sizes", metavar="BYTES,…", type=numbers, help="of the latency and paced cases")
-    usual = ",".join(name for name, each in IMPLEMENTATIONS.items() if each.is_default)
-    parser.add_argument("--impl", metavar="NAME,…", type=one_of([*IMPLEMENTATIONS]), default=usual)
     parser.add_argument("--reference", type=one_of([*IMPLEMENTATIONS]), default=PENSTOCK, help="of the ratios")
-    parser.add_argument("--rounds", metavar="N", type=int)
     parser.add_argument("--pin", action="store_true", help="sender on the first CPU, receivers on the others")
-    parser.add_argument("--noisy", action="store_true", help="compare although foreign processes use the machine")
-    parser.add_argument("--patience", metavar="S", type=float, help="seconds, in all, to wait for a quiet machine")
-    parser.add_argument("--out", metavar="DIR", type=Path, help=f"charts and records; of a full run: {PLOTS.name}/")
     return parser.parse_args(arguments)
 
 

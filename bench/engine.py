@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run
 from bench.engine_cases import decoding, goals, images, words
 from bench.engine_cases.decoding import Cell, Trees
 from bench.engine_cases.trees import OURS, SAID, WAYS, Way
+from bench.harness.options import side_by_side
 from bench.harness.output import Output, machine
 from bench.harness.quiet import FOREIGN_LIMIT, Patience, load_between, look
 from bench.harness.targets import show
@@ -97,18 +98,6 @@ async def run(trees: Trees, scale: Scale, cases: Sequence[str], ways: Sequence[W
     return found
 
 
-def one_of(known: Sequence[str]) -> Callable[[str], str]:
-    """Checks one or several names, separated by commas."""
-
-    def check(text: str) -> str:
-        for name in text.split(","):
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"there is no {name!r}; there are {', '.join(known)}")
-        return text
-
-    return check
-
-
 def cells_of(text: str) -> tuple[Cell, ...]:
     """Of `5x256x2,…`: milliseconds of a step, batch, TP."""
     try:
@@ -118,19 +107,11 @@ def cells_of(text: str) -> tuple[Cell, ...]:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench engine", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one object per line on stdout, tables on stderr")
-    parser.add_argument("--quick", action="store_true", help="small, few rounds: does it run?")
+    parser = side_by_side("engine", __doc__, CASES, list(WAYS))
     parser.add_argument("--all", action="store_true", help="every cell of the grid")
-    parser.add_argument("--only", metavar="CASE,…", type=one_of(CASES), default=",".join(CASES), help="of %(default)s")
     parser.add_argument("--cells", metavar="MSxBATCHxTP,…", type=cells_of, help="these, and no others")
     parser.add_argument("--style", choices=STYLES, help="of all answers: plain text, or finished chat chunks")
-    parser.add_argument("--impl", metavar="NAME,…", type=one_of(list(WAYS)), default=",".join(WAYS))
-    parser.add_argument("--rounds", metavar="N", type=int)
     parser.add_argument("--seconds", metavar="S", type=float, help="of one tree's turn")
-    parser.add_argument("--noisy", action="store_true", help="compare although foreign processes use the machine")
-    parser.add_argument("--patience", metavar="S", type=float, help="seconds, in all, to wait for a quiet machine")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
     return parser.parse_args(arguments)
 
 

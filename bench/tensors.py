@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
+from bench.harness.options import numbers, side_by_side
 from bench.harness.output import Output, machine
 from bench.harness.quiet import FOREIGN_LIMIT, Patience, load_between, look
 from bench.harness.targets import show
@@ -137,35 +138,11 @@ def run_serving(turns: Turns, scale: Scale, ways: Sequence[Implementation], foun
     turns.output.say(f"  a request with the key of one image: a frame of {found.request_nbytes:.0f} B")
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def one_of(known: Sequence[str]) -> Callable[[str], str]:
-    """Checks one or several names, separated by commas."""
-
-    def check(text: str) -> str:
-        for name in text.split(","):
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"there is no {name!r}; there are {', '.join(known)}")
-        return text
-
-    return check
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench tensors", description=(__doc__ or "").partition("\n")[0])
     ways = [name for name, each in IMPLEMENTATIONS.items() if each.kinds in (TENSORS, SERVING)]
-    parser.add_argument("--json", action="store_true", help="one object per line on stdout, tables on stderr")
-    parser.add_argument("--quick", action="store_true", help="small tensors, few rounds: does it run?")
-    parser.add_argument("--only", metavar="CASE,…", type=one_of(CASES), default=",".join(CASES), help="of %(default)s")
+    parser = side_by_side("tensors", __doc__, CASES, ways, quick="small tensors, few rounds: does it run?")
     parser.add_argument("--readers", metavar="N,…", type=numbers)
     parser.add_argument("--sizes", metavar="BYTES,…", type=numbers)
-    parser.add_argument("--impl", metavar="NAME,…", type=one_of(ways), default=",".join(ways))
-    parser.add_argument("--rounds", metavar="N", type=int)
-    parser.add_argument("--noisy", action="store_true", help="compare although foreign processes use the machine")
-    parser.add_argument("--patience", metavar="S", type=float, help="seconds, in all, to wait for a quiet machine")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
     return parser.parse_args(arguments)
 
 

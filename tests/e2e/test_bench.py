@@ -42,7 +42,6 @@ def test_a_quick_run_of_the_tensors_measures_every_case_and_loses_nothing(tmp_pa
 
 
 def test_a_quick_run_of_the_engine_measures_every_tree_and_each_says_what_the_rule_says(tmp_path: Path) -> None:
-    pytest.importorskip("zmq")
     ways = {"penstock", "outputs-in-core", "classic-zeromq"}
     run = subprocess.run(
         [sys.executable, "bench/engine.py", "--quick", "--json", "--impl", ",".join(sorted(ways)), "--out", tmp_path],
