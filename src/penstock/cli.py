@@ -98,7 +98,11 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (auto)")
     generate.add_argument("--slots", metavar="N", type=positive, default=256, help="samples that run at a time (256)")
     generate.add_argument(
-        "--max-model-len", metavar="N", type=positive, default=4096, help="of prompt and answer (4096)"
+        "--max-model-len",
+        metavar="N",
+        type=positive,
+        default=4096,
+        help="of prompt and answer (4096, or what the model knows)",
     )
     generate.add_argument(
         "--device-model", choices=["real", "simulated"], default="real", help="compute, or wait (real)"

@@ -3,6 +3,7 @@
 import json
 import logging
 
+import msgspec
 import pytest
 
 from penstock import PeerDied
@@ -90,6 +91,15 @@ def test_end_ids_stand_in_the_models_files(tmp_path, files: dict[str, str], end_
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert completed(EngineConfig(model=str(tmp_path))).end_ids == end_ids
+
+
+def test_nothing_is_longer_than_the_model_knows(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 1024}}')
+    config = EngineConfig(model=str(tmp_path))
+    assert completed(config).max_model_len == 1024
+    assert completed(msgspec.structs.replace(config, max_model_len=100)).max_model_len == 100
+    (tmp_path / "config.json").write_text("{}")
+    assert completed(config).max_model_len == config.max_model_len
 
 
 def test_a_model_that_is_not_there_is_refused() -> None:

@@ -45,14 +45,15 @@ class TorchDevice:
         dtype: str = "auto",
         block_size: int = 16,
         blocks: int | None = None,
+        most_blocks: int | None = None,
         token_budget: int = 2048,
         open_item: Open | None = None,
         threads: int | None = None,
         end_ids: Collection[int] = (),
     ) -> None:
-        """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks. `threads`:
-        that compute on a CPU; None: this rank's share of the processors. `open_item`: gives images; None: only those
-        that travel inline.
+        """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks, but not more
+        than `most_blocks`. `threads`: that compute on a CPU; None: this rank's share of the processors. `open_item`:
+        gives images; None: only those that travel inline.
 
         Raises ValueError where the model is none that is known here, or there is no room.
         """
@@ -63,7 +64,10 @@ class TorchDevice:
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
         self.vocabulary: int = self._model.vocab_size
         self.block_size = block_size
-        self.blocks = self._room(token_budget) if blocks is None else blocks
+        if blocks is None:
+            room = self._room(token_budget)
+            blocks = room if most_blocks is None else min(room, most_blocks)
+        self.blocks = blocks
         self._memory = self._model.memory(self.blocks, block_size)
         self._tokens = Tokens(slots, where)
         # one rank chooses, as ranks that add up in another order may differ in the last bit

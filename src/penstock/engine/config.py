@@ -56,9 +56,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     slots: int = 256  # samples that run, or are preempted, at a time
     block_size: int = 16  # tokens
-    blocks: int | None = None  # of the cache; None: as many as the device has room for
+    blocks: int | None = None  # of the cache; None: as many as can be filled, and the device has room for
     token_budget: int = 2048  # tokens that one step computes, at most
-    max_model_len: int = 4096  # tokens of a prompt and its answer
+    max_model_len: int = 4096  # tokens of a prompt and its answer; never more than the model has positions for
     prefix_caching: bool = True
     end_ids: tuple[int, ...] = ()  # besides those that the model's own files name
     store_nbytes: int = 0  # of the store for images; 0: there is none

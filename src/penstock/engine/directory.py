@@ -1,4 +1,4 @@
-"""What the directory of a model says that the engine must know before any of its processes: end ids and words.
+"""What the directory of a model says that the engine must know before any of its processes: end ids, length and words.
 
 Leaves to `model` the numbers. A simulated device needs no directory: without one its words are its tokens' numbers.
 """
@@ -6,6 +6,7 @@ Leaves to `model` the numbers. A simulated device needs no directory: without on
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,19 @@ SAID_IN = ("generation_config.json", "config.json")  # the first that names an e
 
 
 def completed(config: EngineConfig) -> EngineConfig:
-    """With the end ids that the model names, besides those that were given."""
-    found: tuple[int, ...]
+    """With the end ids that the model names, besides those that were given, and no longer than it knows."""
     if config.simulated is not None:
         found = () if config.simulated.end_id is None else (config.simulated.end_id,)
-    else:
-        found = _end_ids(Path(config.model))
-    return msgspec.structs.replace(config, end_ids=tuple(sorted({*config.end_ids, *found})))
+        return msgspec.structs.replace(config, end_ids=tuple(sorted({*config.end_ids, *found})))
+    directory = Path(config.model)
+    if not directory.is_dir():
+        raise ValueError(f"model is the directory of a model, not {config.model!r}")
+    end = _said(directory, "eos_token_id", SAID_IN)
+    end_ids = {*config.end_ids, *(end if isinstance(end, list) else () if end is None else (end,))}
+    longest = _said(directory, "max_position_embeddings", SAID_IN[-1:]) or config.max_model_len
+    return msgspec.structs.replace(
+        config, end_ids=tuple(sorted(end_ids)), max_model_len=min(config.max_model_len, longest)
+    )
 
 
 def vocabulary(config: EngineConfig) -> Vocabulary:
@@ -52,16 +59,14 @@ def _tokenizer_of(config: EngineConfig) -> Path:
     return Path(config.model) / "tokenizer.json"
 
 
-def _end_ids(directory: Path) -> tuple[int, ...]:
-    if not directory.is_dir():
-        raise ValueError(f"model is the directory of a model, not {str(directory)!r}")
-    for name in SAID_IN:
-        path = directory / name
+def _said(directory: Path, name: str, files: Iterable[str]) -> Any:
+    """By the first of these files that says it, of the whole model or of its part for text; None: by none."""
+    for file in files:
+        path = directory / file
         if not path.exists():
             continue
         said = msgspec.json.decode(path.read_bytes())
         for part in (said, said.get("text_config", {})):
-            end = part.get("eos_token_id")
-            if end is not None:
-                return tuple(end) if isinstance(end, list) else (end,)
-    return ()
+            if part.get(name) is not None:
+                return part[name]
+    return None

@@ -51,6 +51,7 @@ def device_of(tree: Tree, me: Member) -> Device:
         dtype=config.dtype,
         block_size=config.block_size,
         blocks=config.blocks,
+        most_blocks=config.slots * config.most_blocks,  # which is what all of them can fill
         token_budget=config.token_budget,
         open_item=Incoming(tree.store).open,
         end_ids=config.end_ids,

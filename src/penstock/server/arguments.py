@@ -29,9 +29,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="cpu or cuda (cpu)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (auto)")
     add("--slots", metavar="N", type=int, default=256, help="samples that run at a time (256)")
-    add("--blocks", metavar="N", type=int, help="of the cache (as many as there is room for)")
+    add("--blocks", metavar="N", type=int, help="of the cache (as many as can be filled)")
     add("--token-budget", metavar="N", type=int, default=2048, help="of a step (2048)")
-    add("--max-model-len", metavar="N", type=int, default=4096, help="of prompt and answer (4096)")
+    add(
+        "--max-model-len",
+        metavar="N",
+        type=int,
+        default=4096,
+        help="of prompt and answer (4096, or what the model knows)",
+    )
     add("--device-model", choices=["real", "simulated"], default="real", help="compute, or wait (real)")
     add("--step-ms", metavar="MS", type=float, default=5.0, help="of a simulated step (5)")
     add("--log-format", choices=["text", "json"], default="text")
