@@ -26,6 +26,7 @@ using u8 = std::uint8_t;
 using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
+using i32 = std::int32_t;
 using i64 = std::int64_t;
 
 inline constexpr u64 MAGIC = 0x4b434f54534e4550;  // "PENSTOCK", little endian

@@ -16,10 +16,11 @@ namespace penstock::python {
 
 namespace nb = nanobind;
 
-// Each binds what its file is about: bindings_memory.cpp, bindings_channel.cpp, bindings_store.cpp.
+// Each binds what its file is about: bindings_memory.cpp, and so on.
 void bind_memory(nb::module_& m);
 void bind_channel(nb::module_& m);
 void bind_store(nb::module_& m);
+void bind_growth(nb::module_& m);
 
 // What another process wrote may be anything.
 inline nb::object text_of(const std::string& text) {

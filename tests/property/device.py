@@ -245,7 +245,7 @@ class Core:
             for at, block in enumerate(now.blocks_of(slot).tolist()):
                 users.setdefault(block, []).append((slot, at))
         for block in range(now.blocks):
-            assert cache.references[block] == len(users.get(block, ())), f"references of block {block}"
+            assert cache.references(block) == len(users.get(block, ())), f"references of block {block}"
         for block, its in users.items():
             if len(its) == 1:
                 continue

@@ -344,6 +344,18 @@ def test_nothing_that_is_not_there_is_waited_for() -> None:
         assert 0.04 < time.monotonic() - began < 5
 
 
+def test_who_only_looks_whether_there_is_a_message_gets_it_or_none() -> None:
+    with opened() as channel:
+        sender, receiver = channel.sender(), channel.receiver(0)
+        assert receiver.try_receive() is None
+        sender.send(Job(1))
+        assert receiver.try_receive() == Job(1)
+        assert receiver.try_receive() is None
+        sender.close()
+        with pytest.raises(penstock.EndOfChannel):
+            receiver.try_receive()
+
+
 def test_threads_share_ends() -> None:
     with opened("ring", capacity=1 << 16) as channel, channel.sender() as sender, channel.receiver() as receiver:
         values = [Interned(Settings(float(i))) for i in range(50)]

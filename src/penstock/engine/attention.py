@@ -40,7 +40,7 @@ class Probe:
 
 
 class Memory:
-    """Keys and values of all layers, in blocks: what `KVCache` gives numbers to."""
+    """Keys and values of all layers, in blocks: what `BlockCache` gives numbers to."""
 
     def __init__(
         self, shapes: dict[int, Shape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

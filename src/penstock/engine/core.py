@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import penstock
-from penstock import DecodeError, PeerDied, Timeout, WouldBlock
+from penstock import DecodeError, PeerDied, Timeout
 from penstock.codec.follow import Leader, Leading, Lost
 from penstock.engine.answers import OutputState
 from penstock.engine.board import Board
@@ -86,8 +86,8 @@ class Core:
     def run(self) -> None:
         """Until the launcher says that it is time to stop."""
         while not self._is_told_to_stop():
-            if self._has_sent_step():
-                continue
+            while self._has_sent_step():
+                pass
             if self._scheduler.in_flight:
                 self._done(self._hear())
             else:
@@ -162,14 +162,14 @@ class Core:
         """All that has come, or much of it."""
         for _ in range(MOST_TAKEN_IN):
             try:
-                message = self._inbox.receive_nowait()
-            except WouldBlock:
-                return
+                message = self._inbox.try_receive()
             except PeerDied as death:
                 self._hear_of(death)
             except DecodeError as error:
                 self._pass_over(error)
             else:
+                if message is None:
+                    return
                 self._take(message)
 
     def _pass_over(self, error: DecodeError) -> None:

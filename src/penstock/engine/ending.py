@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock._native import count_up
 from penstock.engine.protocol import Bytes, FinishReason, Ints, SamplingParams
 from penstock.engine.schedule import Index
 
@@ -82,19 +83,13 @@ class Endings:
         An id ends a sample only after `min_tokens` others; so the sampler does not choose it before. Slots that have
         ended already are passed over.
         """
-        after = self.generated[slots] + 1
-        self.generated[slots] = after
-        too_long = after >= self.limits[slots]
-        suspects = self._is_used[ids & (BUCKETS - 1)]
-        rows = np.flatnonzero(too_long | suspects)
-        if not rows.size:
+        rows = count_up(self.generated, self.limits, self._is_used, slots, ids)
+        if rows is None:
             return NOBODY
         ended: list[int] = []
         reasons: list[int] = []
         stops: list[int | None] = []
-        for row, slot, one, is_last in zip(
-            rows.tolist(), slots[rows].tolist(), ids[rows].tolist(), too_long[rows].tolist(), strict=True
-        ):
+        for row, slot, one in zip(rows.tolist(), slots[rows].tolist(), ids[rows].tolist(), strict=True):
             if self.has_ended[slot]:
                 continue
             stop = None
@@ -104,7 +99,7 @@ class Endings:
                     reason = FinishReason.STOP
                 elif one in self._stops[slot]:
                     reason, stop = FinishReason.STOP, one
-            if is_last or reason == FinishReason.STOP:
+            if reason == FinishReason.STOP or self.generated[slot] >= self.limits[slot]:
                 self.has_ended[slot] = True
                 ended.append(row)
                 reasons.append(int(reason))

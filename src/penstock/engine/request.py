@@ -1,18 +1,24 @@
-"""A request in the core: its prompt and its samples, and the hashes of the blocks in which their tokens lie.
+"""A request in the core: its prompt and its samples, and the hashes of the blocks in which its prompt lies.
 
-Leaves to the scheduler what becomes of it.
+They are cryptographic, as a collision would show one user what another wrote; and chained, so equal hashes mean equal
+prefixes. Leaves to the scheduler what becomes of a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Iterable
+from functools import cached_property
+from hashlib import sha256
 
-from penstock.engine.kvcache import hash_of, items_of, root_of
+from penstock._native import chain
 from penstock.engine.protocol import Inputs, Ints, SamplingParams
 from penstock.engine.schedule import Input, Params
 from penstock.errors import PenstockError
 
 Key = tuple[bytes, int, int]  # of what stands in a prompt instead of text, its position and length
+HASH_NBYTES = 32
+_ITEM = struct.Struct("<qqq")
 
 
 class Refused(PenstockError):
@@ -52,26 +58,30 @@ class Request:
         self.client = client
         self.is_waiting = False
         self.slots: set[int] = set()  # of its samples: whoever joins may have the prompt of any
-        self.full_blocks: int = prompt.size // block_size
         self.samples = [Sample(self, index) for index in range(self.params.n)]
         self.open_samples = self.params.n
         self.block_size = block_size
+        self._salt = salt
         self._keys = keys
-        self._hashes = [root_of(salt)]  # as many as anybody asked for; the first is that of no block
 
     @property
     def params(self) -> SamplingParams:
         return self.interned.value
 
-    def hash_of(self, block: int) -> bytes:
-        """Of one of the `full_blocks` of its prompt. That of block -1 is what the first one follows."""
-        while len(self._hashes) < block + 2:
-            begin = (len(self._hashes) - 1) * self.block_size
-            ids = self.prompt[begin : begin + self.block_size].tobytes()
-            self._hashes.append(hash_of(self._hashes[-1], ids, self.items_of(len(self._hashes) - 1)))
-        return self._hashes[block + 1]
+    @cached_property
+    def chain(self) -> bytes:
+        """What the first block of its prompt follows, and the hash of each that is full."""
+        full = range(self.prompt.size // self.block_size)
+        items = [self.items_of(block) for block in full] if self._keys else ()
+        return chain(root_of(self._salt), self.prompt, self.block_size, items)
+
+    @property
+    def hashes(self) -> bytes:
+        """Of the full blocks of its prompt."""
+        return self.chain[HASH_NBYTES:]
 
     def items_of(self, block: int) -> bytes:
+        """What else stands in it."""
         if not self._keys:
             return b""
         return items_of(self._keys, block * self.block_size, (block + 1) * self.block_size)
@@ -80,7 +90,7 @@ class Request:
 class Sample:
     """One of the n of a request."""
 
-    __slots__ = ("_hashes", "full_blocks", "index", "is_aside", "is_ended", "rank", "request", "served", "slot")
+    __slots__ = ("index", "is_aside", "is_ended", "rank", "request", "served", "slot")
 
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
@@ -89,33 +99,26 @@ class Sample:
         self.slot: int | None = None
         self.is_ended = False
         self.is_aside = False  # it has been let in, has no blocks, and wants some
-        self.full_blocks = request.full_blocks  # of which the hashes are known
         self.served: int = request.prompt.size  # tokens for which its client has been charged, or pays otherwise
-        self._hashes: list[bytes] = []  # of the full blocks after those of the prompt
-
-    def hash_of(self, block: int) -> bytes:
-        own = block - self.request.full_blocks
-        return self._hashes[own] if own >= 0 else self.request.hash_of(block)
-
-    def hashes(self, count: int) -> Iterator[bytes]:
-        """Of the first blocks. One after the other: who finds none needs no more."""
-        return (self.hash_of(block) for block in range(count))
-
-    def extend(self, ids: bytes) -> bytes:
-        """Another block is full of generated tokens, perhaps after the end of the prompt. Returns its hash."""
-        hashes, block = self._hashes, self.full_blocks
-        if hashes:
-            one = hash_of(hashes[-1], ids)
-        else:
-            one = hash_of(self.request.hash_of(block - 1), ids, self.request.items_of(block))
-        hashes.append(one)
-        self.full_blocks = block + 1
-        return one
 
     def serve(self, tokens: int) -> int:
         """It has so many. For how many its client is still to be charged: now it has been."""
         served, self.served = self.served, tokens
         return tokens - served
+
+
+def root_of(salt: bytes) -> bytes:
+    """What the first block of a prompt follows."""
+    return sha256(salt).digest()
+
+
+def items_of(inputs: Iterable[tuple[bytes, int, int]], begin: int, end: int) -> bytes:
+    """What stands between these positions instead of text (key, position, length each), and where in it they lie."""
+    return b"".join(
+        _ITEM.pack(position - begin, length, len(key)) + key
+        for key, position, length in inputs
+        if position < end and position + length > begin
+    )
 
 
 def inputs_of(inputs: Inputs | None, length: int, arrival: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:

@@ -22,12 +22,12 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.engine.kvcache import KVCache
+from penstock._native import BlockCache
 from penstock.engine.plan import Plan
 from penstock.engine.progress import Progress
-from penstock.engine.protocol import Step, StepDone, Submit
+from penstock.engine.protocol import Ints, Step, StepDone, Submit
 from penstock.engine.queue import Queue
-from penstock.engine.request import Refused, Request, Sample, inputs_of
+from penstock.engine.request import HASH_NBYTES, Refused, Request, Sample, inputs_of
 from penstock.engine.schedule import RUNNING, Index, Schedule
 
 ELDER_EVERY = 8
@@ -73,7 +73,7 @@ class Scheduler:
             )
         if config.token_budget < slots:
             raise ValueError(f"token_budget: expected a token for each of {slots} slots, got {config.token_budget}")
-        self.cache = KVCache(schedule.blocks, size)
+        self.cache = BlockCache(schedule.blocks)
         self._schedule = schedule
         self._config = config
         self._size = size
@@ -181,6 +181,8 @@ class Scheduler:
         if is_told:
             self._leave(plan)
         is_waited_for = bool(self._aside or self._queue)
+        if is_waited_for:
+            self._progress.charge()
         put_aside = self._make_way(plan) if is_waited_for else []
         made_way = len(put_aside)
         self._rest()
@@ -207,7 +209,7 @@ class Scheduler:
             assert slot is not None
             if self._schedule.status[slot] == RUNNING:
                 self._gone.add(slot)
-            self.cache.release(self._schedule.blocks_of(slot).tolist())
+            self.cache.release(self._schedule.blocks_of(slot))
             plan.leave(slot)
             self._progress.leave(slot)
             self._prefilling.discard(slot)
@@ -220,7 +222,7 @@ class Scheduler:
         assert slot is not None
         self._preemptions += 1
         self._gone.add(slot)
-        self.cache.release(self._schedule.blocks_of(slot).tolist())
+        self.cache.release(self._schedule.blocks_of(slot))
         plan.preempt(slot)
         self._prefilling.discard(slot)
         sample.is_aside = True
@@ -342,21 +344,22 @@ class Scheduler:
             before = sample, self.cache.free, rows > 0
             if before == self._refused:
                 return  # nothing has changed
-            found = self.cache.match(sample.hashes((self._known(sample) - 1) // self._size))
-            wanted = self._blocks_for(sample) - len(found)
+            hashes = sample.request.hashes if sample.slot is None else self._progress.hashes(sample.slot)
+            found = self.cache.match(hashes[: (self._known(sample) - 1) // self._size * HASH_NBYTES])
+            wanted = self._blocks_for(sample) - found.size
             if wanted + (self._spare if rows else 0) > self.cache.free:
                 self.cache.release(found)
                 self._refused = before
                 return
             taken = self.cache.take(wanted)
             assert taken is not None
-            computed = len(found) * self._size
+            computed = found.size * self._size
             chunk = min(budget, self._known(sample) - computed)
-            self._begin(plan, sample, [*found, *taken.tolist()], computed, chunk)
+            self._begin(plan, sample, np.concatenate((found, taken)), computed, chunk)
             budget -= chunk
             rows += 1
 
-    def _begin(self, plan: Plan, sample: Sample, blocks: list[int], computed: int, chunk: int) -> None:
+    def _begin(self, plan: Plan, sample: Sample, blocks: Ints, computed: int, chunk: int) -> None:
         """It gets a slot if it has none, and its blocks, `computed` tokens of which are found in them."""
         request = sample.request
         if request.is_waiting:

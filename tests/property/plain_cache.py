@@ -1,56 +1,25 @@
-"""Blocks of the key-value cache: which are free, how many read each, and which are found again by what lies in them.
-
-Plain numbers: no tensor is touched here. Leaves to the scheduler who gets blocks, and when what lies in one has been
-computed.
-"""
+"""The cache of blocks and the rows that fill it in plain Python: what the native ones must agree with."""
 
 from __future__ import annotations
 
-import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 
 import numpy as np
 
-from penstock.engine.protocol import Ints
-
-_ITEM = struct.Struct("<qqq")
-
-
-def root_of(salt: bytes) -> bytes:
-    """What the first block of a prompt follows."""
-    return sha256(salt).digest()
-
 
 def hash_of(parent: bytes, ids: bytes, items: bytes = b"") -> bytes:
-    """Of a full block: `parent` is the hash of the block before it, so equal hashes mean equal prefixes.
-
-    It is cryptographic, as a collision would show one user what another wrote. `ids` are those of the block, always as
-    many; `items` what else stands in it.
-    """
+    """Of a full block: `parent` is the hash of the block before it, `items` what else stands in it."""
     return sha256(parent + ids + items).digest()
 
 
-def items_of(inputs: Iterable[tuple[bytes, int, int]], begin: int, end: int) -> bytes:
-    """What stands between these positions instead of text (key, position, length each), and where in it they lie."""
-    return b"".join(
-        _ITEM.pack(position - begin, length, len(key)) + key
-        for key, position, length in inputs
-        if position < end and position + length > begin
-    )
+class PlainCache:
+    """Every block is in use by somebody, or kept (nobody uses it, and it can be found), or empty."""
 
-
-class KVCache:
-    """Every block is in use by somebody, or kept (nobody uses it, and it can be found), or empty.
-
-    All operations take the same time for each block, however many there are.
-    """
-
-    def __init__(self, blocks: int, block_size: int) -> None:
+    def __init__(self, blocks: int) -> None:
         self.blocks = blocks
-        self.block_size = block_size
-        self.references = [0] * blocks
+        self._references = [0] * blocks
         self._empty = list(range(blocks - 1, -1, -1))  # low ones first
         self._kept: OrderedDict[int, None] = OrderedDict()  # the first is the next to be emptied
         self._hashes: list[bytes | None] = [None] * blocks
@@ -68,13 +37,13 @@ class KVCache:
             block = self._found.get(one)
             if block is None:
                 break
-            if self.references[block] == 0:
+            if self._references[block] == 0:
                 del self._kept[block]
-            self.references[block] += 1
+            self._references[block] += 1
             blocks.append(block)
         return blocks
 
-    def take(self, count: int) -> Ints | None:
+    def take(self, count: int) -> list[int] | None:
         """So many blocks for one user each; None, and nothing is taken, if there are fewer.
 
         Empty ones first; then those that nobody has used for the longest time, which can be found no more.
@@ -92,12 +61,12 @@ class KVCache:
             self._hashes[block] = None
             blocks.append(block)
         for block in blocks:
-            self.references[block] = 1
-        return np.array(blocks, np.int32)
+            self._references[block] = 1
+        return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
         """One user less of each. Of a prefix the last are emptied before the first, without which they are lost."""
-        references, hashes = self.references, self._hashes
+        references, hashes = self._references, self._hashes
         for block in reversed(blocks):
             left = references[block] - 1
             assert left >= 0, "a block was released more often than it was taken"
@@ -113,19 +82,42 @@ class KVCache:
 
         If it lies in another block already, that one is found.
         """
-        assert self.references[block] > 0, "a block is published that nobody uses"
+        assert self._references[block] > 0, "a block is published that nobody uses"
         if self._hashes[block] is None and one not in self._found:
             self._hashes[block] = one
             self._found[one] = block
 
-    def check(self) -> None:
-        """For tests: raises AssertionError where the parts contradict each other."""
-        empty, kept = set(self._empty), set(self._kept)
-        assert len(empty) == len(self._empty) and not empty & kept
-        for block in range(self.blocks):
-            one = self._hashes[block]
-            assert (self.references[block] == 0) == (block in empty or block in kept), block
-            assert one is None or self._found[one] == block
-            assert block not in kept or one is not None
-            assert block not in empty or one is None
-        assert len(self._found) == sum(one is not None for one in self._hashes)
+    def references(self, block: int) -> int:
+        return self._references[block]
+
+
+class PlainRow:
+    """One row of a growth: all of its numbers, and what is known of its blocks."""
+
+    def __init__(self, before: bytes, numbers: list[int], size: int, more: bytes) -> None:
+        self.before, self.numbers, self.size, self.more = before, numbers, size, more
+        self.own = len(numbers) // size  # the first block that is not full yet: `more` lies there
+        self.full = self.own  # blocks of which the hash is known
+        self.next = 0  # the next one to be published
+        self.born: int | None = None
+        self.since = 0
+        self.told = self.full
+
+    def hashes(self) -> list[bytes]:
+        found, last = [], self.before
+        for block in range(self.full):
+            its = np.array(self.numbers[block * self.size : (block + 1) * self.size], np.int32).tobytes()
+            last = hash_of(last, its, self.more if block == self.own else b"")
+            found.append(last)
+        return found
+
+    def publish(self, step: int, computed: int, blocks: list[int] | None, cache: PlainCache) -> None:
+        """`blocks`: None, as it runs no more."""
+        full = computed // self.size
+        if self.born is None or self.born > step or full <= self.next:
+            return
+        self.full = max(self.full, full)
+        if blocks is not None and self.since <= step:
+            for at in range(self.next, full):
+                cache.publish(blocks[at], self.hashes()[at])
+        self.next = full
