@@ -19,9 +19,10 @@ LAYERS = [
     {"tensor"},
     # ── below this line nobody has heard of a token; "penstock" itself, the package, hands out what is below it ──
     {"penstock", "integrations"},
+    {"inspect"},
     {"engine"},
     {"server"},
-    {"cli", "demo", "inspect", "measure", "__main__"},
+    {"cli", "demo", "measure", "top", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LINE = LEVEL["penstock"]

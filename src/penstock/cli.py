@@ -115,6 +115,16 @@ def parser() -> argparse.ArgumentParser:
     arguments.add(serve)
     serve.set_defaults(run=run_serve)
 
+    top = commands.add_parser("top", help="a running server: processes, channels, store, step time and tokens, live")
+    top.add_argument("target", nargs="?", metavar="PID|NAME|URL", help="of several servers; a URL: on another machine")
+    top.add_argument("--interval", metavar="SECONDS", type=seconds, default=1.0, help="between two looks (1)")
+    top.add_argument("--seconds", metavar="N", type=seconds, help="end by itself (default: q or Ctrl-C ends it)")
+    top.add_argument("--once", action="store_true", help="one view, after one interval")
+    top.add_argument("--json", action="store_true", help="the same as one JSON document")
+    top.add_argument("--svg", metavar="FILE", type=Path, help="keep the last view as a picture")
+    top.add_argument("--api-key", metavar="KEY", help=f"for a URL; or {arguments.KEY_VARIABLE}")
+    top.set_defaults(run=run_top)
+
     doctor = commands.add_parser("doctor", help="whether this machine has what penstock needs")
     doctor.set_defaults(run=run_doctor)
     return found
@@ -271,6 +281,26 @@ def run_serve(options: argparse.Namespace) -> int:
     except (ValueError, TypeError, OSError) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
+
+
+# ── top ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def run_top(options: argparse.Namespace) -> int:
+    try:
+        from penstock.top import command
+    except ImportError as error:
+        print(f"penstock top: {error}: pip install 'penstock[engine]'", file=sys.stderr)
+        return 2
+    return command.run(
+        command.Options(
+            target=int(options.target) if options.target and options.target.isdecimal() else options.target,
+            key=options.api_key or os.environ.get(arguments.KEY_VARIABLE, ""),
+            interval=options.interval,
+            seconds=options.seconds,
+            is_once=options.once,
+            is_json=options.json,
+            svg=options.svg,
+        )
+    )
 
 
 # ── doctor ───────────────────────────────────────────────────────────────────────────────────────────────────────────

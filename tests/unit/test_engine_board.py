@@ -3,8 +3,12 @@
 import itertools
 
 import penstock
-from penstock.engine.board import ROW_WORDS, WORD_NBYTES, Board
+from penstock.engine.board import ROW_WORDS, WORD_NBYTES, Board, Life
+from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.tree import places
 from tests.conftest import eventually, spawn
+
+OF_A_GROUP = (("core", 0), ("worker", 0), ("worker", 1), ("output", 0))
 
 
 def test_what_one_writes_the_others_read_and_rows_do_not_touch_each_other() -> None:
@@ -56,3 +60,23 @@ def test_a_number_that_another_process_writes_is_never_seen_half() -> None:
             number = row[Board.STEPS]
             quarters = {(number >> shift) & 0xFFFF for shift in (0, 16, 32, 48)}
             assert len(quarters) == 1, hex(number)
+
+
+def test_who_has_a_place_is_one_word_and_lies_behind_the_groups() -> None:
+    page = Board.lay(2, 3)
+    writing, reading = Board(page, writable=True), Board(page)
+    assert reading.members == [Life(0, 0)] * 3
+    writing.live(1, Life(7, 4711))
+    writing.live(2, Life((1 << 32) - 1, (1 << 22) - 1))
+    assert reading.members == [Life(0, 0), Life(7, 4711), Life((1 << 32) - 1, (1 << 22) - 1)]
+    assert len(reading.rows) == 2 and not any(row[word] for row in reading.rows for word in range(ROW_WORDS))
+
+
+def test_places_are_those_that_the_tree_starts() -> None:
+    config = EngineConfig(
+        simulated=SimulatedDevice(), data_parallel=2, tensor_parallel=2, output_processors=1, api_servers=2
+    )
+    assert [(one.kind, one.group, one.index) for one in places(config)] == [
+        *[(kind, group, index) for group in (0, 1) for kind, index in OF_A_GROUP],
+        *[("server", 0, 0), ("server", 0, 1)],
+    ]

@@ -1,4 +1,6 @@
-"""The board: a page of shared memory on which the cores write how much they have to do, for all servers to read.
+"""The board: a page of shared memory on which the cores write how much they have to do, and the launcher who lives.
+
+Servers read it, and whoever looks from outside.
 
 Each number is one aligned word of 8 bytes with one writer, and stands for itself: no two of them are read as one. So
 there is nothing to lock, and whoever dies while writing has written, or has not. Leaves to `Segment` that the page has
@@ -7,7 +9,7 @@ no name, and to the client what it makes of the numbers.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import penstock
 
@@ -21,6 +23,8 @@ class Board:
 
     # Words of the tree's row.
     DRAINING = 0
+    GROUPS = 1
+    MEMBERS = 2  # places of processes; one word each, behind the groups' rows
     # Words of a group's row, the core's.
     SERVING = 0  # the incarnation of the group that takes requests; 0: none. Cleared by the launcher when it has died
     OPEN = 1  # requests
@@ -28,16 +32,23 @@ class Board:
     FREE_BLOCKS = 3
     STEPS = 4  # sent, in this incarnation
     OWN_NS = 5  # what the core spent on them, not counting where it waited
+    BLOCKS = 6  # of the cache
+    PREEMPTIONS = 7  # in this incarnation
     # Words of a group's row, rank 0's.
-    BUSY_NS = 8  # a simulated device's: in which a step ran
-    IDLE_NS = 9  # and in which none ran, though there were requests to be continued
+    BUSY_NS = 8  # in which the device ran a step: a simulated one says it, of others it is what rank 0 sees
+    IDLE_NS = 9  # and in which it ran none, though there were requests to be continued
+    COMPUTED = 10  # tokens of prompts
+    SAMPLED = 11  # tokens of answers
 
     def __init__(self, segment: penstock.Segment, *, writable: bool = False) -> None:
         self._words: memoryview = segment.view(writable=writable).cast("Q")
 
     @staticmethod
-    def lay(groups: int) -> penstock.Segment:
-        return penstock.Segment.create((1 + groups) * ROW_WORDS * WORD_NBYTES, name="board")
+    def lay(groups: int, members: int = 0) -> penstock.Segment:
+        page = penstock.Segment.create(((1 + groups) * ROW_WORDS + members) * WORD_NBYTES, name="board")
+        words = page.view(writable=True).cast("Q")
+        words[Board.GROUPS], words[Board.MEMBERS] = groups, members
+        return page
 
     @property
     def is_draining(self) -> bool:
@@ -51,8 +62,29 @@ class Board:
         begin = (1 + group) * ROW_WORDS
         return Row(self._words[begin : begin + ROW_WORDS])
 
+    @property
+    def rows(self) -> list[Row]:
+        """Of all groups."""
+        return [self.row(group) for group in range(self._words[self.GROUPS])]
+
+    @property
+    def members(self) -> list[Life]:
+        """Of each place, in the order of `places` (tree.py)."""
+        begin = (1 + self._words[self.GROUPS]) * ROW_WORDS
+        return [Life(*divmod(word, 1 << 32)) for word in self._words[begin : begin + self._words[self.MEMBERS]]]
+
+    def live(self, place: int, life: Life) -> None:
+        self._words[(1 + self._words[self.GROUPS]) * ROW_WORDS + place] = life.incarnation << 32 | life.pid
+
     def close(self) -> None:
         self._words.release()
+
+
+class Life(NamedTuple):
+    """Who has a place: two halves of one word, so that nobody reads the number of one and the pid of another."""
+
+    incarnation: int  # 0: nobody has been started
+    pid: int  # 0: it has ended, and the next has not been started
 
 
 class Row:

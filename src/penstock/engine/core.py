@@ -80,6 +80,7 @@ class Core:
         self._plan = Plan(schedule)
         if self._answers is not None:
             self._answers.begin(schedule.picture(self._leader.identity, 0))
+        self._row[Board.BLOCKS] = schedule.blocks
         self._row[Board.SERVING] = self._me.incarnation
         event("core serves", blocks=schedule.blocks, slots=schedule.slots)
 
@@ -151,6 +152,8 @@ class Core:
         scheduler.sent(step)
         if self._answers is not None:
             self._answers.sent(step)
+        if step.preempted is not None:
+            self._row[Board.PREEMPTIONS] += step.preempted.size
         self._publish()
         return True
 

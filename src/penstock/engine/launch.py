@@ -16,13 +16,13 @@ from collections.abc import Callable
 
 from penstock import ChannelError, MessageSender, PeerDied
 from penstock.engine import core, worker
-from penstock.engine.board import Board
+from penstock.engine.board import Board, Life
 from penstock.engine.child import Child
 from penstock.engine.config import EngineConfig
 from penstock.engine.directory import completed
 from penstock.engine.logs import event
 from penstock.engine.protocol import Stop
-from penstock.engine.tree import Member, Tree
+from penstock.engine.tree import Member, Tree, places
 
 QUICK = 1.0  # seconds; who lives no longer, or a group that never served, has failed to start …
 MOST_FAILURES = 3  # … and so often in a row is enough
@@ -76,6 +76,7 @@ class Unit:
             except OSError as error:  # no memory, descriptors or processes left: another attempt would meet the same
                 return self._launcher.fail(f"{member} could not be started: {error}")
             self.children[child.pidfd] = child
+            self._launcher.tell_life(child.member, child.pid)
             asyncio.get_running_loop().add_reader(child.pidfd, self._ended, child)
             event("process started", child=str(child.member), child_pid=child.pid)
 
@@ -93,6 +94,7 @@ class Unit:
         asyncio.get_running_loop().remove_reader(child.pidfd)
         del self.children[child.pidfd]
         how, is_ours = child.bury(), self._is_broken
+        self._launcher.tell_life(child.member, 0)
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
         event("process ended", level, child=str(child.member), child_pid=child.pid, how=how)
         if not self._is_broken and not self._launcher.is_stopping:
@@ -138,6 +140,7 @@ class Launcher:
         config = completed(config)
         self.tree = Tree.lay(config)
         self.board = Board(self.tree.board, writable=True)
+        self._places = [(one.kind, one.group, one.index) for one in places(config)]
         self.is_stopping = False
         groups = [Unit(self, group, self._parts_of_group()) for group in range(config.data_parallel)]
         self._servers = [Unit(self, 0, [("server", one, serve)]) for one in range(config.api_servers) if serve]
@@ -154,6 +157,11 @@ class Launcher:
         workers: list[tuple[str, int, Run]] = [("worker", rank, worker.run) for rank in range(config.tensor_parallel)]
         outputs: list[tuple[str, int, Run]] = [("output", one, run_output) for one in range(config.output_processors)]
         return [("core", 0, core.run), *workers, *outputs]
+
+    def tell_life(self, member: Member, pid: int) -> None:
+        """Whoever looks at the board sees who has this place; 0: nobody now."""
+        place = self._places.index((member.kind, member.group, member.index))
+        self.board.live(place, Life(member.incarnation, pid))
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()

@@ -62,7 +62,7 @@ class Tree:
                 )
                 for server in range(one.api_servers)
             ),
-            Board.lay(one.data_parallel),
+            Board.lay(one.data_parallel, len(places(one))),
             Store.create(one.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if one.store_nbytes else None,
             [""] * one.data_parallel,
         )
@@ -137,6 +137,17 @@ class Member:
             return cls(kind, int(group), int(index), int(incarnation.removeprefix("#")))
         except ValueError:
             return None
+
+
+def places(config: EngineConfig) -> list[Member]:
+    """Every process that a tree has, in its first incarnation: those of each group, then the servers."""
+    groups = [
+        Member(kind, group, index, 1)
+        for group in range(config.data_parallel)
+        for kind, many in (("core", 1), ("worker", config.tensor_parallel), ("output", config.output_processors))
+        for index in range(many)
+    ]
+    return [*groups, *(Member("server", 0, index, 1) for index in range(config.api_servers))]
 
 
 def is_former(me: Member, death: PeerDied) -> bool:

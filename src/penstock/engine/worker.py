@@ -15,6 +15,7 @@ from penstock.codec.follow import Follower, Following
 from penstock.engine.board import Board
 from penstock.engine.device import Device, Flight
 from penstock.engine.logs import event
+from penstock.engine.meter import Meter
 from penstock.engine.protocol import Ready, Step, StepDone, Stop, Whole
 from penstock.engine.schedule import Schedule
 from penstock.engine.simulated import Simulated
@@ -66,6 +67,7 @@ class Worker:
         self._flights: deque[tuple[Step, Flight]] = deque()
         self._timeout = config.step_timeout
         self._row = Board(tree.board, writable=True).row(me.group)
+        self._meter = Meter(device) if me.index == 0 else None
         name = str(me)
         self._steps = group.steps.receiver(me.index, name=name)
         self._inbox = group.inbox.sender(tree.worker_lane(me.index), name=name)
@@ -113,7 +115,10 @@ class Worker:
         if step.number != self._next:  # what the cache holds is not what the core believes
             raise RuntimeError(f"step {self._next} was missed: the next one that fits is {step.number}")
         self._next += 1
+        began = time.monotonic_ns()
         self._flights.append((step, self._device.launch(self._schedule, step)))
+        if self._meter is not None:
+            self._meter.launched(self._schedule, step, began)
         return None
 
     def _patience(self) -> float | None:
@@ -136,8 +141,8 @@ class Worker:
             failed=sampled.failed,
             reasons=sampled.reasons,
         )
+        assert self._meter is not None, "whoever tells results counts them"
+        self._meter.done(sampled, time.monotonic_ns())
         results = self._results
         past_the_dead(self._me, lambda: results.send(done, self._timeout), self._timeout)
-        if isinstance(self._device, Simulated):
-            self._row[Board.BUSY_NS] = int(self._device.busy * 1e9)
-            self._row[Board.IDLE_NS] = int(self._device.idle * 1e9)
+        self._meter.publish(self._row)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from penstock.inspect.words import printable
 
+TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+
 
 @dataclass(frozen=True)
 class Process:
@@ -19,6 +21,8 @@ class Process:
     name: str
     state: str  # as in /proc/PID/stat: R, S, D, T, Z …
     start: int
+    cpu_seconds: float  # used so far
+    rss_nbytes: int
 
 
 def all_processes() -> dict[int, Process]:
@@ -36,7 +40,8 @@ def process_of(pid: int, path: str = "/proc/{}/stat") -> Process | None:
             text = file.read().decode(errors="replace")
         name, _, rest = text.partition("(")[2].rpartition(")")  # a name may hold anything, a ')' too
         fields = rest.split()
-        return Process(pid, int(fields[1]), printable(name), fields[0], int(fields[19]))
+        used = (int(fields[11]) + int(fields[12])) / TICKS
+        return Process(pid, int(fields[1]), printable(name), fields[0], int(fields[19]), used, int(fields[21]) * PAGE)
     except (OSError, ValueError, IndexError):
         return None
 

@@ -33,13 +33,19 @@ def descriptors_of(pid: int) -> Iterator[tuple[int, Place]]:
             continue  # closed while we looked
 
 
-def snapshot_of(pid: int, number: int, place: Place) -> Json:
-    """Raises OSError or PenstockError."""
+def open_place(pid: int, number: int, place: Place) -> int:
+    """A descriptor of our own, for reading. Raises OSError, FileNotFoundError too where it leads elsewhere by now."""
     fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(fd)
     if (status.st_dev, status.st_ino) != place:
         os.close(fd)
         raise FileNotFoundError("closed while we looked")
+    return fd
+
+
+def snapshot_of(pid: int, number: int, place: Place) -> Json:
+    """Raises OSError or PenstockError."""
+    fd = open_place(pid, number, place)
     found: Json = _native.snapshot(fd)
     if "schema" in found:
         found.update(messages_of(found.pop("schema")))

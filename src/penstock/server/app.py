@@ -30,9 +30,11 @@ from penstock.engine.logs import event
 from penstock.engine.protocol import SamplingParams, Style
 from penstock.engine.stream import EngineError, Stream
 from penstock.server.bodies import Chat, Completion, Sampling, Tokenize, decoded, plain
+from penstock.server.dashboard import Dashboard
 from penstock.server.errors import RETRY_AFTER, ApiError, Gone
 from penstock.server.health import Health
 from penstock.server.metrics import Metrics
+from penstock.server.notice import served_name
 from penstock.server.options import ServerOptions
 from penstock.server.tally import ROUTES, Row, Tally
 from penstock.server.telling import Choice, Events, Pace, gathered, unless_gone, usage_of
@@ -65,7 +67,8 @@ class Api:
         self._keys = [key.encode() for key in options.api_keys]
         self._metrics = Metrics(tally, board, config.data_parallel)
         self._health = Health(tally, board, config, me)
-        self._name = options.served_name or config.model.rstrip("/").rpartition("/")[2] or "simulated"
+        self._dashboard = Dashboard()
+        self._name = served_name(config, options)
         self._started = int(time.time())
 
     def app(self) -> Starlette:
@@ -76,6 +79,8 @@ class Api:
             Route("/v1/models", Endpoint(self, "models", self._list_models), methods=["GET"]),
             Route("/v1/models/{name:path}", Endpoint(self, "models", self._tell_model), methods=["GET"]),
             Route("/metrics", Endpoint(self, "metrics", self._tell_metrics), methods=["GET"]),
+            Route("/dashboard", self._dashboard.page),
+            Route("/dashboard/data", Endpoint(self, "dashboard", self._dashboard.tell), methods=["GET"]),
             Route("/health", self._health.whole),
             Route("/health/live", self._health.live),
             Route("/health/ready", self._health.ready),

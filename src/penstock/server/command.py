@@ -16,6 +16,7 @@ from penstock.engine import logs
 from penstock.engine.config import EngineConfig
 from penstock.engine.launch import Launcher, TreeFailed
 from penstock.engine.logs import event
+from penstock.server.notice import Notice
 from penstock.server.options import ServerOptions
 from penstock.server.process import Shared, listen, serve
 from penstock.server.tally import Tally
@@ -32,7 +33,7 @@ async def _run(config: EngineConfig, options: ServerOptions, listener: socket.so
     if not options.api_keys and not _is_loopback(listener):
         event("anybody may ask", logging.WARNING, host=options.host, remedy="--api-key")
     launcher = Serving(config, options, listener)
-    telling = asyncio.ensure_future(_tell_when_it_serves(launcher, _address(listener)))
+    telling = asyncio.ensure_future(_tell_when_it_serves(launcher, address_of(listener)))
     try:
         await launcher.run()
     except TreeFailed:  # who, and how, stands in the log
@@ -48,8 +49,9 @@ class Serving(Launcher):
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
         self.tally = Tally.lay(config.api_servers)
+        self.notice = Notice.lay(config, options, address_of(listener))
         self._listener = listener
-        super().__init__(config, functools.partial(serve, Shared(options, listener, self.tally)))
+        super().__init__(config, functools.partial(serve, Shared(options, listener, self.tally, self.notice)))
 
     async def stop(self, drain_timeout: float = 0.0) -> list[str]:
         """As the launcher's. Connections are refused as soon as the servers, which have the socket too, close it."""
@@ -65,7 +67,7 @@ async def _tell_when_it_serves(launcher: Launcher, url: str) -> None:
         launcher.fail(str(error))
 
 
-def _address(listener: socket.socket) -> str:
+def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -39,6 +39,7 @@ class Shared:
     options: ServerOptions
     listener: socket.socket
     tally: penstock.Segment
+    notice: penstock.Segment  # nobody reads it here: it is what a process is looked into by
 
 
 def listen(options: ServerOptions) -> socket.socket:

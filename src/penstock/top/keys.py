@@ -1,0 +1,43 @@
+"""Hears a key on the terminal without waiting for a line, and waits for it no longer than it is told.
+
+Leaves the terminal as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """While keys come one by one, and are not shown. Ctrl-C is what it was."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    try:
+        tty.setcbreak(fd)
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def is_enough(seconds: float) -> bool:
+    """Whether q comes within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while sys.stdin.isatty() and (left := deadline - time.monotonic()) > 0:
+        if not select.select([sys.stdin], [], [], left)[0]:
+            return False
+        said = os.read(sys.stdin.fileno(), 64)
+        if not said or b"q" in said or b"Q" in said:
+            return True
+    time.sleep(max(0.0, deadline - time.monotonic()))
+    return False

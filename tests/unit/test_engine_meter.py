@@ -1,0 +1,99 @@
+"""What rank 0 counts of its device: its time, where the device does not say it, and tokens."""
+
+import numpy as np
+import pytest
+
+from penstock.codec import Interned
+from penstock.engine.board import Board
+from penstock.engine.config import SimulatedDevice
+from penstock.engine.device import Sampled
+from penstock.engine.meter import Meter
+from penstock.engine.plan import Plan
+from penstock.engine.protocol import SamplingParams
+from penstock.engine.schedule import Schedule
+from penstock.engine.simulated import Simulated
+
+PARAMS = Interned(SamplingParams())
+
+
+class Bench:
+    """A meter, and a core and a device that are not there."""
+
+    def __init__(self) -> None:
+        self.meter = Meter(None)  # type: ignore[arg-type]  # it is only asked whether it is simulated
+        self.schedule = Schedule(8, 1000)
+        self.plan = Plan(self.schedule)
+        self.number = 0
+
+    def join(self, length: int, **options: int) -> int:
+        blocks = range(20 * self.number, 20 * self.number + 20)
+        return self.plan.join(self.number, np.arange(length, dtype=np.int32), PARAMS, blocks, **options)
+
+    def launch(self, at: int) -> None:
+        self.number += 1
+        step = self.plan.finish(1, self.number)
+        self.schedule.apply(step)
+        self.meter.launched(self.schedule, step, at)
+
+    def done(self, at: int) -> None:
+        self.meter.done(Sampled(np.zeros(self.schedule.sampled.size, np.int32)), at)
+
+    def step(self, launched: int, done: int) -> None:
+        self.launch(launched)
+        self.done(done)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_step_that_is_launched_while_another_runs_begins_when_that_ends(bench: Bench) -> None:
+    bench.join(4, chunk=4)
+    bench.launch(100)
+    bench.launch(105)
+    bench.done(110)
+    bench.done(118)
+    assert (bench.meter.busy_ns, bench.meter.idle_ns) == (18, 0)
+
+
+def test_time_without_a_step_is_idle_only_where_somebody_waits_for_the_next(bench: Bench) -> None:
+    slot = bench.join(4, chunk=4)
+    bench.step(100, 110)
+    bench.step(113, 120)
+    assert (bench.meter.busy_ns, bench.meter.idle_ns) == (17, 3)
+    bench.plan.leave(slot)
+    bench.step(121, 122)  # nobody is left: it computes nothing
+    bench.join(4, chunk=4)
+    bench.step(900, 905)
+    assert (bench.meter.busy_ns, bench.meter.idle_ns) == (22, 3)
+
+
+def test_tokens_of_prompts_and_of_answers_are_told_apart(bench: Bench) -> None:
+    slot = bench.join(10, chunk=6)
+    bench.step(0, 1)
+    assert bench.meter.sampled == 0
+    bench.plan.advance(slot, 4)
+    bench.step(1, 2)
+    bench.step(2, 3)
+    bench.step(3, 4)
+    bench.join(7, computed=5, chunk=2)  # the cache has had the others
+    bench.step(4, 5)
+    assert (bench.meter.computed, bench.meter.sampled) == (10 + 2, 4 + 1)
+
+
+def test_the_last_token_of_a_prompt_alone_is_one_of_a_prompt(bench: Bench) -> None:
+    bench.join(3)
+    for at in range(5):
+        bench.step(at, at + 1)
+    assert (bench.meter.computed, bench.meter.sampled) == (3, 3)
+
+
+def test_a_simulated_device_says_its_time_itself() -> None:
+    now = 128.0
+    device = Simulated(SimulatedDevice(step_seconds=2**-6), 8, clock=lambda: now)
+    meter, page = Meter(device), Board.lay(1)
+    device.busy, device.idle = 3.0, 0.5
+    row = Board(page, writable=True).row(0)
+    meter.publish(row)
+    assert (row[Board.BUSY_NS], row[Board.IDLE_NS]) == (3_000_000_000, 500_000_000)

@@ -1,0 +1,159 @@
+"""Moments of a server, taken by others: of pages, channels and stores that are there, without a tree around them."""
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.board import Board, Life
+from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol import Stop
+from penstock.engine.tree import Tree
+from penstock.server.moment import Process
+from penstock.server.notice import Notice
+from penstock.server.options import ServerOptions
+from penstock.server.tally import Row, Tally
+from penstock.server.watch import NoServer, Watch
+from penstock.top.source import Local, choose, servers_here
+
+URL = "http://127.0.0.1:1"
+KEY = b"k" * 32
+
+
+class Laid:
+    """What a launcher has open: no process of the tree runs."""
+
+    def __init__(self, **options: object) -> None:
+        config = EngineConfig(simulated=SimulatedDevice(), store_nbytes=1 << 20, **options)  # type: ignore[arg-type]
+        self.tree = Tree.lay(config)
+        self.tally_page = Tally.lay(config.api_servers)
+        self.notice_page = Notice.lay(config, ServerOptions(served_name="a\x1b[31mb"), URL)
+        self.board = Board(self.tree.board, writable=True)
+        self.tally = Tally(self.tally_page, config.api_servers, writable=True)
+
+
+@pytest.fixture
+def laid() -> Iterator[Laid]:
+    found = Laid(api_servers=2, tensor_parallel=2)
+    yield found
+    found.board.close()
+    found.tree.close()
+    vars(found).clear()  # pytest holds the object until it has looked what is left
+    gc.collect()
+
+
+def looked(one: Process) -> tuple[str, str, int]:
+    return one.title, one.state, one.incarnation
+
+
+def test_numbers_of_the_board_and_the_tally_are_those_that_were_written(laid: Laid) -> None:
+    row = laid.board.row(0)
+    row[Board.OPEN], row[Board.WAITING], row[Board.BLOCKS], row[Board.FREE_BLOCKS] = 9, 4, 100, 60
+    row[Board.SAMPLED], row[Board.COMPUTED], row[Board.PREEMPTIONS] = 1000, 2000, 3
+    server = laid.tally.rows[1]
+    server[Row.OPEN] = 5
+    server[server.answered("chat", 200)] += 7
+    server[server.answered("chat", 429)] += 2
+    server.first.add(0.25)
+    moment = Watch(os.getpid()).take()
+    (group,) = moment.groups
+    assert (group.open, group.waiting, group.running, group.blocks, group.free_blocks) == (9, 4, 5, 100, 60)
+    assert (group.generated_tokens, group.prompt_tokens, group.preemptions) == (1000, 2000, 3)
+    one = moment.servers[1]
+    assert (one.open, one.answered, one.refused, one.first_pieces, one.first_seconds) == (5, 9, 2, 1, 0.25)
+    assert moment.notice.url == URL and not moment.is_draining
+
+
+def test_a_process_starts_serves_dies_and_comes_again(laid: Laid) -> None:
+    watch = Watch(os.getpid())
+    assert [looked(one) for one in watch.take().processes][1:] == [
+        (title, "starting", 0)
+        for title in ("core 0.0", "worker 0.0", "worker 0.1", "output 0.0", "server 0", "server 1")
+    ]
+    laid.board.live(1, Life(1, os.getpid()))
+    worker = watch.take().processes[2]
+    assert looked(worker) == ("worker 0.0", "starting", 1) and worker.rss_nbytes > 1 << 20 and worker.cpu_seconds > 0
+    laid.board.row(0)[Board.SERVING] = 1
+    assert looked(watch.take().processes[2]) == ("worker 0.0", "serves", 1)
+    laid.board.live(1, Life(1, 0))
+    assert looked(watch.take().processes[2]) == ("worker 0.0", "gone", 1)
+    laid.board.live(1, Life(2, os.getpid()))
+    assert looked(watch.take().processes[2]) == ("worker 0.0", "starting", 2)
+    laid.board.live(4, Life(3, os.getpid()))
+    row = laid.tally.rows[0]
+    row[Row.SERVING], row[Row.PID] = 1, 1  # of the server before this one
+    assert looked(watch.take().processes[5]) == ("server 0", "starting", 3)
+    row[Row.PID] = os.getpid()
+    assert looked(watch.take().processes[5]) == ("server 0", "serves", 3)
+    laid.board.drain()
+    assert looked(watch.take().processes[5]) == ("server 0", "draining", 3) and watch.take().is_draining
+
+
+def test_channels_and_the_store_tell_what_went_through_and_who_is_behind(laid: Laid) -> None:
+    assert laid.tree.store is not None
+    before = {one.name: one for one in Watch(os.getpid()).take().channels}
+    assert set(before) == {"inbox 0", "steps 0", "results 0", "announced 0.0", "deltas 0", "deltas 1"}
+    group = laid.tree.groups[0]
+    with laid.tree.store.put(KEY, {"x": b"y" * 5000}):
+        sender, receiver = group.inbox.sender(0, name="me"), group.inbox.receiver(name="core 0.0 #1")
+        sender.send(Stop("x"))
+        moment = Watch(os.getpid()).take()
+        sender.close()
+        receiver.close()
+    inbox = next(one for one in moment.channels if one.name == "inbox 0")
+    assert (inbox.kind, inbox.records, inbox.behind, inbox.slowest) == ("inbox", 1, 1, "core 0.0 #1")
+    assert inbox.nbytes > 0 and inbox.behind_nbytes > 0
+    (store,) = moment.stores
+    assert (store.keys, store.held_keys, store.puts, store.nbytes) == (1, 1, 1, 1 << 20)
+    assert store.kept_nbytes > 5000 and [one.blocks for one in store.holders] == [1]
+
+
+def test_looking_leaves_nothing_behind_and_joins_nothing(laid: Laid) -> None:
+    def standing() -> tuple[list[str], int, int]:
+        peers = [one.name for group in laid.tree.groups for one in group.steps.peers()]
+        return peers, len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("/memfd:penstock")
+
+    watch = Watch(os.getpid())
+    watch.take()
+    before = standing()
+    for _ in range(5):
+        watch.take()
+    assert standing() == before
+
+
+def test_what_a_name_holds_is_printable(laid: Laid) -> None:
+    assert Watch(os.getpid()).take().notice.name == "a?[31mb"
+
+
+def test_the_server_of_this_machine_is_found_by_pid_name_and_url_and_by_nothing(laid: Laid) -> None:
+    here = {pid: one for pid, one in servers_here().items() if pid == os.getpid()}
+    assert [one.url for one in here.values()] == [URL]
+    for target in (None, os.getpid(), "a?[31mb", URL):
+        assert choose(target, here) == os.getpid()
+    with pytest.raises(NoServer, match=r"(?s)no server 'other', but\n.*127\.0\.0\.1:1"):
+        choose("other", here)
+    with pytest.raises(NoServer, match="which of these servers"):
+        choose(None, {**here, 1: here[os.getpid()]})
+    with pytest.raises(NoServer, match="no penstock server"):
+        choose(None, {})
+
+
+def test_a_process_that_is_no_server_is_refused() -> None:
+    with pytest.raises(NoServer, match="is no penstock server"):
+        Watch(os.getpid())
+    with pytest.raises(NoServer, match="there is no process"):
+        Watch(1 << 30)
+
+
+def test_a_server_that_closes_its_pages_is_gone(laid: Laid) -> None:
+    local = Local(os.getpid(), 5.0)
+    assert local.look().rates is None and local.look().rates is not None
+    del laid.notice_page
+    gc.collect()
+    for _ in range(2):  # it is looked for again
+        with pytest.raises(NoServer):
+            local.look()
+    laid.notice_page = Notice.lay(laid.tree.config, ServerOptions(), URL)
+    assert local.look().rates is None  # of another server, there are no rates yet
