@@ -29,6 +29,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.logs import event
 from penstock.engine.protocol import SamplingParams, Style
 from penstock.engine.stream import EngineError, Stream
+from penstock.server import openapi
 from penstock.server.bodies import Chat, Completion, Sampling, Tokenize, decoded, plain
 from penstock.server.errors import RETRY_AFTER, ApiError, Gone
 from penstock.server.health import Health
@@ -76,6 +77,7 @@ class Api:
             Route("/v1/models", Endpoint(self, "models", self._list_models), methods=["GET"]),
             Route("/v1/models/{name:path}", Endpoint(self, "models", self._tell_model), methods=["GET"]),
             Route("/metrics", Endpoint(self, "metrics", self._tell_metrics), methods=["GET"]),
+            openapi.route(bool(self._keys)),
             Route("/health", self._health.whole),
             Route("/health/live", self._health.live),
             Route("/health/ready", self._health.ready),
