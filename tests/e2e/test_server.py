@@ -171,7 +171,7 @@ async def what_makes_no_sense_is_refused_with_its_field(tree: Served) -> None:
         ({"prompt": "x" * 5000}, "prompt"),
         ({"prompt": [1 << 40]}, "prompt[0]"),
         ({"prompt": [1000]}, "prompt"),
-        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a", ""]}, "stop[1]"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"stream": True, "prompt": ["a", "b"]}, "prompt"),
     ):

@@ -29,6 +29,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.logs import event
 from penstock.engine.protocol import SamplingParams, Style
 from penstock.engine.stream import EngineError, Stream
+from penstock.server import openapi
 from penstock.server.bodies import Chat, Completion, Sampling, Tokenize, decoded, plain
 from penstock.server.dashboard import Dashboard
 from penstock.server.errors import RETRY_AFTER, ApiError, Gone
@@ -40,6 +41,7 @@ from penstock.server.tally import ROUTES, Row, Tally
 from penstock.server.telling import Choice, Events, Pace, gathered, unless_gone, usage_of
 from penstock.server.words import Reader
 
+BODIES_AT_ONCE = 8  # of the longest: what a process keeps of requests that have not come as a whole
 CLIENT_GONE = 499  # in the tally: nobody is told
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
 
@@ -70,6 +72,7 @@ class Api:
         self._dashboard = Dashboard()
         self._name = served_name(config, options)
         self._started = int(time.time())
+        self._reading_nbytes = 0  # of bodies that have begun to come
 
     def app(self) -> Starlette:
         routes = [
@@ -81,6 +84,7 @@ class Api:
             Route("/metrics", Endpoint(self, "metrics", self._tell_metrics), methods=["GET"]),
             Route("/dashboard", self._dashboard.page),
             Route("/dashboard/data", Endpoint(self, "dashboard", self._dashboard.tell), methods=["GET"]),
+            openapi.route(bool(self._keys)),
             Route("/health", self._health.whole),
             Route("/health/live", self._health.live),
             Route("/health/ready", self._health.ready),
@@ -115,10 +119,17 @@ class Api:
         said = request.headers.get("content-length", "0")
         if not said.isdecimal() or int(said) > most:
             raise _too_long(most)
-        async for part in request.stream():
-            got += part
-            if len(got) > most:
-                raise _too_long(most)
+        try:
+            async for part in request.stream():
+                got += part
+                self._reading_nbytes += len(part)
+                if len(got) > most:
+                    raise _too_long(most)
+                if self._reading_nbytes > BODIES_AT_ONCE * most:
+                    headers = {"Retry-After": str(RETRY_AFTER)}
+                    raise ApiError(503, "too much of the bodies of other requests is being read", headers=headers)
+        finally:
+            self._reading_nbytes -= len(got)
         return bytes(got)
 
     def _require_model(self, name: str | None) -> None:
@@ -283,7 +294,7 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 
 def _too_long(most: int) -> ApiError:
-    return ApiError(413, f"the body is longer than {most} bytes", headers={"Connection": "close"})
+    return ApiError(413, f"the body is longer than {most} bytes")
 
 
 def _json(said: object) -> Response:

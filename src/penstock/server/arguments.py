@@ -24,7 +24,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--output-processors", metavar="N", type=int, default=1, help="of each group; 0: in the core (1)")
     add("--most-open", metavar="N", type=int, default=1024, help="open requests of a server process (1024)")
     add("--most-body-mb", metavar="N", type=int, default=64, help="of a request's body (64)")
-    add("--patience", metavar="SECONDS", type=float, default=30.0, help="with a client that takes nothing (30)")
+    add(
+        "--patience", metavar="SECONDS", type=float, default=30.0, help="with a client that takes or sends nothing (30)"
+    )
     add("--drain-timeout", metavar="SECONDS", type=float, default=30.0, help="for what is open, at the end (30)")
     add("--device", default="cpu", help="cpu or cuda (cpu)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (auto)")

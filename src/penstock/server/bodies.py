@@ -5,6 +5,7 @@ A field that is null is one that was not given. Leaves to `SamplingParams` which
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from penstock.server.words import Words
 T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_SAMPLES = 128  # of one prompt
+MOST_PROMPTS = 128
 MOST_STOPS = 64
 MOST_CHARACTERS = 1024  # of one of them, and of what a client is called
 MOST_IDS = 1024  # with a bias, or that stop
@@ -25,10 +27,20 @@ TOKENS_OF_A_COMPLETION = 16  # where none are said; a chat may go on as long as 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Short = Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)]
 Word = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_CHARACTERS)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Number = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,9}$")]
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+# What must not be passed over: an answer without it would be another one than was asked for.
+Unsupported = Annotated[Any, msgspec.Meta(extra_json_schema={"enum": [None, False, 0, "", [], {}]})]
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"const": "text"})]
 
 
 class Sampling(msgspec.Struct, kw_only=True):
@@ -37,33 +49,45 @@ class Sampling(msgspec.Struct, kw_only=True):
     model: str | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     seed: Word | None = None
-    stop: Short | Annotated[list[Short], msgspec.Meta(max_length=MOST_STOPS)] | None = None
-    logit_bias: Annotated[dict[str, float], msgspec.Meta(max_length=MOST_IDS)] | None = None
+    stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MOST_STOPS)] | None = None
+    logit_bias: Annotated[dict[Number, Bias], msgspec.Meta(max_length=MOST_IDS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Short | None = None
-    top_k: Word | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: Word | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)] | None = None
+    min_tokens: Id | None = None
     stop_token_ids: Annotated[list[Id], msgspec.Meta(max_length=MOST_IDS)] | None = None
-    allowed_token_ids: list[Id] | None = None
+    allowed_token_ids: Annotated[list[Id], msgspec.Meta(min_length=1, max_length=MOST_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Id | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    use_beam_search: Unsupported = None
+    prompt_logprobs: Unsupported = None
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises ApiError for what makes no sense."""
+        """Raises ApiError for what makes no sense, or is not supported."""
+        _refuse(self)
+        if self.response_format is not None and self.response_format.type != "text":
+            message = f"expected 'text', got {self.response_format.type!r} at $.response_format.type"
+            raise ApiError(400, message, param="response_format.type")
         given: dict[str, Any] = {name: getattr(self, name) for name in _ALIKE if getattr(self, name) is not None}
         if given.get("top_k") == -1:  # as others say it
             given["top_k"] = 0
@@ -73,7 +97,7 @@ class Sampling(msgspec.Struct, kw_only=True):
         if self.stop is not None:
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.logit_bias is not None:
-            given["logit_bias"] = tuple(_bias(*pair) for pair in self.logit_bias.items())
+            given["logit_bias"] = tuple((int(one), bias) for one, bias in self.logit_bias.items())
         try:
             return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
         except ValueError as error:
@@ -89,23 +113,15 @@ _ALIKE = (
 )
 
 
-def _bias(one: str, bias: float) -> tuple[int, float]:
-    if not (one.isascii() and one.isdecimal() and len(one) < 10) or not -100 <= bias <= 100:
-        message = f"expected numbers of tokens with biases between -100 and 100, got {one!r}: {bias:g} at $.logit_bias"
-        raise ApiError(400, message, param="logit_bias")
-    return int(one), bias
-
-
 # ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class Completion(Sampling, kw_only=True):
     prompt: str | list[str | Id | list[Id]]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
-    echo: bool | None = None
-    suffix: str | None = None
+    echo: Unsupported = None
+    suffix: Unsupported = None
     best_of: int | None = None
 
     def sampling(self) -> SamplingParams:
-        _refuse(self, "echo", "suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(400, "best_of is not supported: ask for n", param="best_of")
         return self.params(self.max_tokens or TOKENS_OF_A_COMPLETION, self.logprobs)
@@ -115,6 +131,8 @@ class Completion(Sampling, kw_only=True):
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = {type(one) for one in self.prompt}
+        if kinds != {int} and len(self.prompt) > MOST_PROMPTS:
+            raise ApiError(400, f"expected at most {MOST_PROMPTS} prompts, got {len(self.prompt)}", param="prompt")
         if len(kinds) != 1:
             raise ApiError(400, "expected texts, or lists of numbers, and not both or none at $.prompt", param="prompt")
         if kinds == {int}:
@@ -140,10 +158,7 @@ class Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart | ImagePart] | None = None
     name: str | None = None
-
-
-class ResponseFormat(msgspec.Struct):
-    type: str
+    tool_calls: Unsupported = None
 
 
 class Chat(Sampling, kw_only=True):
@@ -151,16 +166,18 @@ class Chat(Sampling, kw_only=True):
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    response_format: ResponseFormat | None = None
+    tools: Unsupported = None
+    functions: Unsupported = None
+    modalities: list[Literal["text"]] | None = None
+    audio: Unsupported = None
+    web_search_options: Unsupported = None
+    documents: Unsupported = None
+    chat_template: Unsupported = None
+    continue_final_message: Unsupported = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def sampling(self) -> SamplingParams:
-        _refuse(self, "tools")
-        if self.response_format is not None and self.response_format.type != "text":
-            message = f"expected 'text', got {self.response_format.type!r} at $.response_format.type"
-            raise ApiError(400, message, param="response_format.type")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "expected logprobs: true with top_logprobs", param="top_logprobs")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -173,6 +190,9 @@ def plain(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def _plain(place: int, message: Message) -> dict[str, Any]:
+    if message.tool_calls:
+        where = f"messages[{place}].tool_calls"
+        raise ApiError(400, f"tools are not supported, and were called at $.{where}", param=where)
     content = message.content or ""
     if not isinstance(content, str):
         for part, one in enumerate(content):
@@ -217,7 +237,12 @@ def decoded(body: bytes, kind: type[T]) -> T:
     return found
 
 
-def _refuse(body: msgspec.Struct, *names: str) -> None:
-    for name in names:
+def _refuse(body: msgspec.Struct) -> None:
+    for name in _unsupported(type(body)):
         if getattr(body, name):
             raise ApiError(400, f"{name} is not supported", param=name)
+
+
+@functools.cache
+def _unsupported(kind: type[msgspec.Struct]) -> list[str]:
+    return [one.name for one in msgspec.structs.fields(kind) if one.type is Unsupported]

@@ -59,7 +59,7 @@ class ApiError(Exception):
         return Response(self.body, self.status, self.headers, "application/json")
 
 
-_WHERE = re.compile(r"(?P<what>.*) - at `\$\.?(?P<path>.*)`", re.DOTALL)
+_WHERE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 
 
 def of_a_body(error: Exception) -> ApiError:
@@ -69,7 +69,7 @@ def of_a_body(error: Exception) -> ApiError:
         return ApiError(400, f"the body is not what was expected: {error}", code="invalid_body")
     what = found["what"].replace("`", "")
     missing = re.search(r"missing required field (\w+)", what)
-    path = found["path"]
+    path = found["path"].replace("[...]", "")  # of a dict, which key is not said
     if missing:
         path = f"{path}.{missing[1]}".removeprefix(".")
     where = f"$.{path}" if path and not path.startswith("[") else f"${path}"

@@ -15,7 +15,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     served_name: str = ""  # of the model; empty: that of its directory
     most_open: int = 1024  # requests of one server process, those included that are being read
     most_body_nbytes: int = 64 << 20
-    patience: float = 30.0  # seconds for which a client may take nothing that is sent to it
+    patience: float = 30.0  # seconds for which a client may take nothing, or not go on with what it sends
 
     def __post_init__(self) -> None:
         for name, low, high in (

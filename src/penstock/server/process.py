@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -24,11 +26,14 @@ from penstock.engine.client import Client
 from penstock.engine.logs import LOGGER
 from penstock.engine.tree import Member, Tree
 from penstock.server.app import Api
+from penstock.server.connection import Connection
 from penstock.server.options import ServerOptions
 from penstock.server.tally import Row, Tally
 from penstock.server.words import Reader, words_of
 
 BACKLOG = 1024  # connections that nobody has taken yet
+CONNECTIONS = 4  # for each request that may be open
+OTHER_DESCRIPTORS = 128  # of a process, besides its connections
 KERNEL_NBYTES = 256 << 10  # of an answer in the kernel, for a client that does not read
 
 
@@ -83,7 +88,7 @@ async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
     with contextlib.closing(Reader(tree.config, words_of(tree.config))) as reader:
         async with Client(tree, me) as client:
             api = Api(tree.config, shared.options, client, reader, tally, board, me.index)
-            server = Server(api, row, tree.config.drain_timeout)
+            server = Server(api, row, shared.options, tree.config.drain_timeout)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
             await server.serve([shared.listener])
 
@@ -91,9 +96,11 @@ async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
 class Server(uvicorn.Server):
     """Signals are the process's own affair."""
 
-    def __init__(self, api: Api, row: Row, drain_timeout: float) -> None:
+    def __init__(self, api: Api, row: Row, options: ServerOptions, drain_timeout: float) -> None:
+        most = _room_for(CONNECTIONS * options.most_open)
         config = uvicorn.Config(
             api.app(),
+            http=functools.partial(Connection, most, options.patience),  # type: ignore[arg-type]
             lifespan="off",
             ws="none",
             log_config=None,
@@ -119,3 +126,12 @@ class Server(uvicorn.Server):
         for one in sockets or ():
             one.listen(BACKLOG)  # the loop has said how many it takes at a time, which is something else
         self._row[Row.SERVING] = 1
+
+
+def _room_for(connections: int) -> int:
+    """How many of them this process may have descriptors for; it asks for more than it was given."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(connections + OTHER_DESCRIPTORS, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(1, min(connections, max(soft, wanted) - OTHER_DESCRIPTORS))

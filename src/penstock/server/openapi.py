@@ -1,0 +1,134 @@
+"""`/openapi.json`: what can be asked here and what is answered, as an OpenAPI document.
+
+What may be asked is read off the structs that decode it; a range that stands there is refused and documented alike.
+Leaves to `shapes` what answers look like.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import penstock
+from penstock.server import shapes
+from penstock.server.bodies import Chat, Completion, Tokenize
+
+PATH = "/openapi.json"
+SCHEMAS = "#/components/schemas/"
+JSON, EVENTS, METRICS = "application/json", "text/event-stream", "text/plain"
+KEY = "key"  # the name of the security scheme
+
+REFUSALS = {
+    400: "it makes no sense; `param` is where",
+    401: "no API key, or none of ours",
+    404: "there is nothing of that name",
+    408: "the body did not come in time",
+    413: "the body is too long",
+    429: "too many requests are open: `Retry-After` says when to come again",
+    500: "the server has failed",
+    503: "nobody can answer it now: send it again",
+    504: "the answer has not come to its end in time",
+}
+OF_A_BODY = tuple(REFUSALS)
+OF_A_QUESTION = (401, 500)
+RETRIED = (429, 503)
+
+
+def route(has_keys: bool) -> Route:
+    """The document does not change while a server lives; it is made when somebody asks for it."""
+    document = functools.cache(lambda: msgspec.json.encode(documented(has_keys)))
+
+    async def tell(request: Request) -> Response:
+        return Response(document(), media_type=JSON)
+
+    return Route(PATH, tell, methods=["GET"])
+
+
+def documented(has_keys: bool) -> dict[str, Any]:
+    kinds = (Chat, Completion, Tokenize, *shapes.ALL)
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Penstock",
+            "version": penstock.__version__,
+            "description": "OpenAI's API. Fields that are not named here are passed over.",
+        },
+        "paths": _paths(has_keys),
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {KEY: {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _paths(has_keys: bool) -> dict[str, Any]:
+    security: list[Any] = [{KEY: []}] if has_keys else []
+
+    def asked(summary: str, kind: type, answer: type, chunk: type | None = None) -> dict[str, Any]:
+        content = {JSON: _schema(answer)} | ({} if chunk is None else {EVENTS: _events(chunk)})
+        return {
+            "summary": summary,
+            "operationId": kind.__name__,
+            "security": security,
+            "requestBody": {"required": True, "content": {JSON: _schema(kind)}},
+            "responses": {"200": {"description": "the answer", "content": content}, **_refusals(*OF_A_BODY)},
+        }
+
+    def told(summary: str, answer: type | None, *refusals: int, is_open: bool = False) -> dict[str, Any]:
+        content = {METRICS: {"schema": {"type": "string"}}} if answer is None else {JSON: _schema(answer)}
+        return {
+            "summary": summary,
+            "security": [] if is_open else security,
+            "responses": {"200": {"description": "what is known", "content": content}, **_refusals(*refusals)},
+        }
+
+    def health(summary: str, answer: type) -> dict[str, Any]:
+        said = told(summary, answer, is_open=True)
+        unready = {"description": "no group serves, or the server is about to end", "content": {JSON: _schema(answer)}}
+        return {**said, "responses": {**said["responses"], "503": unready}}
+
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    model = told("One model", shapes.Model, 404, *OF_A_QUESTION)
+    chat = asked("Continue a conversation", Chat, shapes.ChatAnswer, shapes.ChatChunk)
+    completion = asked("Continue a text", Completion, shapes.CompletionAnswer, shapes.CompletionChunk)
+    return {
+        "/v1/chat/completions": {"post": chat},
+        "/v1/completions": {"post": completion},
+        "/tokenize": {"post": asked("The ids of a text", Tokenize, shapes.Tokens)},
+        "/v1/models": {"get": told("All models", shapes.Models, *OF_A_QUESTION)},
+        "/v1/models/{name}": {"get": {**model, "parameters": [name]}},
+        "/metrics": {"get": told("Counters, as Prometheus reads them", None, *OF_A_QUESTION)},
+        "/health": {"get": health("How every process is", shapes.Health)},
+        "/health/live": {"get": told("Whether this process lives", shapes.Live, is_open=True)},
+        "/health/ready": {"get": health("Whether a request would be answered now", shapes.Readiness)},
+    }
+
+
+def _schema(kind: type) -> dict[str, Any]:
+    return {"schema": {"$ref": SCHEMAS + kind.__name__}}
+
+
+def _events(chunk: type) -> dict[str, Any]:
+    """Each of them; what goes wrong after the first one is an event too."""
+    said = {"anyOf": [_schema(kind)["schema"] for kind in (chunk, shapes.Error)]}
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": said}
+    events = [{"properties": {"data": one}} for one in (data, {"const": "[DONE]"})]
+    return {"schema": {"type": "object", "required": ["data"], "anyOf": events}}
+
+
+def _refusals(*statuses: int) -> dict[str, Any]:
+    again = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
+    return {
+        str(status): {
+            "description": REFUSALS[status],
+            "content": {JSON: _schema(shapes.Error)},
+            **({"headers": again} if status in RETRIED else {}),
+        }
+        for status in statuses
+    }

@@ -1,0 +1,357 @@
+"""What no good client sends, and what an unlucky one may: a server refuses it in words and in time, and serves others."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+from penstock.engine.board import Board
+from tests.e2e.test_server import AUTHORIZED, KEY, MOST_BODY, MOST_OPEN, Served, posted, served
+
+PATIENCE = 1.0  # of the server, as `served` says
+WITHIN = 5.0  # seconds; until somebody who waits no longer than PATIENCE has said so, on a busy machine
+MOST_CONNECTIONS = 4 * MOST_OPEN
+HEAD = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}".encode()
+MODELS = f"GET /v1/models HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}\r\n".encode()
+ASKED = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+
+
+class Answer:
+    def __init__(self, head: bytes, body: bytes) -> None:
+        self.status = int(head.split()[1])
+        self.headers = {
+            name.lower(): value for name, _, value in (line.partition(": ") for line in head.decode().split("\r\n")[1:])
+        }
+        self.body = body
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """In OpenAI's form, or the test fails."""
+        assert self.headers["content-type"] == "application/json", self.headers
+        error = json.loads(self.body)["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["message"]
+        assert error["type"] == error["code"] or error["code"]
+        return dict(error)
+
+
+async def send(writer: asyncio.StreamWriter, pieces: Any) -> None:
+    """Until the server wants no more of them."""
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+    except ConnectionError:
+        pass
+
+
+async def answers(tree: Served, *pieces: bytes, within: float = WITHIN) -> list[Answer]:
+    """All that is said until the server ends the connection. Answers are read while the pieces are being sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+    sending = asyncio.ensure_future(send(writer, pieces))
+    found = []
+    try:
+        while True:
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), within)
+            length = re.search(rb"content-length: (\d+)", head)
+            assert length is not None, head
+            found.append(Answer(head[:-4], await asyncio.wait_for(reader.readexactly(int(length[1])), within)))
+    except (asyncio.IncompleteReadError, ConnectionResetError):
+        return found
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        writer.transport.abort()
+
+
+async def answer(tree: Served, *pieces: bytes) -> Answer:
+    found = await answers(tree, *pieces)
+    assert len(found) == 1, [one.status for one in found]
+    return found[0]
+
+
+def closing(request: bytes) -> bytes:
+    return request.replace(b"\r\nhost: x\r\n", b"\r\nhost: x\r\nconnection: close\r\n", 1)
+
+
+def sized(body: bytes) -> bytes:
+    return HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+# ── who sends slowly ─────────────────────────────────────────────────────────────────────────────────────────────────
+async def dripping(piece: bytes, times: int = 200) -> AsyncIterator[bytes]:
+    for _ in range(times):
+        yield piece
+        await asyncio.sleep(0.05)
+
+
+async def who_says_nothing_or_half_a_head_is_told_that_it_is_too_late(tree: Served) -> None:
+    for pieces in ((), (b"GET /v1/mod",), (b"\r\n\r\n",)):
+        assert (await answer(tree, *pieces)).error and (await answer(tree, *pieces)).status == 408
+
+
+async def a_head_or_a_body_that_drips_wins_no_time(tree: Served) -> None:
+    async def drip(before: bytes, piece: bytes) -> Answer:
+        reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+        writer.write(before)
+
+        async def go_on() -> None:
+            async for one in dripping(piece):
+                writer.write(one)
+
+        dropping = asyncio.ensure_future(go_on())
+        try:
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WITHIN)
+            return Answer(head[:-4], await asyncio.wait_for(reader.read(), WITHIN))
+        finally:
+            dropping.cancel()
+            writer.transport.abort()
+
+    found = await asyncio.gather(
+        drip(b"GET / HTTP/1.1\r\n", b"a: b\r\n"),
+        drip(HEAD + b"content-length: 5000\r\n\r\n", b" "),
+        drip(HEAD + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        drip(HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"x"),
+        drip(HEAD + b"content-length: 5000\r\n\r\n", b""),
+    )
+    assert [(one.status, bool(one.error)) for one in found] == [(408, True)] * 5
+    assert await tree.total("penstock_open_requests") == 0
+
+
+async def a_body_may_take_longer_than_the_patience_if_it_comes(tree: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+    body = b" " * 60_000 + ASKED
+    writer.write(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
+    for at in range(0, len(body), 6000):
+        writer.write(body[at : at + 6000])
+        await asyncio.sleep(0.2)
+    assert b"200 OK" in await asyncio.wait_for(reader.read(), WITHIN)
+    writer.close()
+
+
+async def as_many_as_may_be_connected_are_and_the_others_are_told(tree: Served) -> None:
+    both = 2 * MOST_CONNECTIONS
+    ends = [await asyncio.open_connection("127.0.0.1", tree.port) for _ in range(both + 20)]
+    try:
+        said = await asyncio.gather(*(asyncio.wait_for(reader.read(), WITHIN) for reader, _ in ends))
+    finally:
+        for _, writer in ends:
+            writer.transport.abort()
+    statuses = [int(one.split()[1]) for one in said if one]
+    assert statuses.count(503) >= 20 and statuses.count(408) + statuses.count(503) == len(ends)
+    refused = next(one for one in said if b" 503 " in one)
+    assert b"retry-after: 1" in refused.lower() and b'"type":"server_error"' in refused
+    assert (await answer(tree, closing(MODELS))).status == 200
+
+
+# ── who sends too much ───────────────────────────────────────────────────────────────────────────────────────────────
+def without_end(before: bytes, piece: bytes) -> list[bytes]:
+    """More than anybody keeps."""
+    return [before, *[piece * (65536 // len(piece))] * 200]
+
+
+async def what_has_no_end_is_cut_off(tree: Served) -> None:
+    for before, piece, status in (
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"400\r\n" + b" " * 1024 + b"\r\n", 413),
+        (HEAD + b"content-length: 100000000000\r\n\r\n", b" ", 413),
+        (HEAD + b"content-length: 99999999999999999999999999\r\n\r\n", b" ", 400),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"x", 431),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n \r\n0\r\n", b"a: b\r\n", 431),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n \r\n0\r\na: ", b"b", 431),
+        (HEAD, b"a: b\r\n", 431),
+        (HEAD + b"a: ", b"b", 431),
+        (HEAD, b"b", 431),
+        (b"GET /", b"b", 431),
+        (b"", b"b", 400),
+        (HEAD.replace(KEY.encode(), b"wrong") + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n", 401),
+    ):
+        refused = await answer(tree, *without_end(before, piece))
+        assert (refused.status, bool(refused.error)) == (status, True), before
+
+
+async def requests_without_end_behind_one_that_is_answered_end_the_connection(tree: Served) -> None:
+    stream = posted("/v1/completions", {"prompt": "x", "max_tokens": 4000, "stream": True})
+    for more in (
+        MODELS,
+        HEAD + b"content-length: 90000\r\n\r\n" + b" " * 90000,
+        b"GET / HTTP/1.1\r\na: " + b"b" * 70000,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+        await send(writer, [stream])
+        await reader.readuntil(b"data: ")
+        await asyncio.wait_for(send(writer, [more * 20] * 100), 2 * WITHIN)
+        await tree.until(lambda: tree.number(Board.OPEN) == 0, within=WITHIN)
+        writer.transport.abort()
+
+
+# ── requests one after the other ─────────────────────────────────────────────────────────────────────────────────────
+async def pipelined_requests_are_answered_in_their_order(tree: Served) -> None:
+    found = await answers(tree, MODELS + sized(ASKED) + MODELS + sized(b"{}") + closing(MODELS))
+    assert [one.status for one in found] == [200, 200, 200, 400, 200]
+    assert [b"text_completion" in one.body for one in found] == [False, True, False, False, False]
+
+
+async def a_client_that_goes_takes_all_its_requests_with_it(tree: Served) -> None:
+    long = posted("/v1/completions", {"prompt": "x", "max_tokens": 4000})
+    _, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+    writer.write(long + long + MODELS)
+    await tree.until(lambda: tree.number(Board.OPEN) == 1)
+    writer.transport.abort()
+    await tree.until(lambda: tree.number(Board.OPEN) == 0, within=2.0)  # the answer takes 8 s
+    await tree.must_be_empty()
+
+
+async def methods_that_a_route_has_not_are_named_with_those_it_has(tree: Served) -> None:
+    for method, path, allowed in (
+        ("OPTIONS", "/v1/completions", {"POST"}),
+        ("GET", "/v1/chat/completions", {"POST"}),
+        ("DELETE", "/v1/models/simulated", {"GET", "HEAD"}),
+        ("POST", "/health", {"GET", "HEAD"}),
+        ("TRACE", "/openapi.json", {"GET", "HEAD"}),
+    ):
+        refused = await answer(tree, closing(f"{method} {path} HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}\r\n".encode()))
+        assert refused.status == 405 and refused.error
+        assert set(refused.headers["allow"].split(", ")) == allowed, (method, path)
+
+
+async def a_head_is_told_how_long_the_answer_would_be(tree: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+    writer.write(closing(MODELS.replace(b"GET", b"HEAD")))
+    head, _, body = (await asyncio.wait_for(reader.read(), WITHIN)).partition(b"\r\n\r\n")
+    assert b"200 OK" in head and int(re.search(rb"content-length: (\d+)", head)[1]) > 50 and body == b""
+    writer.close()
+
+
+async def what_is_no_http_is_refused_in_words(tree: Served) -> None:
+    for pieces in (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 300,  # TLS
+        b"SSH-2.0-OpenSSH_9.0\r\n",
+        b"GET / HTTP/1.1\r\na\0b: c\r\n\r\n",
+        b"GET / HTTP/1.1\r\na: b\0c\r\n\r\n",
+        b"GET /\0 HTTP/1.1\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    ):
+        refused = await answer(tree, pieces)
+        assert refused.status == 400 and refused.error["type"] == "invalid_request_error", pieces[:60]
+
+
+async def a_length_that_is_not_the_bodys_costs_that_connection_alone(tree: Served) -> None:
+    short = await answer(tree, HEAD + b"content-length: 3\r\n\r\n" + ASKED)  # the rest begins no request
+    assert short.status == 400 and short.error
+    assert (await answer(tree, HEAD + b"content-length: 500\r\n\r\n" + ASKED)).status == 408
+
+
+async def who_is_refused_before_its_body_was_there_hears_of_it(tree: Served) -> None:
+    long = b"content-length: 90000\r\n\r\n" + b" " * 80_000
+    assert (await answer(tree, HEAD.replace(KEY.encode(), b"wrong") + long)).status == 401
+    expecting = HEAD + b"expect: 100-continue\r\n" + b"content-length: %d\r\n\r\n" % (2 * MOST_BODY)
+    assert (await answer(tree, expecting)).status == 413
+
+
+async def who_offers_another_protocol_is_answered_in_this_one(tree: Served) -> None:
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+    offered = MODELS.replace(b"host: x\r\n", b"host: x\r\n" + upgrade)
+    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+    writer.write(offered)
+    assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WITHIN)
+    writer.close()
+
+
+# ── bodies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+async def bodies_that_make_no_sense_are_refused(tree: Served) -> None:
+    deep = 40_000
+    for said in (
+        b"",
+        b"null",
+        b"[]",
+        b"\xff\xfe",
+        b"\xef\xbb\xbf{}",
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\\udc00\\ud800 x"}',
+        b'{"prompt": "x", "user": "\\ud800\\u0041"}',
+        b'{"prompt": "a\0b"}',
+        b'{"prompt": "x"}{"prompt": "y"}',
+        b'{"prompt": ' + b"[" * deep + b"]" * deep + b"}",
+        b'{"prompt": "x", "unknown": ' + b"[" * deep + b"]" * deep + b"}",
+        b'{"prompt": "x", "unknown": ' + b'{"a":' * 15_000 + b"1" + b"}" * 15_000 + b"}",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "temperature": -1e-999, "top_p": 2}',
+        b'{"prompt": "x", "max_tokens": 1' + b"0" * 50_000 + b"}",
+        b'{"prompt": "x", "seed": 18446744073709551616}',
+        b'{"prompt": "x", "best_of": 100000000000000000000000000000}',
+        b'{"prompt": "x", "n": 1000000}',
+        b'{"prompt": "x", "n": 1, "n": 1000000}',
+        json.dumps({"prompt": ["x"] * 129}).encode(),
+        json.dumps({"prompt": [[1]] * 129}).encode(),
+        json.dumps({"prompt": "x", "stop": ["abc"] * 10_000}).encode(),
+        json.dumps({"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(8_000)), 1)}).encode(),
+        json.dumps({"prompt": "x", "allowed_token_ids": list(range(15_000))}).encode(),
+        json.dumps({"prompt": "x", "logprobs": 21}).encode(),
+    ):
+        assert len(said) < MOST_BODY
+        refused = await answer(tree, closing(sized(said)))
+        assert refused.status == 400 and refused.error, said[:80]
+
+
+async def bodies_that_are_odd_and_make_sense_are_answered(tree: Served) -> None:
+    for said in (
+        b'{"prompt": "wrong", "prompt": "a\\u0000b", "max_tokens": 3}',
+        b' \r\n\t{"prompt":"a\\u0000b","max_tokens":3}\n ',
+        b'{"prompt": "a\\u0000b", "max_tokens": 3, "unknown": {"a": [1e300, "\\ud83d\\ude00"]}, "a": 1, "a": 2}',
+        b'{"prompt": "a\\u0000b", "max_tokens": 3, "unknown": ' + b"[" * 200 + b"]" * 200 + b"}",
+    ):
+        done = await answer(tree, closing(sized(said)))
+        assert json.loads(done.body)["choices"][0]["text"] == tree.answer("a\0b", 3), said[:80]
+
+
+SCENES: tuple[Callable[[Served], Any], ...] = (
+    who_says_nothing_or_half_a_head_is_told_that_it_is_too_late,
+    a_head_or_a_body_that_drips_wins_no_time,
+    a_body_may_take_longer_than_the_patience_if_it_comes,
+    what_has_no_end_is_cut_off,
+    requests_without_end_behind_one_that_is_answered_end_the_connection,
+    pipelined_requests_are_answered_in_their_order,
+    a_client_that_goes_takes_all_its_requests_with_it,
+    methods_that_a_route_has_not_are_named_with_those_it_has,
+    a_head_is_told_how_long_the_answer_would_be,
+    what_is_no_http_is_refused_in_words,
+    a_length_that_is_not_the_bodys_costs_that_connection_alone,
+    who_is_refused_before_its_body_was_there_hears_of_it,
+    who_offers_another_protocol_is_answered_in_this_one,
+    bodies_that_make_no_sense_are_refused,
+    bodies_that_are_odd_and_make_sense_are_answered,
+    as_many_as_may_be_connected_are_and_the_others_are_told,
+)
+
+
+def test_on_one_tree() -> None:
+    """All scenes, as a tree takes seconds to start; its name stands above a failure."""
+
+    async def all_scenes() -> None:
+        async with served() as tree:
+            servers = {child.pid for child in tree.children() if child.member.kind == "server"}
+            for scene in SCENES:
+                print(scene.__name__, flush=True)
+                await asyncio.wait_for(scene(tree), 30)
+                done = await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=3)
+                assert done.choices[0].text == tree.answer("hello", 3)
+            await tree.must_be_empty()
+            assert await tree.total("penstock_open_requests") == 0
+            assert await tree.total("penstock_requests_total", 'status="500"') == 0
+            assert servers == {child.pid for child in tree.children() if child.member.kind == "server"}
+
+    asyncio.run(all_scenes())

@@ -1,0 +1,134 @@
+"""The document at /openapi.json: all routes, and the very ranges that are refused."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("starlette")
+pytest.importorskip("jsonschema_rs")  # schemathesis brings it
+
+import jsonschema_rs
+from starlette.routing import Route
+
+from penstock.engine.board import Board
+from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.server import openapi
+from penstock.server.app import Api
+from penstock.server.bodies import Chat, Completion, decoded
+from penstock.server.errors import ApiError
+from penstock.server.options import ServerOptions
+from penstock.server.tally import Tally
+
+DOCUMENT = openapi.documented(True)
+SCHEMAS = DOCUMENT["components"]["schemas"]
+NUMBERS = st.one_of(
+    st.sampled_from([-101, -100, -2.001, -2, -1, -1e-9, 0, 1e-7, 1e-6, 0.5, 1, 1.0001, 2, 128, 129, 1e6, 1e7, 1 << 31]),
+    st.integers(-(1 << 64), 1 << 64),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+
+
+def validator(kind: type) -> Any:
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}", "components": {"schemas": SCHEMAS}}
+    return jsonschema_rs.Draft202012Validator(schema)
+
+
+def test_every_route_is_in_the_document_and_no_other() -> None:
+    config = EngineConfig(simulated=SimulatedDevice())
+    tally, board = Tally(Tally.lay(1), 1), Board(Board.lay(1))
+    client: Any = None
+    api = Api(config, ServerOptions(), client, client, tally, board, 0)
+    routes = {
+        (route.path.replace(":path", ""), method.lower())
+        for route in api.app().routes
+        if isinstance(route, Route) and route.path != openapi.PATH
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    said = {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    assert said == routes
+    board.close()
+
+
+def test_it_asks_for_a_key_where_one_is_needed_and_nowhere_else() -> None:
+    for path, methods in DOCUMENT["paths"].items():
+        for operation in methods.values():
+            assert bool(operation["security"]) == (not path.startswith("/health")), path
+            assert ("401" in operation["responses"]) == bool(operation["security"])
+    is_open = openapi.documented(False)["paths"]
+    assert not any(operation["security"] for methods in is_open.values() for operation in methods.values())
+
+
+def test_all_that_it_refers_to_is_there() -> None:
+    def references(one: Any) -> list[str]:
+        if isinstance(one, list):
+            return [found for each in one for found in references(each)]
+        if not isinstance(one, dict):
+            return []
+        return [one[name] for name in ("$ref",) if name in one] + [
+            found for each in one.values() for found in references(each)
+        ]
+
+    found = {one.removeprefix(openapi.SCHEMAS) for one in references(DOCUMENT)}
+    assert {"Chat", "Completion", "Error", "ChatChunk"} <= found <= SCHEMAS.keys()
+
+
+FIELDS = [name for name in Completion.__struct_fields__ if name not in ("prompt", "response_format", "stream_options")]
+RELATED = {"min_tokens", "best_of"}  # to other fields: no schema says that
+
+
+@given(st.dictionaries(st.sampled_from([one for one in FIELDS if one not in RELATED]), NUMBERS, min_size=1, max_size=3))
+def test_numbers_that_it_allows_are_taken_and_others_are_refused(said: dict[str, Any]) -> None:
+    body = {"prompt": "x", **said}
+    try:
+        decoded(msgspec.json.encode(body), Completion).sampling()
+        is_taken = True
+    except ApiError:
+        is_taken = False
+    # To a schema 2.0 is a whole number; to us it is none.
+    is_whole = any(isinstance(one, float) and one.is_integer() for one in said.values())
+    if not (is_whole and not is_taken):
+        assert is_taken == validator(Completion).is_valid(body), body
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Chat, {"tools": [{"type": "function"}]}),
+        (Chat, {"functions": [{}]}),
+        (Chat, {"modalities": ["audio"]}),
+        (Chat, {"response_format": {"type": "json_schema"}}),
+        (Chat, {"continue_final_message": True}),
+        (Completion, {"guided_regex": "a+"}),
+        (Completion, {"echo": True}),
+        (Completion, {"prompt_logprobs": 1}),
+        (Completion, {"logit_bias": {"a": 1}}),
+        (Completion, {"logit_bias": {"1": 101}}),
+        (Completion, {"stop": [""]}),
+    ],
+)
+def test_what_it_does_not_allow_is_refused(kind: type, said: dict[str, Any]) -> None:
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], **said}
+    assert not validator(kind).is_valid(body)
+    with pytest.raises(ApiError) as caught:
+        decoded(json.dumps(body).encode(), kind).sampling()
+    assert caught.value.status == 400 and caught.value.param is not None
+    assert validator(kind).is_valid({**body, **dict.fromkeys(said)})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"user": "me", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "service_tier": "auto"},
+        {"tools": [], "tool_choice": "none", "functions": None, "modalities": ["text"], "prediction": None},
+        {"response_format": {"type": "text"}, "reasoning_effort": "low", "safety_identifier": "x", "echo": False},
+        {"messages": [{"role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "annotations": []}]},
+    ],
+)
+def test_what_clients_say_by_habit_is_passed_over(said: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **said}
+    decoded(json.dumps(body).encode(), Chat).sampling()
+    assert validator(Chat).is_valid(body)
