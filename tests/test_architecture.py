@@ -21,7 +21,7 @@ LAYERS = [
     {"penstock", "integrations"},
     {"engine"},
     {"server"},
-    {"cli", "demo", "inspect", "measure", "__main__"},
+    {"cli", "demo", "inspect", "load", "measure", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LINE = LEVEL["penstock"]
