@@ -24,6 +24,7 @@ import penstock
 from penstock import _native, inspect
 from penstock.errors import LayoutMismatch
 from penstock.inspect import in_seconds, in_units
+from penstock.load import arguments as load_arguments
 from penstock.memory import Ticket
 from penstock.server import arguments
 
@@ -124,6 +125,12 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--svg", metavar="FILE", type=Path, help="keep the last view as a picture")
     top.add_argument("--api-key", metavar="KEY", help=f"for a URL; or {arguments.KEY_VARIABLE}")
     top.set_defaults(run=run_top)
+
+    bench = commands.add_parser("bench", help="how a server fares under load")
+    benches = bench.add_subparsers(title="of what", metavar="WHAT", required=True)
+    serving = benches.add_parser("serve", help="a server that speaks OpenAI's interface, whoever made it")
+    load_arguments.add(serving)
+    serving.set_defaults(run=run_bench_serve)
 
     doctor = commands.add_parser("doctor", help="whether this machine has what penstock needs")
     doctor.set_defaults(run=run_doctor)
@@ -301,6 +308,19 @@ def run_top(options: argparse.Namespace) -> int:
             svg=options.svg,
         )
     )
+
+
+# ── bench ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def run_bench_serve(options: argparse.Namespace) -> int:
+    try:
+        from penstock.load import command
+
+        return command.run(options)
+    except ImportError as error:
+        print(f"penstock bench serve: {error}: pip install 'penstock[load]'", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"penstock bench serve: {error}", file=sys.stderr)
+    return 2
 
 
 # ── doctor ───────────────────────────────────────────────────────────────────────────────────────────────────────────

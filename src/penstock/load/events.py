@@ -1,0 +1,90 @@
+"""What a stream of server-sent events says: texts, ends, counts of tokens, errors.
+
+Leaves to `wire` the bytes, and to `figures` what is made of the times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+SHOWN = 160  # characters of what was said, in an error
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def brings_text(self) -> bool:
+        told = self.delta
+        return bool(self.text or (told is not None and (told.content or told.reasoning or told.reasoning_content)))
+
+
+class Event(msgspec.Struct):
+    """Of a chat or of a completion; fields that say nothing here are passed over."""
+
+    object: str | None = None
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None
+    message: Any = None
+
+
+class Data:
+    """Cuts a stream into the data of its events, wherever its bytes were cut."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._lines: list[bytes] = []
+
+    def feed(self, more: bytes) -> list[bytes]:
+        """The data of the events that are whole now; those without data are passed over."""
+        *lines, self._rest = (self._rest + more).split(b"\n")
+        found = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line.startswith(b"data:"):
+                self._lines.append(line[6:] if line.startswith(b"data: ") else line[5:])
+            elif not line and self._lines:
+                found.append(self._lines[0] if len(self._lines) == 1 else b"\n".join(self._lines))
+                self._lines.clear()
+        return found
+
+
+_EVENT = msgspec.json.Decoder(Event)
+
+
+def event_of(data: bytes) -> Event:
+    """Raises ValueError, also for text that is no UTF-8, or as deep as no answer is."""
+    try:
+        return _EVENT.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{error}: {shown(data)}") from None
+
+
+def error_of(event: Event) -> str | None:
+    """What went wrong in the middle of an answer, if the event says that something did."""
+    if event.error is not None:
+        told = event.error.get("message") if isinstance(event.error, dict) else None
+        return str(event.error if told is None else told)
+    return str(event.message) if event.object == "error" else None
+
+
+def shown(data: bytes) -> str:
+    """As much as fits a line."""
+    text = " ".join(data.decode(errors="replace").split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

@@ -1,0 +1,155 @@
+"""What is asked: prompts of so many tokens, images, or lines of a file; the same ones for the same seed.
+
+Leaves to `asking` that it is asked.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+# Short words that most tokenizers know as one token each.
+WORDS = (
+    "a the of and to in is it you that he was for on are with as his they at be this from have or by one had not but "
+    "what all were when we there can an your which their said if do will each about how up out them then she many some "
+    "so these would other into has more her two like him see time could no make than first been its who now people my"
+).split()
+PROBES = (16, 144)  # words, of two prompts that tell how many tokens a word has, and how many every prompt has
+TOKENS_PER_WORD = 1.3  # where the server does not tell
+TILE = 16  # pixels on a side that have one colour: an image that can be compressed, as most can, but not to nothing
+
+
+class Between(NamedTuple):
+    """A number that is drawn evenly from a range, its ends included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Between:
+        """Of `128` or `64-256`. Raises ValueError."""
+        low, _, high = text.partition("-")
+        if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
+            raise ValueError(f"a number like 128, or a range like 64-256, not {text!r}")
+        return cls(int(low), int(high or low))
+
+    def draw(self, chance: random.Random) -> int:
+        return chance.randint(*self)
+
+
+class Size(NamedTuple):
+    """Tokens of a prompt by its words."""
+
+    per_word: float = TOKENS_PER_WORD
+    always: float = 0.0
+
+    @classmethod
+    def of(cls, tokens: Sequence[int]) -> Size:
+        """From what the server counted in the two probes."""
+        (few, many), (low, high) = PROBES, tokens
+        per_word = max((high - low) / (many - few), 0.01)
+        return cls(per_word, low - few * per_word)
+
+    def words(self, tokens: int) -> int:
+        return max(1, round((tokens - self.always) / self.per_word))
+
+
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """What stands on the command line about requests."""
+
+    model: str
+    is_chat: bool
+    input_tokens: Between
+    output_tokens: Between
+    images: int = 0
+    image_size: tuple[int, int] = (256, 256)
+    ignore_eos: bool = False
+    seed: int = 0
+
+
+Body = tuple[str, bytes]  # a path, and what is sent there
+
+
+def text_of(chance: random.Random, words: int) -> str:
+    return " ".join(chance.choices(WORDS, k=words))
+
+
+def probe(wanted: Wanted, words: int) -> Body:
+    """A prompt of so many words, without images, and answered with one token."""
+    said = text_of(random.Random(f"{wanted.seed} probe {words}"), words)
+    return _asked(wanted, said, 1)
+
+
+def made(wanted: Wanted, size: Size, index: int, purpose: str) -> Body:
+    """The request of that number: none is like another."""
+    chance = random.Random(f"{wanted.seed} {purpose} {index}")
+    said: Any = text_of(chance, size.words(wanted.input_tokens.draw(chance)))
+    if wanted.images:
+        urls = [image(chance, *wanted.image_size) for _ in range(wanted.images)]
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        said = [*parts, {"type": "text", "text": said}]
+    return _asked(wanted, said, wanted.output_tokens.draw(chance))
+
+
+def _asked(wanted: Wanted, said: Any, tokens: int, **more: Any) -> Body:
+    asked = {"messages": [{"role": "user", "content": said}]} if wanted.is_chat else {"prompt": said}
+    return _body(wanted, {"max_tokens": tokens, **asked, **more})
+
+
+def _body(wanted: Wanted, asked: dict[str, Any]) -> Body:
+    """What the request itself says comes last."""
+    body: dict[str, Any] = {"model": wanted.model, "temperature": 0, "stream_options": {"include_usage": True}}
+    if wanted.ignore_eos:
+        body["ignore_eos"] = True
+    path = "/v1/chat/completions" if wanted.is_chat else "/v1/completions"
+    return path, msgspec.json.encode({**body, **asked, "stream": True})
+
+
+# ── from a file ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def read(path: Path, wanted: Wanted, requests: int) -> list[Body]:
+    """So many requests: the lines in turn. Raises OSError, and ValueError where a line is no prompt."""
+    lines = [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} has no line")
+    bodies = [_of_line(f"{path}, line {number}", line, wanted) for number, line in lines]
+    return [bodies[index % len(bodies)] for index in range(requests)]
+
+
+def _of_line(where: str, line: bytes, wanted: Wanted) -> Body:
+    try:
+        said = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if isinstance(said, str) or (isinstance(said, list) and not wanted.is_chat):
+        return _asked(wanted, said, wanted.output_tokens.high)
+    key = "messages" if wanted.is_chat else "prompt"
+    if not isinstance(said, dict) or not ({key, "prompt"} & said.keys()):
+        kinds = "a text, or an object with" if wanted.is_chat else "a text, a list of ids, or an object with"
+        raise ValueError(f"{where}: expected {kinds} {key!r}, and fields of the request's body")
+    if key in said:
+        return _body(wanted, {"max_tokens": wanted.output_tokens.high, **said})
+    return _asked(wanted, said.pop("prompt"), wanted.output_tokens.high, **said)
+
+
+# ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def image(chance: random.Random, width: int, height: int) -> str:
+    """A data URL of a PNG: tiles of colours."""
+    tiles = np.frombuffer(chance.randbytes(-(-width // TILE) * -(-height // TILE) * 3), np.uint8)
+    tiles = tiles.reshape(-(-height // TILE), -(-width // TILE), 3)
+    pixels = tiles.repeat(TILE, 0).repeat(TILE, 1)[:height, :width]
+    lines = np.zeros((height, 1 + width * 3), np.uint8)  # each begins with the number of its filter: none
+    lines[:, 1:] = pixels.reshape(height, width * 3)
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # eight bits each of red, green and blue
+    parts = ((b"IHDR", head), (b"IDAT", zlib.compress(lines.tobytes(), 1)), (b"IEND", b""))
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    )
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

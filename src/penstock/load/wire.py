@@ -1,0 +1,241 @@
+"""HTTP/1.1 as a load generator needs it: connections that are kept, answers that are passed on as their bytes come.
+
+A thousand streams are to cost one process little: from the socket to who takes an answer there is a parser in C, and no
+task is woken for an event. Leaves to who takes it what an answer says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import Callable
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import httptools
+
+LOOKS = 20  # for the silent, in the time that they may be silent
+CROSSED = 0.05  # seconds; after which a connection that closes was closed over the request
+MOST_HEAD = 1 << 16  # bytes of an answer before its body
+
+
+class Failure(Exception):
+    """A request has no whole answer. `kind` is one of few, to be counted by; the text is this one's."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Taker(Protocol):
+    """Who takes an answer. Either method may raise Failure: then nothing more of it is wanted."""
+
+    def begin(self, status: int, headers: dict[str, str]) -> None: ...
+
+    def take(self, data: bytes, at: float) -> None:
+        """A part of the body, and when it came, on `time.perf_counter`."""
+
+
+class Connection(asyncio.Protocol):
+    """To the server; of one request at a time."""
+
+    def __init__(self, lost: Callable[[Connection], None]) -> None:
+        self._lost = lost
+        self._transport: asyncio.Transport | None = None
+        self._taker: Taker | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._begin_answer()
+        self.heard_at = 0.0  # or since when it is listened to
+        self._has_heard = False  # anything, of the answer that is awaited
+        self.is_used = False
+        self.is_open = True
+
+    def _begin_answer(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: dict[str, str] = {}
+        self._has_length = False  # or chunks; otherwise the body ends with the connection
+        self._keeps = False  # the server lets another request follow
+        self._head_nbytes = 0
+        self._is_body = False
+        self._is_whole = False
+
+    async def ask(self, request: bytes, taker: Taker) -> bool:
+        """Returns when the answer is whole: whether another request may be asked. Raises Failure."""
+        assert self._transport is not None, "a connection that was made"
+        self._begin_answer()
+        self._taker, self._has_heard = taker, False
+        self._done = asyncio.get_running_loop().create_future()
+        self.heard_at = time.perf_counter()
+        try:
+            if not self.is_open:
+                raise Failure("closed", "the server closed the connection before it answered")
+            self._transport.write(request)
+            await self._done
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._taker = self._done = None
+        self.is_used = True
+        return self._can_be_kept
+
+    @property
+    def _can_be_kept(self) -> bool:
+        return self.is_open and self._keeps
+
+    @property
+    def is_crossed(self) -> bool:
+        """Whether the server may have closed it, as nobody used it, just when it was used again: nobody's fault."""
+        return self.is_used and not self._has_heard and time.perf_counter() - self.heard_at < CROSSED
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def fail(self, failure: Exception) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(failure)
+
+    # ── of the transport ──
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "a stream"
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = time.perf_counter()
+        if self._done is None or self._done.done():
+            self.abort()  # it says what nobody has asked
+            return
+        self._has_heard = True
+        if not self._is_body:
+            self._head_nbytes += len(data)
+        try:
+            self._parser.feed_data(data)
+            if not self._is_body and self._head_nbytes > MOST_HEAD:
+                raise Failure("not HTTP", f"the answer's head is longer than {MOST_HEAD} bytes")
+        except Failure as failure:
+            self.fail(failure)
+        except httptools.HttpParserCallbackError as error:
+            found = error.__context__
+            self.fail(found if isinstance(found, Failure) else error)
+        except httptools.HttpParserError as error:
+            self.fail(Failure("not HTTP", f"{error}: {data[:60]!r}"))
+        if self._is_whole and not self._done.done():
+            self._done.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        self._lost(self)
+        if self._done is None or self._done.done():
+            return
+        if error is None and self._is_body and not self._has_length:
+            self._done.set_result(None)
+        else:
+            where = "in the middle of its answer" if self._is_body else "before it answered"
+            self.fail(Failure("closed", f"the server closed the connection {where}{f': {error}' if error else ''}"))
+
+    # ── of the parser ──
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # more will come
+            return
+        self._is_body = True
+        self._has_length = "content-length" in self._headers or "transfer-encoding" in self._headers
+        self._keeps = self._has_length and bool(self._parser.should_keep_alive())
+        assert self._taker is not None
+        self._taker.begin(status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        assert self._taker is not None
+        self._taker.take(data, self.heard_at)
+
+    def on_message_complete(self) -> None:
+        if self._is_body:
+            self._is_whole = True
+        else:
+            self._headers = {}
+
+
+class Wire:
+    """All connections to one server. Used as `async with`, which closes them."""
+
+    def __init__(self, url: str, api_key: str, timeout: float) -> None:
+        """Raises ValueError for what is no http or https URL. `timeout`: seconds of silence, or to connect."""
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"expected a URL like http://127.0.0.1:8000, got {url!r}")
+        self._host, self._port = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        authorized = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._head = f"host: {parts.netloc.rpartition('@')[2]}\r\nuser-agent: penstock\r\n{authorized}".encode()
+        self._timeout = timeout
+        self._free: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Wire:
+        self._watch = asyncio.ensure_future(self._watch_the_silent())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._watch is not None
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        for one in (*self._free, *self._busy):
+            one.abort()
+        await asyncio.sleep(0)  # in which they are closed
+
+    async def get(self, path: str, taker: Taker) -> None:
+        """Returns when the answer is whole. Raises Failure."""
+        await self._ask(b"GET %b%b HTTP/1.1\r\n%b\r\n" % (self._path.encode(), path.encode(), self._head), taker)
+
+    async def post(self, path: str, body: bytes, taker: Taker) -> None:
+        """The same, with a body, which is JSON."""
+        head = b"POST %b%b HTTP/1.1\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        await self._ask(head % (self._path.encode(), path.encode(), self._head, len(body)) + body, taker)
+
+    async def _ask(self, request: bytes, taker: Taker) -> None:
+        while True:
+            connection = self._free.pop() if self._free else await self._connect()
+            self._busy.add(connection)
+            try:
+                if await connection.ask(request, taker):
+                    self._free.append(connection)
+                else:
+                    connection.abort()
+                return
+            except Failure as failure:
+                if not (failure.kind == "closed" and connection.is_crossed):
+                    raise
+            finally:
+                self._busy.discard(connection)
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        connecting = loop.create_connection(lambda: Connection(self._forget), self._host, self._port, ssl=self._tls)
+        try:
+            _, connection = await asyncio.wait_for(connecting, self._timeout)
+        except (TimeoutError, asyncio.TimeoutError):
+            raise Failure("not connected", f"no connection within {self._timeout:g} s") from None
+        except OSError as error:
+            raise Failure("not connected", str(error)) from None
+        return connection
+
+    def _forget(self, connection: Connection) -> None:
+        with contextlib.suppress(ValueError):
+            self._free.remove(connection)
+
+    async def _watch_the_silent(self) -> None:
+        """One look at all of them every so often, and no timer for each."""
+        while True:
+            await asyncio.sleep(self._timeout / LOOKS)
+            latest = time.perf_counter() - self._timeout
+            for one in self._busy:
+                if one.heard_at < latest:
+                    one.fail(Failure("silent", f"nothing came for {self._timeout:g} s"))

@@ -1,0 +1,111 @@
+"""The arithmetic of `penstock bench serve`: what TTFT, ITL, TPOT and quantiles are, of times that are made up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("httptools")
+
+from penstock.load.asking import Outcome
+from penstock.load.figures import Figures, Paces, Spread, figures_of
+from penstock.load.wire import Failure
+
+
+def told(*stamps: float, due: float = 10.0, tokens: int | None = None, counts: tuple[int, ...] = ()) -> Outcome:
+    """An answer whose events came so many seconds after it was due, and that was whole 0.5 s after the last."""
+    done = due + max(stamps, default=0.0) + 0.5
+    outcome = Outcome(due, due, [due + one for one in stamps], list(counts), done, 3)
+    outcome.completion_tokens = tokens
+    return outcome
+
+
+def figures(*outcomes: Outcome, until: float = 20.0) -> Figures:
+    return figures_of(outcomes, until, 1.0)
+
+
+def itl(outcome: Outcome) -> list[tuple[float, float]]:
+    return [(round(float(each), 6), round(float(many), 6)) for each, many in zip(*Paces.of(outcome), strict=True)]
+
+
+def test_with_one_token_an_event_itl_is_the_gap_and_tpot_its_mean() -> None:
+    outcome = told(0.2, 0.3, 0.6, tokens=3)
+    assert itl(outcome) == [(0.1, 1), (0.3, 1)]
+    found = figures(outcome)
+    assert found.ttft is not None and found.tpot is not None and found.latency is not None
+    assert found.ttft.mean == pytest.approx(200) and found.tpot.mean == pytest.approx(200)
+    assert found.latency.mean == pytest.approx(1100)
+    assert (found.requests, found.output_tokens, found.prompt_tokens) == (1, 3, 3)
+    assert found.requests_per_s == pytest.approx(0.1) and found.output_tokens_per_s == pytest.approx(0.3)
+    assert found.cpu_cores == pytest.approx(0.1)
+
+
+def test_tokens_that_came_in_one_event_share_its_gap() -> None:
+    """By the server's own running count: 2, then 4 more, then 1."""
+    outcome = told(0.2, 0.6, 0.7, tokens=7, counts=(2, 6, 7))
+    assert itl(outcome) == [(0.1, 4), (0.1, 1)]
+    assert figures(outcome).itl == Spread(*[pytest.approx(100)] * 4)
+    assert figures(outcome).tpot == Spread(*[pytest.approx(100)] * 4)  # (0.7 - 0.2) / 5: the first two are TTFT's
+
+
+def test_without_a_running_count_the_tokens_are_spread_evenly_over_the_events() -> None:
+    outcome = told(0.2, 0.6, 0.7, tokens=6)
+    assert itl(outcome) == [(0.2, 2), (0.05, 2)]
+    tpot = figures(outcome).tpot
+    assert tpot is not None and tpot.mean == pytest.approx(1e3 * 0.5 / 4)
+
+
+def test_the_token_that_ends_an_answer_without_a_text_is_in_no_event() -> None:
+    outcome = told(0.1, 0.2, 0.3, tokens=4)
+    outcome.has_silent_end = True
+    assert itl(outcome) == [(0.1, 1), (0.1, 1)]
+
+
+def test_an_event_that_brought_no_token_lends_its_gap_to_the_next() -> None:
+    outcome = told(0.1, 0.2, 0.4, 0.5, tokens=3, counts=(1, 1, 2, 3))
+    assert itl(outcome) == [(0.3, 1), (0.1, 1)]
+
+
+def test_events_without_usage_count_as_tokens_and_it_is_said() -> None:
+    found = figures(told(0.1, 0.2), told(0.1, tokens=9))
+    assert (found.output_tokens, found.counted_by_events) == (11, 1)
+
+
+def test_one_event_has_a_ttft_and_no_itl_and_none_has_neither() -> None:
+    found = figures(told(0.1, tokens=4))
+    assert found.itl is None and found.tpot is None
+    assert found.ttft == Spread(*[pytest.approx(100)] * 4)
+    silent = figures(told(tokens=4))
+    assert silent.ttft is None and silent.latency is not None and silent.output_tokens == 4
+
+
+def test_quantiles_are_nearest_ranks_and_a_weight_of_three_is_three_values() -> None:
+    hundred = Spread.of(np.arange(1, 101) / 1e3)
+    assert hundred == Spread(*map(pytest.approx, (50.5, 50, 90, 99)))
+    weighted = Spread.of(np.array([0.3, 0.1, 0.2]), np.array([3.0, 1.0, 6.0]))
+    plain = Spread.of(np.repeat([0.3, 0.1, 0.2], [3, 1, 6]))
+    assert weighted == plain == Spread(*map(pytest.approx, (220, 200, 300, 300)))
+    assert Spread.of(np.zeros(0)) is None
+
+
+def test_what_failed_or_was_interrupted_is_counted_and_in_no_figure() -> None:
+    failed = [told(0.1, tokens=5), told(0.1, tokens=5)]
+    failed[0].failure, failed[1].failure = Failure("closed", "first"), Failure("closed", "second")
+    failed.append(told(0.1))
+    failed[2].failure = Failure("silent", "third")
+    is_open = Outcome(10.0, 10.0, [10.1])
+    found = figures(told(0.2, tokens=2), *failed, is_open)
+    assert (found.requests, found.failed, found.unfinished, found.output_tokens) == (1, 3, 1, 2)
+    told_of = [(one.kind, one.requests, one.example) for one in found.errors]
+    assert told_of == [("closed", 2, "first"), ("silent", 1, "third")]
+    assert found.most_open == 5
+    nothing = figures()
+    assert (nothing.requests, nothing.ttft, nothing.errors) == (0, None, [])
+
+
+def test_a_request_that_is_sent_late_is_timed_from_when_it_was_due() -> None:
+    outcome = told(0.3, tokens=1)
+    outcome.sent = outcome.due + 0.2
+    found = figures(outcome)
+    assert found.ttft is not None and found.ttft.mean == pytest.approx(300)
+    assert found.late is not None and found.late.p99 == pytest.approx(200)
