@@ -11,13 +11,14 @@ BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard native/*.h native/*.cpp) 
     $(sort $(dir $(wildcard src/penstock/*.py src/penstock/*/*.py src/penstock/*/*/*.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test bench check clean
+.PHONY: help serve test bench check docs clean
 
 help:
 	@echo "make serve    install what the demonstration needs, and run it"
 	@echo "make check    formatting, lint, types"
 	@echo "make test     every test; scripts/test KIND runs one kind"
 	@echo "make bench    measure; NAME=channels says what, ARGS='…' how"
+	@echo "make docs     build the documentation into build/docs; scripts/docs serve shows it while it is written"
 	@echo "make clean    remove what was built and installed here"
 	@echo "PYTHON=/path/to/python3 chooses the interpreter for $(VENV) (3.10 or newer)"
 
@@ -32,6 +33,9 @@ bench:
 
 check: $(VENV)/stamp-dev
 	@scripts/check
+
+docs:
+	@scripts/docs
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -35,16 +35,21 @@ def open_broadcast(
 ) -> Broadcast | MessageChannel:
     """A channel from one process to `receivers` others, each of which gets every record, or message.
 
-    messages     classes of messages (`msgspec.Struct`, array_like=True): the ends take and give these instead of bytes
-    capacity     bytes of the ring (a power of two); the sender waits when the slowest receiver is that far behind
-    inline_limit records longer than this go to the pool by themselves, one copy for all receivers
-    spill_nbytes most that may lie in the pool at once; claimed as it is needed (default: the machine's memory)
-    latency      "auto" spins while that pays, "eco" never does, "spin" does for 10 ms before it sleeps
-    on_receiver_death, on_sender_death
-                 "raise" tells the other side once, by PeerDied; "ignore" goes on with those that are left
-                 (a side of which nobody is left is always told)
-    huge_pages, numa_node, numa_required
-                 wishes about the memory; `fallback` of the segment says if they could not be met
+    Options:
+
+        messages      classes of messages (`msgspec.Struct`, array_like=True): the ends take and give these
+                      instead of bytes
+        capacity      bytes of the ring (a power of two); the sender waits when the slowest receiver is that
+                      far behind
+        inline_limit  records longer than this go to the pool by themselves, one copy for all receivers
+        spill_nbytes  most that may lie in the pool at once; claimed as it is needed (default: the machine's
+                      memory)
+        latency       "auto" spins while that pays, "eco" never does, "spin" does for 10 ms before it sleeps
+        on_receiver_death, on_sender_death
+                      "raise" tells the other side once, by PeerDied; "ignore" goes on with those that are
+                      left (a side of which nobody is left is always told)
+        huge_pages, numa_node, numa_required
+                      wishes about the memory; `fallback` of the segment says if they could not be met
     """
     if messages is None:
         return _open_broadcast(receivers, name, **options)

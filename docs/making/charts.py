@@ -1,0 +1,65 @@
+"""Pictures and tables of `bench/headlines.json`: a handful of rows of the ledger, each with its command.
+
+Leaves to `penstock.measure.plot` how a chart is drawn, and to `bench/RESULTS.md` everything else that was measured.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from penstock.measure import plot
+
+HEADLINES = json.loads((Path(__file__).parents[2] / "bench" / "headlines.json").read_text())
+FACTORS = {"k": 1e3, "M": 1e6}
+
+
+def number(figure: str) -> float:
+    """Of a figure as the ledger prints it: 1,044 or 12.5k."""
+    digits = figure.rstrip("kM").replace(",", "")
+    return float(digits) * FACTORS.get(figure[-1], 1.0)
+
+
+def ratio(row: dict[str, Any]) -> str:
+    """Ours to theirs: as the ledger says it, or one through its `×`, which is theirs to ours over the rounds."""
+    if "ratio" in row:
+        return str(row["ratio"])
+    value = 1 / float(row["times"])
+    return f"{value:.0f}x" if value >= 10 else f"{value:.2g}x" if value < 0.1 else f"{value:.2f}x"
+
+
+def table() -> str:
+    """What README shows."""
+    lines = ["| | ours | theirs | ratio | whose |", "|---|---|---|---|---|"]
+    for row in HEADLINES["rows"]:
+        ours, theirs = f"{row['ours']} {row['unit']}", row["theirs"]
+        lines.append(f"| {row['what']} | {ours} | {theirs} | {ratio(row)} | {row['baseline']} |")
+    return "\n".join(lines)
+
+
+def drawings() -> dict[str, str]:
+    """SVG by name."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for chart in HEADLINES["charts"]:
+            source = HEADLINES["sources"][chart["source"]]
+            groups = [
+                (label, [(who, number(figure)) for who, figure in bars.items()]) for label, bars in chart["groups"]
+            ]
+            path = Path(folder) / f"{chart['name']}.svg"
+            plot.bars(path, chart["title"], f"p50; {source['entry']}; {source['machine']}", chart["unit"], groups)
+            found[chart["name"]] = path.read_text()
+    return found
+
+
+def page() -> str:
+    lines = [table()]
+    for chart in HEADLINES["charts"]:
+        source = HEADLINES["sources"][chart["source"]]
+        lines += [f"\n## {chart['title']}\n", f"![{chart['title']}, in {chart['unit']}](charts/{chart['name']}.svg)\n"]
+        lines += [f"`{source['command']}`", f"({source['entry']}; {source['machine']})"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

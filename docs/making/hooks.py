@@ -1,0 +1,30 @@
+"""What MkDocs asks while it builds: adds the pages and pictures that are made of the tree itself.
+
+Leaves to `commands` and `charts` what stands in them.
+"""
+
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import charts  # noqa: E402
+import commands  # noqa: E402
+
+HEADLINES = "<!-- headlines -->"  # where a page wants the charts
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    files.append(File.generated(config, "reference/commands.md", content=commands.page()))
+    for name, drawing in charts.drawings().items():
+        files.append(File.generated(config, f"charts/{name}.svg", content=drawing))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return markdown.replace(HEADLINES, charts.page()) if HEADLINES in markdown else markdown

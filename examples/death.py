@@ -1,0 +1,32 @@
+"""A worker is killed. Whoever sends to it is told by name, and what it held has been given back."""
+
+import multiprocessing
+
+import penstock
+
+
+def worker(steps, rank):
+    receiver = steps.receiver(rank, name=f"worker {rank}")
+    held = receiver.receive_view(timeout=30)  # 32 MiB, where they lie
+    assert len(held) == 32 << 20
+    multiprocessing.Event().wait()  # for ever
+
+
+if __name__ == "__main__":
+    steps = penstock.open_broadcast(receivers=2)
+    workers = [multiprocessing.get_context("spawn").Process(target=worker, args=(steps, rank)) for rank in range(2)]
+    for process in workers:
+        process.start()
+    with steps.sender(name="core") as core:
+        core.send(bytes(32 << 20))
+        while steps.snapshot()["receivers"][1]["records"] == 0:  # until worker 1 has it
+            pass
+        workers[1].kill()
+        workers[1].join()
+        try:
+            core.send(b"the next step")
+        except penstock.PeerDied as death:
+            print(f"PeerDied: {death}")
+        core.send(b"the next step, for those who are left")
+    workers[0].kill()
+    workers[0].join()

@@ -1,0 +1,31 @@
+"""Values travel with a request as items, and are held for as long as the request lives, however it ends."""
+
+import msgspec
+import numpy as np
+
+import penstock
+
+
+class Submit(msgspec.Struct, array_like=True):
+    request: int
+    image: penstock.Item
+
+
+def main():
+    pixels = np.ones((3, 448, 448), np.float32)
+    store = penstock.Store.create(64 << 20)
+    requests = penstock.open_ring(messages=(Submit,))
+    with requests.sender() as sender, requests.receiver() as receiver:
+        outgoing = penstock.Outgoing(store)  # one in each server
+        with outgoing.scope() as scope:  # one for each request
+            sender.send(Submit(1, scope.put(pixels, penstock.key_of(pixels))))  # inline where there is no room
+
+            incoming = penstock.Incoming(store)  # one in each worker; a core passes items on, and needs no store
+            submit = receiver.receive(timeout=5)
+            with incoming.open(submit.image) as held:  # penstock.Missing if it came too late: that request fails
+                assert held.value().sum() == pixels.sum()
+    print(outgoing.stats())
+
+
+if __name__ == "__main__":
+    main()

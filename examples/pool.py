@@ -1,0 +1,13 @@
+"""A pool lends blocks of shared memory: to whoever takes one, and to whom it is shared with."""
+
+import numpy as np
+
+import penstock
+
+image = np.arange(1 << 20, dtype=np.uint8)
+pool = penstock.Pool.create(64 << 20)  # claimed now, or MemoryExhausted now
+lease = pool.take(image.nbytes)
+np.frombuffer(lease, image.dtype)[:] = image  # or let the decoder write there
+ref = pool.share(lease, to=[pool.peer])  # plain data, for any message; whoever is named may open it once
+seen = np.frombuffer(pool.open(ref), image.dtype)  # over there: a read-only view, given back with its last array
+assert (seen == image).all() and not seen.flags.writeable

@@ -1,0 +1,87 @@
+"""What the documents show is done as they show it: every example, and the shell of every page from top to bottom."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import eventually
+from tests.documents import EXAMPLES, PAGES, ROOT, sessions
+
+ASKING = "ask"  # the one example that needs a server; the pages with one run it
+PORT = "8000"  # of the pages; here it is one that is free
+
+
+@contextlib.contextmanager
+def in_a_session_of_its_own(command: list[str], folder: Path, within: float) -> Iterator[tuple[int, str]]:
+    """Its exit status and what it said; whoever is left of it when the block ends is killed, and fails the test."""
+    bin_folder = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+    told = folder / "told"
+    with told.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(within)
+            yield status, told.read_text()
+            eventually(lambda: not session(process.pid), within=20)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def session(number: int) -> list[int]:
+    """Who is in it, and no zombie."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == number and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("example", [path for path in EXAMPLES if path.stem != ASKING], ids=lambda path: path.stem)
+def test_an_example_runs_and_leaves_nobody(example: Path, tmp_path: Path) -> None:
+    with in_a_session_of_its_own([sys.executable, str(example)], tmp_path, 60) as (status, told):
+        assert status == 0, told
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return str(found.getsockname()[1])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", sessions(), ids=lambda page: page.stem)
+def test_the_shell_of_a_page_does_what_it_shows(page: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    pytest.importorskip("uvicorn")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    script = tmp_path / "session"
+    ended = "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n"
+    script.write_text("set -euo pipefail\n" + ended + sessions()[page].replace(PORT, free_port()))
+    with in_a_session_of_its_own(["bash", "-x", str(script)], tmp_path, 200) as (status, told):
+        assert status == 0, told
+
+
+def test_a_page_without_a_server_would_still_be_found_by_its_port() -> None:
+    """The port of the pages is replaced as text: no page may mean something else by it."""
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            if PORT in line:
+                assert f":{PORT}" in line or f"port {PORT}" in line or "--port" in line, f"{page}: {line}"

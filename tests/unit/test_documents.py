@@ -1,0 +1,170 @@
+"""What the documents say is true: blocks, links, names, figures. That their commands run is shown in e2e."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import penstock
+from penstock import inspect
+from penstock.cli import parser
+from penstock.tensor.bridge import TensorStats
+from penstock.tensor.store import StoreStats
+from penstock.tensor.transport import IncomingStats, OutgoingStats
+from tests.documents import EXAMPLES, NEEDS, PAGES, ROOT, RUN, SHOWN, fences
+
+DOCS = ROOT / "docs"
+MAKING = DOCS / "making"
+COUNTERS = DOCS / "operations" / "counters.md"
+
+
+# ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_every_block_can_be_run_or_is_only_to_be_read_or_says_what_it_needs() -> None:
+    for fence in (fence for page in PAGES for fence in fences(page)):
+        assert fence.language in RUN | SHOWN, f"{fence.where}: a block of {fence.language or 'nothing'}"
+        assert fence.needs is None or fence.needs in NEEDS, f"{fence.where}: needs {fence.needs}: what is that?"
+
+
+def test_every_block_of_python_stands_in_an_example() -> None:
+    examples = [path.read_text() for path in EXAMPLES]
+    blocks = [one for page in PAGES for one in fences(page) if one.language == "python" and one.needs is None]
+    assert blocks, "looked at nothing"
+    for fence in blocks:
+        indented = [textwrap.indent(fence.text, " " * depth) for depth in (0, 4, 8)]
+        is_there = any(f"\n{text}" in f"\n{example}" for text in indented for example in examples)
+        assert is_there, f"{fence.where}: in no file of examples/, which is what is run"
+
+
+# ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def links(page: Path) -> Iterator[str]:
+    text = re.sub(r"```.*?```|`[^`\n]+`", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:", target):
+            yield target
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+def test_no_link_of_a_document_outside_the_site_leads_nowhere() -> None:
+    """Those within docs/ are looked at by its strict build."""
+    looked_at = 0
+    for page in ROOT.glob("*.md"):
+        for target in links(page):
+            path, _, anchor = target.partition("#")
+            there = (page.parent / path) if path else page
+            assert there.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
+            looked_at += 1
+    assert looked_at > 5
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def told(page: Path) -> set[str]:
+    """What stands in code on a page."""
+    return set(re.findall(r"`([^`\n]+)`", page.read_text()))
+
+
+def test_every_metric_is_explained() -> None:
+    pytest.importorskip("prometheus_client")
+    from penstock.engine.board import Board
+    from penstock.server.metrics import Metrics
+    from penstock.server.tally import Tally
+
+    board = Board(Board.lay(1))
+    text = Metrics(Tally(Tally.lay(1), 1), board, 1).text().decode()
+    board.close()
+    names = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
+    assert len(names) > 10
+    assert not names - told(COUNTERS), f"to be explained in {COUNTERS.relative_to(ROOT)}"
+
+
+def keys_of(value: Any) -> set[str]:
+    if isinstance(value, list):
+        return set().union(*map(keys_of, value))
+    if isinstance(value, dict):
+        return set(value).union(*map(keys_of, value.values()))
+    return set()
+
+
+def test_everything_that_inspect_tells_is_explained() -> None:
+    with penstock.Store.create(1 << 20) as store, penstock.open_inbox(2) as inbox:
+        held = store.put(bytes(32), np.zeros(100_000, np.uint8))
+        with inbox.sender() as first, inbox.sender() as second, inbox.receiver():
+            first.send(b"x")
+            second.send(b"x")
+            seen = inspect.look(os.getpid())
+        held.release()
+    columns = {column for table in inspect.tables_of(seen) for column in table.columns}
+    names = keys_of(seen) | columns
+    assert len(names) > 60
+    assert not names - told(COUNTERS), f"to be explained in {COUNTERS.relative_to(ROOT)}"
+
+
+def test_every_number_that_an_object_counts_is_explained() -> None:
+    counted: tuple[type[msgspec.Struct], ...] = (
+        *(OutgoingStats, IncomingStats, TensorStats, StoreStats, penstock.PoolStats, penstock.Holder),
+    )
+    for kind in counted:
+        missing = set(kind.__struct_fields__) - told(COUNTERS)
+        assert not missing, f"{kind.__name__}: {missing}"
+
+
+def test_every_name_of_the_package_is_in_the_reference() -> None:
+    pages = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+    there = set(re.findall(r"^::: penstock\.(\w+)$", pages, re.MULTILINE))
+    assert there == set(penstock.__all__) - {"__version__"}
+
+
+def test_every_command_and_option_is_on_the_page_that_is_made_of_them() -> None:
+    page = made("commands")
+    for name, command in parser()._subparsers._group_actions[0].choices.items():  # type: ignore[union-attr]
+        assert f"## penstock {name}" in page
+        for action in command._actions:
+            for option in set(action.option_strings) - {"-h", "--help"}:
+                assert f"`{option}" in page, f"penstock {name} {option}"
+
+
+# ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def made(module: str) -> str:
+    """What one of the programs that write the site writes."""
+    done = subprocess.run([sys.executable, MAKING / f"{module}.py"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_headline_stands_in_the_entry_of_the_ledger_that_it_names() -> None:
+    ledger = (ROOT / "bench" / "RESULTS.md").read_text()
+    headlines = json.loads((ROOT / "bench" / "headlines.json").read_text())
+    entries: dict[str, str] = {}
+    for name, source in headlines["sources"].items():
+        found = [one for one in re.split(r"^## ", ledger, flags=re.MULTILINE) if one.startswith(source["entry"])]
+        assert len(found) == 1, f"{name}: {source['entry']}"
+        entries[name] = found[0]
+        words = source["command"].split() + source["machine"].split()
+        assert not [word for word in words if word.strip("(),") not in found[0]], name
+    figures = [
+        (row, row[key]) for row in headlines["rows"] for key in ("ours", "theirs", "times", "ratio") if key in row
+    ]
+    figures += [
+        (chart, figure) for chart in headlines["charts"] for _, bars in chart["groups"] for figure in bars.values()
+    ]
+    assert len(figures) > 100
+    for of, figure in figures:
+        is_there = re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d.])", entries[of["source"]])
+        assert is_there, f"{figure} of {of.get('what', of.get('title'))}"
+
+
+def test_the_table_of_the_readme_is_made_of_the_headlines() -> None:
+    assert made("charts").strip() in (ROOT / "README.md").read_text(), "python docs/making/charts.py prints it"
