@@ -176,11 +176,13 @@ class Scheduler:
         """Decides the next step. False, and nothing has been decided, where there is none now: results are missing."""
         if self._progress.in_flight == self._most_flights:
             return False
+        if self._is_steady(plan):
+            return True
         self._gone.clear()
         is_told = bool(self._leaving)
         if is_told:
             self._leave(plan)
-        is_waited_for = bool(self._aside or self._queue)
+        is_waited_for = self._is_waited_for(plan)
         if is_waited_for:
             self._progress.charge()
         put_aside = self._make_way(plan) if is_waited_for else []
@@ -202,6 +204,19 @@ class Scheduler:
         for slot in (*self._resting, *stalled):
             plan.advance(slot, 0)
         return True
+
+    def _is_steady(self, plan: Plan) -> bool:
+        """All who run come on by a token each, as in the step before, and nobody else could: nothing is to decide."""
+        if self._leaving or self._gone or self._resting or self._prefilling or self._is_waited_for(plan):
+            return False
+        schedule = self._schedule
+        return (
+            schedule.rows.size > 0 and not schedule.short_of_blocks().size and not self._progress.sampled_to_the_last()
+        )
+
+    def _is_waited_for(self, plan: Plan) -> bool:
+        """There is somebody to be let in, and a slot for it."""
+        return bool(self._aside) or (plan.free_slots > 0 and bool(self._queue))
 
     def _leave(self, plan: Plan) -> None:
         for sample in self._leaving:
