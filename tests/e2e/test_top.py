@@ -1,11 +1,15 @@
 """The live view of a server that works: on the terminal, as JSON, and the data of its page."""
 
 import asyncio
+import fcntl
 import json
 import os
+import pty
 import re
 import signal
+import struct
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,10 +100,38 @@ async def what_is_open_is_shown_alike_by_all_views(tree: Served) -> None:
     assert re.search(r"requests +5 open +5 running +0 waiting", out), out
     for process in found.moment.processes:
         assert re.search(rf" {process.title} +{process.pid} +serves +0 ", out), out
-    assert re.search(r"broadcast steps 0 +[\d.,]+ ", out) and "\x1b" not in out
+    assert re.search(r"steps 0 +broadcast +[\d.,]+ ", out) and "\x1b" not in out
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await tree.must_be_empty()
+
+
+async def on_a_terminal_it_has_a_screen_of_its_own_until_q(tree: Served) -> None:
+    ours_end, its_end = pty.openpty()
+    try:
+        fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        before = termios.tcgetattr(its_end)
+        command = (sys.executable, "-m", "penstock", "top", ours(), "--interval", "0.1")
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=its_end, stdout=its_end, stderr=its_end, env=environment
+        )
+        got = bytearray()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours_end, lambda: got.extend(os.read(ours_end, 1 << 16)))
+        try:
+            await tree.until(lambda: got.count(b"\x1b[H") > 3)  # drawn anew each time
+            assert got.count(b"\x1b[?1049h") == 1 and b"\x1b[?1049l" not in got
+            os.write(ours_end, b"xq")
+            assert await asyncio.wait_for(process.wait(), 30) == 0
+            await tree.until(lambda: b"\x1b[?1049l" in got)
+        finally:
+            loop.remove_reader(ours_end)
+        assert termios.tcgetattr(its_end) == before
+        assert b"worker 0.0" in got
+    finally:
+        os.close(ours_end)
+        os.close(its_end)
 
 
 async def a_picture_is_kept_and_fetches_nothing(tree: Served) -> None:
@@ -164,6 +196,7 @@ async def a_process_that_is_stopped_is_shown_as_stopped(tree: Served) -> None:
 SCENES: tuple[Callable[[Served], Any], ...] = (
     tokens_are_counted_as_they_were_asked_for,
     what_is_open_is_shown_alike_by_all_views,
+    on_a_terminal_it_has_a_screen_of_its_own_until_q,
     a_picture_is_kept_and_fetches_nothing,
     without_the_key_there_is_nothing_to_see,
     many_that_look_are_told_of_the_same_moment,
