@@ -16,7 +16,7 @@ NOTICE = Notice(
 )  # fmt: skip
 
 
-def zero(kind: type[Any], **numbers: Any) -> Any:
+def zero(kind: type[Any], /, **numbers: Any) -> Any:
     """All numbers are 0, but those that are given."""
     kinds = {int: 0, float: 0.0, str: "", bool: False}
     found = {one.name: kinds.get(one.type, ()) for one in msgspec.structs.fields(kind)}

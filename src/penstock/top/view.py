@@ -44,29 +44,31 @@ def drawn(seen: Seen, history: History, console: Console, gone: str = "") -> Ren
     """`gone`: why it is not there now; what is shown is the last that was seen."""
     width, moment, rates = console.width, seen.moment, seen.rates
     above: list[RenderableType] = [head(moment, width, gone), Text()]
-    above += [requests(moment, rates), tokens(moment, rates)]
+    above += [requests(moment, rates), latency(rates), tokens(moment, rates)]
     above += curves(history, width) + steps(rates, width)
     left = (console.height - 1 if console.is_terminal else 1000) - len(above)
     tables = [
         (("process", "pid", "state", "restarts", "CPU", "memory"), processes(seen)),
-        (("channel", "messages/s", "bytes/s", "behind", "slowest", "sleeps/s", "sender waits"), channels(seen)),
+        (("channel", "kind", "messages/s", "bytes/s", "behind", "slowest", "sleeps/s", "sender waits"), channels(seen)),
         (("store", "kept", "hits", "hits/s", "keys held", "evicted", "held by"), stores(seen)),
     ]
     shown: list[RenderableType] = []
     for columns, rows in tables:
-        room = left - 3  # a line above, the columns' names, a line below them
+        room = left - 3  # an empty line, the columns' names, a line below them
         if not rows or room < 2:
             continue
         some = rows if len(rows) <= room else rows[: room - 1]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=True, header_style="bold")
+        table = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), expand=True, header_style="bold"
+        )
         for column in columns:
-            is_text = column in ("process", "state", "channel", "slowest", "store", "held by")
+            is_text = column in ("process", "state", "channel", "kind", "slowest", "store", "held by")
             table.add_column(column, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
         for row in some:
             table.add_row(*row)
         if len(some) < len(rows):
             table.add_row(Text(f"… {len(rows) - len(some)} more", style=DIM))
-        shown.append(table)
+        shown += [Text(), table]
         left -= 3 + len(some) + (len(some) < len(rows))
     return Group(*above, *shown)
 
@@ -96,8 +98,14 @@ def requests(moment: Moment, rates: Rates | None) -> Text:
     if rates is not None:
         figure(line, f"{rates.answered:.1f}", "answered/s")
         figure(line, f"{rates.refused:.1f}", "refused/s", "red" if rates.refused else "")
-        figure(line, seconds(rates.first_piece), "to first token")
-        figure(line, seconds(rates.gap), "between")
+    return line
+
+
+def latency(rates: Rates | None) -> Text:
+    """Of the answers that began, and of the tokens that came, since the last look: means."""
+    line = label("latency")
+    figure(line, seconds(None if rates is None else rates.first_piece), "to the first token")
+    figure(line, seconds(None if rates is None else rates.gap), "from token to token")
     return line
 
 
@@ -148,7 +156,7 @@ def steps(rates: Rates | None, width: int) -> list[RenderableType]:
             line.append("none", style=DIM)
             found.append(line)
             continue
-        room = max(10, min(40, width - LABEL - 62))
+        room = max(10, min(40, width - LABEL - 70))
         part = round(room * one.waiting / one.step) if one.step else 0
         line.append("█" * (room - part), style=DEVICE).append("█" * part, style=WAITING)
         line.append(f"  {seconds(one.step)}: ").append(f"device {seconds(one.device)}", style=DEVICE)
@@ -195,7 +203,8 @@ def channels(seen: Seen) -> list[tuple[Text, ...]]:
         waits = f"{in_seconds(one.blocked * 1e9)} now" if one.blocked else in_seconds(one.longest_blocked * 1e9)
         rows.append(
             (
-                Text(f"{one.kind} {one.name}"),
+                Text(one.name),
+                Text(one.kind, style=DIM),
                 Text(UNKNOWN if rate is None else amount(rate.records)),
                 Text(UNKNOWN if rate is None else in_units(int(rate.nbytes))),
                 Text(behind),

@@ -1,0 +1,257 @@
+"""The live view of a server that works: on the terminal, as JSON, and the data of its page."""
+
+import asyncio
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+from penstock.engine.board import Board
+from penstock.server.rates import Seen
+from tests.e2e.test_server import KEY, Served, served
+from tests.engine import told
+
+PROMPT, MOST = "hello there", 40
+STEP = 0.005  # seconds
+LONG = 10_000  # tokens; nearly a minute, and none of these requests is waited for
+
+
+async def top(*arguments: str, **more: str) -> tuple[int, str, str]:
+    command = (sys.executable, "-m", "penstock", "top", *arguments)
+    pipe = asyncio.subprocess.PIPE
+    environment = {**os.environ, "PENSTOCK_API_KEY": "", **more}
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, env=environment)
+    out, error = await process.communicate()
+    return process.returncode or 0, out.decode(), error.decode()
+
+
+async def seen_by_top(*arguments: str, **more: str) -> Seen:
+    status, out, error = await top("--json", "--interval", "0.3", *arguments, **more)
+    assert status == 0, error
+    return msgspec.json.decode(out, type=Seen)
+
+
+async def page_data(tree: Served) -> Any:
+    status, body = await tree.get("/dashboard/data")
+    assert status == 200, body
+    return json.loads(body)
+
+
+def ours() -> str:
+    return str(os.getpid())  # the launcher lives in the test's own process
+
+
+async def asked(tree: Served, many: int, tokens: int) -> None:
+    """So many requests, all answered."""
+    ask = tree.client.completions.create
+    await asyncio.gather(*(ask(model="simulated", prompt=f"{one} {PROMPT}", max_tokens=tokens) for one in range(many)))
+
+
+# ── scenes, in this order ────────────────────────────────────────────────────────────────────────────────────────────
+async def tokens_are_counted_as_they_were_asked_for(tree: Served) -> None:
+    before = await seen_by_top(ours())
+    await asked(tree, 6, MOST)
+    now = await seen_by_top(ours())
+    (old,), (new,) = before.moment.groups, now.moment.groups
+    assert new.generated_tokens - old.generated_tokens == 6 * MOST
+    assert new.prompt_tokens - old.prompt_tokens == 6 * len(f"0 {PROMPT}")
+    told = [sum(one.completion_tokens for one in seen.moment.servers) for seen in (before, now)]
+    assert told[1] - told[0] == 6 * MOST
+    assert (new.open, new.blocks - new.free_blocks, new.waiting, new.preemptions) == (0, 0, 0, 0)
+
+
+async def what_is_open_is_shown_alike_by_all_views(tree: Served) -> None:
+    asking = asyncio.ensure_future(asked(tree, 5, LONG))
+    await tree.until(lambda: tree.number(Board.OPEN) == 5)
+    found = await seen_by_top(ours())
+    elsewhere = await seen_by_top(f"http://127.0.0.1:{tree.port}", "--api-key", KEY)
+    said = await page_data(tree)
+    status, out, error = await top(ours(), "--once", "--interval", "0.3")
+    assert status == 0, error
+    assert not asking.done(), "it has been answered while we looked: ask for more"
+    for one in (found, elsewhere, msgspec.convert(said, Seen)):
+        assert sum(server.open for server in one.moment.servers) == 5
+        (group,) = one.moment.groups
+        assert (group.open, group.running, group.waiting) == (5, 5, 0)
+        assert 0 < group.blocks - group.free_blocks <= group.blocks == 4096
+        names = [channel.name for channel in one.moment.channels]
+        assert sorted(names) == ["announced 0.0", "deltas 0", "deltas 1", "inbox 0", "results 0", "steps 0"]
+        assert [process.state for process in one.moment.processes] == ["serves"] * 6
+    for rates in (found.rates, elsewhere.rates):
+        assert rates is not None and rates.generated_tokens > 0
+        assert rates.groups[0].device == pytest.approx(STEP, rel=0.05)  # what the device was told that a step takes
+        steps = next(rate for rate, name in zip(rates.channels, names, strict=True) if name == "steps 0")
+        assert steps.records == pytest.approx(rates.groups[0].steps, rel=0.3)
+    assert re.search(r"requests +5 open +5 running +0 waiting", out), out
+    for process in found.moment.processes:
+        assert re.search(rf" {process.title} +{process.pid} +serves +0 ", out), out
+    assert re.search(r"steps 0 +broadcast +[\d.,]+ ", out) and "\x1b" not in out
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await tree.must_be_empty()
+
+
+async def on_a_terminal_it_has_a_screen_of_its_own_until_q(tree: Served) -> None:
+    ours_end, its_end = pty.openpty()
+    try:
+        fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        before = termios.tcgetattr(its_end)
+        command = (sys.executable, "-m", "penstock", "top", ours(), "--interval", "0.1")
+        environment = {**os.environ, "TERM": "xterm-256color"}
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=its_end, stdout=its_end, stderr=its_end, env=environment
+        )
+        got = bytearray()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours_end, lambda: got.extend(os.read(ours_end, 1 << 16)))
+        try:
+            await tree.until(lambda: got.count(b"\x1b[H") > 3)  # drawn anew each time
+            assert got.count(b"\x1b[?1049h") == 1 and b"\x1b[?1049l" not in got
+            os.write(ours_end, b"xq")
+            assert await asyncio.wait_for(process.wait(), 30) == 0
+            await tree.until(lambda: b"\x1b[?1049l" in got)
+        finally:
+            loop.remove_reader(ours_end)
+        assert termios.tcgetattr(its_end) == before
+        assert b"worker 0.0" in got
+    finally:
+        os.close(ours_end)
+        os.close(its_end)
+
+
+async def a_picture_is_kept_and_fetches_nothing(tree: Served) -> None:
+    path = Path(os.environ["TMP_OF_TEST"]) / "top.svg"
+    status, _, error = await top(ours(), "--once", "--interval", "0.2", "--svg", str(path))
+    assert status == 0, error
+    drawing = path.read_text()
+    ElementTree.fromstring(drawing)
+    assert "steps" in drawing and not re.search(r"url\((?!#)|@import|href=\"(?!#)", drawing)
+
+
+async def without_the_key_there_is_nothing_to_see(tree: Served) -> None:
+    url = f"http://127.0.0.1:{tree.port}"
+    for arguments in ((), ("--api-key", "wrong")):
+        status, out, error = await top(url, "--once", *arguments)
+        assert (status, out) == (2, "") and "API key" in error
+    found = await seen_by_top(url, PENSTOCK_API_KEY=KEY)
+    assert found.moment.notice.url == url
+    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+    writer.write(b"GET /dashboard HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    said = (await reader.read()).decode()
+    writer.close()
+    assert " 200 " in said.partition("\r\n")[0] and KEY not in said
+
+
+async def many_that_look_are_told_of_the_same_moment(tree: Served) -> None:
+    """Of each server process: which one answers a connection is chance."""
+    said = await asyncio.gather(*(page_data(tree) for _ in range(12)))
+    assert len({one["moment"]["at"] for one in said}) <= 2
+    assert all(one["moment"]["notice"]["pid"] == os.getpid() for one in said)
+
+
+async def a_worker_that_is_killed_shows_as_restarted(tree: Served) -> None:
+    dead = tree.child("worker").pid
+    os.kill(dead, signal.SIGKILL)
+
+    async def worker() -> tuple[str, int]:
+        found = next(one for one in (await seen_by_top(ours())).moment.processes if one.role == "worker")
+        assert found.state != "serves" or found.pid != dead, "a dead process is shown as one that serves"
+        return found.state, found.incarnation
+
+    for _ in range(100):
+        if await worker() == ("serves", 2):
+            break
+    status, out, _ = await top(ours(), "--once", "--interval", "0.3")
+    assert status == 0 and re.search(r" worker 0\.0 +\d+ +serves +1 ", out), out
+    await asked(tree, 2, 5)
+    (group,) = (await seen_by_top(ours())).moment.groups
+    assert (group.incarnation, group.generated_tokens) == (2, 10)
+
+
+async def a_process_that_is_stopped_is_shown_as_stopped(tree: Served) -> None:
+    child = tree.child("output")
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        states = {one.title: one.state for one in (await seen_by_top(ours())).moment.processes}
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+    assert states["output 0.0"] == "stopped" and states["core 0.0"] == "serves"
+
+
+SCENES: tuple[Callable[[Served], Any], ...] = (
+    tokens_are_counted_as_they_were_asked_for,
+    what_is_open_is_shown_alike_by_all_views,
+    on_a_terminal_it_has_a_screen_of_its_own_until_q,
+    a_picture_is_kept_and_fetches_nothing,
+    without_the_key_there_is_nothing_to_see,
+    many_that_look_are_told_of_the_same_moment,
+    a_process_that_is_stopped_is_shown_as_stopped,
+    a_worker_that_is_killed_shows_as_restarted,
+)
+
+
+def test_of_one_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All scenes, as a tree takes seconds to start; its name stands above a failure."""
+    monkeypatch.setenv("TMP_OF_TEST", str(tmp_path))
+
+    async def all_scenes() -> None:
+        async with served(simulated=told(step_seconds=STEP), max_model_len=LONG + 1000) as tree:
+            for scene in SCENES:
+                print(scene.__name__, flush=True)
+                await asyncio.wait_for(scene(tree), 60)
+
+    asyncio.run(all_scenes())
+
+
+def test_a_view_that_runs_tells_that_its_server_is_gone_and_shows_the_next_one_at_its_address() -> None:
+    serve = [sys.executable, "-m", "penstock", "serve", "--device-model", "simulated", "--served-model-name", "again"]
+
+    async def until_it_says(reader: asyncio.StreamReader, what: str) -> str:
+        got = ""
+        while not (found := re.search(what, got)):
+            line = await asyncio.wait_for(reader.readline(), 60)
+            assert line, got
+            got += line.decode()
+        return found[1]
+
+    async def one_after_the_other() -> None:
+        pipe, create = asyncio.subprocess.PIPE, asyncio.create_subprocess_exec
+        first = await create(*serve, "--port", "0", stderr=pipe)
+        assert first.stderr is not None
+        port = await until_it_says(first.stderr, r"event=serving .*:(\d+)")
+        look = (sys.executable, "-m", "penstock", "top", str(first.pid), "--interval", "0.2")
+        view = await create(*look, stdout=pipe, stderr=pipe)
+        assert view.stdout is not None
+        second = None
+        try:
+            assert await until_it_says(view.stdout, r" again .* pid (\d+)") == str(first.pid)
+            first.kill()
+            await first.communicate()
+            await until_it_says(view.stdout, "GONE: (process|no penstock)")
+            second = await create(*serve, "--port", port, stderr=pipe)
+            assert second.stderr is not None
+            await until_it_says(view.stdout, rf" again .* pid ({second.pid})")
+            await until_it_says(second.stderr, "event=(serving)")
+            assert view.returncode is None
+        finally:
+            for one in filter(None, (first, view, second)):
+                if one.returncode is None:
+                    one.terminate()
+                await one.communicate()
+
+    asyncio.run(one_after_the_other())
