@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
@@ -41,6 +42,7 @@ class Scale:
     streams: int
     stream_tokens: int
     disconnects: int
+    is_compiled: bool  # what vLLM computes: it is faster then, and starts later
     patience: float
 
 
@@ -51,6 +53,7 @@ DEFAULT = Scale(
     streams=1000,
     stream_tokens=200,
     disconnects=20,
+    is_compiled=True,
     patience=60.0,
 )
 QUICK = Scale(
@@ -60,6 +63,7 @@ QUICK = Scale(
     streams=50,
     stream_tokens=20,
     disconnects=2,
+    is_compiled=False,
     patience=0.0,
 )
 
@@ -73,7 +77,7 @@ def run(
             directory = servers.scratch / "model"
             model.make(directory)
         try:
-            start_all(servers, found, ways, directory)
+            start_all(servers, scale, found, ways, directory)
             found.loads["text"] = cases.side_by_side(servers, scale.text)
             if model.takes_images(directory):
                 found.loads["images"] = cases.side_by_side(servers, scale.images)
@@ -98,9 +102,12 @@ def run(
     return found
 
 
-def start_all(servers: Servers, found: goals.Found, ways: Sequence[str], directory: Path) -> None:
+def start_all(servers: Servers, scale: Scale, found: goals.Found, ways: Sequence[str], directory: Path) -> None:
     """One after the other, as the time is taken. What cannot run here is named, with the reason."""
-    kinds: dict[str, Callable[[Path, Path], Server]] = {OURS: Ours.of_model, THEIRS: Theirs.of_model}
+    kinds: dict[str, Callable[[Path, Path], Server]] = {
+        OURS: Ours.of_model,
+        THEIRS: partial(Theirs.of_model, is_compiled=scale.is_compiled),
+    }
     for name in ways:
         with contextlib.ExitStack() as unless_up:
             try:

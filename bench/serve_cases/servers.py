@@ -25,7 +25,7 @@ from bench.impls.peer import python_with
 
 OURS, THEIRS = "penstock", "vllm"
 NAME = "model"  # by which clients ask for it
-START = 240.0  # seconds until it answers; a compiler may be at work
+START = 400.0  # seconds until it answers; a compiler may be at work, and others beside it
 END = 20.0  # seconds until it has ended, after it was told to
 LOOK = 0.02  # seconds between two looks whether it answers
 STEP_MS = 20.0  # of the simulated device
@@ -162,13 +162,15 @@ class Theirs(Server):
     front = ("apiserver", "enginecore")
 
     @classmethod
-    def of_model(cls, model: Path, log: Path) -> Theirs:
+    def of_model(cls, model: Path, log: Path, *, is_compiled: bool) -> Theirs:
         """Raises Unavailable. What computes is a process of its own, and so is not counted with the core."""
         port = free_port()
         command = [python_with("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
         command += ["--max-model-len", str(MODEL_LEN), "--disable-uvicorn-access-log"]
         command += ["--distributed-executor-backend", "mp"]
+        if not is_compiled:
+            command.append("--enforce-eager")
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         return cls(command, environment, port, log)
 
