@@ -1,4 +1,4 @@
-"""The benchmarks of tensors and of the engine as a user starts them, small: all is measured, and all is told."""
+"""The benchmarks of tensors, engine and server as a user starts them, small: all is measured, and all is told."""
 
 import json
 import os
@@ -61,4 +61,21 @@ def test_a_quick_run_of_the_engine_measures_every_tree_and_each_says_what_the_ru
     assert "whole_state_us" in parts["classic-zeromq"]
     asked = [(record["impl"], record["share"]) for record in records if record["case"] == "images"]
     assert sorted(asked) == [("classic-zeromq", 0), ("classic-zeromq", 1), ("penstock", 0), ("penstock", 1)]
+    assert "Targets" in run.stderr
+
+
+def test_a_quick_run_of_the_server_serves_all_streams_and_forgets_who_has_gone() -> None:
+    """The real model, and vLLM beside it, are left to whoever has minutes."""
+    pytest.importorskip("uvicorn")
+    run = subprocess.run(
+        [sys.executable, "bench/serve.py", "--quick", "--json", "--only", "streams,gone"],
+        cwd=ROOT, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
+    records = {record["case"]: record for record in map(json.loads, run.stdout.splitlines())}
+    assert "failed" not in records
+    assert records["streams"]["served"] == records["streams"]["open_at_once"] == 50
+    assert 0 < records["streams"]["growth_kb"] < 2000 and records["streams"]["tpot_ms"] > 15  # a step takes 20 ms
+    assert 0 < records["gone"]["gone_p50_ms"] <= records["gone"]["gone_most_ms"]
+    assert records["start"]["first_answer_s"] > 0.1
     assert "Targets" in run.stderr

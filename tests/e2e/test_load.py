@@ -13,7 +13,7 @@ pytest.importorskip("openai")
 pytest.importorskip("rich")
 pytest.importorskip("uvicorn")
 
-from tests.e2e.test_server import KEY, MOST_OPEN, Served, served  # noqa: E402
+from tests.e2e.test_server import KEY, MOST_OPEN, Served, served
 
 
 async def bench(tree: Served, path: Path, *options: object) -> tuple[int, dict[str, Any], str]:

@@ -22,7 +22,9 @@ pytest.importorskip("httptools")
 pytest.importorskip("rich")
 
 from penstock import cli
-from penstock.load.events import Data
+from penstock.load.asking import Outcome, Stream
+from penstock.load.events import MOST_EVENT, Data
+from penstock.load.wire import Failure
 from tests.conftest import eventually
 from tests.unit.loads import (
     END,
@@ -88,6 +90,16 @@ def test_data_of_events_is_cut_out_as_the_standard_says() -> None:
         assert found == [b"one", b"two", b"a\nb"]
 
 
+def test_an_event_that_does_not_end_is_not_awaited() -> None:
+    for more in (b"x" * 1000, b"data: " + b"x" * 1000 + b"\n"):
+        stream = Stream(Outcome(0.0))
+        stream.begin(200, {"content-type": "text/event-stream"})
+        with pytest.raises(Failure, match=f"an event is longer than {MOST_EVENT} bytes") as caught:
+            for _ in range(MOST_EVENT // 1000 + 1):
+                assert not stream.take(more, 0.0)
+        assert caught.value.kind == "no events"
+
+
 # ── what is asked, and when ──────────────────────────────────────────────────────────────────────────────────────────
 def test_no_more_are_open_than_were_asked_for_and_connections_are_kept(tmp_path: Path) -> None:
     with answering([HEAD, text(), 0.01, ending(1)]) as (fake, url):
@@ -105,7 +117,6 @@ def test_arrivals_at_a_rate_do_not_wait_for_answers(tmp_path: Path) -> None:
 
 def test_arrivals_are_the_same_for_the_same_seed_and_have_the_rate_they_are_to_have() -> None:
     from penstock.load.arrivals import Load
-    from penstock.load.asking import Outcome
 
     class Wire:
         async def post(self, path: str, body: bytes, taker: Any) -> None:
@@ -208,8 +219,9 @@ MISDEEDS: list[tuple[Script, str, str]] = [
     ([0.1, None], "closed", "before it answered"),
     ([HEAD, text(), None], "closed", "in the middle of its answer"),
     ([HEAD, text(), b"5\r\nda", None], "closed", "in the middle of its answer"),
-    ([60.0], "silent", "nothing came for 0.3 s"),
-    ([HEAD, text(), 60.0], "silent", "nothing came for 0.3 s"),
+    ([60.0], "silent", "nothing was said for 0.3 s"),
+    ([HEAD, text(), 60.0], "silent", "nothing was said for 0.3 s"),
+    ([HEAD, *[chunk(b": still here\n\n"), 0.05] * 60], "silent", "nothing was said for 0.3 s"),
     ([BUSY], "status 429", "come again"),
     ([refusal("503 Service Unavailable", b"<html>overloaded</html>")], "status 503", "<html>overloaded</html>"),
     ([refusal("500 X", b"")], "status 500", "no reason is given"),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from penstock.load.events import Data, error_of, event_of, shown
 from penstock.load.wire import Failure, Wire
 
+MOST_WHOLE = 1 << 22  # bytes of an answer that is to be no stream
 MOST_REFUSAL = 1 << 16  # bytes of an answer that is no stream; who says more says nothing
 
 
@@ -41,12 +42,17 @@ class Stream:
         self._status = status
         self._is_stream = status == 200 and headers.get("content-type", "").startswith("text/event-stream")
 
-    def take(self, data: bytes, at: float) -> None:
+    def take(self, data: bytes, at: float) -> bool:
         if not self._is_stream:
             self._whole += data[: MOST_REFUSAL - len(self._whole)]
-            return
-        for one in self._data.feed(data):
+            return len(self._whole) < MOST_REFUSAL
+        try:
+            found = self._data.feed(data)
+        except ValueError as error:
+            raise Failure("no events", str(error)) from None
+        for one in found:
             self._event(one, at)
+        return bool(found)
 
     def end(self) -> None:
         """The answer is whole. Raises Failure where it says that it is none."""
@@ -100,8 +106,9 @@ class Whole:
     def begin(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
 
-    def take(self, data: bytes, at: float) -> None:
-        self.body += data
+    def take(self, data: bytes, at: float) -> bool:
+        self.body += data[: MOST_WHOLE - len(self.body)]
+        return len(self.body) < MOST_WHOLE
 
 
 async def ask(wire: Wire, path: str, body: bytes, outcome: Outcome) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,8 @@ def run(options: argparse.Namespace) -> int:
     )
     if options.prompts is not None:
         prompts.read(options.prompts, wanted, options.requests)  # what is wrong with it is said before anybody is asked
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each stream is one
     results = asyncio.run(_run(options, wanted))
     title = f"{results.model} at {results.url}: {results.asked}"
     tables.print_tables(report.tables(title, results.figures))

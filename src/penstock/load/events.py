@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+MOST_EVENT = 1 << 20  # bytes
 SHOWN = 160  # characters of what was said, in an error
 
 
@@ -50,18 +51,26 @@ class Data:
     def __init__(self) -> None:
         self._rest = b""
         self._lines: list[bytes] = []
+        self._nbytes = 0  # of these
 
     def feed(self, more: bytes) -> list[bytes]:
-        """The data of the events that are whole now; those without data are passed over."""
+        """The data of the events that are whole now; those without data are passed over.
+
+        Raises ValueError where an event does not end.
+        """
         *lines, self._rest = (self._rest + more).split(b"\n")
         found = []
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._lines.append(line[6:] if line.startswith(b"data: ") else line[5:])
+                self._nbytes += len(line)
             elif not line and self._lines:
                 found.append(self._lines[0] if len(self._lines) == 1 else b"\n".join(self._lines))
                 self._lines.clear()
+                self._nbytes = 0
+        if self._nbytes + len(self._rest) > MOST_EVENT:
+            raise ValueError(f"an event is longer than {MOST_EVENT} bytes: {shown(self._rest[:SHOWN])}")
         return found
 
 

@@ -34,8 +34,8 @@ class Taker(Protocol):
 
     def begin(self, status: int, headers: dict[str, str]) -> None: ...
 
-    def take(self, data: bytes, at: float) -> None:
-        """A part of the body, and when it came, on `time.perf_counter`."""
+    def take(self, data: bytes, at: float) -> bool:
+        """A part of the body, and when it came, on `time.perf_counter`. Returns whether it says anything."""
 
 
 class Connection(asyncio.Protocol):
@@ -47,8 +47,9 @@ class Connection(asyncio.Protocol):
         self._taker: Taker | None = None
         self._done: asyncio.Future[None] | None = None
         self._begin_answer()
-        self.heard_at = 0.0  # or since when it is listened to
-        self._has_heard = False  # anything, of the answer that is awaited
+        self._heard_at = 0.0  # when its last bytes came
+        self.told_at = 0.0  # when the server last said anything, or was asked
+        self._has_heard = False  # a byte of the answer that is awaited
         self.is_used = False
         self.is_open = True
 
@@ -67,7 +68,7 @@ class Connection(asyncio.Protocol):
         self._begin_answer()
         self._taker, self._has_heard = taker, False
         self._done = asyncio.get_running_loop().create_future()
-        self.heard_at = time.perf_counter()
+        self.told_at = time.perf_counter()
         try:
             if not self.is_open:
                 raise Failure("closed", "the server closed the connection before it answered")
@@ -88,7 +89,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_crossed(self) -> bool:
         """Whether the server may have closed it, as nobody used it, just when it was used again: nobody's fault."""
-        return self.is_used and not self._has_heard and time.perf_counter() - self.heard_at < CROSSED
+        return self.is_used and not self._has_heard and time.perf_counter() - self.told_at < CROSSED
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -104,7 +105,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self.heard_at = time.perf_counter()
+        self._heard_at = time.perf_counter()
         if self._done is None or self._done.done():
             self.abort()  # it says what nobody has asked
             return
@@ -149,10 +150,12 @@ class Connection(asyncio.Protocol):
         self._keeps = self._has_length and bool(self._parser.should_keep_alive())
         assert self._taker is not None
         self._taker.begin(status, self._headers)
+        self.told_at = self._heard_at
 
     def on_body(self, data: bytes) -> None:
         assert self._taker is not None
-        self._taker.take(data, self.heard_at)
+        if self._taker.take(data, self._heard_at):
+            self.told_at = self._heard_at
 
     def on_message_complete(self) -> None:
         if self._is_body:
@@ -232,10 +235,10 @@ class Wire:
             self._free.remove(connection)
 
     async def _watch_the_silent(self) -> None:
-        """One look at all of them every so often, and no timer for each."""
+        """One look at all of them every so often, and no timer for each. Bytes that bring no event say nothing."""
         while True:
             await asyncio.sleep(self._timeout / LOOKS)
             latest = time.perf_counter() - self._timeout
             for one in self._busy:
-                if one.heard_at < latest:
-                    one.fail(Failure("silent", f"nothing came for {self._timeout:g} s"))
+                if one.told_at < latest:
+                    one.fail(Failure("silent", f"nothing was said for {self._timeout:g} s"))

@@ -1,0 +1,186 @@
+"""The server over HTTP, as its clients see it: beside vLLM's on the same weights, and alone on a simulated device.
+
+Loads are made by `penstock bench serve`, the same for both, in rounds that take turns.
+
+    PENSTOCK_PEER_PYTHON=… scripts/bench serve    all of it, beside vLLM where that interpreter has it: eight minutes
+    scripts/bench serve --quick                   small, one round: does it run?
+    scripts/bench serve --model DIR               another model than a small one with random weights
+    scripts/bench serve --only streams,gone
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
+
+from bench.harness.output import Output, machine
+from bench.harness.quiet import FOREIGN_LIMIT, Patience, load_between, look
+from bench.harness.targets import show
+from bench.impls import Unavailable
+from bench.serve_cases import cases, goals, model
+from bench.serve_cases.cases import Load, Servers
+from bench.serve_cases.servers import OURS, THEIRS, Failed, Ours, Server, Theirs
+
+CASES = ("load", "streams", "gone")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured."""
+
+    text: Load
+    images: Load
+    rounds: int
+    streams: int
+    stream_tokens: int
+    disconnects: int
+    is_compiled: bool  # what vLLM computes: it is faster then, and starts later
+    patience: float
+
+
+DEFAULT = Scale(
+    text=Load(96, 16),
+    images=Load(48, 8, "32", "32", images=1),
+    rounds=3,
+    streams=1000,
+    stream_tokens=200,
+    disconnects=20,
+    is_compiled=True,
+    patience=60.0,
+)
+QUICK = Scale(
+    text=Load(8, 4, "32", "16"),
+    images=Load(4, 2, "16", "8", images=1),
+    rounds=1,
+    streams=50,
+    stream_tokens=20,
+    disconnects=2,
+    is_compiled=False,
+    patience=0.0,
+)
+
+
+def run(
+    servers: Servers, scale: Scale, wanted: Sequence[str], ways: Sequence[str], directory: Path | None
+) -> goals.Found:
+    found = goals.Found()
+    if "load" in wanted:
+        if directory is None:
+            directory = servers.scratch / "model"
+            model.make(directory)
+        try:
+            start_all(servers, scale, found, ways, directory)
+            found.loads["text"] = cases.side_by_side(servers, scale.text)
+            if model.takes_images(directory):
+                found.loads["images"] = cases.side_by_side(servers, scale.images)
+        finally:
+            for server in servers.up.values():
+                server.stop()
+            servers.up.clear()
+    if {"streams", "gone"} & set(wanted) and OURS in ways:
+        simulated = Ours.simulated(scale.streams, servers.scratch / "simulated.log")
+        try:
+            found.starts.setdefault(OURS, simulated.wait_for_an_answer())
+            if "streams" in wanted:
+                found.streams = cases.many_streams(servers, simulated, scale.streams, scale.stream_tokens)
+            if "gone" in wanted:
+                found.gone = cases.clients_that_go(servers, simulated, scale.disconnects)
+        except (Failed, OSError) as failure:
+            servers.output.say(f"\nthe simulated device: {failure}")
+            servers.output.record("failed", OURS, reason=str(failure))
+        finally:
+            simulated.stop()
+    cases.starts_told(servers, found.starts)
+    return found
+
+
+def start_all(servers: Servers, scale: Scale, found: goals.Found, ways: Sequence[str], directory: Path) -> None:
+    """One after the other, as the time is taken. What cannot run here is named, with the reason."""
+    kinds: dict[str, Callable[[Path, Path], Server]] = {
+        OURS: Ours.of_model,
+        THEIRS: partial(Theirs.of_model, is_compiled=scale.is_compiled),
+    }
+    for name in ways:
+        with contextlib.ExitStack() as unless_up:
+            try:
+                server = kinds[name](directory, servers.scratch / f"{name}.log")
+                unless_up.callback(server.stop)
+                found.starts[name] = server.wait_for_an_answer()
+            except (Unavailable, Failed, OSError) as reason:
+                servers.output.say(f"skipped {name}: {reason}")
+                servers.output.record("skipped", name, reason=str(reason))
+            else:
+                servers.up[name] = server
+                server.rest()
+                unless_up.pop_all()
+
+
+def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Checks one or several names, separated by commas."""
+
+    def check(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"there is no {name!r}; there are {', '.join(known)}")
+        return text.split(",")
+
+    return check
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench serve", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one object per line on stdout, tables on stderr")
+    parser.add_argument("--quick", action="store_true", help="small, one round: does it run?")
+    parser.add_argument("--only", metavar="CASE,…", type=some_of(CASES), default=list(CASES), help=f"of {CASES}")
+    parser.add_argument("--impl", metavar="NAME,…", type=some_of((OURS, THEIRS)), default=[OURS, THEIRS])
+    parser.add_argument("--model", metavar="DIR", type=Path, help="instead of a small one with random weights")
+    parser.add_argument("--rounds", metavar="N", type=int)
+    parser.add_argument("--noisy", action="store_true", help="compare although foreign processes use the machine")
+    parser.add_argument("--patience", metavar="S", type=float, help="seconds, in all, to wait for a quiet machine")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parse(arguments)
+    given = {name: getattr(options, name) for name in ("rounds", "patience") if getattr(options, name) is not None}
+    scale = replace(QUICK if options.quick else DEFAULT, **given)
+    output = Output("serve", is_json=options.json, folder=options.out)
+    about = machine()
+    output.record("machine", "-", **about)
+    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    before = look()
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        servers = Servers(
+            output,
+            Patience(scale.patience),
+            reference=OURS,
+            rounds=scale.rounds,
+            is_pinned=False,
+            is_noisy=options.noisy,
+            scratch=Path(scratch),
+        )
+        found = run(servers, scale, options.only, options.impl, options.model)
+    load = load_between(before, look())
+    if scale.streams < DEFAULT.streams:  # the target is not for fewer
+        found.streams = {}
+    met = list(goals.targets(found))
+    show(output, OURS, met)
+    output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
+    if not load.is_quiet:
+        output.say(
+            f"\nforeign processes took {load.cores:.2f} cores; with more than {FOREIGN_LIMIT:.2f}, times say little"
+        )
+    return 0 if all(each.is_met is not False for each in met) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

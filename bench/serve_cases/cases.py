@@ -1,0 +1,235 @@
+"""The cases: side by side under the same load, many streams at once, the start, and clients that go.
+
+Leaves to `servers` their processes, and to `penstock bench serve` the load and its times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.harness.figures import Figures
+from bench.harness.output import short
+from bench.harness.turns import Outcome, Turns
+from bench.serve_cases.servers import NAME, OURS, THEIRS, Failed, Ours, Server
+
+PATIENCE = 400.0  # seconds; for one load
+GONE = 5.0  # seconds in which a request that nobody awaits is to be gone
+COLUMNS = {
+    "requests/s": lambda one: short(one["requests_per_s"]),
+    "tokens/s": lambda one: short(one["tokens_per_s"]),
+    "TTFT, ms p50 / p99": lambda one: f"{short(one['ttft_ms'])} / {short(one['ttft_p99_ms'])}",
+    "TPOT, ms p50 / p99": lambda one: f"{short(one['tpot_ms'])} / {short(one['tpot_p99_ms'])}",
+    "latency, ms p50": lambda one: short(one["latency_ms"]),
+    "front's CPU, s a 1,000 tokens": lambda one: f"{one['front_cpu_s']:.3f}",
+    "workers'": lambda one: f"{one['worker_cpu_s']:.3f}",
+    "load's, cores": lambda one: f"{one['load_cores']:.2f}",
+}
+COMPARED = ("requests_per_s", "ttft_ms", "tpot_ms", "front_cpu_s")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What `penstock bench serve` is told."""
+
+    requests: int
+    concurrency: int
+    input_tokens: str = "128"
+    output_tokens: str = "128"
+    images: int = 0
+
+    def __str__(self) -> str:
+        images = f", {self.images} image each" if self.images else ""
+        tokens = f"{self.input_tokens} tokens in, {self.output_tokens} out"
+        return f"{self.requests} requests, {self.concurrency} at a time, {tokens}{images}"
+
+    def options(self) -> list[str]:
+        said = [f"--{name.replace('_', '-')}={value}" for name, value in vars(self).items()]
+        return [*said, "--ignore-eos", f"--model={NAME}"]
+
+
+def asked(server: Server, load: Load, scratch: Path, seed: int) -> dict[str, Any]:
+    """The figures of one load. Raises Failed where a request was not answered."""
+    said = scratch / "figures.json"
+    command = [sys.executable, "-m", "penstock", "bench", "serve", f"--url={server.url}", f"--json={said}"]
+    command += [*load.options(), f"--seed={seed}", f"--warmup={load.concurrency}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    if done.returncode:
+        raise Failed(f"{server.name}: {(done.stderr or done.stdout).strip()[-600:]}")
+    found: dict[str, Any] = json.loads(said.read_text())["figures"]
+    return found
+
+
+def measured(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
+    """One way's turn: what clients saw, and what its processes used for it, what came before the load included."""
+    before = server.cpu_seconds()
+    found = asked(server, load, scratch, seed)
+    used = {role: cpu - before.get(role, 0.0) for role, cpu in server.cpu_seconds().items()}
+    thousands = (found["output_tokens"] * (1 + load.concurrency / load.requests)) / 1e3  # of the warm-up, too
+    return {
+        "requests_per_s": found["requests_per_s"],
+        "tokens_per_s": found["output_tokens_per_s"],
+        "ttft_ms": found["ttft"]["p50"],
+        "ttft_p99_ms": found["ttft"]["p99"],
+        "tpot_ms": found["tpot"]["p50"],
+        "tpot_p99_ms": found["tpot"]["p99"],
+        "itl_p99_ms": found["itl"]["p99"],
+        "latency_ms": found["latency"]["p50"],
+        "load_cores": found["cpu_cores"],
+        "tokens_per_event": found["tokens_per_event"],
+        "front_cpu_s": sum(used.get(role, 0.0) for role in server.front) / thousands,
+        "worker_cpu_s": used.get("worker", 0.0) / thousands,
+        **{f"{role}_cpu_s": cpu / thousands for role, cpu in used.items() if role != "worker"},
+    }
+
+
+class Servers(Turns):
+    """Servers that are up, taking turns. One that fails is named with the reason, and takes no further part."""
+
+    def __init__(self, *arguments: Any, scratch: Path, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.scratch = scratch
+        self.up: dict[str, Server] = {}
+        self._turns = 0
+
+    def one_round_of(self, load: Load) -> dict[str, Any]:
+        return dict.fromkeys(self.up, load)
+
+    def _one_round(self, turn: int, orders: Mapping[str, Any], measure: Any) -> dict[str, Figures]:
+        names = [name for name in orders if name in self.up]
+        first = turn % max(len(names), 1)
+        found: dict[str, Figures] = {}
+        self._turns += 1
+        for name in names[first:] + names[:first]:
+            server = self.up[name]
+            server.go_on()
+            try:
+                found[name] = measure(server, orders[name], self.scratch, self._turns)  # the same prompts for all
+            except (Failed, OSError, subprocess.TimeoutExpired) as failure:
+                self._leave_out(name, failure)
+                self.up.pop(name).stop()
+            else:
+                server.rest()
+        return found
+
+
+def side_by_side(servers: Servers, load: Load) -> Outcome:
+    case = "images" if load.images else "text"
+    outcome = servers.take(servers.one_round_of(load), measured, servers.rounds)
+    for name in outcome.rounds:
+        figures = outcome.figures(name)
+        ratios = {}
+        if servers.compares(outcome):
+            ratios = {f"{key}_ratio_to_{OURS}": outcome.ratio(name, key, OURS) for key in COMPARED}
+        quiet = {"foreign_cores": outcome.foreign_cores, "quiet": outcome.is_quiet}
+        servers.output.record(case, name, **vars(load), **figures, **ratios, rounds=servers.rounds, **quiet)
+    rows = [(name, [cell(outcome.figures(name)) for cell in COLUMNS.values()]) for name in outcome.rounds]
+    if THEIRS in outcome.rounds and servers.compares(outcome):
+        ratios = {key: f"×{short(outcome.ratio(THEIRS, key, OURS))}" for key in COMPARED}
+        line = [ratios["requests_per_s"], "", ratios["ttft_ms"], ratios["tpot_ms"], "", ratios["front_cpu_s"], "", ""]
+        rows.append((f"{THEIRS}, times ours", line))
+    servers.output.table(f"{case}: {load}", list(COLUMNS), rows)
+    if not outcome.is_quiet:
+        verdict = "" if servers.compares(outcome) else "; not compared (--noisy does)"
+        servers.output.say(f"  foreign processes took up to {outcome.foreign_cores:.2f} cores in these rounds{verdict}")
+    roles_told(servers, outcome)
+    return outcome
+
+
+def roles_told(servers: Servers, outcome: Outcome) -> None:
+    """Where the CPU goes."""
+    for name in outcome.rounds:
+        figures = outcome.figures(name)
+        parts = {key.removesuffix("_cpu_s"): value for key, value in figures.items() if key.endswith("_cpu_s")}
+        said = ", ".join(f"{role} {value:.3f}" for role, value in parts.items() if role != "front")
+        servers.output.say(f"  {name}: CPU seconds a 1,000 tokens: {said}")
+
+
+# ── many streams ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def many_streams(servers: Servers, server: Ours, streams: int, tokens: int) -> Figures:
+    """All open at once, on one server process: who is served, and what each costs it in memory."""
+    asked(server, Load(20, 10), servers.scratch, 0)  # what every server has, whoever asks
+    before = server.resident_nbytes("server")
+    with most_resident(server, "server") as seen:
+        found = asked(server, Load(streams, streams, "32", str(tokens)), servers.scratch, 1)
+    figures = {
+        "streams": streams,
+        "served": found["requests"],
+        "open_at_once": found["most_open"],
+        "growth_kb": (max(seen) - before) / streams / 1e3,
+        "server_mb": max(seen) / 1e6,
+        "ttft_ms": found["ttft"]["p50"],
+        "tpot_ms": found["tpot"]["p50"],
+        "tokens_per_s": found["output_tokens_per_s"],
+        "load_cores": found["cpu_cores"],
+    }
+    servers.output.record("streams", OURS, **figures)
+    rows = [(OURS, [short(figures[key]) for key in list(figures)[1:]])]
+    names = [key.replace("_", " ") for key in list(figures)[1:]]
+    servers.output.table(f"{streams:,} streams on one server, simulated device", names, rows)
+    return figures
+
+
+@contextlib.contextmanager
+def most_resident(server: Server, role: str) -> Iterator[list[int]]:
+    """What the processes of a role have resident, looked at every so often."""
+    seen, is_over = [0], threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.2):
+            seen.append(server.resident_nbytes(role))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        looking.join()
+
+
+# ── clients that go ──────────────────────────────────────────────────────────────────────────────────────────────────
+def clients_that_go(servers: Servers, server: Ours, times: int) -> Figures:
+    """From the reset of a connection in mid-stream until no process knows of its request, and its blocks are free."""
+    took = sorted(gone_after(server) * 1e3 for _ in range(times))
+    figures = {"gone_p50_ms": took[len(took) // 2], "gone_most_ms": took[-1], "times": times}
+    servers.output.record("gone", OURS, **figures)
+    cells = [short(figures["gone_p50_ms"]), short(figures["gone_most_ms"])]
+    servers.output.table("A client disconnects, until its request is gone; ms", ["p50", "most"], [(OURS, cells)])
+    return figures
+
+
+def gone_after(server: Ours) -> float:
+    """Raises Failed where it is still known of after a while."""
+    nothing = server.open_requests()
+    body = json.dumps({"model": NAME, "prompt": "hello", "max_tokens": 1000, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", server.port), GONE) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        got = b""
+        while b"data: " not in got:
+            got += client.recv(65536) or b"data: "
+        if server.open_requests() == nothing:
+            raise Failed("a request that is answered is known to nobody")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing is a reset
+        began = time.monotonic()
+    while server.open_requests() != nothing:
+        if time.monotonic() > began + GONE:
+            raise Failed(f"a request whose client has gone is still there after {GONE:g} s")
+    return time.monotonic() - began
+
+
+def starts_told(servers: Servers, seconds: Mapping[str, float]) -> None:
+    rows: Sequence[tuple[str, list[str]]] = [(name, [f"{took:.1f}"]) for name, took in seconds.items()]
+    for name, took in seconds.items():
+        servers.output.record("start", name, first_answer_s=took)
+    servers.output.table("From the start of the command to its first answer; s", ["s"], rows)

@@ -1,0 +1,43 @@
+"""What the server was to reach, from what a run found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from bench.harness.figures import Figures
+from bench.harness.targets import Target
+from bench.harness.turns import Outcome
+from bench.serve_cases.servers import OURS, THEIRS
+
+
+@dataclass
+class Found:
+    """What a run has measured so far."""
+
+    loads: dict[str, Outcome] = field(default_factory=dict)  # text, images
+    streams: Figures = field(default_factory=dict)
+    gone: Figures = field(default_factory=dict)
+    starts: dict[str, float] = field(default_factory=dict)
+
+    def ratio(self, case: str, key: str) -> float | None:
+        """How many times vLLM's figure ours is."""
+        outcome = self.loads.get(case)
+        if outcome is None or not {OURS, THEIRS} <= outcome.rounds.keys():
+            return None
+        return 1 / outcome.ratio(THEIRS, key, OURS)
+
+
+def targets(found: Found) -> Iterator[Target]:
+    for case in ("text", "images"):
+        yield Target(
+            f"{case}: requests/s, ours over vLLM's", 1, "x", found.ratio(case, "requests_per_s"), is_least=True
+        )
+        yield Target(f"{case}: TTFT p50, ours over vLLM's", 1, "x", found.ratio(case, "ttft_ms"))
+        yield Target(f"{case}: TPOT p50, ours over vLLM's", 1, "x", found.ratio(case, "tpot_ms"))
+    front = found.ratio("text", "front_cpu_s")
+    yield Target("CPU per token, server + core + output over API server + engine core", 0.5, "x", front)
+    yield Target("streams open at once on one server, all served", 1000, "", found.streams.get("served"), is_least=True)
+    yield Target("server's memory for each of them", 100, "KB", found.streams.get("growth_kb"))
+    yield Target("from the start to the first answer", 15, "s", found.starts.get(OURS))
+    yield Target("a client goes, until its request is gone everywhere", 100, "ms", found.gone.get("gone_most_ms"))

@@ -1,0 +1,207 @@
+"""A server under measurement: its command, its processes by what they do, and what they have used.
+
+Leaves to `cases` what it is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.engine_cases.trees import cpu_seconds
+from bench.harness.role import die_with_parent
+from bench.impls.peer import python_with
+
+OURS, THEIRS = "penstock", "vllm"
+NAME = "model"  # by which clients ask for it
+START = 400.0  # seconds until it answers; a compiler may be at work, and others beside it
+END = 20.0  # seconds until it has ended, after it was told to
+LOOK = 0.02  # seconds between two looks whether it answers
+STEP_MS = 20.0  # of the simulated device
+MODEL_LEN = 2048
+
+
+class Failed(Exception):
+    """A server did not do what it was to do; the text ends with the last lines of its log."""
+
+
+class Server:
+    """A process, and its descendants. `role` says what one of them does, by what its log says of it."""
+
+    name = ""
+    told = re.compile("")  # of the log: a role, and the number of a process
+    front: tuple[str, ...] = ()  # roles of all that is not computing
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], port: int, log: Path) -> None:
+        self.port = port
+        self.log = log
+        self.began = time.monotonic()
+        with log.open("wb") as said:
+            self._process = subprocess.Popen(
+                command,
+                stdout=said,
+                stderr=said,
+                env={**os.environ, **environment},
+                start_new_session=True,  # so that all of it can be stopped, and ended
+                preexec_fn=die_with_parent,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    # ── life ──
+    def wait_for_an_answer(self) -> float:
+        """Seconds from the start of its command until it had answered a prompt. Raises Failed."""
+        body = {"model": NAME, "prompt": "hello", "max_tokens": 1}
+        while time.monotonic() < self.began + START:
+            if self._process.poll() is not None:
+                raise Failed(f"{self.name} has ended, with {self._process.returncode}: {self._last_words()}")
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if self.asked("POST", "/v1/completions", body)[0] == 200:
+                    return time.monotonic() - self.began
+            time.sleep(LOOK)
+        raise Failed(f"{self.name} has not answered within {START:g} s: {self._last_words()}")
+
+    def asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START)
+        with contextlib.closing(connection):
+            connection.request(method, path, json.dumps(body) if body else None, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def stop(self) -> None:
+        """Ends it and everybody that it has started."""
+        self.go_on()
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def rest(self) -> None:
+        """While others are measured."""
+
+    def go_on(self) -> None:
+        """It is to be measured."""
+
+    def _last_words(self) -> str:
+        return " / ".join(self.log.read_text(errors="replace").splitlines()[-3:])
+
+    # ── processes ──
+    def roles(self) -> dict[int, str]:
+        """Of each process that lives."""
+        living = set(descendants(self._process.pid))
+        text = self.log.read_text(errors="replace")
+        named = {int(pid): role.lower() for role, pid in self.told.findall(text)}
+        named[self._process.pid] = named.get(self._process.pid, "launcher")
+        return {pid: named.get(pid, "other") for pid in living}
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """By role."""
+        used: dict[str, float] = {}
+        for pid, role in self.roles().items():
+            with contextlib.suppress(OSError):
+                used[role] = used.get(role, 0.0) + cpu_seconds(pid)
+        return used
+
+    def resident_nbytes(self, role: str) -> int:
+        return sum(resident_nbytes(pid) for pid, its in self.roles().items() if its == role)
+
+
+class Ours(Server):
+    name = OURS
+    told = re.compile(r'event="process started" child="(\w+) [^"]*" child_pid=(\d+)')
+    front = ("server", "core", "output")
+
+    @classmethod
+    def of_model(cls, model: Path, log: Path) -> Ours:
+        return cls._of([str(model), "--max-model-len", str(MODEL_LEN), "--dtype", "float32"], log)
+
+    @classmethod
+    def simulated(cls, streams: int, log: Path) -> Ours:
+        sizes = ("--slots", str(max(streams, 64)), "--most-open", str(streams + 64), "--token-budget", "4096")
+        return cls._of(["--device-model", "simulated", "--step-ms", str(STEP_MS), *sizes], log)
+
+    @classmethod
+    def _of(cls, options: Sequence[str], log: Path) -> Ours:
+        port = free_port()
+        command = [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--served-model-name", NAME]
+        return cls([*command, *options], {}, port, log)
+
+    def open_requests(self) -> tuple[int, int, int]:
+        """Of the servers and of the groups, and the blocks that are free."""
+        said = json.loads(self.asked("GET", "/health")[1])
+        groups, servers = said["groups"], said["servers"]
+        return (
+            sum(one["open"] for one in servers),
+            sum(one["open"] for one in groups),
+            sum(one["free_blocks"] for one in groups),
+        )
+
+
+class Theirs(Server):
+    """vLLM's server, from the peer interpreter. Its idle processes look around for work all the time: so they are
+    stopped while others are measured.
+    """
+
+    name = THEIRS
+    told = re.compile(r"\((APIServer|EngineCore|Worker)\w* pid=(\d+)\)")
+    front = ("apiserver", "enginecore")
+
+    @classmethod
+    def of_model(cls, model: Path, log: Path, *, is_compiled: bool) -> Theirs:
+        """Raises Unavailable. What computes is a process of its own, and so is not counted with the core."""
+        port = free_port()
+        command = [python_with("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+        command += ["--max-model-len", str(MODEL_LEN), "--disable-uvicorn-access-log"]
+        command += ["--distributed-executor-backend", "mp"]
+        if not is_compiled:
+            command.append("--enforce-eager")
+        environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        return cls(command, environment, port, log)
+
+    def rest(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Itself among them."""
+    yield pid
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                yield from descendants(int(child))
+
+
+def resident_nbytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
