@@ -21,6 +21,9 @@
 #ifndef P_PIDFD
 #define P_PIDFD 3
 #endif
+#ifndef SYS_pidfd_open  // headers of before Linux 5.3, as those that wheels for glibc 2.28 are built with
+#define SYS_pidfd_open 434
+#endif
 
 namespace penstock {
 

@@ -1,0 +1,118 @@
+"""What is given to others: the source distribution has what a wheel is built from, no more; the wheel works alone."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT
+
+TOP = {
+    "CHANGELOG.md",
+    "CMakeLists.txt",
+    "CONTRIBUTING.md",
+    "DESIGN.md",
+    "LICENSE",
+    "PKG-INFO",
+    "README.md",
+    "pyproject.toml",
+}
+FOLDERS = {"examples", "native", "src"}
+MOST_NBYTES = 16 << 20  # of any file: the weights that ship are half of that
+pytestmark = pytest.mark.timeout(900)  # the whole core is compiled, perhaps beside others
+NO_INDEX = "no index has {}: {}"
+
+
+def run(*command: object, folder: Path, within: float = 60) -> subprocess.CompletedProcess[str]:
+    """Without what would lead it back here."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return subprocess.run(
+        [str(word) for word in command], cwd=folder, env=environment, capture_output=True, text=True, timeout=within
+    )
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    build = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
+    done = run(sys.executable, "-c", build, folder, folder=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = folder.iterdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the source distribution, so that nothing is missing there; with the build backend of this environment."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-build-isolation", "--no-deps")
+    done = run(*pip, "--no-index", "--wheel-dir", folder, sdist, folder=folder, within=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_the_source_distribution_has_what_is_needed_and_nothing_twice(sdist: Path) -> None:
+    contents: dict[str, list[str]] = {}
+    tops = set()
+    with tarfile.open(sdist) as archive:
+        for member in archive.getmembers():
+            name = member.name.partition("/")[2]
+            tops.add(name.partition("/")[0])
+            assert member.size <= MOST_NBYTES, f"{name}: {member.size} bytes"
+            assert not re.search(r"__pycache__|\.so$|\.pyc$|^native/tests|^tests|^training", name), name
+            file = archive.extractfile(member)
+            if file is not None and member.size > 4096:
+                contents.setdefault(hashlib.sha256(file.read()).hexdigest(), []).append(name)
+    assert tops - {".gitignore"} == TOP | FOLDERS
+    assert not [names for names in contents.values() if len(names) > 1]
+
+
+def test_an_older_machine_can_load_what_is_compiled() -> None:
+    """Nothing is compiled for the processor that happens to be here."""
+    flags = (ROOT / "CMakeLists.txt").read_text()
+    assert not re.search(r"-m(arch|tune|cpu)=|-mavx|-msse|-ffast-math", flags)
+
+
+def test_the_wheel_installs_into_an_empty_environment_and_works_there(wheel: Path, tmp_path: Path) -> None:
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert f"-{tag}-{tag}-linux_" in wheel.name, wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        assert [name for name in names if name.endswith(".so")] == [
+            name for name in names if re.match(r"penstock/_native\.cpython-.*\.so$", name)
+        ]
+        assert all(name.startswith(("penstock/", "penstock-")) for name in names)
+        assert {"penstock/py.typed", "penstock/_native.pyi"} <= set(names)
+        metadata = next(archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+    needed = re.findall(r"^Requires-Dist: (\S+?)(?=[\s;]|$)(?!.*extra ==)", metadata, re.MULTILINE)
+    assert sorted(re.split(r"[<>=~]", one)[0] for one in needed) == ["msgspec", "numpy"]
+
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    pip = (python, "-m", "pip", "--disable-pip-version-check")
+    fetched = run(*pip, "download", "--dest", tmp_path / "deps", *needed, folder=tmp_path, within=200)
+    if fetched.returncode:
+        pytest.skip(NO_INDEX.format(" or ".join(needed), fetched.stderr.strip().splitlines()[-1]))
+    done = run(*pip, "install", "--no-index", "--find-links", tmp_path / "deps", wheel, folder=tmp_path, within=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    installed = json.loads(run(*pip, "list", "--format", "json", folder=tmp_path).stdout)
+    assert {one["name"] for one in installed} - {"pip", "setuptools"} == {"msgspec", "numpy", "penstock"}
+    version = next(one["version"] for one in installed if one["name"] == "penstock")
+    penstock = tmp_path / "venv" / "bin" / "penstock"
+    assert run(penstock, "--version", folder=tmp_path).stdout == f"penstock {version}\n"
+    doctor = run(penstock, "doctor", folder=tmp_path)
+    assert doctor.returncode == 0 and "missing" not in doctor.stdout, doctor.stdout + doctor.stderr
+    example = run(python, ROOT / "examples" / "data_plane.py", folder=tmp_path)
+    assert example.returncode == 0 and example.stdout.count("a message named them") == 2, example.stderr
+    where = run(python, "-c", "import penstock; print(penstock.__file__)", folder=tmp_path).stdout
+    assert where.startswith(str(tmp_path)), where
