@@ -95,6 +95,7 @@ class Unit:
         how, is_ours = child.bury(), self._is_broken
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
         event("process ended", level, child=str(child.member), child_pid=child.pid, how=how)
+        self._launcher.bury(child.member)
         if not self._is_broken and not self._launcher.is_stopping:
             self._break()
         if self._first is None or (MOURNED in self._first[1] and MOURNED not in how and how != KILLED):
@@ -236,6 +237,9 @@ class Launcher:
     def _has_open(self) -> bool:
         rows = (self.board.row(group) for group in range(len(self.tree.groups)))
         return any(server.children for server in self._servers) or any(row[Board.OPEN] for row in rows)
+
+    def bury(self, member: Member) -> None:
+        """For whoever keeps something of a process that has ended."""
 
     def look_who_is_left(self) -> None:
         if not any(unit.children for unit in self.units):
