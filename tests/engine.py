@@ -44,8 +44,8 @@ class Running:
     def children(self) -> list[Child]:
         return [child for unit in self.launcher.units for child in unit.children.values()]
 
-    def number(self, word: int) -> int:
-        return self.launcher.board.row(0)[word]
+    def number(self, word: int, group: int = 0) -> int:
+        return self.launcher.board.row(group)[word]
 
     async def until(self, condition: Any, within: float = PATIENCE) -> None:
         loop = asyncio.get_running_loop()
@@ -54,11 +54,11 @@ class Running:
             assert loop.time() < deadline, "it did not come to this"
             await asyncio.sleep(0.005)
 
-    async def must_be_empty(self) -> None:
+    async def must_be_empty(self, group: int = 0) -> None:
         """No request is open, and all blocks are free."""
-        blocks = self.config.simulated.blocks if self.config.simulated else 0
-        await self.until(lambda: self.number(Board.OPEN) == 0)
-        await self.until(lambda: self.number(Board.FREE_BLOCKS) == blocks)
+        blocks = self.config.simulated.blocks if self.config.simulated else self.config.blocks
+        await self.until(lambda: self.number(Board.OPEN, group) == 0)
+        await self.until(lambda: self.number(Board.FREE_BLOCKS, group) == blocks)
 
 
 def told(**options: Any) -> SimulatedDevice:

@@ -78,4 +78,11 @@ class LayoutMismatch(PenstockError):
 
 
 class DecodeError(PenstockError, ValueError):
-    """A message that is not what it should be, with the path to where it is not."""
+    """A message that is not what it should be, with the path to where it is not.
+
+    `kind` is the class that it was sent as, and `fields` the numbers and texts in it, unchecked, with None in place of
+    others: whoever must answer somebody may find there whom. Where not even that can be read, None and nothing.
+    """
+
+    kind: type | None = None
+    fields: tuple[object, ...] = ()

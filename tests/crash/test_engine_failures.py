@@ -8,14 +8,19 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from penstock import Timeout
+from penstock.codec import Interned
 from penstock.engine import output, worker
 from penstock.engine.board import Board
 from penstock.engine.client import Client
 from penstock.engine.config import EngineConfig
 from penstock.engine.directory import vocabulary
-from penstock.engine.launch import Launcher, TreeFailed
+from penstock.engine.launch import Launcher, TreeFailed, Unit
+from penstock.engine.protocol import Abort, Announce, SamplingParams, Style, Submit
+from penstock.engine.stream import EngineError
 from penstock.engine.tree import Member, Tree
 from penstock.engine.worker import Worker, device_of
 from tests.crash.test_engine_deaths import load, must_be_told, must_serve_again
@@ -124,3 +129,100 @@ def test_what_is_no_message_costs_the_core_that_message_alone() -> None:
             assert tree.child("core").pid == core
 
     asyncio.run(scene())
+
+
+async def pieces_of(stream: Any) -> list[int]:
+    return [one async for piece in stream for one in piece.ids]
+
+
+def test_who_asks_what_is_no_request_is_told_at_once() -> None:
+    async def scene() -> None:
+        async with tree_with("worker", worker.run) as tree, Client(tree.launcher.tree, 0) as client:
+            core = tree.child("core").pid
+            wrong: Any = "soon"
+            for options in ({"priority": wrong}, {"client": 7}, {"params": SamplingParams(seed=wrong)}):
+                with pytest.raises(EngineError, match="expected") as caught:
+                    await asyncio.wait_for(pieces_of(await client.submit([1, 2, 3], **options)), 10.0)
+                assert caught.value.status == 400 and client.open_requests == 0
+            await must_serve_again(tree, client)
+            assert tree.child("core").pid == core
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("outputs", [0, 1])
+def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
+    async def scene() -> None:
+        shape = {"api_servers": 2, "output_processors": outputs}
+        async with tree_with("worker", worker.run, **shape) as tree:
+            async with Client(tree.launcher.tree, 0) as client, Client(tree.launcher.tree, 1) as liar:
+                pids = {one.pid for one in tree.children()}
+                asking = asyncio.ensure_future(
+                    pieces_of(await client.submit([1, 2, 3], SamplingParams(max_tokens=300)))
+                )
+                await tree.until(lambda: tree.number(Board.OPEN) == 1)
+                (request,) = client._streams
+                core, told = liar._cores[0], (liar._outputs[0] or liar._cores)[0]
+                await told.send(Announce(0, request, Style.CHAT, b"{"))
+                await told.send(Announce(9, request, Style.CHAT, b"{"))
+                await core.send(Abort(0, np.array([request], np.int32)))
+                await core.send(Submit(0, request + 1, np.arange(4, dtype=np.int32), Interned(SamplingParams())))
+                assert await asyncio.wait_for(asking, 20.0) == tree.rule.answer(np.array([1, 2, 3], np.int32), 300)
+                liar._me = Member("server", 0, 0, 1)
+                with pytest.raises(EngineError, match="server 1 asked as server 0"):
+                    await asyncio.wait_for(pieces_of(await liar.submit([4, 5])), 10.0)
+                liar._me = Member("server", 0, 1, 1)
+                await must_serve_again(tree, client)
+                assert {one.pid for one in tree.children()} == pids
+
+    asyncio.run(scene())
+
+
+def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
+    async def scene() -> None:
+        async with tree_with("worker", worker.run) as tree, Client(tree.launcher.tree, 0) as client:
+            send, clock = client._cores[0].send, asyncio.get_running_loop().time
+
+            async def late(message: Any, timeout: float | None = None) -> None:
+                await asyncio.sleep(0.3)
+                await send(message, timeout)
+
+            client._cores[0].send = late  # type: ignore[method-assign]
+            began = clock()
+            with pytest.raises(EngineError) as caught:
+                await pieces_of(await client.submit([1, 2], SamplingParams(max_tokens=3000), timeout=0.6))
+            assert caught.value.status == 504 and clock() - began < 0.85
+            for child in tree.children():
+                child.signal(signal.SIGSTOP)
+
+            async def full(message: Any, timeout: float | None = None) -> None:
+                await asyncio.sleep(timeout or 60)
+                raise Timeout("no room")
+
+            client._cores[0].send = full  # type: ignore[method-assign]
+            began = clock()
+            with pytest.raises(EngineError) as caught:
+                await client.submit([1, 2], timeout=0.3)
+            assert caught.value.status == 504 and clock() - began < 2.0
+            client._cores[0].send = send  # type: ignore[method-assign]
+            for child in tree.children():
+                child.signal(signal.SIGCONT)
+
+    asyncio.run(scene())
+
+
+def test_who_dies_again_and_again_starts_after_longer_pauses() -> None:
+    launcher: Any = None
+    unit = Unit(launcher, 0, [("core", 0, worker.run)])
+
+    def pauses(times: int, is_failure: bool, lived: float) -> list[float]:
+        found = []
+        for _ in range(times):
+            unit._count_end(is_failure, lived)
+            found.append(unit._pause)
+        return found
+
+    assert pauses(1, False, 1000.0) == [0.0]
+    assert pauses(6, False, 5.0) == [0.0, 0.1, 0.5, 1.0, 2.0, 2.0]  # it has served each time
+    assert pauses(2, False, 1000.0) == [0.0, 0.0]
+    assert pauses(2, True, 5.0) == [0.1, 0.5]  # it has not

@@ -76,9 +76,9 @@ def posted(path: str, body: dict[str, Any]) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def served(**options: Any) -> AsyncIterator[Served]:
-    limits = {"api_keys": (KEY,), "most_open": MOST_OPEN, "most_body_nbytes": MOST_BODY, "patience": 1.0}
-    asked = ServerOptions(port=0, **limits)
+async def served(limits: dict[str, Any] | None = None, **options: Any) -> AsyncIterator[Served]:
+    usual = {"api_keys": (KEY,), "most_open": MOST_OPEN, "most_body_nbytes": MOST_BODY, "patience": 1.0}
+    asked = ServerOptions(port=0, **{**usual, **(limits or {})})
     config = EngineConfig(**{"simulated": told(), "max_model_len": 4096, "api_servers": 2, **options})
     with contextlib.closing(listen(asked)) as listener:
         port = listener.getsockname()[1]
@@ -292,6 +292,7 @@ async def a_server_that_dies_comes_again_and_the_other_one_answers(tree: Served)
         _, body = await tree.get("/health")
         return {one["pid"] for one in json.loads(body)["servers"] if one["serves"]}
 
+    assert dead not in await pids()
     deadline = asyncio.get_running_loop().time() + 20
     while dead in await pids() or len(await pids()) < 2:
         assert asyncio.get_running_loop().time() < deadline, "it did not come again"

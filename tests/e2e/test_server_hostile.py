@@ -1,4 +1,4 @@
-"""What no good client sends, and what an unlucky one may: a server refuses it in words and in time, and serves others."""
+"""What no good client sends, and an unlucky one may: it is refused in words and in time, and others are served."""
 
 import asyncio
 import json

@@ -332,6 +332,21 @@ def test_a_definition_that_is_none_does_not_hold_its_frame() -> None:
         gc.enable()
 
 
+def test_a_message_that_is_none_tells_what_it_was_meant_to_be() -> None:
+    def meant(frame: bytes) -> tuple[type | None, tuple[object, ...]]:
+        with pytest.raises(DecodeError) as caught:
+            FrameDecoder(CATALOGUE).decode(frame)
+        return caught.value.kind, caught.value.fields
+
+    wrong: Any = "much"
+    plain = joined(FrameEncoder(CATALOGUE).encode(Plain(7, "seven", wrong)))
+    assert meant(plain) == (Plain, (7, "seven", "much", "red", "a", None, 0))
+    asking = FrameEncoder(CATALOGUE).encode(Asking("who", Interned(Settings(wrong))))
+    assert meant(joined(asking)) == (Asking, ("who", 0, None))  # its definition is none
+    assert meant(b"") == meant(b"\x09\x90") == meant(b"\x81") == (None, ())
+    assert meant(b"\x01\xc1") == meant(b"\x01\x05") == (Plain, ())
+
+
 def test_each_sender_has_numbers_of_its_own() -> None:
     one, two, decoder = Wire(), Wire(), FrameDecoder(CATALOGUE)
     a, b = Interned(Settings(1.5)), Interned(Settings(2.5))

@@ -14,6 +14,7 @@ multiple of 8 from the first, a long one of 64. Little endian throughout. Leaves
 from __future__ import annotations
 
 import array
+import contextlib
 import struct
 import typing
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ BOOL = CODES[np.dtype(np.bool_)]
 
 Definition = tuple[int, int, bytes]  # number, index of its class in Catalogue.interned, value
 WRONG = (msgspec.MsgspecError, ValueError, RecursionError)  # what decoding raises for bytes that are not what they say
+PLAIN_FIELDS = (int, float, str, bytes)
 _Ext = msgspec.msgpack.Ext
 _Array = np.ndarray
 
@@ -255,29 +257,33 @@ class FrameDecoder:
 
     def decode(self, frame: Buffer, lane: int = 0) -> Any:
         """The message. Raises DecodeError, with the path to what is wrong; the next frame is none the worse."""
-        view = memoryview(frame)
-        if not view:
-            raise DecodeError("expected a frame, got no bytes")
-        number = view[0]
-        if self._interned:
-            known = self._values.get(lane)
-            if known is None:
-                known = self._values[lane] = Values()
-            self._known = known
-        if number < WITH_PARTS:
-            return self._decode(number, view[1:])
-        at, end, first = read_head(view)
-        if at > HEAD_NBYTES:
-            self._define(view[HEAD_NBYTES:at])
-        self._frame = frame if view.readonly else view.toreadonly()
-        self._first, self._end, self._nbytes = first, 0, len(view) - first
         try:
-            message = self._decode(number & ~WITH_PARTS, view[at:end])
-            if self._end != self._nbytes:
-                raise DecodeError(f"expected parts of {self._end} bytes, got {self._nbytes}")
-            return message
-        finally:
-            self._frame, self._end, self._nbytes = NOTHING, 0, 0
+            view = memoryview(frame)
+            if not view:
+                raise DecodeError("expected a frame, got no bytes")
+            number = view[0]
+            if self._interned:
+                known = self._values.get(lane)
+                if known is None:
+                    known = self._values[lane] = Values()
+                self._known = known
+            if number < WITH_PARTS:
+                return self._decode(number, view[1:])
+            at, end, first = read_head(view)
+            if at > HEAD_NBYTES:
+                self._define(view[HEAD_NBYTES:at])
+            self._frame = frame if view.readonly else view.toreadonly()
+            self._first, self._end, self._nbytes = first, 0, len(view) - first
+            try:
+                message = self._decode(number & ~WITH_PARTS, view[at:end])
+                if self._end != self._nbytes:
+                    raise DecodeError(f"expected parts of {self._end} bytes, got {self._nbytes}")
+                return message
+            finally:
+                self._frame, self._end, self._nbytes = NOTHING, 0, 0
+        except DecodeError as error:
+            self._tell_what_was_meant(error, frame)
+            raise
 
     def _decode(self, number: int, encoded: memoryview) -> Any:
         if not 1 <= number <= len(self._decoders):
@@ -288,6 +294,14 @@ class FrameDecoder:
             return self._decoders[number - 1].decode(encoded)
         except WRONG as error:
             raise decode_error(self.catalogue, self.catalogue.messages[number - 1], error) from None
+
+    def _tell_what_was_meant(self, error: DecodeError, frame: Buffer) -> None:
+        with contextlib.suppress(*WRONG, IndexError, TypeError):
+            found = split(frame)
+            error.kind = self.catalogue.messages[found.number - 1] if found.number else None
+            error.fields = tuple(
+                one if isinstance(one, PLAIN_FIELDS) else None for one in msgspec.msgpack.decode(found.struct)
+            )
 
     def _define(self, encoded: memoryview) -> None:
         try:

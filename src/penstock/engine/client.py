@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
@@ -22,6 +23,7 @@ from penstock.engine.balance import Balance, traces
 from penstock.engine.board import Board
 from penstock.engine.logs import event
 from penstock.engine.protocol import (
+    MOST_REQUESTS,
     Abort,
     Announce,
     Delta,
@@ -38,7 +40,6 @@ from penstock.engine.tree import AGAIN, Member, Tree
 from penstock.engine.unpack import pieces_of
 from penstock.tensor import Outgoing, Scope
 
-MOST_REQUESTS = 1 << 31  # numbers of requests are less, and begin again
 MOST_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 SEND_TIMEOUT = 5.0  # seconds; for a core that takes no requests
 LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
@@ -126,7 +127,7 @@ class Client:
         timeout: float | None = None,
     ) -> Stream:
         """Sends a request to a group. `announce`: the style of the answer, and the head of each of its lines;
-        `timeout`: until the end of the answer.
+        `timeout`: from now until the end of the answer.
 
         What stands in the prompt instead of text: `values` are put into the store beside the loop, and held there
         until the stream is over; `items` are there already, or inline. `scope` holds them: one of `outgoing`, which is
@@ -134,12 +135,17 @@ class Client:
 
         Raises EngineError where no group takes it now.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
+        deadline = math.inf if timeout is None else began + timeout
         if scope is None and values:
             scope = self.outgoing.scope()
         try:
             if scope is not None and values:
                 items += await asyncio.to_thread(_put, scope, tuple(values))
-            return await self._submit(prompt, params, items, scope, priority, client, salt, announce, timeout)
+            stream = await self._submit(prompt, params, items, scope, priority, client, salt, announce, deadline)
+            stream.begin(self._abort, timeout, time.monotonic() - began)
+            return stream
         except BaseException:
             if scope is not None:
                 scope.release()
@@ -155,7 +161,7 @@ class Client:
         client: str,
         salt: bytes,
         announce: tuple[Style, bytes] | None,
-        timeout: float | None,
+        deadline: float,
     ) -> Stream:
         ids = np.ascontiguousarray(prompt, np.int32)
         params = SamplingParams() if params is None else params
@@ -167,7 +173,7 @@ class Client:
         try:
             if announce is not None:
                 stream.is_announced = True
-                await self._announce(stream, *announce)
+                await self._announce(stream, *announce, deadline=deadline)
             submit = Submit(
                 self._me.index,
                 request,
@@ -178,12 +184,11 @@ class Client:
                 salt,
                 columns_of_inputs([items]),
             )
-            await self._send(self._cores[group], submit, stream)
+            await self._send(self._cores[group], submit, stream, deadline)
         except BaseException:
             self._drop(stream)
             self._take_back(stream)
             raise
-        stream.begin(self._abort, timeout)
         return stream
 
     def _choose(self, asked: list[bytes]) -> tuple[int, int]:
@@ -210,9 +215,11 @@ class Client:
         self._next = (request + 1) % MOST_REQUESTS
         return request
 
-    async def _send(self, sender: AsyncMessageSender, message: msgspec.Struct, stream: Stream) -> None:
+    async def _send(
+        self, sender: AsyncMessageSender, message: msgspec.Struct, stream: Stream, until: float = math.inf
+    ) -> None:
         """Raises EngineError where the group of this stream does not take it."""
-        deadline = time.monotonic() + SEND_TIMEOUT
+        deadline = min(until, time.monotonic() + SEND_TIMEOUT)
         while True:
             try:
                 return await sender.send(message, max(0.0, deadline - time.monotonic()))
@@ -223,7 +230,8 @@ class Client:
                     raise EngineError(503, f"group {stream.group} has died: {death}") from None
                 await asyncio.sleep(AGAIN)
             except PenstockError as error:
-                raise EngineError(503, f"group {stream.group} takes no requests: {error}") from None
+                status = 504 if deadline == until else 503
+                raise EngineError(status, f"group {stream.group} takes no requests: {error}") from None
 
     def _abort(self, stream: Stream) -> None:
         """Its reader wants no more."""
@@ -232,10 +240,10 @@ class Client:
         self._tell("abort", stream, self._send(self._cores[stream.group], abort, stream))
         self._take_back(stream)
 
-    async def _announce(self, stream: Stream, style: Style, head: bytes = b"") -> None:
+    async def _announce(self, stream: Stream, style: Style, head: bytes = b"", *, deadline: float = math.inf) -> None:
         outputs = self._outputs[stream.group]
         told = outputs[stream.request % len(outputs)] if outputs else self._cores[stream.group]
-        await self._send(told, Announce(self._me.index, stream.request, style, head), stream)
+        await self._send(told, Announce(self._me.index, stream.request, style, head), stream, deadline)
 
     def _take_back(self, stream: Stream) -> None:
         """What was announced may never come: nobody is to wait for it."""

@@ -23,7 +23,19 @@ from penstock.engine.directory import vocabulary
 from penstock.engine.logs import event
 from penstock.engine.outbox import TOO_SLOW, Outbox
 from penstock.engine.plan import Plan
-from penstock.engine.protocol import Abort, Announce, Failed, Halt, Ready, Step, StepDone, Stop, Submit, Whole
+from penstock.engine.protocol import (
+    MOST_REQUESTS,
+    Abort,
+    Announce,
+    Failed,
+    Halt,
+    Ready,
+    Step,
+    StepDone,
+    Stop,
+    Submit,
+    Whole,
+)
 from penstock.engine.request import Refused
 from penstock.engine.schedule import Schedule
 from penstock.engine.scheduler import Scheduler, SchedulerConfig
@@ -173,13 +185,30 @@ class Core:
             else:
                 if message is None:
                     return
-                self._take(message)
+                self._receive(message)
 
     def _pass_over(self, error: DecodeError) -> None:
         """What a server has sent and is no message costs that message alone. One of our group is out of order."""
-        if self._inbox.source >= self._config.api_servers:
+        server = self._inbox.source
+        if server >= self._config.api_servers:
             raise error
-        event("not a message", logging.ERROR, server=self._inbox.source, error=str(error))
+        event("not a message", logging.ERROR, server=server, error=str(error))
+        request = error.fields[1] if error.kind is Submit and len(error.fields) > 1 else None
+        if isinstance(request, int) and 0 <= request < MOST_REQUESTS:  # somebody waits for it
+            self._fail(server, request, Refused(400, f"the request is not what was expected: {error}"))
+
+    def _is_of_another(self, message: Any) -> bool:
+        """A server speaks for itself; an output, of all of them."""
+        server = self._inbox.source
+        return isinstance(message, Submit | Abort | Announce) and message.server != server < self._config.api_servers
+
+    def _receive(self, message: Any) -> None:
+        if not self._is_of_another(message):
+            return self._take(message)
+        server = self._inbox.source
+        event("not its own", logging.ERROR, server=server, says=message.server, message=type(message).__name__)
+        if isinstance(message, Submit):
+            self._fail(server, message.request, Refused(400, f"server {server} asked as server {message.server}"))
 
     def _take(self, message: Any) -> None:
         scheduler = self._scheduler
@@ -233,7 +262,7 @@ class Core:
         self._publish()
         self._outbox.send_kept()
         try:
-            self._take(self._waiting(lambda: self._inbox.receive(AGAIN if self._outbox.has_kept else None)))
+            self._receive(self._waiting(lambda: self._inbox.receive(AGAIN if self._outbox.has_kept else None)))
         except Timeout:
             pass
         except PeerDied as death:

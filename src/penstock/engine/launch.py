@@ -26,7 +26,8 @@ from penstock.engine.tree import Member, Tree, places
 
 QUICK = 1.0  # seconds; who lives no longer, or a group that never served, has failed to start …
 MOST_FAILURES = 3  # … and so often in a row is enough
-BACK_OFF = (0.0, 0.1, 0.5)  # seconds before the next start, after so many failures; the last one for all more
+BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0)  # seconds before the next start, after so many failures; the last for all more
+CALM = 30.0  # seconds from a start; who ends before has served, perhaps, but each such end after another counts, too
 STOP_TIMEOUT = 5.0  # seconds; who has not ended by then is killed
 MOURNED, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends that follow from another one's, which says more
 LOOK_AGAIN = 0.01  # seconds; at the board, while the tree starts or drains
@@ -47,7 +48,8 @@ class Unit:
         self._parts = parts  # kind, index, and what it runs
         self._incarnation = 0
         self._started = 0.0
-        self._failures = 0
+        self._failures = 0  # in a row: it has not served
+        self._short_lives = 0  # in a row
         self._is_broken = False  # somebody has died, and the others are being killed
         self._first: tuple[Member, str] | None = None  # who has died, and how: the others follow from that
         self._again: asyncio.TimerHandle | None = None
@@ -97,6 +99,7 @@ class Unit:
         self._launcher.tell_life(child.member, 0)
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
         event("process ended", level, child=str(child.member), child_pid=child.pid, how=how)
+        self._launcher.bury(child.member)
         if not self._is_broken and not self._launcher.is_stopping:
             self._break()
         if self._first is None or (MOURNED in self._first[1] and MOURNED not in how and how != KILLED):
@@ -111,8 +114,17 @@ class Unit:
             row = self._launcher.board.row(self._group)
             is_failure = row[Board.SERVING] != self._incarnation
             row[Board.SERVING] = 0
-        self._failures = self._failures + 1 if is_failure else 0
+        self._count_end(is_failure, time.monotonic() - self._started)
         self.signal(signal.SIGKILL)
+
+    def _count_end(self, is_failure: bool, lived: float) -> None:
+        self._failures = self._failures + 1 if is_failure else 0
+        self._short_lives = self._short_lives + 1 if lived < CALM else 0
+
+    @property
+    def _pause(self) -> float:
+        """Before the next start."""
+        return BACK_OFF[min(max(self._failures, self._short_lives - 1, 0), len(BACK_OFF) - 1)]
 
     def _all_ended(self) -> None:
         if self.is_group:
@@ -124,9 +136,8 @@ class Unit:
             who, how = self._first
             self._launcher.fail(f"{who} ended {self._failures} times before it served, the last time: {how}")
         elif not self._launcher.has_failed:
-            pause = BACK_OFF[min(self._failures, len(BACK_OFF) - 1)]
-            event("unit starts again", unit=self.name, after=pause)
-            self._again = asyncio.get_running_loop().call_later(pause, self.start)
+            event("unit starts again", unit=self.name, after=self._pause)
+            self._again = asyncio.get_running_loop().call_later(self._pause, self.start)
 
 
 class Launcher:
@@ -244,6 +255,9 @@ class Launcher:
     def _has_open(self) -> bool:
         rows = (self.board.row(group) for group in range(len(self.tree.groups)))
         return any(server.children for server in self._servers) or any(row[Board.OPEN] for row in rows)
+
+    def bury(self, member: Member) -> None:
+        """For whoever keeps something of a process that has ended."""
 
     def look_who_is_left(self) -> None:
         if not any(unit.children for unit in self.units):

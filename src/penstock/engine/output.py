@@ -6,16 +6,17 @@ It waits for nobody but the core and rank 0. Leaves to `answers` what servers ar
 from __future__ import annotations
 
 import gc
+import logging
 from collections import deque
 from typing import TypeAlias
 
-from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock
+from penstock import DecodeError, EndOfChannel, PeerDied, Timeout, WouldBlock
 from penstock.codec.follow import Follower, Following
 from penstock.engine.answers import OutputState
 from penstock.engine.directory import vocabulary
 from penstock.engine.logs import event
 from penstock.engine.outbox import TOO_SLOW, Outbox
-from penstock.engine.protocol import Abort, Failed, Halt, Step, StepDone, Stop
+from penstock.engine.protocol import Abort, Announce, Failed, Halt, Step, StepDone, Stop
 from penstock.engine.text import Vocabulary
 from penstock.engine.tree import AGAIN, Member, Tree, past_the_dead
 
@@ -95,9 +96,14 @@ class Output:
         """All that were sent before the requests that have joined just now."""
         while True:
             try:
-                self._state.announce(self._announced.receive_nowait())
+                announce: Announce = self._announced.receive_nowait()
+                if announce.server != self._announced.source:
+                    raise DecodeError(f"expected {self._announced.source}, got {announce.server} at $.server")
+                self._state.announce(announce)
             except WouldBlock:
                 return
+            except DecodeError as error:  # costs that message alone
+                event("not a message", logging.ERROR, server=self._announced.source, error=str(error))
             except PeerDied as death:
                 self._state.forget_announcements(death.index)
 

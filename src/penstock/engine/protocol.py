@@ -27,6 +27,7 @@ Floats = npt.NDArray[np.float32]
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # one of Ints
+MOST_REQUESTS = 1 << 31  # numbers of a server's requests are less, and begin again
 MOST_SLOTS = 1 << 16
 MOST_INTERNED = 128
 

@@ -124,11 +124,11 @@ class Stream:
                 self._waiter = None
 
     # ── for the client ──
-    def begin(self, on_abort: Callable[[Stream], None], timeout: float | None) -> None:
-        """`on_abort` hears of it when the rest is not wanted any more."""
+    def begin(self, on_abort: Callable[[Stream], None], timeout: float | None, spent: float = 0.0) -> None:
+        """`on_abort` hears of it when the rest is not wanted any more. Of `timeout`, `spent` seconds have passed."""
         self._on_abort = on_abort
         if timeout is not None and not self.is_over:
-            self._alarm = asyncio.get_running_loop().call_later(timeout, self._expire, timeout)
+            self._alarm = asyncio.get_running_loop().call_later(timeout - spent, self._expire, timeout)
 
     def add(self, piece: Piece) -> None:
         if self.is_over:

@@ -16,10 +16,11 @@ from penstock.engine import logs
 from penstock.engine.config import EngineConfig
 from penstock.engine.launch import Launcher, TreeFailed
 from penstock.engine.logs import event
+from penstock.engine.tree import Member
 from penstock.server.notice import Notice
 from penstock.server.options import ServerOptions
 from penstock.server.process import Shared, listen, serve
-from penstock.server.tally import Tally
+from penstock.server.tally import Row, Tally
 
 
 def run(config: EngineConfig, options: ServerOptions) -> int:
@@ -50,8 +51,15 @@ class Serving(Launcher):
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
         self.tally = Tally.lay(config.api_servers)
         self.notice = Notice.lay(config, options, address_of(listener))
+        self.rows = Tally(self.tally, config.api_servers, writable=True).rows
         self._listener = listener
         super().__init__(config, functools.partial(serve, Shared(options, listener, self.tally, self.notice)))
+
+    def bury(self, member: Member) -> None:
+        """It can say no more that it serves nobody."""
+        if member.kind == "server":
+            row = self.rows[member.index]
+            row[Row.SERVING] = row[Row.OPEN] = 0
 
     async def stop(self, drain_timeout: float = 0.0) -> list[str]:
         """As the launcher's. Connections are refused as soon as the servers, which have the socket too, close it."""

@@ -80,8 +80,9 @@ def serve(shared: Shared, tree: Tree, me: Member) -> None:
 
 
 async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
-    logging.getLogger("uvicorn.error").handlers[:] = LOGGER.handlers
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).handlers[:] = LOGGER.handlers
+        logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of is what clients do: it may be much
     tally, board = Tally(shared.tally, tree.config.api_servers, writable=True), Board(tree.board)
     row = tally.rows[me.index]
     row[Row.PID], row[Row.SERVING], row[Row.OPEN] = os.getpid(), 0, 0

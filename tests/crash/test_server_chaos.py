@@ -1,0 +1,148 @@
+"""Processes of a served tree are killed and stopped in turn, under load: whoever is not concerned does not notice."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+from penstock.engine.board import Board
+from penstock.engine.child import Child
+from penstock.server.tally import Row
+from tests.e2e.test_server import Served, served
+from tests.engine import told
+from tests.serving import Asked, Load, Question, must_be_as_before
+
+IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
+SECONDS = 60.0 if IS_FULL else 12.0
+STEP_TIMEOUT = 2.0  # seconds; who is stopped for longer is killed
+NOTICED = 2.0  # seconds after a blow, on a machine that is busy: who has begun later is not concerned by it
+UNCONCERNED = 0.98  # of those must have been answered …
+ALL = 0.75  # … and of all
+KINDS = ("server", "core", "worker", "output")
+HOWS = ("killed", "stopped", "stopped for long")
+SHAPE = {"api_servers": 2, "data_parallel": 2, "tensor_parallel": 2, "output_processors": 1}
+LIMITS = {"most_open": 64, "patience": 5.0}
+
+
+@dataclass
+class Blow:
+    what: str
+    at: float
+    until: float  # the victim goes on, or is dead
+
+
+class Chaos:
+    def __init__(self, tree: Served, load: Load, seed: int) -> None:
+        self.tree, self.load, self.chance = tree, load, random.Random(seed)
+        self.blows: list[Blow] = []
+
+    def _victims(self, kind: str) -> list[Child]:
+        """Those whose like can do their work meanwhile: all units but theirs are whole."""
+        whole = [unit for unit in self.tree.launcher.units if self._is_whole(unit)]
+        alike = {"server": [unit for unit in whole if not unit.is_group]}
+        able = alike.get(kind, [unit for unit in whole if unit.is_group])
+        if len(able) < 2:
+            return []
+        return [one for unit in able for one in unit.children.values() if one.member.kind == kind]
+
+    def _is_whole(self, unit) -> bool:
+        if unit.is_group:
+            return len(unit.children) == len(unit._parts) and self.tree.number(Board.SERVING, unit._group) > 0
+        return len(unit.children) == 1 and self.tree.launcher.rows[unit._parts[0][1]][Row.SERVING] == 1
+
+    async def strike(self, kind: str, how: str) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + 30
+        while not (victims := self._victims(kind)):
+            assert loop.time() < deadline, f"who was struck has not come again: {self.blows[-2:]}"
+            await asyncio.sleep(0.05)
+        victim = self.chance.choice(victims)
+        blow = Blow(f"{victim.member} {how}", loop.time(), loop.time())
+        self.blows.append(blow)
+        if how == "killed":
+            victim.signal(signal.SIGKILL)
+        else:
+            blow.until = float("inf")
+            victim.signal(signal.SIGSTOP)
+            await asyncio.sleep(STEP_TIMEOUT + 0.3 if how == "stopped for long" else self.chance.uniform(0.1, 0.5))
+            with contextlib.suppress(OSError):  # it has been killed, and is buried
+                victim.signal(signal.SIGCONT)
+            blow.until = loop.time()
+        await asyncio.sleep(self.chance.uniform(0.3, 1.5))
+
+    async def rage(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + SECONDS
+        async with self.load.running() as load:
+            while loop.time() < deadline or len(self.blows) < 2 * len(KINDS):
+                for kind in self.chance.sample(KINDS, len(KINDS)):
+                    await self.strike(kind, self.chance.choice(HOWS))
+                    if load.done():
+                        load.result()
+
+    def is_concerned(self, one: Asked) -> bool:
+        return any(one.began - NOTICED <= blow.until and blow.at <= one.ended for blow in self.blows)
+
+    def judge(self) -> None:
+        asked = self.load.asked
+        unconcerned = [one for one in asked if not self.is_concerned(one)]
+        lost = [one for one in unconcerned if one.error]
+        well = sum(not one.error for one in asked)
+        print(
+            f"{len(self.blows)} blows; {well} of {len(asked)} answered; {len(lost)} lost of {len(unconcerned)} that no "
+            f"blow concerned; {dict(self.load.gone)}; slowest {max(one.ended - one.began for one in asked):.1f} s"
+        )
+        print(Counter(one.error.split(":")[0] for one in asked), sorted(blow.what for blow in self.blows))
+        assert well >= ALL * len(asked) and well > 50 and len(unconcerned) > 20
+        assert len(lost) <= (1 - UNCONCERNED) * len(unconcerned), lost
+        assert all(self.load.gone[one] for one in ("vanished", "did not read"))
+
+
+async def in_chaos(tree: Served, seed: int, question: Callable[[random.Random], Question] | None = None) -> None:
+    load = Load(tree, seed, question)
+    chaos = Chaos(tree, load, seed)
+    await chaos.rage()
+    await must_be_as_before(tree)
+    chaos.judge()
+
+
+@pytest.mark.timeout(SECONDS + 240)
+def test_a_served_tree_answers_whomever_no_blow_concerns_and_tells_the_others(seed: int) -> None:
+    async def scene() -> None:
+        async with served(LIMITS, simulated=told(step_seconds=0.003), step_timeout=STEP_TIMEOUT, **SHAPE) as tree:
+            await in_chaos(tree, seed)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.skipif(not IS_FULL, reason="PENSTOCK_FULL=1: a model takes seconds to come again")
+@pytest.mark.timeout(SECONDS + 600)
+def test_so_does_one_with_a_model(seed: int, tmp_path: Path) -> None:
+    from tests.e2e.test_server_models import save_tokenizer
+    from tests.unit.models import made
+
+    made("llama", tmp_path)
+    save_tokenizer(tmp_path)
+    sizes = {"blocks": 200, "max_model_len": 256, "slots": 16, "token_budget": 16, "dtype": "float32"}
+
+    async def scene() -> None:
+        shape = {**SHAPE, "tensor_parallel": 1}
+        async with served(LIMITS, simulated=None, model=str(tmp_path), step_timeout=5.0, **sizes, **shape) as tree:
+            known = []
+            for prompt in ("hello", "a story", "abc abc", "one two three"):
+                asked = {"model": tmp_path.name, "prompt": prompt, "max_tokens": 30, "temperature": 0}
+                done = await tree.client.completions.create(**asked, extra_body={"ignore_eos": True})
+                known.append(Question(prompt, 30, done.choices[0].text))
+            await in_chaos(tree, seed, lambda chance: chance.choice(known))
+
+    asyncio.run(scene())

@@ -1,0 +1,89 @@
+"""Load on a served tree for as long as somebody wants: no process of it grows."""
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+psutil = pytest.importorskip("psutil")
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+
+from tests.e2e.test_server import Served, served  # noqa: E402
+from tests.engine import told  # noqa: E402
+from tests.serving import Load, must_be_as_before  # noqa: E402
+
+SECONDS = float(os.environ.get("PENSTOCK_SOAK_SECONDS", "0"))
+IS_ASKED_FOR = os.environ.get("PENSTOCK_FULL") == "1" and SECONDS > 0
+BETWEEN = 1.0  # seconds; from one look to the next
+SETTLED = 0.1  # of the time: what is there by then may stay
+RSS_NBYTES = 6 << 20  # more than an allocator comes and goes by, less than a byte kept of each token
+RSS_SHARE = 0.02
+SHAPE = {"api_servers": 2, "data_parallel": 2, "tensor_parallel": 2, "output_processors": 1, "store_nbytes": 32 << 20}
+
+
+@dataclass
+class Look:
+    """At one process."""
+
+    rss_nbytes: int
+    descriptors: int
+    threads: int
+
+
+def looks(tree: Served) -> dict[str, Look]:
+    found = {}
+    for child in tree.children():
+        process = psutil.Process(child.pid)
+        found[str(child.member)] = Look(process.memory_info().rss, process.num_fds(), process.num_threads())
+    return found
+
+
+def shared_nbytes(tree: Served) -> tuple[int, int]:
+    """Of files with names, which there are none of, and of values in the store."""
+    store = tree.launcher.tree.store
+    assert store is not None
+    named = sum(one.stat().st_size for one in Path("/dev/shm").iterdir() if "penstock" in one.name)
+    return named, sum(one.nbytes for one in store.stats_of_keys().items)
+
+
+def must_not_grow(settled: list[dict[str, Look]], late: list[dict[str, Look]]) -> None:
+    """The most of the last part against the most of the first one that counts."""
+    for name in settled[0]:
+        before, after = ([look[name] for look in part] for part in (settled, late))
+        for what in ("rss_nbytes", "descriptors", "threads"):
+            most, then = (max(getattr(look, what) for look in part) for part in (before, after))
+            room = RSS_NBYTES + RSS_SHARE * most if what == "rss_nbytes" else 8 if what == "descriptors" else 0
+            print(f"{name}: {what} {most:,} -> {then:,}")
+            assert then <= most + room, f"{name}: {what} has grown from {most:,} to {then:,}"
+
+
+@pytest.mark.skipif(not IS_ASKED_FOR, reason="PENSTOCK_FULL=1 PENSTOCK_SOAK_SECONDS=N")
+@pytest.mark.timeout(SECONDS + 240)
+def test_no_process_grows_under_load(seed: int) -> None:
+    async def scene() -> None:
+        limits = {"most_open": 64, "patience": 5.0}
+        async with served(limits, simulated=told(step_seconds=0.002), **SHAPE) as tree:
+            load = Load(tree, seed)
+            found = []
+            shared = []
+            async with load.running() as tasks:
+                deadline = asyncio.get_running_loop().time() + SECONDS
+                while asyncio.get_running_loop().time() < deadline:
+                    await asyncio.sleep(BETWEEN)
+                    found.append(looks(tree))
+                    shared.append(shared_nbytes(tree))
+                    if tasks.done():
+                        tasks.result()
+            await must_be_as_before(tree)
+            print(f"{len(load.asked)} answers, {dict(load.gone)}")
+            assert not [one.error for one in load.asked if one.error]
+            first = max(1, int(SETTLED * len(found)))
+            part = (len(found) - first) // 3
+            assert part > 0, "too short to tell"
+            must_not_grow(found[first : first + part], found[-part:])
+            assert max(shared[first:]) == shared[first] == (0, 0)
+
+    asyncio.run(scene())
