@@ -81,4 +81,5 @@ NB_MODULE(_native, m) {
     bind_memory(m);
     bind_channel(m);
     bind_store(m);
+    bind_values(m);
 }
