@@ -82,4 +82,5 @@ NB_MODULE(_native, m) {
     bind_channel(m);
     bind_store(m);
     bind_growth(m);
+    bind_values(m);
 }

@@ -174,7 +174,7 @@ void bind_memory(nb::module_& m) {
         .def_prop_ro("inline_limit", [](const Segment& s) { return s.geometry().shape.inline_limit; });
     nb::class_<Bytes>(m, "Bytes", nb::type_slots(bytes_slots));
 
-    nb::class_<Lease>(m, "Lease", nb::type_slots(lease_slots),
+    nb::class_<Lease>(m, "Lease", nb::type_slots(lease_slots), nb::pooled(),
                       "The right to touch some shared bytes, as an object that exports them. Released once; by itself "
                       "with its last view.")
         .def("release", &Lease::release)

@@ -7,11 +7,13 @@ using namespace nb::literals;
 
 namespace {
 
-Key key_of(nb::bytes bytes) {
-    if (bytes.size() != sizeof(Key))
-        throw Error(Fault::value, format("a key has %zu bytes, not %zu", sizeof(Key), bytes.size()));
+Key key_of(nb::handle bytes) {
+    if (!PyBytes_CheckExact(bytes.ptr()) || PyBytes_GET_SIZE(bytes.ptr()) != sizeof(Key)) {
+        PyErr_Format(PyExc_ValueError, "a key is %zu bytes (see key_of), not %.80R", sizeof(Key), bytes.ptr());
+        throw nb::python_error();
+    }
     Key key;
-    std::memcpy(&key, bytes.c_str(), sizeof key);
+    std::memcpy(&key, PyBytes_AS_STRING(bytes.ptr()), sizeof key);
     return key;
 }
 
@@ -44,7 +46,7 @@ struct Keeper {
     }
 };
 
-nb::tuple begin(Keeper& keeper, nb::bytes bytes, u64 nbytes, nb::handle timeout) {
+nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout) {
     Key key = key_of(bytes);
     Store store = keeper.store();
     u64 deadline = deadline_of(timeout), started = now_ns();
@@ -134,13 +136,23 @@ void penstock::python::bind_store(nb::module_& m) {
         .def(nb::new_([](const std::shared_ptr<Attachment>& by) { return new Keeper(by); }), "attachment"_a)
         .def(
             "get",
-            [](Keeper& keeper, nb::bytes key) -> nb::object {
+            [](Keeper& keeper, nb::handle key) -> nb::object {
                 Extent extent;
                 if (!keeper.store().get(key_of(key), extent)) return nb::none();
                 return make_lease(keeper.by, extent, false);
             },
-            "key"_a, nb::sig("def get(self, key: bytes) -> Lease | None"))
-        .def("begin", &begin, "key"_a, "nbytes"_a, "timeout"_a.none() = nb::none(),
+            "key"_a.none(), nb::sig("def get(self, key: bytes) -> Lease | None"))
+        .def(
+            "get_value",
+            [](Keeper& keeper, nb::handle key) -> nb::object {
+                Extent extent;
+                if (!keeper.store().get(key_of(key), extent)) return nb::none();
+                return make_stored(make_lease(keeper.by, extent, false));
+            },
+            "key"_a.none(), nb::sig("def get_value(self, key: bytes) -> Stored | None"))
+        .def_prop_ro(
+            "is_ours", [](const Keeper& keeper) { return keeper.by->is_ours(); }, "Not of the process before a fork().")
+        .def("begin", &begin, "key"_a.none(), "nbytes"_a, "timeout"_a.none() = nb::none(),
              nb::sig("def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, Lease]"),
              "True and a writable lease, to be written and committed; or False and a lease of what is there. Waits "
              "while "
@@ -161,11 +173,11 @@ void penstock::python::bind_store(nb::module_& m) {
             "Gives up kept blocks that nobody holds, so that one of `nbytes` fits. False: there is no such place.")
         .def(
             "remove",
-            [](Keeper& keeper, nb::object key) {
-                if (key.is_none()) return keeper.store().remove(nullptr);
-                Key one = key_of(nb::cast<nb::bytes>(key));
-                return keeper.store().remove(&one);
+            [](Keeper& keeper, nb::handle bytes) {
+                Key key = key_of(bytes);
+                return keeper.store().remove(&key) != 0;
             },
-            "key"_a.none(), nb::sig("def remove(self, key: bytes | None) -> int"))
+            "key"_a.none(), nb::sig("def remove(self, key: bytes) -> bool"))
+        .def("clear", [](Keeper& keeper) { return keeper.store().remove(nullptr); })
         .def("stats", &stats_of);
 }

@@ -6,6 +6,8 @@
 #include <nanobind/stl/string.h>
 
 #include <cmath>
+#include <map>
+#include <utility>
 
 #include "reap.h"
 #include "receiver.h"
@@ -16,10 +18,11 @@ namespace penstock::python {
 
 namespace nb = nanobind;
 
-// Each binds what its file is about: bindings_memory.cpp, and so on.
+// Each binds what its file is about: bindings_memory.cpp, bindings_channel.cpp, ….
 void bind_memory(nb::module_& m);
 void bind_channel(nb::module_& m);
 void bind_store(nb::module_& m);
+void bind_values(nb::module_& m);
 void bind_growth(nb::module_& m);
 
 // What another process wrote may be anything.
@@ -61,8 +64,16 @@ struct Lease {
     u64 id = 0;
     bool is_writable = false;
     bool is_released = false;
+    bool is_shown = false;    // by arrays that hold it without an export: it goes with the last of them, and not before
+    bool is_made = false;     // found by its address: see made_leases()
     bool is_filling = false;  // of what a store keeps, once this writer commits it; gone without a word: abandoned
     int exports = 0;
+
+    // Those whose bytes are shown as arrays to be filled, by address: what lies in one holds it. Under the GIL.
+    static std::map<u64, nb::handle>& made_leases() {
+        static auto* all = new std::map<u64, nb::handle>;
+        return *all;
+    }
 
     Lease() = default;
     Lease(const Lease&) = delete;
@@ -71,6 +82,7 @@ struct Lease {
     void give_back() {
         if (is_released) return;
         is_released = true;
+        if (is_made) made_leases().erase(reinterpret_cast<u64>(at));
         if (by && by->is_ours()) {
             if (receiver)
                 receiver->release_record(lane, id);
@@ -83,6 +95,10 @@ struct Lease {
         by.reset();  // the last lease of a peer that has closed lets it leave
     }
     void release() {
+        if (is_shown && !is_released) {
+            PyErr_SetString(PyExc_BufferError, "the lease has views: it goes with the last of them");
+            throw nb::python_error();
+        }
         if (exports != 0) {
             PyErr_Format(PyExc_BufferError, "the lease has %d views: drop them first", exports);
             throw nb::python_error();
@@ -98,8 +114,10 @@ struct Lease {
 // wait for it, if it is_filling.
 inline nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& extent, bool is_writable,
                              bool is_filling = false) {
-    nb::object made = nb::cast(new Lease, nb::rv_policy::take_ownership);
-    Lease* lease = nb::inst_ptr<Lease>(made);
+    static const nb::handle type = nb::type<Lease>();
+    nb::object made = nb::inst_alloc(type);
+    Lease* lease = new (nb::inst_ptr<Lease>(made)) Lease;
+    nb::inst_mark_ready(made);
     lease->by = by;
     lease->extent = extent;
     lease->is_writable = is_writable;
@@ -109,5 +127,26 @@ inline nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent
     lease->at = is_writable ? by->segment().write_at(offset) : const_cast<u8*>(by->segment().read_at(offset));
     return made;
 }
+
+// A value of a store, held.
+struct Stored {
+    nb::object lease;  // none: released
+    u64 segment;
+    Extent extent;
+
+    explicit Stored(nb::object held) : lease(std::move(held)) {
+        const Lease& one = *nb::inst_ptr<Lease>(lease);
+        one.require();
+        if (one.receiver) throw Error(Fault::value, "a record that lies in a ring is no value of a store");
+        segment = one.by->segment().nonce();
+        extent = one.extent;
+    }
+    nb::object held() const {
+        if (lease.is_none()) throw Error(Fault::closed, "the value has been released");
+        return lease;
+    }
+    void let_go() { nb::object last = std::exchange(lease, nb::none()); }  // what it holds may go with it
+};
+nb::object make_stored(nb::object lease);
 
 }  // namespace penstock::python

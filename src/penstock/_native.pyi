@@ -2,8 +2,8 @@
 The native core of penstock: segments, pools, peers, channels. Use it through the package.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal
 
 import numpy
 import numpy.typing
@@ -342,6 +342,12 @@ class Store:
 
     def get(self, key: bytes) -> Lease | None: ...
 
+    def get_value(self, key: bytes) -> Stored | None: ...
+
+    @property
+    def is_ours(self) -> bool:
+        """Not of the process before a fork()."""
+
     def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, Lease]:
         """
         True and a writable lease, to be written and committed; or False and a lease of what is there. Waits while somebody else writes it, or for room.
@@ -362,7 +368,9 @@ class Store:
         Gives up kept blocks that nobody holds, so that one of `nbytes` fits. False: there is no such place.
         """
 
-    def remove(self, key: bytes | None) -> int: ...
+    def remove(self, key: bytes) -> bool: ...
+
+    def clear(self) -> int: ...
 
     def stats(self) -> dict: ...
 
@@ -465,3 +473,71 @@ class Growth:
         """
         Rows of which blocks have become full since this was asked last, and how many numbers are in all of their full ones.
         """
+
+def use_kinds(kinds: list[tuple[int, Any, Any]], numpy_of: Callable[[int], Any], torch_of: Callable[[Any, int], Any]) -> None:
+    """
+    Says, once, which numbers there are: for each code from 1 the itemsize, the dtype of its bits, and that of NumPy or None: then `numpy_of` gives it. torch_of: makes a tensor of an array of bits.
+    """
+
+def use_values(ref_of: Callable[..., Any], read: Callable[[Lease, Any, bool], Any]) -> None:
+    """
+    Says what makes a reference of five numbers, and who reads a value that is not plain.
+    """
+
+def array(lease: Lease, code: int, shape: tuple[int, ...], as_: str) -> Any:
+    """
+    The tensor that lies there, read-only; from now on the lease goes with its last view, and not before. None: not a plain one.
+    """
+
+def array_to_fill(lease: Lease, code: int, shape: tuple[int, ...], as_: str) -> Any:
+    """
+    The same of a writable lease, writable: as long as it lives the lease is not released.
+    """
+
+def place_of(by: Attachment, array: Any) -> tuple[int, tuple[int, ...], int, int, int, int, int] | None:
+    """
+    Of an array that lies in one of array_to_fill(): code, shape, and the numbers of a reference. None: not a plain one, or it lies elsewhere.
+    """
+
+def forbid_writing(array: object) -> None:
+    """
+    An array, and what it is a view of, say from now on that they are read-only.
+    """
+
+def lease_of(by: Attachment, address: int, nbytes: int) -> Lease | None:
+    """The lease of array_to_fill() that these bytes lie in."""
+
+def nbytes_of(code: int, shape: tuple[int, ...]) -> int:
+    """Of a plain tensor; 0: it is none, or has no bytes."""
+
+class Stored:
+    """
+    A value of the store, held: it is not evicted while this, or an array of it, lives.
+    """
+
+    def __init__(self, lease: Lease) -> None: ...
+
+    def value(self, as_: Literal['numpy', 'torch', 'bits'] = 'numpy', *, writable: bool = False) -> Any:
+        """
+        The tree, its tensors read-only views of shared memory, which hold it; copies if `writable`. Raises DecodeError, with the path, for what is no value.
+        """
+
+    @property
+    def ref(self, /) -> Any:
+        """Plain data, for any message: `Store.open_stored` over there."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the block, its layout included."""
+
+    def hold(self) -> Stored:
+        """The same value, held once more: each hold is released by itself."""
+
+    def release(self) -> None:
+        """
+        Holds it no longer; arrays that were taken from it still do, each until it is gone.
+        """
+
+    def __enter__(self) -> Stored: ...
+
+    def __exit__(self, *args) -> None: ...

@@ -72,7 +72,7 @@ class Store:
             assert lease is not None, "what is there is not found"
             assert memoryview(lease) == keepers.content(int.from_bytes(item[0], "little"))
             lease.release()
-        store.remove(None)
+        store.clear()
         assert by.stats()["blocks"] == 0
         by.take(keepers.NBYTES, 0).release()
 

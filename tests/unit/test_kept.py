@@ -193,7 +193,7 @@ def test_keys_that_differ_in_one_bit_are_told_apart() -> None:
 def test_a_key_of_another_size_is_refused(nbytes: int) -> None:
     kept = Kept()
     for call in (kept.store.get, kept.store.remove, lambda name: kept.store.begin(name, 1, 0)):
-        with pytest.raises(ValueError, match=f"a key has {nbytes} bytes, not 32|32 bytes, not {nbytes}"):
+        with pytest.raises(ValueError, match="a key is 32 bytes"):
             call(bytes(nbytes))
     assert kept.blocks() == 0
 
@@ -487,8 +487,8 @@ def test_all_is_taken_out_at_once() -> None:
     kept = Kept()
     for i in range(10):
         kept.put(i, b"bytes")
-    assert kept.store.remove(None) == 10
-    assert kept.store.remove(None) == 0
+    assert kept.store.clear() == 10
+    assert kept.store.clear() == 0
     assert kept.blocks() == 0
     assert kept.store.stats()["items"] == []
 
@@ -498,7 +498,7 @@ def test_what_is_taken_out_while_it_is_being_written_is_not_there_after() -> Non
     _, lease = kept.store.begin(key("a"), 5, 0)
     with thread(lambda: kept.put("a", b"other", 20)) as waiter:
         eventually(lambda: kept.numbers("fills_awaited")[0] > 0)
-        assert kept.store.remove(None) == 1
+        assert kept.store.clear() == 1
         assert waiter.ended().value is True, "the waiter writes it now"
     assert not kept.store.commit(lease)
     assert kept.read("a") == b"other"
@@ -683,7 +683,7 @@ def test_who_waits_for_room_has_it_when_a_lease_of_what_is_kept_is_given_back() 
     kept = Kept()
 
     def took(name: object) -> float:
-        kept.store.remove(None)
+        kept.store.clear()
         kept.put("held", bytes(NBYTES))
         lease = kept.store.get(key("held"))
         assert lease is not None
@@ -727,7 +727,7 @@ def test_a_store_is_refused_after_a_fork_and_what_the_parent_writes_stays_its_ow
             lambda: kept.store.begin(key("b"), 1, 0),
             lambda: kept.store.commit(lease),
             lambda: kept.store.abandon(lease),
-            lambda: kept.store.remove(None),
+            lambda: kept.store.clear(),
             kept.store.stats,
         ]
         for call in calls:

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import DecodeError, MemoryExhausted, PeerDied, Pool, Ref, StaleRef
+from penstock import DecodeError, MemoryExhausted, PeerDied, Pool, Ref, StaleRef, _native
 from penstock.tensor import TensorRef, Tensors, UnsupportedTensor
 from penstock.tensor.kinds import KIND_OF_CODE, KINDS
 from tests.conftest import eventually, spawn
@@ -370,7 +370,7 @@ def test_a_contiguous_part_of_an_array_in_the_pool_is_shared_by_itself() -> None
 
 
 def test_only_an_array_of_this_pool_is_shared_where_it_lies() -> None:
-    _, tensors = new_pool()
+    pool, tensors = new_pool()
     seen = there_and_back(tensors, np.arange(10))
     with Pool.create(1 << 16) as elsewhere:
         for other in (
@@ -388,7 +388,7 @@ def test_only_an_array_of_this_pool_is_shared_where_it_lies() -> None:
     gone = tensors.empty(10, int)
     address = gone.ctypes.data
     del gone
-    assert tensors._within(address) is None
+    assert _native.lease_of(pool.place, address, 1) is None
 
 
 def test_a_small_array_made_for_the_pool_is_a_plain_one_and_travels_inline() -> None:

@@ -88,6 +88,12 @@ class Pool(Shareable):
         return cls(segment, peer_name)
 
     @property
+    def place(self) -> _native.Attachment:
+        """This process in the pool, for those who call the native core themselves."""
+        attached = self._attached
+        return attached if attached is not None and attached.is_ours else self._place
+
+    @property
     def _place(self) -> _native.Attachment:
         # A child of fork() inherits the object and not the place among the peers: it takes a place of its own.
         if self._is_closed:
@@ -132,6 +138,11 @@ class Pool(Shareable):
         ref = Ref(*lease.ref_numbers())
         if ref.segment != self._segment.nonce:
             raise ValueError(f"the lease is of another pool than '{self.name}'")
+        self.grant_all(ref, to)
+        return ref
+
+    def grant_all(self, ref: Ref, to: Iterable[Peer | int]) -> None:
+        """Each peer in `to` may open it once, or, where one cannot be granted it, none."""
         granted: list[Peer | int] = []
         try:
             for peer in to:
@@ -141,7 +152,6 @@ class Pool(Shareable):
             for peer in granted:
                 self.revoke(ref, peer)
             raise
-        return ref
 
     def grant(self, ref: Ref, to: Peer | int) -> None:
         """Passes a reference on: `to` may open it once. For one that holds it, or was granted it without opening it."""
@@ -157,13 +167,19 @@ class Pool(Shareable):
 
     def open(self, ref: Ref) -> _native.Lease:
         """A read-only lease of the bytes that `ref` names. Raises StaleRef if they are gone or were never there."""
-        return self._checked(self._place.open, ref)
+        try:
+            return self.place.open(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes)
+        except (TypeError, AttributeError):
+            raise self._no_reference(ref) from None
 
     def _checked(self, call: Callable[..., _T], ref: Ref, *more: int) -> _T:
         try:
             return call(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes, *more)
-        except (TypeError, AttributeError):  # a number that no reference can have, or no reference
-            raise StaleRef(f"not a reference to a block of '{self.name}': {ref!r}") from None
+        except (TypeError, AttributeError):
+            raise self._no_reference(ref) from None
+
+    def _no_reference(self, ref: Ref) -> StaleRef:  # or one with a number that none can have
+        return StaleRef(f"not a reference to a block of '{self.name}': {ref!r}")
 
     def _index_of(self, peer: Peer | int) -> int:
         index = peer.index if isinstance(peer, Peer) else peer

@@ -7,20 +7,19 @@ what, and to the caller how references travel.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from penstock._native import Lease
+from penstock._native import Lease, array, array_to_fill, forbid_writing, lease_of, place_of
 from penstock.errors import MemoryExhausted, StaleRef
 from penstock.memory import Peer, Pool, Ref
 from penstock.tensor.kinds import kind_of
 from penstock.tensor.ref import TensorRef, nbytes_of
 from penstock.tensor.source import Source, source
-from penstock.tensor.views import As, copied, shown_as, view, writable
+from penstock.tensor.views import As, copied, shown_as, view, writable_as
 
 INLINE_NBYTES = 16 << 10  # lending costs as much as copying at about 32 KiB, with 1, 2 or 4 receivers
 MOST_INLINE_NBYTES = 1 << 30  # of one that finds no room: msgpack has four bytes for it
@@ -54,8 +53,6 @@ class Tensors:
         self.inline_nbytes = inline_nbytes
         self.overflow: Overflow = overflow
         self.stats = TensorStats()
-        # What empty() made, by address: an array dies with the last view of it, and its entry with it.
-        self._made: weakref.WeakValueDictionary[int, np.ndarray[Any, Any]] = weakref.WeakValueDictionary()
 
     # ── for those who send ──
     def put(
@@ -98,10 +95,9 @@ class Tensors:
             return shown_as(np.empty(sizes, kind.numpy or kind.bits), kind, as_)
         if self.pool is None:
             raise MemoryExhausted(f"no pool for a tensor of {nbytes} bytes")
-        made = writable(self.pool.take(nbytes, timeout), kind, sizes)
-        whole: Any = made.base  # what every view of it keeps, also in torch
-        self._made[made.ctypes.data] = whole
-        return shown_as(made, kind, as_)
+        lease = self.pool.take(nbytes, timeout)
+        made = array_to_fill(lease, kind.code, sizes, as_)
+        return made if made is not None else writable_as(lease, kind, sizes, 0, as_)
 
     def share(self, array: Any, to: Iterable[Peer | int] = ()) -> TensorRef:
         """A reference to an array of empty(), or to a contiguous part of it, without a copy.
@@ -110,6 +106,14 @@ class Tensors:
         Each peer in `to` may view it once, even if the caller has dropped it by then; others only while it is held.
         Raises ValueError for any other array: put() copies it.
         """
+        pool = self.pool
+        plain = None if pool is None else place_of(pool.place, array)
+        if pool is not None and plain is not None and plain[-1] > self.inline_nbytes:
+            ref = Ref(*plain[2:])
+            pool.grant_all(ref, to)
+            forbid_writing(array)
+            self.stats.shares += 1
+            return TensorRef(plain[0], plain[1], ref)
         given = source(array)
         if given.nbytes <= self.inline_nbytes:
             self.stats.inline += 1
@@ -118,13 +122,12 @@ class Tensors:
         if not isinstance(shown, np.ndarray) or not shown.flags.c_contiguous or not shown.dtype.isnative:
             raise ValueError("the array is not contiguous, or in the other byte order: put() copies it")
         address = shown.ctypes.data
-        whole = self._within(address)
-        if self.pool is None or whole is None or address + given.nbytes > whole.ctypes.data + whole.nbytes:
+        lease = None if pool is None else lease_of(pool.place, address, given.nbytes)
+        if pool is None or lease is None:
             raise ValueError("the array does not lie in this pool: share() takes what empty() made, put() copies any")
-        ref = self.pool.share(_lease_of(whole), to).slice(address - whole.ctypes.data, given.nbytes)
-        for one in (whole, array):
-            if isinstance(one, np.ndarray):
-                one.flags.writeable = False
+        begin = np.frombuffer(memoryview(lease), np.uint8).ctypes.data
+        ref = pool.share(lease, to).slice(address - begin, given.nbytes)
+        forbid_writing(array)
         self.stats.shares += 1
         return TensorRef(given.kind.code, given.shape, ref)
 
@@ -143,8 +146,19 @@ class Tensors:
         cannot, so a stray write through it is a SIGSEGV of this process, and no other process sees anything of it.
         """
         self.stats.views += 1
+        where = ref.where
+        if type(where) is bytes:
+            held: bytes | Lease = where
+        elif self.pool is None:
+            raise ValueError("a tensor in a pool was received, and there is no pool here")
+        else:
+            held = self.pool.open(where)  # type: ignore[arg-type]
+            if not writable:
+                made = array(held, ref.code, ref.shape, as_)
+                if made is not None:
+                    return made
         make = copied if writable else view
-        return make(self._opened(ref), ref.kind, ref.shape, 0, as_)
+        return make(held, ref.kind, ref.shape, 0, as_)
 
     def drop(self, ref: TensorRef) -> None:
         """Gives up what was granted to us, unread. Without a word if it is gone already."""
@@ -153,30 +167,11 @@ class Tensors:
                 self.pool.open(ref.where).release()
 
     # ── within ──
-    def _opened(self, ref: TensorRef) -> bytes | Lease:
-        where = ref.where
-        if isinstance(where, bytes):
-            return where
-        if self.pool is None:
-            raise ValueError("a tensor in a pool was received, and there is no pool here")
-        return self.pool.open(where)
-
     def _overflowing(self, given: Source, error: MemoryExhausted) -> TensorRef:
         if self.overflow == "raise" or given.nbytes > MOST_INLINE_NBYTES:
             raise error
         self.stats.overflowed += 1
         return _inline(given)
-
-    def _within(self, address: int) -> np.ndarray[Any, Any] | None:
-        """The array of empty() that an address lies in. While that lives, so do its bytes, whoever shows them."""
-        found = self._made.get(address)
-        if found is not None:
-            return found
-        for entry in self._made.valuerefs():
-            one = entry()
-            if one is not None and 0 <= address - one.ctypes.data < one.nbytes:
-                return one
-        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_spawn, (self.pool, self.inline_nbytes, self.overflow)  # of the pool only while spawning
@@ -188,10 +183,3 @@ def _from_spawn(pool: Pool | None, inline_nbytes: int, overflow: Overflow) -> Te
 
 def _inline(given: Source) -> TensorRef:
     return TensorRef(given.kind.code, given.shape, given.tobytes())
-
-
-def _lease_of(whole: np.ndarray[Any, Any]) -> Lease:
-    held: Any = whole.base
-    while not isinstance(held, Lease):
-        held = held.obj  # of a memoryview
-    return held

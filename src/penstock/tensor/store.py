@@ -92,7 +92,7 @@ class Store(Pool):
     def __init__(self, segment: _native.Segment, peer_name: str = "") -> None:
         super().__init__(segment, peer_name)
         self._pool_nbytes = segment.pool_nbytes
-        self._kept: tuple[_native.Attachment, _native.Store] | None = None
+        self._kept: _native.Store | None = None
         self._pins: dict[bytes, Stored] = {}
         self._pinned: Counter[bytes] = Counter()
 
@@ -137,11 +137,10 @@ class Store(Pool):
 
     @property
     def _store(self) -> _native.Store:
-        place = self._place
-        if self._kept is None or self._kept[0] is not place:
-            self._kept = place, _native.Store(place)
+        if self._kept is None or not self._kept.is_ours:
+            self._kept = _native.Store(self._place)
             self._pins, self._pinned = {}, Counter()  # of the process before a fork()
-        return self._kept[1]
+        return self._kept
 
     # ── values ──
     def put(self, key: bytes, value: Any, *, timeout: float | None = PUT_TIMEOUT, detach: bool = False) -> Stored:
@@ -166,7 +165,7 @@ class Store(Pool):
         return self._making(key, plan(value, detach=detach, is_filled_later=True), timeout)
 
     def _making(self, key: bytes, planned: Plan, timeout: float | None) -> Making:
-        is_new, lease = self._store.begin(_checked(key), block_nbytes(planned), timeout)
+        is_new, lease = self._store.begin(key, block_nbytes(planned), timeout)
         return Making(self._store, lease, planned, is_new)
 
     def lend(self, value: Any, *, timeout: float | None = 0, detach: bool = False) -> Stored:
@@ -179,16 +178,17 @@ class Store(Pool):
 
     def get(self, key: bytes) -> Stored:
         """What is kept under the key, held. Raises Missing if nothing is, or it is only being written."""
-        lease = self._store.get(_checked(key))
-        if lease is None:
+        kept = self._kept
+        stored = (kept if kept is not None and kept.is_ours else self._store).get_value(key)
+        if stored is None:
             raise Missing(f"'{self.name}' keeps nothing under {key.hex()[:16]}…")
-        return Stored(lease)
+        return stored
 
     def get_many(self, keys: Iterable[bytes]) -> dict[bytes, Stored]:
         """What is kept under these keys, held; keys that are missing are missing."""
-        store = self._store
-        found = {key: store.get(_checked(key)) for key in keys}
-        return {key: Stored(lease) for key, lease in found.items() if lease is not None}
+        get = self._store.get_value
+        found = {key: get(key) for key in keys}
+        return {key: stored for key, stored in found.items() if stored is not None}
 
     def open_stored(self, ref: Ref) -> Stored:
         """A value by the `ref` of somebody who holds it. Raises StaleRef if it is gone."""
@@ -196,6 +196,11 @@ class Store(Pool):
 
     def take(self, nbytes: int, timeout: float | None = 0) -> _native.Lease:
         """A writable lease of a block without a key, as `Pool.take`; values that nobody holds give way to it."""
+        if 0 <= nbytes <= self._pool_nbytes:
+            try:
+                return self.place.take(nbytes, 0)  # most often there is room, and nothing else to be looked at
+            except MemoryExhausted:
+                pass
         deadline = None if timeout is None else time.monotonic() + timeout
         made_room = 0
         while True:
@@ -232,11 +237,11 @@ class Store(Pool):
 
     def remove(self, key: bytes) -> bool:
         """Keeps the key no longer. Who holds the value has it as long as it likes. False: it was not there."""
-        return self._store.remove(_checked(key)) != 0
+        return self._store.remove(key)
 
     def clear(self) -> int:
         """Keeps nothing any longer. Returns how many keys that were."""
-        return self._store.remove(None)
+        return self._store.clear()
 
     def stats_of_keys(self) -> StoreStats:
         native: dict[str, Any] = self._store.stats()
@@ -246,9 +251,3 @@ class Store(Pool):
     def close(self) -> None:
         self._pins, self._pinned, self._kept = {}, Counter(), None
         super().close()
-
-
-def _checked(key: bytes) -> bytes:
-    if type(key) is not bytes or len(key) != KEY_NBYTES:
-        raise ValueError(f"a key is {KEY_NBYTES} bytes (see key_of), not {key!r:.80}")
-    return key

@@ -9,6 +9,7 @@ import struct
 from typing import Any
 
 from penstock import _native
+from penstock._native import Stored as Stored
 from penstock.errors import ClosedError, DecodeError
 from penstock.memory import Ref
 from penstock.memory.pool import BLOCK_ALIGN
@@ -37,51 +38,19 @@ def write_value(lease: _native.Lease, planned: Plan) -> None:
         planned.write(room, tensors_at(len(layout)))
 
 
-class Stored:
-    """A value of the store, held: it is not evicted while this, or an array of it, lives."""
+def read_value(lease: _native.Lease, as_: As, writable: bool) -> Any:
+    """What `Stored.value` gives where the value is not plain: empty tensors, long layouts, copies, what is none."""
+    seen = memoryview(lease)
+    if len(seen) < HEAD.size:
+        raise DecodeError(f"expected a value, got a block of {len(seen)} bytes")
+    layout_nbytes, zero = HEAD.unpack_from(seen)
+    at = tensors_at(layout_nbytes)
+    if zero or at > len(seen):
+        raise DecodeError(f"expected a value, got a layout of {layout_nbytes} bytes in a block of {len(seen)}")
+    return read(seen[HEAD.size : HEAD.size + layout_nbytes], lease, at, as_=as_, writable=writable)
 
-    __slots__ = ("_lease", "ref")
 
-    def __init__(self, lease: _native.Lease) -> None:
-        self._lease: _native.Lease | None = lease
-        self.ref = Ref(*lease.ref_numbers())  # plain data, for any message: `Store.open_stored` over there
-
-    @property
-    def nbytes(self) -> int:
-        """Of the block, its layout included."""
-        return self.ref.nbytes
-
-    def value(self, as_: As = "numpy", *, writable: bool = False) -> Any:
-        """The tree, its tensors read-only views of shared memory, which hold it; copies if `writable`."""
-        lease = self._leased()
-        seen = memoryview(lease)
-        if len(seen) < HEAD.size:
-            raise DecodeError(f"expected a value, got a block of {len(seen)} bytes")
-        layout_nbytes, zero = HEAD.unpack_from(seen)
-        at = tensors_at(layout_nbytes)
-        if zero or at > len(seen):
-            raise DecodeError(f"expected a value, got a layout of {layout_nbytes} bytes in a block of {len(seen)}")
-        return read(seen[HEAD.size : HEAD.size + layout_nbytes], lease, at, as_=as_, writable=writable)
-
-    def hold(self) -> Stored:
-        """The same value, held once more: each hold is released by itself."""
-        return Stored(self._leased())
-
-    def release(self) -> None:
-        """Holds it no longer; arrays that were taken from it still do, each until it is gone."""
-        self._lease = None
-
-    def _leased(self) -> _native.Lease:
-        lease = self._lease  # once: another thread may release it now
-        if lease is None:
-            raise ClosedError("the value has been released")
-        return lease
-
-    def __enter__(self) -> Stored:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+_native.use_values(Ref, read_value)
 
 
 class Making:

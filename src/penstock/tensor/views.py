@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from penstock._native import Bytes, Lease
-from penstock.tensor.kinds import Kind, needed_torch, numpy_dtype, torch_dtype
+from penstock._native import Bytes, Lease, use_kinds
+from penstock.tensor.kinds import KIND_OF_CODE, KINDS, Kind, needed_torch, numpy_dtype, torch_dtype
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -92,3 +92,10 @@ def _tensor(array: np.ndarray[Any, Any]) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.from_numpy(array)
+
+
+use_kinds(
+    [(kind.itemsize, kind.numpy or kind.bits, kind.numpy) for kind in KINDS],
+    lambda code: numpy_dtype(KIND_OF_CODE[code]),
+    lambda bits, code: shown_as(bits, KIND_OF_CODE[code], "torch"),
+)
