@@ -30,10 +30,11 @@ def ratio(row: dict[str, Any]) -> str:
 
 def table() -> str:
     """What README shows."""
-    lines = ["| | ours | theirs | ratio | whose |", "|---|---|---|---|---|"]
+    lines = ["| | ours | theirs | ratio | whose | `scripts/bench` |", "|---|---|---|---|---|---|"]
     for row in HEADLINES["rows"]:
         ours, theirs = f"{row['ours']} {row['unit']}", row["theirs"]
-        lines.append(f"| {row['what']} | {ours} | {theirs} | {ratio(row)} | {row['baseline']} |")
+        _, commit, bench = HEADLINES["sources"][row["source"]]["entry"].split(" · ")
+        lines.append(f"| {row['what']} | {ours} | {theirs} | {ratio(row)} | {row['baseline']} | `{bench}`, {commit} |")
     return "\n".join(lines)
 
 
