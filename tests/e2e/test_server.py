@@ -85,7 +85,7 @@ async def served(limits: dict[str, Any] | None = None, **options: Any) -> AsyncI
         launcher = Serving(config, asked, listener)
         try:
             launcher.start()
-            await launcher.serving(START)
+            await launcher.serving(3 * START)
             tree = Served(launcher, port)
             async with tree.client:
                 yield tree
@@ -180,7 +180,7 @@ async def what_makes_no_sense_is_refused_with_its_field(tree: Served) -> None:
         assert (caught.value.type, caught.value.param) == ("invalid_request_error", param), options
 
 
-async def an_image_is_refused_as_long_as_there_are_none(tree: Served) -> None:
+async def an_image_is_refused_by_a_device_that_sees_nothing(tree: Served) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, image]}]
     with refused("BadRequestError") as caught:
@@ -307,7 +307,7 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     ids_are_a_prompt_too,
     a_stop_string_across_tokens_is_not_shown,
     what_makes_no_sense_is_refused_with_its_field,
-    an_image_is_refused_as_long_as_there_are_none,
+    an_image_is_refused_by_a_device_that_sees_nothing,
     another_model_another_key_and_too_much_are_refused,
     more_than_may_be_open_are_told_to_come_again,
     a_client_that_goes_takes_its_request_with_it,

@@ -55,7 +55,7 @@ def load(loader: Images, scope: Any, *raws: bytes) -> list[images.Loaded]:
 
 
 @pytest.mark.parametrize("name", VISION)
-@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_an_image_becomes_what_the_model_takes_and_stands_for_as_many_tokens(
     name: str, kind: str, tmp_path: Path
 ) -> None:
@@ -123,7 +123,7 @@ def png_of(width: int, height: int) -> bytes:
         ([png_of(10_000, 10_000)], 413, r"at most 2000 pixels, this one has 10000 x 10000 = 100000000"),
         ([bytes(10_001)], 413, r"at most 10000 bytes, this one has 10001"),
         ([picture()] * 3, 400, r"at most 2 images, this one has 3"),
-        ([b""], 400, r"no image that can be read as PNG, JPEG, WEBP"),
+        ([b""], 400, r"no image that can be read as PNG, JPEG, WEBP, GIF"),
         ([b"GIF89a" + bytes(100)], 400, r"no image that can be read"),
         ([picture(20, 20)[:-300]], 400, r"no image that can be read"),
         ([picture(), b"nonsense"], 400, r"no image that can be read"),

@@ -12,9 +12,8 @@ pytest.importorskip("starlette")
 
 from penstock.engine.protocol import SamplingParams
 from penstock.engine.stream import EngineError
-from penstock.server.bodies import DECODERS, Chat, Completion, Tokenize, decoded, plain
+from penstock.server.bodies import DECODERS, Chat, Completion, Conversation, Tokenize, decoded
 from penstock.server.errors import ApiError
-from penstock.server.words import BytesWords
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -128,26 +127,33 @@ def test_prompts_are_one_or_many_texts_or_lists_of_ids() -> None:
         assert caught.value.param == "prompt"
 
 
-def test_parts_of_text_become_one_and_an_image_is_refused_by_its_place() -> None:
+def test_templates_are_told_where_images_stand_and_these_go_a_way_of_their_own() -> None:
     text, image = {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
-    said = chat(messages=[{"role": "system", "content": "s", "name": "n"}, {"role": "user", "content": [text, text]}])
-    assert plain(said.messages) == [
+    other = {"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}
+    said = chat(
+        messages=[
+            {"role": "system", "content": "s", "name": "n"},
+            {"role": "user", "content": [text, image, text]},
+            {"role": "assistant"},
+            {"role": "user", "content": [other]},
+        ]
+    )
+    messages, images = Conversation.of(said.messages)
+    assert messages == [
         {"role": "system", "content": "s", "name": "n"},
-        {"role": "user", "content": "a\na"},
+        {"role": "user", "content": [text, {"type": "image"}, text]},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": [{"type": "image"}]},
     ]
-    with pytest.raises(ApiError) as caught:
-        plain(chat(messages=[{"role": "user", "content": [text, image]}]).messages)
-    assert (caught.value.status, caught.value.param) == (400, "messages[0].content[1]")
+    assert images == [("messages[1].content[1]", "http://x/y.png"), ("messages[3].content[0]", "data:,")]
 
 
 def test_tokens_are_of_a_text_or_of_messages_and_not_of_both() -> None:
-    words = BytesWords(1000)
-    assert decoded(b'{"prompt": "a"}', Tokenize).text(words) == ("a", True)
-    said = json.dumps({**CHAT, "add_generation_prompt": False}).encode()
-    assert decoded(said, Tokenize).text(words) == ("user: hi\n", False)
+    assert decoded(b'{"prompt": "a"}', Tokenize).what() == "a"
+    assert decoded(json.dumps(CHAT).encode(), Tokenize).what() == ([{"role": "user", "content": "hi"}], [])
     for body in (b"{}", json.dumps({**CHAT, "prompt": "a"}).encode()):
         with pytest.raises(ApiError):
-            decoded(body, Tokenize).text(words)
+            decoded(body, Tokenize).what()
 
 
 @given(

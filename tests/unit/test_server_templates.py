@@ -62,3 +62,27 @@ def test_what_a_client_may_not_say_and_what_a_template_refuses_is_its_own_doing(
 def test_a_model_without_one_cannot_chat(tmp_path: Path) -> None:
     with pytest.raises(ApiError, match="no chat template"):
         template(tmp_path).prompt(MESSAGES, True, {})
+
+
+TEXT, IMAGE = {"type": "text", "text": "hi"}, {"type": "image"}
+EITHER = (
+    "{% for one in messages %}{% if one.content is string %}{{ one.content }}{% else %}{% for part in one.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+ONLY_PARTS = (
+    "{% for one in messages %}{% for part in one.content | selectattr('type', 'equalto', 'image') %}<image>{% endfor %}"
+    "{% for part in one.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("said", "of_parts", "of_an_image"),
+    [(TEMPLATE, "hi\nhi", "hi\nhi"), (EITHER, "hihi", "hi<image>hi"), (ONLY_PARTS, "hihi", "<image>hihi")],
+    ids=["text", "either", "parts"],
+)
+def test_a_template_is_told_what_is_said_as_it_takes_it(
+    said: str, of_parts: str, of_an_image: str, tmp_path: Path
+) -> None:
+    found = template(tmp_path, chat_template=said)
+    for content, want in (("hi", "hi"), ([TEXT, TEXT], of_parts), ([TEXT, IMAGE, TEXT], of_an_image)):
+        assert found.prompt([{"role": "user", "content": content}], False, {}) == want

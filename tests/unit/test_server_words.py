@@ -1,9 +1,11 @@
 """Prompts, and what stands on the command line."""
 
+import argparse
 import asyncio
 import contextlib
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ pytest.importorskip("uvicorn")
 
 from penstock import cli
 from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.server import arguments
 from penstock.server.errors import ApiError
 from penstock.server.words import LONG, BytesWords, Reader
 
@@ -52,6 +55,23 @@ def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
     asyncio.run(scene())
 
 
+def test_there_is_a_store_where_the_model_takes_images(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    arguments.add(parser)
+
+    def store_nbytes(*options: str) -> int:
+        return arguments.engine_config(parser.parse_args([str(tmp_path), *options])).store_nbytes
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert store_nbytes() == 0 and store_nbytes("--image-store-mb", "3") == 3 << 20
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    assert store_nbytes() == 256 << 20 and store_nbytes("--image-store-mb", "0") == 0
+    assert store_nbytes("--device-model", "simulated") == 0
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json is not what was expected"):
+        store_nbytes()
+
+
 def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         simulated = ("--device-model", "simulated")
@@ -62,6 +82,9 @@ def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> Non
             ((*simulated, "--api-servers", "0"), "api_servers is between"),
             ((*simulated, "--port", "0", "--host", "no such host"), "penstock serve:"),
             (("/nowhere", "--port", "0"), "not '/nowhere'"),
+            ((*simulated, "--allowed-local-media-path", "/nowhere"), "media_folders are folders, not '/nowhere'"),
+            ((*simulated, "--max-images", "0"), "count is 1 or more, not 0"),
+            ((*simulated, "--image-store-mb", "-1"), "store_nbytes is between"),
         ):
             assert cli.main(["serve", *options]) == 2
             said = capfd.readouterr().err

@@ -16,6 +16,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.logs import event
 from penstock.engine.text import Vocabulary, vocabulary_of
 
+VISION = ("idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "smolvlm")  # kinds of models that take images
 SAID_IN = ("generation_config.json", "config.json")  # the first that names an end id
 
 
@@ -33,6 +34,18 @@ def completed(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(
         config, end_ids=tuple(sorted(end_ids)), max_model_len=min(config.max_model_len, longest)
     )
+
+
+def takes_images(config: EngineConfig) -> bool:
+    """A simulated device sees nothing. Raises ValueError."""
+    path = Path(config.model) / "config.json"
+    if config.simulated is not None or not path.exists():
+        return False
+    try:
+        said = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not what was expected: {error}") from None
+    return said.get("model_type") in VISION
 
 
 def vocabulary(config: EngineConfig) -> Vocabulary:

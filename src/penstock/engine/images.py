@@ -1,11 +1,11 @@
 """Images as users send them: decoded, made what the model takes, and put into the store, by threads beside the loop.
 
-    loaded = await images.load(raw, scope)        raw: a PNG, a JPEG or a WebP
+    loaded = await images.load(raw, scope)        raw: a PNG, a JPEG, a WebP, or a GIF, of which the first frame counts
     loaded.item, loaded.tokens                    for `Client.submit(…, items=…, scope=scope)`
 
 An image is known by its bytes and by what is made of them: one that has been made is found by its key and not even
-decoded. Leaves to the model's own processor what is made of an image, to the scope how long it is held, and to whoever
-writes the prompt where its tokens stand.
+decoded. Leaves to the model's own processor what is made of an image, to the scope how long it is held, and to `places`
+where its tokens stand in a prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +25,12 @@ import msgspec
 import numpy as np
 
 from penstock import Missing
+from penstock.engine.directory import VISION
 from penstock.errors import PenstockError
 from penstock.tensor import Item, Outgoing, Scope, key_of
 
-FORMATS = ("PNG", "JPEG", "WEBP")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+TILED = ("idefics3", "smolvlm")  # what these see of an image stands in several places of the prompt
 
 
 class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,15 +83,17 @@ class Images:
         """
         self.limits = limits or ImageLimits()
         self._outgoing = outgoing
-        self._processor, self._count = _processor_of(Path(path))
+        config, self._processor, self._count = _processor_of(Path(path))
+        self.image_id: int = config.image_token_id
+        self.is_tiled = config.model_type in TILED
         self._salt = _fingerprint(self._processor) + salt
         self._threads = ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), "images")
 
-    async def load(self, raw: bytes, scope: Scope) -> Loaded:
-        """Blocks nobody's loop. The scope holds the image. Raises ImageRefused, and ClosedError if the scope has been
-        released meanwhile."""
-        if len(raw) > self.limits.nbytes:
-            raise ImageRefused(413, f"an image has at most {self.limits.nbytes} bytes, this one has {len(raw)}")
+    async def load(self, raw: bytes | Callable[[], bytes], scope: Scope) -> Loaded:
+        """`raw`: or what reads it, in the same thread. Blocks nobody's loop. The scope holds the image.
+
+        Raises ImageRefused, what reading it raises, and ClosedError if the scope has been released meanwhile.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.load_now, raw, scope)
 
     async def load_all(self, raws: Iterable[bytes], scope: Scope) -> list[Loaded]:
@@ -104,8 +108,12 @@ class Images:
             for task in tasks:
                 task.cancel()
 
-    def load_now(self, raw: bytes, scope: Scope) -> Loaded:
+    def load_now(self, raw: bytes | Callable[[], bytes], scope: Scope) -> Loaded:
         """In this thread."""
+        if not isinstance(raw, bytes):
+            raw = raw()
+        if len(raw) > self.limits.nbytes:
+            raise ImageRefused(413, f"an image has at most {self.limits.nbytes} bytes, this one has {len(raw)}")
         key = key_of(raw, salt=self._salt)
         found = self._find(key, scope)
         if found is not None:
@@ -178,11 +186,9 @@ def _decoded(raw: bytes, most_pixels: int) -> Any:
 
 
 # ── what a family makes of an image ──────────────────────────────────────────────────────────────────────────────────
-def _processor_of(path: Path) -> tuple[Any, Any]:
-    """What makes an image's tensors, and what says how many tokens these are."""
+def _processor_of(path: Path) -> tuple[Any, Any, Any]:
+    """The model's configuration, what makes an image's tensors, and what says how many tokens these are."""
     from transformers import AutoConfig, AutoImageProcessor
-
-    from penstock.engine.model import VISION
 
     of_any_kind: Any = AutoImageProcessor
     config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -192,9 +198,9 @@ def _processor_of(path: Path) -> tuple[Any, Any]:
         processor = of_any_kind.from_pretrained(path, local_files_only=True, backend="pil")
     except OSError as error:
         raise ValueError(f"{path}: expected the image processor of a model: {error}") from None
-    if config.model_type in ("idefics3", "smolvlm"):
+    if config.model_type in TILED:
         processor.return_row_col_info = True
-    return processor, _COUNTS[config.model_type](config, processor)
+    return config, processor, _COUNTS[config.model_type](config, processor)
 
 
 def _count_patches(config: Any, _: Any) -> Any:

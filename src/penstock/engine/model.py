@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from penstock.engine import weights
 from penstock.engine.attention import NAME, Memory, Paged, Probe, Shape
+from penstock.engine.directory import VISION
 from penstock.engine.sharding import Ranks, shard
 
 TEXT = (
@@ -27,7 +28,6 @@ TEXT = (
     "qwen3",
     "qwen3_moe",
 )
-VISION = ("idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "smolvlm")
 
 
 class Model:

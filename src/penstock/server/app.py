@@ -30,10 +30,11 @@ from penstock.engine.logs import event
 from penstock.engine.protocol import SamplingParams, Style
 from penstock.engine.stream import EngineError, Stream
 from penstock.server import openapi
-from penstock.server.bodies import Chat, Completion, Sampling, Tokenize, decoded, plain
+from penstock.server.bodies import Chat, Completion, Conversation, Sampling, Tokenize, decoded
 from penstock.server.dashboard import Dashboard
 from penstock.server.errors import RETRY_AFTER, ApiError, Gone
 from penstock.server.health import Health
+from penstock.server.images import Prompt
 from penstock.server.metrics import Metrics
 from penstock.server.notice import served_name
 from penstock.server.options import ServerOptions
@@ -143,15 +144,25 @@ class Api:
         self._require_model(asked.model)
         params = asked.sampling()
         is_answered = asked.add_generation_prompt is not False
-        prompt = self._reader.words.chat(plain(asked.messages), is_answered, asked.chat_template_kwargs or {})
-        ids = await self._reader.ids(prompt, add_special=False)
-        return await self._generate(request, Style.CHAT, asked, params, [ids], "messages")
+        options = asked.chat_template_kwargs or {}
+        prompt = await self._prompt(request, Conversation.of(asked.messages), is_answered, options)
+        asked.messages = []  # images are long, and it may take long to answer
+        try:
+            return await self._generate(request, Style.CHAT, asked, params, [prompt], "messages")
+        except BaseException:
+            prompt.release()
+            raise
+
+    async def _prompt(self, request: Request, said: Conversation, is_answered: bool, options: dict[str, Any]) -> Prompt:
+        """To be released, unless a request gets it."""
+        reading = self._reader.conversation(said, is_answered, options)
+        return await (unless_gone(request.receive, reading) if said.images else reading)
 
     async def _completions(self, request: Request) -> Answer:
         asked = decoded(await self._body(request), Completion)
         self._require_model(asked.model)
         params = asked.sampling()
-        prompts = [await self._reader.ids(prompt) for prompt in asked.prompts()]
+        prompts = [Prompt(await self._reader.ids(prompt)) for prompt in asked.prompts()]
         return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
 
     async def _generate(
@@ -160,11 +171,11 @@ class Api:
         style: Style,
         asked: Sampling,
         params: SamplingParams,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         param: str,
     ) -> Answer:
-        for ids in prompts:
-            self._require_room(ids, params, param)
+        for prompt in prompts:
+            self._require_room(prompt.ids, params, param)
         pace = Pace(self._row, request.state.began)
         short, name = NAMES[style]
         said: dict[str, Any] = {"id": f"{short}-{secrets.token_hex(12)}", "object": name, "created": int(time.time())}
@@ -187,10 +198,16 @@ class Api:
             raise ApiError(400, message, param=param, code="context_length_exceeded" if ids else None)
 
     async def _submit(
-        self, asked: Sampling, params: SamplingParams, ids: list[int], announce: tuple[Style, bytes] | None = None
+        self, asked: Sampling, params: SamplingParams, prompt: Prompt, announce: tuple[Style, bytes] | None = None
     ) -> Stream:
         return await self._client.submit(
-            ids, params, priority=asked.priority or 0, client=asked.user or "", announce=announce
+            prompt.ids,
+            params,
+            items=prompt.items,
+            scope=prompt.scope,
+            priority=asked.priority or 0,
+            client=asked.user or "",
+            announce=announce,
         )
 
     async def _whole(
@@ -198,14 +215,14 @@ class Api:
         style: Style,
         asked: Sampling,
         params: SamplingParams,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         said: dict[str, Any],
         pace: Pace,
     ) -> Response:
         async with contextlib.AsyncExitStack() as stack:
             streams = []
-            for ids in prompts:
-                streams.append(await stack.enter_async_context(await self._submit(asked, params, ids)))
+            for prompt in prompts:
+                streams.append(await stack.enter_async_context(await self._submit(asked, params, prompt)))
             found = await asyncio.gather(*(gathered(stream, params.n, pace) for stream in streams))
         vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
         tell = Choice.of_chat if style == Style.CHAT else Choice.of_completion
@@ -219,7 +236,13 @@ class Api:
     async def _tokenize(self, request: Request) -> Answer:
         asked = decoded(await self._body(request), Tokenize)
         self._require_model(asked.model)
-        ids = await self._reader.ids(*asked.text(self._reader.words))
+        what = asked.what()
+        if isinstance(what, str):
+            ids = await self._reader.ids(what, asked.add_special_tokens)
+        else:
+            prompt = await self._prompt(request, what, asked.add_generation_prompt, {})
+            prompt.release()
+            ids = prompt.ids
         return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
 
     async def _list_models(self, request: Request) -> Answer:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 
+import msgspec
+
 from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.directory import takes_images
+from penstock.engine.images import ImageLimits
 from penstock.server.options import ServerOptions
 
+STORE_MB = 256
 KEY_VARIABLE = "PENSTOCK_API_KEY"  # seen by fewer than a command line
 
 
@@ -24,6 +29,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--output-processors", metavar="N", type=int, default=1, help="of each group; 0: in the core (1)")
     add("--most-open", metavar="N", type=int, default=1024, help="open requests of a server process (1024)")
     add("--most-body-mb", metavar="N", type=int, default=64, help="of a request's body (64)")
+    add("--max-images", metavar="N", type=int, default=16, help="of a request (16)")
+    add("--max-image-mb", metavar="N", type=int, default=20, help="of each image, as it is sent (20)")
+    add("--max-image-megapixels", metavar="N", type=int, default=40, help="of each image (40)")
+    add("--image-store-mb", metavar="N", type=int, help="for images that are ready (256 if the model takes images)")
+    add(
+        "--allowed-local-media-path",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="clients may name images beneath it by file:// URLs (none)",
+    )
     add(
         "--patience", metavar="SECONDS", type=float, default=30.0, help="with a client that takes or sends nothing (30)"
     )
@@ -54,7 +70,11 @@ SAME = (
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Raises ValueError, TypeError."""
     simulated = SimulatedDevice(step_seconds=options.step_ms / 1e3) if options.device_model == "simulated" else None
-    return EngineConfig(simulated=simulated, **{name: getattr(options, name) for name in SAME})
+    config = EngineConfig(simulated=simulated, **{name: getattr(options, name) for name in SAME})
+    store_mb = options.image_store_mb
+    if store_mb is None:
+        store_mb = STORE_MB if takes_images(config) else 0
+    return msgspec.structs.replace(config, store_nbytes=store_mb << 20)
 
 
 def server_options(options: argparse.Namespace) -> ServerOptions:
@@ -68,4 +88,8 @@ def server_options(options: argparse.Namespace) -> ServerOptions:
         most_open=options.most_open,
         most_body_nbytes=options.most_body_mb << 20,
         patience=options.patience,
+        image_limits=ImageLimits(
+            count=options.max_images, nbytes=options.max_image_mb << 20, pixels=options.max_image_megapixels * 10**6
+        ),
+        media_folders=tuple(options.allowed_local_media_path),
     )

@@ -6,13 +6,13 @@ A field that is null is one that was not given. Leaves to `SamplingParams` which
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from penstock.engine.protocol import SamplingParams
 from penstock.server.errors import ApiError, of_a_body
-from penstock.server.words import Words
+from penstock.server.images import Named
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -184,24 +184,32 @@ class Chat(Sampling, kw_only=True):
         return self.params(most, (self.top_logprobs or 0) if self.logprobs else None)
 
 
-def plain(messages: list[Message]) -> list[dict[str, Any]]:
-    """As templates want them. Raises ApiError for parts that are no text."""
-    return [_plain(place, message) for place, message in enumerate(messages)]
+class Conversation(NamedTuple):
+    """Messages as templates want them, which are told only where images stand; and these, in their order."""
 
+    messages: list[dict[str, Any]]
+    images: list[Named]
 
-def _plain(place: int, message: Message) -> dict[str, Any]:
-    if message.tool_calls:
-        where = f"messages[{place}].tool_calls"
-        raise ApiError(400, f"tools are not supported, and were called at $.{where}", param=where)
-    content = message.content or ""
-    if not isinstance(content, str):
-        for part, one in enumerate(content):
-            if isinstance(one, ImagePart):
-                where = f"messages[{place}].content[{part}]"
-                raise ApiError(400, f"expected text, got an image at $.{where}: this server takes none", param=where)
-        content = "\n".join(one.text for one in content if isinstance(one, TextPart))
-    said = {"role": message.role, "content": content}
-    return said if message.name is None else {**said, "name": message.name}
+    @classmethod
+    def of(cls, messages: list[Message]) -> Conversation:
+        found = cls([], [])
+        for place, message in enumerate(messages):
+            if message.tool_calls:
+                where = f"messages[{place}].tool_calls"
+                raise ApiError(400, f"tools are not supported, and were called at $.{where}", param=where)
+            content: Any = message.content or ""
+            if not isinstance(content, str):
+                parts = enumerate(content)
+                content = [found._plain(f"messages[{place}].content[{part}]", one) for part, one in parts]
+            said = {"role": message.role, "content": content}
+            found.messages.append(said if message.name is None else {**said, "name": message.name})
+        return found
+
+    def _plain(self, where: str, part: TextPart | ImagePart) -> dict[str, str]:
+        if isinstance(part, TextPart):
+            return {"type": "text", "text": part.text}
+        self.images.append(Named(where, part.image_url.url))
+        return {"type": "image"}
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -214,13 +222,11 @@ class Tokenize(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
-    def text(self, words: Words) -> tuple[str, bool]:
-        """And whether special ids come with it. Raises ApiError."""
+    def what(self) -> str | Conversation:
+        """Raises ApiError."""
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "expected either prompt or messages", param="prompt")
-        if self.messages is None:
-            return self.prompt or "", self.add_special_tokens
-        return words.chat(plain(self.messages), self.add_generation_prompt, {}), False
+        return (self.prompt or "") if self.messages is None else Conversation.of(self.messages)
 
 
 DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {

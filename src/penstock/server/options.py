@@ -5,7 +5,11 @@ Leaves to `EngineConfig` everything behind the server.
 
 from __future__ import annotations
 
+import os
+
 import msgspec
+
+from penstock.engine.images import ImageLimits
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,6 +20,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     most_open: int = 1024  # requests of one server process, those included that are being read
     most_body_nbytes: int = 64 << 20
     patience: float = 30.0  # seconds for which a client may take nothing, or not go on with what it sends
+    image_limits: ImageLimits = ImageLimits()
+    media_folders: tuple[str, ...] = ()  # clients may name images beneath them by file:// URLs; none: no files
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -28,3 +34,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} is between {low} and {high}, not {getattr(self, name)}")
         if not all(self.api_keys):
             raise ValueError("api_keys are not empty")
+        for folder in self.media_folders:
+            if not os.path.isdir(folder):
+                raise ValueError(f"media_folders are folders, not {folder!r}")

@@ -14,9 +14,11 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -27,6 +29,7 @@ from penstock.engine.logs import LOGGER
 from penstock.engine.tree import Member, Tree
 from penstock.server.app import Api
 from penstock.server.connection import Connection
+from penstock.server.images import image_reader
 from penstock.server.options import ServerOptions
 from penstock.server.tally import Row, Tally
 from penstock.server.words import Reader, words_of
@@ -76,7 +79,18 @@ def listen(options: ServerOptions) -> socket.socket:
 
 def serve(shared: Shared, tree: Tree, me: Member) -> None:
     """The process, until SIGTERM; then it answers what is open, for as long as the tree's `drain_timeout`."""
+    _do_without_torch()
     asyncio.run(_serve(shared, tree, me))
+
+
+def _do_without_torch() -> None:
+    """A server computes nothing with it, and transformers, which makes images and prompts, does as well without it.
+
+    Where it finds torch it brings it in: 260 MB and 5 s of a processor, for each server of a model that takes images.
+    """
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("torch", None)  # how Python notes that there is none
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that it was not found
 
 
 async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
@@ -86,7 +100,8 @@ async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
     tally, board = Tally(shared.tally, tree.config.api_servers, writable=True), Board(tree.board)
     row = tally.rows[me.index]
     row[Row.PID], row[Row.SERVING], row[Row.OPEN] = os.getpid(), 0, 0
-    with contextlib.closing(Reader(tree.config, words_of(tree.config))) as reader:
+    images = image_reader(tree.config, shared.options, tree.store)
+    with contextlib.closing(Reader(tree.config, words_of(tree.config), images)) as reader:
         async with Client(tree, me) as client:
             api = Api(tree.config, shared.options, client, reader, tally, board, me.index)
             server = Server(api, row, shared.options, tree.config.drain_timeout)

@@ -17,6 +17,12 @@ RESERVED = {
     *("conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask"),
     *("continue_final_message", "add_generation_prompt", "messages"),
 }
+MARK = "as it is written"  # in what a template is tried with
+
+
+def in_one(content: str | list[dict[str, str]]) -> str:
+    """The texts of a message's parts."""
+    return content if isinstance(content, str) else "\n".join(one["text"] for one in content if "text" in one)
 
 
 class Template:
@@ -29,6 +35,9 @@ class Template:
         said = _said_in(directory / "tokenizer_config.json")
         self._template = _template(directory, said)
         self._special = {name: _text(one) for name, one in said.items() if name.endswith("_token") and one}
+        # Templates differ in what they take for what is said, and do not tell: so they are tried.
+        self._takes_text = self._shows(MARK)
+        self._takes_parts = self._shows([{"type": "text", "text": MARK}])
 
     def prompt(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
         """Raises ApiError."""
@@ -39,16 +48,32 @@ class Template:
             message = f"{sorted(reserved)[0]} is not for clients to say"
             raise ApiError(400, message, param=f"chat_template_kwargs.{sorted(reserved)[0]}")
         try:
-            rendered, _ = self._render(
-                [messages],
-                chat_template=self._template,
-                add_generation_prompt=is_answered,
-                **{**self._special, **options},
-            )
+            return self._rendered(self._suited(messages), is_answered, options)
         except Exception as error:  # whatever a template does with what a client has sent
             raise ApiError(400, f"the model's chat template: {error}", param="messages") from None
+
+    def _rendered(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+        said = {**self._special, **options}
+        rendered, _ = self._render([messages], chat_template=self._template, add_generation_prompt=is_answered, **said)
         prompt: str = rendered[0]
         return prompt
+
+    def _shows(self, content: Any) -> bool:
+        """As text, and not as what it is in Python."""
+        try:
+            prompt = self._rendered([{"role": "user", "content": content}], True, {})
+        except Exception:  # it wants something else
+            return False
+        return MARK in prompt and "'text'" not in prompt and '"text"' not in prompt
+
+    def _suited(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """With contents as the template takes them: texts, parts, or both."""
+        return [{**one, "content": self._content(one["content"])} for one in messages]
+
+    def _content(self, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+        if isinstance(content, str):
+            return content if self._takes_text or not self._takes_parts else [{"type": "text", "text": content}]
+        return content if self._takes_parts else in_one(content)
 
 
 def _said_in(path: Path) -> dict[str, Any]:

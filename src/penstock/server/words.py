@@ -17,8 +17,10 @@ import msgspec
 from penstock.engine.config import EngineConfig
 from penstock.engine.directory import tokenizer_of, vocabulary
 from penstock.engine.text import Vocabulary
+from penstock.server.bodies import Conversation
 from penstock.server.errors import ApiError
-from penstock.server.templates import Template
+from penstock.server.images import ImageReader, Prompt
+from penstock.server.templates import Template, in_one
 
 T = TypeVar("T")
 
@@ -52,7 +54,7 @@ class BytesWords:
         return [one % self.most_ids for one in text.encode()]
 
     def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
-        said = "".join(f"{one['role']}: {one['content']}\n" for one in messages)
+        said = "".join(f"{one['role']}: {in_one(one['content'])}\n" for one in messages)
         return f"{said}assistant:" if is_answered else said
 
 
@@ -85,14 +87,28 @@ def _most_ids(config: EngineConfig) -> int:
 class Reader:
     """Makes prompts without holding up the loop."""
 
-    def __init__(self, config: EngineConfig, words: Words) -> None:
+    def __init__(self, config: EngineConfig, words: Words, images: ImageReader | None = None) -> None:
+        """`images`: None where the model takes none."""
         self._config = config
         self.words = words
+        self._images = images
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
         self._vocabulary: asyncio.Future[Vocabulary] | None = None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._images is not None:
+            self._images.close()
+
+    async def conversation(self, said: Conversation, is_answered: bool, options: dict[str, Any]) -> Prompt:
+        """To be released, unless a request gets it. Raises ApiError."""
+        if said.images and self._images is None:
+            where = said.images[0].where
+            raise ApiError(400, f"expected text, got an image at $.{where}: this model takes none", param=where)
+        ids = await self.ids(self.words.chat(said.messages, is_answered, options), add_special=False)
+        if not said.images or self._images is None:
+            return Prompt(ids)
+        return await self._images.prompt(ids, said.images)
 
     async def ids(self, prompt: str | list[int], add_special: bool = True) -> list[int]:
         """Raises ApiError where they are none that the model could answer."""

@@ -1,0 +1,113 @@
+"""Images in conversations: read, made what the model takes, and put where their placeholders stand in the prompt.
+
+By threads of this process, and not by processes of their own: decoding, scaling and arithmetic let the interpreter go,
+so the loop goes on; what is made is written once, straight into the store, under a lease that this process holds from
+then on; and there is no second kind of death to tell of. A decoder that crashes takes this server with it, which comes
+again, alone, while the others answer. Leaves to `media` where bytes come from, and to the engine all that is made of
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.directory import takes_images, tokenizer_of
+from penstock.engine.images import ImageRefused, Images, Loaded
+from penstock.engine.logs import event
+from penstock.engine.places import Places
+from penstock.engine.schedule import Input
+from penstock.server import media
+from penstock.server.errors import ApiError
+from penstock.server.options import ServerOptions
+from penstock.tensor import Outgoing, Scope, Store
+
+THREADS = 8  # at most: each may hold some copies of an image of as many pixels as are allowed
+
+
+class Named(NamedTuple):
+    """An image of a conversation."""
+
+    where: str  # in the body: "messages[0].content[1]"
+    url: str
+
+
+class Prompt(NamedTuple):
+    """Ids, and what stands in them instead of text. `scope` holds that: until the request ends which gets it."""
+
+    ids: list[int]
+    items: tuple[Input, ...] = ()
+    scope: Scope | None = None
+
+    def release(self) -> None:
+        if self.scope is not None:
+            self.scope.release()
+
+
+class ImageReader:
+    """Of one server process, for a model that takes images."""
+
+    def __init__(self, config: EngineConfig, options: ServerOptions, store: Store | None) -> None:
+        """Raises ValueError where the model lacks what it takes."""
+        # Inline they would be found by nobody. The next one who sends an image is to find even a small one made.
+        self._outgoing = Outgoing(store, inline_nbytes=0)
+        threads = min(THREADS, len(os.sched_getaffinity(0)))
+        self._images = Images(config.model, self._outgoing, limits=options.image_limits, threads=threads)
+        self._places = Places(self._images, tokenizer_of(config))
+        self._folders = [Path(one).resolve(strict=True) for one in options.media_folders]
+
+    def close(self) -> None:
+        self._images.close()
+
+    async def prompt(self, ids: list[int], named: Sequence[Named]) -> Prompt:
+        """With these images for the placeholders in it. Raises ApiError, which names the one that is wrong."""
+        most = self._images.limits.count
+        if len(named) > most:
+            message = f"a request has at most {most} images, this one has {len(named)}"
+            raise ApiError(400, message, param=named[most].where)
+        try:
+            self._places.require(ids, len(named))
+        except ValueError as error:
+            message = f"{error}: the model's chat template writes it where an image stands, and no text may"
+            raise ApiError(400, message, param="messages") from None
+        scope = self._outgoing.scope()
+        try:
+            loaded = await self._load_all(named, scope)
+        except BaseException:
+            scope.release()
+            raise
+        ids, places = self._places.spread(ids, loaded)
+        return Prompt(ids, tuple((one.item, *place) for one, place in zip(loaded, places, strict=True)), scope)
+
+    async def _load_all(self, named: Sequence[Named], scope: Scope) -> list[Loaded]:
+        """Side by side. The first that is refused ends it for all."""
+        tasks = [asyncio.ensure_future(self._load(one, scope)) for one in named]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _load(self, named: Named, scope: Scope) -> Loaded:
+        read = functools.partial(media.read, named.url, self._images.limits.nbytes, self._folders)
+        try:
+            return await self._images.load(read, scope)
+        except ImageRefused as refused:
+            raise ApiError(refused.status, f"{refused.reason} at $.{named.where}", param=named.where) from None
+
+
+def image_reader(config: EngineConfig, options: ServerOptions, store: Store | None) -> ImageReader | None:
+    """None: the model takes no images, or lacks what it takes to make anything of them, and answers text alone."""
+    if not takes_images(config):
+        return None
+    try:
+        return ImageReader(config, options, store)
+    except ValueError as error:
+        event("images are not taken", logging.WARNING, reason=error)
+        return None

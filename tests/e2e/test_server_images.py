@@ -1,0 +1,217 @@
+"""Images over the API: OpenAI's own client, against tiny models that see, and what transformers answers with these."""
+
+import asyncio
+import io
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("uvicorn")
+pillow = pytest.importorskip("PIL.Image")
+
+from penstock import Store  # noqa: E402
+from penstock.engine.board import Board  # noqa: E402
+from penstock.engine.images import ImageLimits  # noqa: E402
+from tests.crash.test_engine_images import held  # noqa: E402
+from tests.e2e.test_server import Served, served  # noqa: E402
+from tests.engine import START  # noqa: E402
+from tests.unit.sights import Sight  # noqa: E402
+from tests.unit.test_images import picture  # noqa: E402
+from tests.unit.test_server_images import named, part, plain, text  # noqa: E402
+
+COUNT = 10
+SIZES = {"blocks": 256, "max_model_len": 480, "slots": 16, "token_budget": 24, "dtype": "float32", "block_size": 4}
+MOST_PIXELS = 40_000_000
+
+
+class Seeing(Served):
+    """A served model that sees, and what it is to answer."""
+
+    sight: Sight
+
+    @property
+    def store(self) -> Store:
+        store = self.launcher.tree.store
+        assert store is not None
+        return store
+
+    def asked(self, *parts: dict[str, Any], **options: Any) -> dict[str, Any]:
+        extra = {"ignore_eos": True, "skip_special_tokens": False}
+        usual = {"model": self.sight.path.name, "max_tokens": COUNT, "temperature": 0, "extra_body": extra}
+        return {**usual, "messages": [{"role": "user", "content": list(parts)}], **options}
+
+    async def chat(self, *parts: dict[str, Any], **options: Any) -> Any:
+        return await self.client.chat.completions.create(**self.asked(*parts, **options))
+
+    def want(self, parts: list[dict[str, Any]], *raws: bytes) -> tuple[int, str]:
+        return self.sight.answer([{"role": "user", "content": plain(parts)}], raws, COUNT)
+
+    async def must_hold_nothing(self) -> None:
+        await self.until(lambda: self.number(Board.OPEN) == 0)
+        await self.until(lambda: not held(self.store))
+
+
+# ── scenes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+async def a_conversation_with_images_is_answered_as_transformers_does(tree: Seeing) -> None:
+    raws = [picture(50, 30), picture(20, 40, "JPEG", seed=1), picture(16, 16, seed=2)]
+    first, second, third = part(raws[0]), part(raws[1], "image/jpeg"), part(raws[2])
+    for parts, seen in (
+        ([text("what is it?"), first], raws[:1]),
+        ([first, text("and this: "), second, third, text("?")], raws),
+    ):
+        length, want = tree.want(parts, *seen)
+        whole = await tree.chat(*parts)
+        assert whole.choices[0].message.content == want
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (length, COUNT)
+        events = await tree.chat(*parts, stream=True, stream_options={"include_usage": True})
+        *told, last = [event async for event in events]
+        assert "".join(event.choices[0].delta.content or "" for event in told) == want
+        assert last.usage.prompt_tokens == length
+        samples = await tree.chat(*parts, n=2)
+        assert [choice.message.content for choice in samples.choices] == [want, want]
+        assert (samples.usage.prompt_tokens, samples.usage.completion_tokens) == (length, 2 * COUNT)
+    said = {"messages": [{"role": "user", "content": parts}]}
+    assert (await tree.client.post("/../tokenize", body=said, cast_to=object))["count"] == length
+
+
+async def what_is_said_without_images_is_answered_too(tree: Seeing) -> None:
+    _, want = tree.want([text("hello")])
+    for content in ("hello", [text("hello")]):
+        messages = [{"role": "user", "content": content}]
+        assert (await tree.chat(messages=messages)).choices[0].message.content == want
+
+
+async def the_server_does_without_torch(tree: Seeing) -> None:
+    mapped = {kind: Path(f"/proc/{tree.child(kind).pid}/maps").read_text() for kind in ("server", "worker")}
+    assert "libtorch" in mapped["worker"] and "libtorch" not in mapped["server"]
+
+
+async def the_same_image_is_found_in_the_store(tree: Seeing) -> None:
+    image = part(picture(33, 21, seed=9))
+    _, want = tree.want([image, text("a")], picture(33, 21, seed=9))
+    before = tree.store.stats_of_keys()
+    assert (await tree.chat(image, text("a"))).choices[0].message.content == want
+    first = tree.store.stats_of_keys()
+    assert (await tree.chat(image, text("a"))).choices[0].message.content == want
+    await tree.chat(image, image, text("another"))
+    last = tree.store.stats_of_keys()
+    assert (first.puts, first.hits) == (before.puts + 1, before.hits)
+    assert last.puts == first.puts and last.hits > first.hits
+
+
+async def images_of_any_format_are_seen_wherever_they_lie(tree: Seeing) -> None:
+    for kind in ("PNG", "JPEG", "WEBP", "GIF"):
+        raw = picture(24, 24, kind, seed=4)
+        (tree.sight.path / "open" / f"one.{kind}").write_bytes(raw)
+        parts = [text("a"), part(raw, f"image/{kind.lower()}")]
+        _, want = tree.want(parts, raw)
+        there = named(f"file://{tree.sight.path}/open/one.{kind}")
+        for image in (parts[1], there):
+            assert (await tree.chat(text("a"), image)).choices[0].message.content == want, kind
+
+
+async def what_is_no_image_for_us_is_refused_with_its_place(tree: Seeing) -> None:
+    good = part(picture())
+    for image, status, words in (
+        (named("http://127.0.0.1:1/x.png"), 400, "not fetched from elsewhere"),
+        (named("data:image/png;base64,iVBO!"), 400, "no base64"),
+        (part(b"hello"), 400, "got something else"),
+        (part(picture()[:-500]), 400, "no image that can be read"),
+        (named(f"file://{tree.sight.path}/open/../config.json"), 400, "not beneath"),
+        (named(f"file://{tree.sight.path}/open/one.txt"), 400, "no image that can be read"),
+        (part(bytes(300_000)), 413, "at most 200000 bytes"),
+    ):
+        with pytest.raises(openai.APIStatusError, match=words) as caught:
+            await tree.chat(good, text("a"), image)
+        error = caught.value
+        assert (error.status_code, error.param) == (status, "messages[0].content[2]")
+        assert error.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="at most 3 images") as caught:
+        await tree.chat(*[good] * 4)
+    assert caught.value.param == "messages[0].content[3]"
+    with pytest.raises(openai.BadRequestError, match="expected a prompt of 1 to 479 tokens") as caught:
+        await tree.chat(text("x" * 1000), good)
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def a_client_that_goes_while_its_image_is_made_holds_nothing(tree: Seeing) -> None:
+    raw = flat(5000)
+    for stream in (True, False):
+        seen = await tree.total("penstock_requests_total", 'status="499"')
+        body = tree.asked(part(raw), stream=stream)
+        _, writer = await tree.connect("/v1/chat/completions", body)
+        while await tree.total("penstock_open_requests") < 1:
+            await asyncio.sleep(0.01)
+        writer.transport.abort()
+        began = time.monotonic()
+        while await tree.total("penstock_requests_total", 'status="499"') == seen:
+            await asyncio.sleep(0.005)
+        print(f"gone after {(time.monotonic() - began) * 1e3:.0f} ms")
+        assert tree.number(Board.OPEN) == 0, "it never came to the engine"
+
+
+def flat(edge: int) -> bytes:
+    """Few bytes that take long to decode."""
+    raw = io.BytesIO()
+    pillow.new("RGB", (edge, edge), "red").save(raw, "PNG")
+    return raw.getvalue()
+
+
+async def a_server_that_dies_holds_no_image_and_the_next_one_finds_it(tree: Seeing) -> None:
+    image = part(picture(40, 40, seed=11))
+    _, want = tree.want([image], picture(40, 40, seed=11))
+    stream = await tree.chat(image, stream=True, max_tokens=400)
+    await anext(aiter(stream))
+    puts = tree.store.stats_of_keys().puts
+    assert held(tree.store)
+    dead = tree.child("server").pid
+    os.kill(dead, signal.SIGKILL)
+    with pytest.raises(openai.APIError):
+        async for _ in stream:
+            pass
+    await tree.until(lambda: not held(tree.store))
+    await tree.until(lambda: dead not in {one.pid for one in tree.children()}, START)
+    assert (await tree.chat(image, timeout=START)).choices[0].message.content == want
+    assert tree.store.stats_of_keys().puts == puts
+
+
+SCENES = (
+    a_conversation_with_images_is_answered_as_transformers_does,
+    what_is_said_without_images_is_answered_too,
+    the_server_does_without_torch,
+    the_same_image_is_found_in_the_store,
+    images_of_any_format_are_seen_wherever_they_lie,
+    what_is_no_image_for_us_is_refused_with_its_place,
+    a_client_that_goes_while_its_image_is_made_holds_nothing,
+    a_server_that_dies_holds_no_image_and_the_next_one_finds_it,
+)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "idefics3"])
+def test_on_one_tree(name: str, tmp_path: Path) -> None:
+    """All scenes, as a tree takes seconds to start; its name stands above a failure."""
+    sight = Sight(name, tmp_path)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open" / "one.txt").write_text("not an image")
+    limits = ImageLimits(count=3, nbytes=200_000, pixels=MOST_PIXELS)
+    server = {"image_limits": limits, "media_folders": (f"{tmp_path}/open",), "most_body_nbytes": 2_000_000}
+
+    async def all_scenes() -> None:
+        options = {"simulated": None, "model": str(tmp_path), "api_servers": 1, "store_nbytes": 16 << 20}
+        async with served(server, **options, **SIZES) as tree:
+            tree.__class__ = Seeing
+            tree.sight = sight
+            for scene in SCENES if name == "llava" else SCENES[:5]:
+                print(scene.__name__, flush=True)
+                await asyncio.wait_for(scene(tree), 120)
+                await tree.must_hold_nothing()
+
+    asyncio.run(all_scenes())
