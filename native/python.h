@@ -124,6 +124,10 @@ inline nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent
     lease->is_filling = is_filling;
     if (by->segment().geometry().shape.elsewhere != 0) return made;  // there is nothing to point at
     u64 offset = by->segment().geometry().pool_data + extent.offset;
+    if (is_writable && !by->segment().is_populated(offset, extent.nbytes)) {
+        nb::gil_scoped_release released;
+        by->segment().populate(offset, extent.nbytes);
+    }
     lease->at = is_writable ? by->segment().write_at(offset) : const_cast<u8*>(by->segment().read_at(offset));
     return made;
 }
