@@ -7,8 +7,6 @@ no name, and to the client what it makes of the numbers.
 
 from __future__ import annotations
 
-from typing import Any
-
 import penstock
 
 WORD_NBYTES = 8
@@ -33,7 +31,7 @@ class Board:
     IDLE_NS = 9  # and in which none ran, though there were requests to be continued
 
     def __init__(self, segment: penstock.Segment, *, writable: bool = False) -> None:
-        self._words: memoryview = segment.view(writable=writable).cast("Q")
+        self._words: memoryview[int] = segment.view(writable=writable).cast("Q")
 
     @staticmethod
     def lay(groups: int) -> penstock.Segment:
@@ -47,30 +45,16 @@ class Board:
         """Servers take no more requests."""
         self._words[self.DRAINING] = 1
 
-    def row(self, group: int) -> Row:
+    def row(self, group: int) -> memoryview[int]:
+        """The numbers of one group, by their places: `row[Board.OPEN]`."""
         begin = (1 + group) * ROW_WORDS
-        return Row(self._words[begin : begin + ROW_WORDS])
+        return self._words[begin : begin + ROW_WORDS]
+
+    def begin(self, group: int) -> None:
+        """All numbers of a group that begins anew, or has ended: none."""
+        row = self.row(group)
+        for word in range(ROW_WORDS):
+            row[word] = 0
 
     def close(self) -> None:
         self._words.release()
-
-
-class Row:
-    """The numbers of one group, by their places: `row[Board.OPEN]`."""
-
-    __slots__ = ("_words",)
-
-    def __init__(self, words: memoryview) -> None:
-        self._words: Any = words
-
-    def __getitem__(self, word: int) -> int:
-        number: int = self._words[word]
-        return number
-
-    def __setitem__(self, word: int, number: int) -> None:
-        self._words[word] = number
-
-    def begin(self) -> None:
-        """All numbers of a group that begins anew, or has ended: none."""
-        for word in range(ROW_WORDS):
-            self._words[word] = 0
