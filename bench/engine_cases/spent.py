@@ -71,7 +71,7 @@ class _Spent:
         begin = time.perf_counter_ns()
         self._publish()
         self._now["board"] = time.perf_counter_ns() - begin
-        own = self._core._own_ns + time.monotonic_ns() - self._core._woke_ns
+        own = self._spent_so_far()
         self._steps += 1
         if is_timed:
             for part, taken in self._now.items():
@@ -85,7 +85,10 @@ class _Spent:
                 self._now[part] = 0
                 if name != "_publish":
                     setattr(owner, name, partial(self._timed, part, method))
-        self._own = own
+        self._own = self._spent_so_far()  # putting the clock in its places is no part of the next step
+
+    def _spent_so_far(self) -> int:
+        return self._core._own_ns + time.monotonic_ns() - self._core._woke_ns
 
     def _timed(self, part: str, method: Callable[..., Any], *arguments: Any) -> Any:
         begin = time.perf_counter_ns()
