@@ -76,9 +76,9 @@ nb::bytes chain(nb::bytes before, const Numbers& numbers, u64 size, const nb::se
 
 // Where in these columns a row has reached its limit with this number, or may end by it.
 nb::object count_up(nb::ndarray<i32, nb::ndim<1>, nb::c_contig, nb::device::cpu> counts, const Numbers& limits,
-                    const Column<bool, nb::ndim<1>>& marks, const Column<i64, nb::ndim<1>>& rows,
+                    const Column<u8, nb::ndim<1>>& marks, const Column<i64, nb::ndim<1>>& rows,
                     const Numbers& numbers) {
-    u64 most = std::min(counts.size(), limits.size()), low_bits = marks.size() - 1;
+    u64 most = std::min(counts.size(), limits.size()), low_bits = marks.size() * 8 - 1;
     if (rows.size() != numbers.size() || !std::has_single_bit(marks.size()))
         throw Error(Fault::value, "expected a number for each row, and a power of two of marks");
     std::vector<i64> found;
@@ -86,7 +86,8 @@ nb::object count_up(nb::ndarray<i32, nb::ndim<1>, nb::c_contig, nb::device::cpu>
         auto row = static_cast<u64>(rows.data()[i]);
         if (row >= most) throw Error(Fault::value, format("there is no row %lld", static_cast<long long>(row)));
         i32 after = ++counts.data()[row];
-        if (after >= limits.data()[row] || marks.data()[static_cast<u32>(numbers.data()[i]) & low_bits])
+        u64 bit = static_cast<u32>(numbers.data()[i]) & low_bits;
+        if (after >= limits.data()[row] || (marks.data()[bit / 8] >> (bit % 8) & 1) != 0)
             found.push_back(static_cast<i64>(i));
     }
     return found.empty() ? nb::none() : array_of(std::move(found));
@@ -104,10 +105,10 @@ void bind_growth(nb::module_& m) {
 
     m.def("count_up", count_up, "counts"_a, "limits"_a, "marks"_a, "rows"_a, "numbers"_a,
           nb::sig("def count_up(counts: numpy.typing.NDArray[numpy.int32], limits: numpy.typing.NDArray[numpy.int32], "
-                  "marks: numpy.typing.NDArray[numpy.bool_], rows: numpy.typing.NDArray[numpy.int64], numbers: "
+                  "marks: numpy.typing.NDArray[numpy.uint8], rows: numpy.typing.NDArray[numpy.int64], numbers: "
                   "numpy.typing.NDArray[numpy.int32]) -> numpy.typing.NDArray[numpy.int64] | None"),
-          "Counts one more of each row. Returns where in these columns a row has reached its limit, or its number has "
-          "the low bits of one that is marked; None: nowhere.");
+          "Counts one more of each row. Returns where in these columns a row has reached its limit, or the bit "
+          "that the low bits of its number name is marked; None: nowhere.");
 
     nb::class_<CachedBlocks>(m, "BlockCache",
                              "Blocks, by number: each is in use by somebody, or kept (nobody uses it, and it can be "

@@ -148,7 +148,7 @@ def told(trees: Trees, cell: Cell, outcome: Outcome) -> None:
 
 def parts_told(trees: Trees, cell: Cell, found: Mapping[str, Mapping[str, float]]) -> None:
     """Where the core's time goes."""
-    parts = [part for part in spent.PARTS if any(part in each for each in found.values())]
+    parts = [part for part in (*spent.PARTS, spent.REST) if any(part in each for each in found.values())]
     for name, each in found.items():
         us = {part.replace(" ", "_") + "_us": each[part] for part in parts if part in each}
         trees.output.record("core_parts", name, cell=str(cell), **us)

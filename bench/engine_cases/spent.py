@@ -1,6 +1,7 @@
-"""Where the core's time goes: the parts of a step, each timed in the core of any tree, and told when it ends.
+"""Where the core's time goes: the parts of a step, timed in the core of any tree, and told when it ends.
 
-Leaves to the board what the core spends in all; two looks at a clock more for each part are in that.
+One step in so many is timed, so that the clock does not cost the others anything. Leaves to the board what the core
+spends in all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from penstock.engine.core import Core
 from penstock.engine.tree import Member, Tree
 
 FILE = "spent.json"
-LAST = 400  # calls of each part, those of the end: all decode
+EVERY = 4  # steps, of which one is timed
+LAST = 100  # of those that are; those of the end: all decode
 # By name, where the method stands; a tree of another kind has not got all of them.
 PARTS = {
     "take in": "_take_in",
@@ -32,6 +34,7 @@ PARTS = {
     "outputs": "_answers.done",
     "board": "_publish",
 }
+REST = "the rest"  # what of a step stands in no part: the loop between them, and the clock
 
 
 def run_core(folder: str, tree: Tree, me: Member) -> None:
@@ -40,33 +43,69 @@ def run_core(folder: str, tree: Tree, me: Member) -> None:
 
 def run(core: Core, folder: str) -> None:
     core.start()
-    taken = {part: found for part, place in PARTS.items() if (found := _time(core, place)) is not None}
+    spent = _Spent(core)
     core.run()
     core.close()
-    told = {part: statistics.median(each) / 1e3 for part, each in taken.items() if each}
-    Path(folder, FILE).write_text(json.dumps(told))
+    Path(folder, FILE).write_text(json.dumps(spent.told()))
 
 
-def _time(core: Core, place: str) -> deque[int] | None:
-    """Nanoseconds of the last calls, to be filled. None: this core has no such part."""
+class _Spent:
+    """Nanoseconds. A step's time goes from one look at the board to the next, but for where the core waits."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._places = {part: found for part, place in PARTS.items() if (found := _find(core, place)) is not None}
+        self._taken: dict[str, deque[int]] = {part: deque(maxlen=LAST) for part in (*self._places, REST)}
+        self._now = dict.fromkeys(self._places, 0)  # in the step that is being timed
+        self._steps = self._own = 0
+        self._publish = core._publish
+        core._publish = self._turn  # type: ignore[method-assign]
+
+    def told(self) -> dict[str, float]:
+        """Medians, in microseconds."""
+        return {part: statistics.median(taken) / 1e3 for part, taken in self._taken.items() if taken}
+
+    def _turn(self) -> None:
+        """In the place of what ends a step."""
+        is_timed = self._steps % EVERY == EVERY - 1
+        begin = time.perf_counter_ns()
+        self._publish()
+        self._now["board"] = time.perf_counter_ns() - begin
+        own = self._spent_so_far()
+        self._steps += 1
+        if is_timed:
+            for part, taken in self._now.items():
+                self._taken[part].append(taken)
+            self._taken[REST].append(own - self._own - sum(self._now.values()))
+            for owner, name, method in self._places.values():
+                if name != "_publish":
+                    setattr(owner, name, method)
+        elif self._steps % EVERY == EVERY - 1:
+            for part, (owner, name, method) in self._places.items():
+                self._now[part] = 0
+                if name != "_publish":
+                    setattr(owner, name, partial(self._timed, part, method))
+        self._own = self._spent_so_far()  # putting the clock in its places is no part of the next step
+
+    def _spent_so_far(self) -> int:
+        return self._core._own_ns + time.monotonic_ns() - self._core._woke_ns
+
+    def _timed(self, part: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        begin = time.perf_counter_ns()
+        try:
+            return method(*arguments)
+        finally:
+            self._now[part] += time.perf_counter_ns() - begin
+
+
+def _find(core: Core, place: str) -> tuple[Any, str, Callable[..., Any]] | None:
+    """Whose method it is, its name, and itself. None: this core has no such part."""
     *path, name = place.split(".")
     owner: Any = core
     for each in path:
         owner = getattr(owner, each, None)
     method = getattr(owner, name, None)
-    if method is None:
-        return None
-    taken: deque[int] = deque(maxlen=LAST)
-    setattr(owner, name, partial(_timed, method, taken))
-    return taken
-
-
-def _timed(method: Callable[..., Any], taken: deque[int], *arguments: Any) -> Any:
-    begin = time.perf_counter_ns()
-    answer = method(*arguments)
-    if answer is not False:  # nothing was to be planned
-        taken.append(time.perf_counter_ns() - begin)
-    return answer
+    return None if method is None else (owner, name, method)
 
 
 def read(folder: Path) -> dict[str, float]:

@@ -379,9 +379,9 @@ def chain(before: bytes, numbers: numpy.typing.NDArray[numpy.int32], size: int, 
     `before`, and then the hash of each full block of `size` numbers: SHA-256 of the hash before it, the numbers and what else lies there, one `more` for each block. 32 bytes each.
     """
 
-def count_up(counts: numpy.typing.NDArray[numpy.int32], limits: numpy.typing.NDArray[numpy.int32], marks: numpy.typing.NDArray[numpy.bool_], rows: numpy.typing.NDArray[numpy.int64], numbers: numpy.typing.NDArray[numpy.int32]) -> numpy.typing.NDArray[numpy.int64] | None:
+def count_up(counts: numpy.typing.NDArray[numpy.int32], limits: numpy.typing.NDArray[numpy.int32], marks: numpy.typing.NDArray[numpy.uint8], rows: numpy.typing.NDArray[numpy.int64], numbers: numpy.typing.NDArray[numpy.int32]) -> numpy.typing.NDArray[numpy.int64] | None:
     """
-    Counts one more of each row. Returns where in these columns a row has reached its limit, or its number has the low bits of one that is marked; None: nowhere.
+    Counts one more of each row. Returns where in these columns a row has reached its limit, or the bit that the low bits of its number name is marked; None: nowhere.
     """
 
 class BlockCache:

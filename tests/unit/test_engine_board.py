@@ -22,7 +22,7 @@ def test_what_one_writes_the_others_read_and_rows_do_not_touch_each_other() -> N
     assert not reading.is_draining
     writing.drain()
     assert reading.is_draining
-    row.begin()
+    writing.begin(1)
     assert not any(reading.row(1)[word] for word in range(ROW_WORDS))
 
 

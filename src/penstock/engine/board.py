@@ -9,7 +9,7 @@ no name, and to the client what it makes of the numbers.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import penstock
 
@@ -41,7 +41,7 @@ class Board:
     SAMPLED = 11  # tokens of answers
 
     def __init__(self, segment: penstock.Segment, *, writable: bool = False) -> None:
-        self._words: memoryview = segment.view(writable=writable).cast("Q")
+        self._words: memoryview[int] = segment.view(writable=writable).cast("Q")
 
     @staticmethod
     def lay(groups: int, members: int = 0) -> penstock.Segment:
@@ -58,12 +58,19 @@ class Board:
         """Servers take no more requests."""
         self._words[self.DRAINING] = 1
 
-    def row(self, group: int) -> Row:
+    def row(self, group: int) -> memoryview[int]:
+        """The numbers of one group, by their places: `row[Board.OPEN]`."""
         begin = (1 + group) * ROW_WORDS
-        return Row(self._words[begin : begin + ROW_WORDS])
+        return self._words[begin : begin + ROW_WORDS]
+
+    def begin(self, group: int) -> None:
+        """All numbers of a group that begins anew, or has ended: none."""
+        row = self.row(group)
+        for word in range(ROW_WORDS):
+            row[word] = 0
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[memoryview[int]]:
         """Of all groups."""
         return [self.row(group) for group in range(self._words[self.GROUPS])]
 
@@ -85,24 +92,3 @@ class Life(NamedTuple):
 
     incarnation: int  # 0: nobody has been started
     pid: int  # 0: it has ended, and the next has not been started
-
-
-class Row:
-    """The numbers of one group, by their places: `row[Board.OPEN]`."""
-
-    __slots__ = ("_words",)
-
-    def __init__(self, words: memoryview) -> None:
-        self._words: Any = words
-
-    def __getitem__(self, word: int) -> int:
-        number: int = self._words[word]
-        return number
-
-    def __setitem__(self, word: int, number: int) -> None:
-        self._words[word] = number
-
-    def begin(self) -> None:
-        """All numbers of a group that begins anew, or has ended: none."""
-        for word in range(ROW_WORDS):
-            self._words[word] = 0

@@ -43,7 +43,7 @@ class Endings:
         self._max_model_len = max_model_len
         self._eos_ids = frozenset(eos_ids)
         self._users: Counter[int] = Counter()  # how many slots would end by an id of this bucket, where any would
-        self._is_used = np.zeros(BUCKETS, np.bool_)
+        self._marks = np.zeros(BUCKETS // 8, np.uint8)  # a bit for each bucket that is used: 2 KB stay at hand
         for one in self._eos_ids:
             self._use(one % BUCKETS, 1)
 
@@ -83,7 +83,7 @@ class Endings:
         An id ends a sample only after `min_tokens` others; so the sampler does not choose it before. Slots that have
         ended already are passed over.
         """
-        rows = count_up(self.generated, self.limits, self._is_used, slots, ids)
+        rows = count_up(self.generated, self.limits, self._marks, slots, ids)
         if rows is None:
             return NOBODY
         ended: list[int] = []
@@ -113,4 +113,8 @@ class Endings:
 
     def _use(self, bucket: int, by: int) -> None:
         self._users[bucket] += by
-        self._is_used[bucket] = self._users[bucket] > 0
+        bit = 1 << bucket % 8
+        if self._users[bucket]:
+            self._marks[bucket // 8] |= bit
+        else:
+            self._marks[bucket // 8] &= ~bit & 0xFF

@@ -128,7 +128,7 @@ class Unit:
 
     def _all_ended(self) -> None:
         if self.is_group:
-            self._launcher.board.row(self._group).begin()
+            self._launcher.board.begin(self._group)
         if self._launcher.is_stopping:
             self._launcher.look_who_is_left()
         elif self._failures >= MOST_FAILURES:

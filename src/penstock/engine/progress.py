@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock._native import BlockCache, Growth
-from penstock.engine.ending import Endings
+from penstock.engine.ending import NOBODY, Endings
 from penstock.engine.protocol import Ints, Step, StepDone
 from penstock.engine.queue import Queue
 from penstock.engine.request import Request, Sample
@@ -160,4 +160,5 @@ class Progress:
         theirs = self._growth.keep(flight.number, slots, ids)
         if theirs is not None:
             slots, ids = slots[theirs], ids[theirs]
-        return [self.sample(slot) for slot in slots[self._endings.check(slots, ids).rows].tolist()]
+        ended = self._endings.check(slots, ids)
+        return [] if ended is NOBODY else [self.sample(slot) for slot in slots[ended.rows].tolist()]
