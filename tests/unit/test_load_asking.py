@@ -74,11 +74,12 @@ def test_events_that_come_in_pieces_or_together_are_the_same_events(tmp_path: Pa
 
 
 def test_a_running_count_says_which_event_brought_how_many(tmp_path: Path) -> None:
-    first, second = text(" a b", usage=usage(2)), text(" c d e f", usage=usage(6))
-    with answering([HEAD, first, 0.2, second, ending(6)]) as (_, url):
+    first, second, third = text(" a", usage=usage(1)), text(" b c d e", usage=usage(5)), text(" f", usage=usage(6))
+    with answering([HEAD, first, 0.2, second, 0.4, third, ending(6)]) as (_, url):
         _, said = bench(url, tmp_path, "--requests", 1)
-    assert said["figures"]["tpot"]["mean"] > 45  # a gap of 200 ms for four tokens
-    assert said["figures"]["tokens_per_event"] == 3
+    assert said["figures"]["itl"]["p50"] > 45  # a gap of 200 ms for four tokens
+    assert said["figures"]["itl"]["p99"] > 395  # and one of 400 for one; spread evenly it would be 200
+    assert said["figures"]["tokens_per_event"] == 2
 
 
 def test_data_of_events_is_cut_out_as_the_standard_says() -> None:
