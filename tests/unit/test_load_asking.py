@@ -22,6 +22,7 @@ pytest.importorskip("httptools")
 pytest.importorskip("rich")
 
 from penstock import cli
+from penstock.load import wire
 from penstock.load.asking import Outcome, Stream
 from penstock.load.events import MOST_EVENT, Data
 from penstock.load.wire import Failure
@@ -267,6 +268,13 @@ def test_a_kept_connection_that_the_server_closes_is_nobodys_fault(tmp_path: Pat
     with faked_in_a_thread(lambda index, body: [*GOOD, None]) as (fake, url):
         status, said = bench(url, tmp_path, "--requests", 20, "--concurrency", 2)
     assert status == 0 and said["figures"]["requests"] == 20 and fake.connections >= 20
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "KEPT", 0.0)
+    with answering(GOOD) as (fake, url):
+        status, _ = bench(url, tmp_path, "--requests", 5, "--concurrency", 1)
+    assert status == 0 and fake.connections == 5
 
 
 def test_a_server_that_closes_whatever_it_is_asked_is_not_asked_twice(tmp_path: Path) -> None:

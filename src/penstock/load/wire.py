@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httptools
 
 LOOKS = 20  # for the silent, in the time that they may be silent
+KEPT = 2.0  # seconds for which a connection may be idle, and be used again: servers close theirs after 5 or more
 CROSSED = 0.05  # seconds; after which a connection that closes was closed over the request
 MOST_HEAD = 1 << 16  # bytes of an answer before its body
 
@@ -216,10 +217,12 @@ class Wire:
                 self._busy.discard(connection)
 
     def _kept(self) -> Connection | None:
-        """One that the server has not closed meanwhile."""
+        """One that the server has not closed meanwhile, and will not just now."""
         while self._free:
-            if (one := self._free.pop()).is_open:
+            one = self._free.pop()
+            if one.is_open and time.perf_counter() - one.told_at < KEPT:
                 return one
+            one.abort()
         return None
 
     async def _connect(self) -> Connection:
