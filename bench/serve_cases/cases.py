@@ -58,11 +58,11 @@ class Load:
         return [*said, "--ignore-eos", f"--model={NAME}"]
 
 
-def asked(server: Server, load: Load, scratch: Path, seed: int) -> dict[str, Any]:
-    """The figures of one load. Raises Failed where a request was not answered."""
+def asked(server: Server, load: Load, scratch: Path, seed: int, warm_up: int = 0) -> dict[str, Any]:
+    """The figures of one load, after so many requests. Raises Failed where one was not answered."""
     said = scratch / "figures.json"
     command = [sys.executable, "-m", "penstock", "bench", "serve", f"--url={server.url}", f"--json={said}"]
-    command += [*load.options(), f"--seed={seed}", f"--warmup={load.concurrency}"]
+    command += [*load.options(), f"--seed={seed}", f"--warmup={warm_up}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if done.returncode:
         raise Failed(f"{server.name}: {(done.stderr or done.stdout).strip()[-600:]}")
@@ -73,7 +73,7 @@ def asked(server: Server, load: Load, scratch: Path, seed: int) -> dict[str, Any
 def measured(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
     """One way's turn: what clients saw, and what its processes used for it, what came before the load included."""
     before = server.cpu_seconds()
-    found = asked(server, load, scratch, seed)
+    found = asked(server, load, scratch, seed, load.concurrency)
     used = {role: cpu - before.get(role, 0.0) for role, cpu in server.cpu_seconds().items()}
     thousands = (found["output_tokens"] * (1 + load.concurrency / load.requests)) / 1e3  # of the warm-up, too
     return {

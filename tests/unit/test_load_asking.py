@@ -22,6 +22,7 @@ pytest.importorskip("httptools")
 pytest.importorskip("rich")
 
 from penstock import cli
+from penstock.load import wire
 from penstock.load.asking import Outcome, Stream
 from penstock.load.events import MOST_EVENT, Data
 from penstock.load.wire import Failure
@@ -74,11 +75,12 @@ def test_events_that_come_in_pieces_or_together_are_the_same_events(tmp_path: Pa
 
 
 def test_a_running_count_says_which_event_brought_how_many(tmp_path: Path) -> None:
-    first, second = text(" a b", usage=usage(2)), text(" c d e f", usage=usage(6))
-    with answering([HEAD, first, 0.2, second, ending(6)]) as (_, url):
+    first, second, third = text(" a", usage=usage(1)), text(" b c d e", usage=usage(5)), text(" f", usage=usage(6))
+    with answering([HEAD, first, 0.2, second, 0.4, third, ending(6)]) as (_, url):
         _, said = bench(url, tmp_path, "--requests", 1)
-    assert said["figures"]["tpot"]["mean"] > 45  # a gap of 200 ms for four tokens
-    assert said["figures"]["tokens_per_event"] == 3
+    assert said["figures"]["itl"]["p50"] > 45  # a gap of 200 ms for four tokens
+    assert said["figures"]["itl"]["p99"] > 395  # and one of 400 for one; spread evenly it would be 200
+    assert said["figures"]["tokens_per_event"] == 2
 
 
 def test_data_of_events_is_cut_out_as_the_standard_says() -> None:
@@ -266,6 +268,13 @@ def test_a_kept_connection_that_the_server_closes_is_nobodys_fault(tmp_path: Pat
     with faked_in_a_thread(lambda index, body: [*GOOD, None]) as (fake, url):
         status, said = bench(url, tmp_path, "--requests", 20, "--concurrency", 2)
     assert status == 0 and said["figures"]["requests"] == 20 and fake.connections >= 20
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "KEPT", 0.0)
+    with answering(GOOD) as (fake, url):
+        status, _ = bench(url, tmp_path, "--requests", 5, "--concurrency", 1)
+    assert status == 0 and fake.connections == 5
 
 
 def test_a_server_that_closes_whatever_it_is_asked_is_not_asked_twice(tmp_path: Path) -> None:

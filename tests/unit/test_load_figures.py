@@ -48,6 +48,11 @@ def test_tokens_that_came_in_one_event_share_its_gap() -> None:
     assert figures(outcome).tpot == Spread(*[pytest.approx(100)] * 4)  # (0.7 - 0.2) / 5: the first two are TTFT's
 
 
+def test_each_token_counts_in_itl_and_not_each_event() -> None:
+    outcome = told(0.1, 0.5, 0.8, tokens=6, counts=(1, 5, 6))
+    assert figures(outcome).itl == Spread(*map(pytest.approx, (140, 100, 300, 300)))
+
+
 def test_without_a_running_count_the_tokens_are_spread_evenly_over_the_events() -> None:
     outcome = told(0.2, 0.6, 0.7, tokens=6)
     assert itl(outcome) == [(0.2, 2), (0.05, 2)]

@@ -7,16 +7,15 @@ task is woken for an event. Leaves to who takes it what an answer says.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 import time
-from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import urlsplit
 
 import httptools
 
 LOOKS = 20  # for the silent, in the time that they may be silent
+KEPT = 2.0  # seconds for which a connection may be idle, and be used again: servers close theirs after 5 or more
 CROSSED = 0.05  # seconds; after which a connection that closes was closed over the request
 MOST_HEAD = 1 << 16  # bytes of an answer before its body
 
@@ -41,8 +40,7 @@ class Taker(Protocol):
 class Connection(asyncio.Protocol):
     """To the server; of one request at a time."""
 
-    def __init__(self, lost: Callable[[Connection], None]) -> None:
-        self._lost = lost
+    def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._taker: Taker | None = None
         self._done: asyncio.Future[None] | None = None
@@ -128,7 +126,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        self._lost(self)
         if self._done is None or self._done.done():
             return
         if error is None and self._is_body and not self._has_length:
@@ -205,7 +202,7 @@ class Wire:
 
     async def _ask(self, request: bytes, taker: Taker) -> None:
         while True:
-            connection = self._free.pop() if self._free else await self._connect()
+            connection = self._kept() or await self._connect()
             self._busy.add(connection)
             try:
                 if await connection.ask(request, taker):
@@ -219,9 +216,18 @@ class Wire:
             finally:
                 self._busy.discard(connection)
 
+    def _kept(self) -> Connection | None:
+        """One that the server has not closed meanwhile, and will not just now."""
+        while self._free:
+            one = self._free.pop()
+            if one.is_open and time.perf_counter() - one.told_at < KEPT:
+                return one
+            one.abort()
+        return None
+
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
-        connecting = loop.create_connection(lambda: Connection(self._forget), self._host, self._port, ssl=self._tls)
+        connecting = loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
         try:
             _, connection = await asyncio.wait_for(connecting, self._timeout)
         except (TimeoutError, asyncio.TimeoutError):
@@ -229,10 +235,6 @@ class Wire:
         except OSError as error:
             raise Failure("not connected", str(error)) from None
         return connection
-
-    def _forget(self, connection: Connection) -> None:
-        with contextlib.suppress(ValueError):
-            self._free.remove(connection)
 
     async def _watch_the_silent(self) -> None:
         """One look at all of them every so often, and no timer for each. Bytes that bring no event say nothing."""
