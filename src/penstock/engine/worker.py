@@ -141,8 +141,9 @@ class Worker:
             failed=sampled.failed,
             reasons=sampled.reasons,
         )
-        assert self._meter is not None, "whoever tells results counts them"
-        self._meter.done(sampled, time.monotonic_ns())
+        done_at = time.monotonic_ns()
         results = self._results
         past_the_dead(self._me, lambda: results.send(done, self._timeout), self._timeout)
+        assert self._meter is not None, "whoever tells results counts them"
+        self._meter.done(sampled, done_at)  # nobody waits for that
         self._meter.publish(self._row)

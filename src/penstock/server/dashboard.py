@@ -51,6 +51,7 @@ class Dashboard:
                 try:
                     self._said = await asyncio.to_thread(self._look)
                 except NoServer as error:
+                    self._watch = None  # the next one finds anew where everything is
                     raise ApiError(503, str(error)) from None
                 self._at = time.monotonic()
         return Response(self._said, media_type="application/json", headers=HEADERS)

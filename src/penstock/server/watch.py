@@ -46,8 +46,11 @@ class Watch:
             for number, place in descriptors_of(pid):
                 if place in seen:
                     continue
+                try:
+                    told = snapshot_of(pid, number, place)
+                except FileNotFoundError:  # it was open for a moment only
+                    continue
                 seen.add(place)
-                told = snapshot_of(pid, number, place)
                 if told["kind"] != RAW:
                     self._others.append((number, place))
                 elif told["name"] in PAGES:
