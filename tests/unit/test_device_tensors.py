@@ -245,6 +245,28 @@ def test_a_view_that_is_dropped_while_it_is_being_copied_is_held_until_the_copy_
         assert (lent(pool, 2) == 2).all() and (made == 1).all()
 
 
+def test_uploads_that_nobody_closes_hold_what_is_being_copied_and_unregister_when_it_is_done() -> None:
+    device = FakeDriver()
+    with Pool.create(4096) as pool:
+        uploads = Uploads(pool, driver=device)
+        device.current.stop()
+        made = uploads.copy_to_device(lent(pool, 1))
+        del uploads
+        gc.collect()
+        with pytest.raises(MemoryExhausted):  # the only block there is
+            pool.take(1)
+        assert device.registered and len(device.in_flight) == 1
+        device.current.go_on()
+        assert device.in_flight.poll() == 0
+        assert not device.registered and (made == 1).all()
+        pool.take(1).release()
+        idle = Uploads(pool, driver=device)
+        idle.copy_to_device(lent(pool, 2))
+        del idle
+        gc.collect()
+        assert not device.registered and not len(device.in_flight)
+
+
 def test_memory_is_registered_with_the_first_copy_once_and_until_it_is_closed() -> None:
     device = FakeDriver()
     with Pool.create(1 << 16, name="a") as pool, Store.create(1 << 16) as store:

@@ -9,6 +9,7 @@ a view still ends the process that writes. Where registering fails, copies go fr
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import msgspec
@@ -64,20 +65,39 @@ class _Pinned:
             self.error = str(error)
 
 
+class _Dropped:
+    """What an `Uploads` has left that nobody closed: held until its copies are done, and then unregistered."""
+
+    def __init__(self, in_flight: InFlight, pinned: dict[int, _Pinned], driver: Driver) -> None:
+        self._in_flight = in_flight
+        self._pinned = pinned
+        self._driver = driver
+
+    def query(self) -> bool:
+        return not self._in_flight.poll()
+
+    def give_back(self) -> None:
+        for one in self._pinned.values():
+            if one.address is not None:
+                self._driver.unregister(one.address)
+        self._pinned.clear()
+
+
 class Uploads:
     """Copies to one device (the driver's; None: torch's current one) from these segments, pools and stores.
 
-    Registering takes about as long as reading the memory once, pins all of it, and waits for the first copy.
+    Registering takes about as long as reading the memory once, pins all of it, and waits for the first copy. If nobody
+    closes it, the memory is unregistered when it has been dropped and the driver next looks at what is done.
     """
 
     def __init__(self, *sources: Shareable, driver: Driver | None = None) -> None:
         self._driver = driver or driver_of()
+        self._pinned: dict[int, _Pinned] = {}  # by nonce
+        self._in_flight = InFlight()  # of its own, because close() must wait for these and for nothing else
         self._segments = [one._segment for one in sources]
         for segment in self._segments:
             if segment.kind == 3:
                 raise ValueError(f"'{segment.name}' is a channel, whose memory grows: it cannot be registered")
-        self._pinned: dict[int, _Pinned] = {}  # by nonce
-        self._in_flight = InFlight()  # of its own, because close() must wait for these and for nothing else
         self._is_closed = False
         self.stats = UploadStats()
 
@@ -132,6 +152,13 @@ class Uploads:
         self._pinned.clear()
         self._segments.clear()
         return True
+
+    def __del__(self) -> None:
+        if sys.is_finalizing() or not (self._pinned or self._in_flight):
+            return
+        dropped = _Dropped(self._in_flight, self._pinned, self._driver)
+        self._driver.in_flight.keep([dropped], dropped)
+        self._driver.in_flight.poll()
 
     def __enter__(self) -> Uploads:
         return self
