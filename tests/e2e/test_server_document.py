@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.e2e.test_server import KEY, served
 from tests.engine import told
 
 IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
-EXAMPLES, SECONDS = (1000, 600) if IS_FULL else (15, 25)
+EXAMPLES, SECONDS = (1000, 600) if IS_FULL else (15, 20)
 # What a document cannot say is refused too: a prompt that is too long, another model's name.
 BEYOND_THE_DOCUMENT = "positive_data_acceptance"
 
@@ -38,8 +39,10 @@ def test_what_the_server_answers_is_what_its_document_says(seed: int, tmp_path: 
             await process.wait()
             print(said)
             assert process.returncode == 0, said
-            for phase in ("Coverage", "Fuzzing"):
+            for phase in ("Coverage", "Fuzzing") if IS_FULL else ("Coverage",):  # a busy machine may come to one alone
                 assert f"✅  {phase}" in said, f"{phase} did not run"
+            cases = re.search(r"(\d+) generated, (\d+) passed", said)
+            assert cases is not None and int(cases[1]) == int(cases[2]) > 100, "too few to tell"
             await tree.must_be_empty()
 
     asyncio.run(scene())

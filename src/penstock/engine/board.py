@@ -9,13 +9,14 @@ no name, and to the client what it makes of the numbers.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import penstock
 
 WORD_NBYTES = 8
 ROW_WORDS = 16  # two cache lines: the first is written by the core, the second by the worker of rank 0
 TREE_ROW = 0  # written by the launcher; row 1 + g is group g's
+Row: TypeAlias = "memoryview[int]"  # the numbers of one group, by their places: `row[Board.OPEN]`
 
 
 class Board:
@@ -58,8 +59,7 @@ class Board:
         """Servers take no more requests."""
         self._words[self.DRAINING] = 1
 
-    def row(self, group: int) -> memoryview[int]:
-        """The numbers of one group, by their places: `row[Board.OPEN]`."""
+    def row(self, group: int) -> Row:
         begin = (1 + group) * ROW_WORDS
         return self._words[begin : begin + ROW_WORDS]
 
@@ -70,7 +70,7 @@ class Board:
             row[word] = 0
 
     @property
-    def rows(self) -> list[memoryview[int]]:
+    def rows(self) -> list[Row]:
         """Of all groups."""
         return [self.row(group) for group in range(self._words[self.GROUPS])]
 

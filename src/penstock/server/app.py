@@ -176,6 +176,11 @@ class Api:
     ) -> Answer:
         for prompt in prompts:
             self._require_room(prompt.ids, params, param)
+        if params.allowed_token_ids and min(params.allowed_token_ids) >= self._reader.words.most_ids:
+            message = (
+                f"expected an id below {self._reader.words.most_ids} at $.allowed_token_ids, as one must be allowed"
+            )
+            raise ApiError(400, message, param="allowed_token_ids")
         pace = Pace(self._row, request.state.began)
         short, name = NAMES[style]
         said: dict[str, Any] = {"id": f"{short}-{secrets.token_hex(12)}", "object": name, "created": int(time.time())}

@@ -60,6 +60,8 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing() or self._is_over:
             return
         self._ahead_nbytes = self._ahead_nbytes + len(data) if self.pipeline else 0
+        if self.pipeline:  # uvicorn would read no more until an answer has ended, and not see its client go meanwhile
+            self.flow.resume_reading()
         if len(self.pipeline) > MOST_AHEAD or self._ahead_nbytes > MOST_AHEAD_NBYTES:
             self.transport.abort()  # it would be told amid another answer
         elif not self._is_in_message:

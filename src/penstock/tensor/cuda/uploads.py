@@ -86,8 +86,8 @@ class _Dropped:
 class Uploads:
     """Copies to one device (the driver's; None: torch's current one) from these segments, pools and stores.
 
-    Registering takes about as long as reading the memory once, pins all of it, and waits for the first copy. Close it,
-    or use it in a `with` statement: what is dropped is unregistered when the driver next looks at what is done.
+    Registering takes about as long as reading the memory once, pins all of it, and waits for the first copy. If nobody
+    closes it, the memory is unregistered when it has been dropped and the driver next looks at what is done.
     """
 
     def __init__(self, *sources: Shareable, driver: Driver | None = None) -> None:
