@@ -7,6 +7,7 @@ step is, and to the launcher what follows when the core dies.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections import deque
 
@@ -40,6 +41,9 @@ def device_of(tree: Tree, me: Member) -> Device:
     config = tree.config
     if config.simulated is not None:
         return Simulated(config.simulated, config.slots, open_item=Incoming(tree.store).open)
+    # Read when torch is loaded. Threads of a product that wait for each other give their processor away: core and servers
+    # need it, and without them nobody brings the next step.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Imported here: torch is not needed by anybody else.
     from penstock.engine.backend import TorchDevice
     from penstock.engine.sharding import Ranks

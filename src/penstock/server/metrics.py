@@ -34,7 +34,7 @@ GROUPS = (
 OF_A_GROUP = (
     ("group_steps", "Steps since the group was started", Board.STEPS, 1.0),
     ("group_own_seconds", "What the core itself spent on them", Board.OWN_NS, 1e9),
-    ("group_busy_seconds", "In which a simulated device ran", Board.BUSY_NS, 1e9),
+    ("group_busy_seconds", "In which the device ran", Board.BUSY_NS, 1e9),
     ("group_idle_seconds", "In which it did not run though it could have", Board.IDLE_NS, 1e9),
 )
 
