@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.e2e.test_server import AUTHORIZED, Served
+from tests.engine import START
 
 ANSWERED_WITHIN = 20.0  # seconds; a request ends by then, in whatever way
 ENDED = (OSError, asyncio.IncompleteReadError)  # the connection has
@@ -166,11 +167,12 @@ class Load:
                 self.gone["did not read"] += 1
 
 
-async def must_be_as_before(tree: Served) -> None:
+async def must_be_as_before(tree: Served, within: float = START) -> None:
     """All groups and servers serve; nothing is open, all memory is there."""
-    await tree.launcher.serving(60.0)
+    await tree.launcher.serving(within)
     config = tree.config
-    await tree.until(lambda: len(tree.children()) == config.api_servers + config.data_parallel * _of_a_group(tree))
+    everybody = config.api_servers + config.data_parallel * _of_a_group(tree)
+    await tree.until(lambda: len(tree.children()) == everybody, within)
     for _ in range(4 * config.api_servers):
         assert (await tree.get("/v1/models"))[0] == 200
     for group in range(config.data_parallel):
