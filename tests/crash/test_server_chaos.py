@@ -20,12 +20,13 @@ from penstock.engine.child import Child
 from penstock.server.tally import Row
 from tests.e2e.test_server import Served, served
 from tests.engine import START, told
-from tests.serving import Asked, Load, Question, must_be_as_before
+from tests.serving import ANSWERED_WITHIN, Asked, Load, Question, must_be_as_before
 
 IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
 SECONDS = 60.0 if IS_FULL else 12.0
 STEP_TIMEOUT = 2.0  # seconds; who is stopped for longer is killed
 MODEL_START = 240.0  # seconds; eight processes import torch
+MODEL_WITHIN = 120.0  # seconds; until it has answered, while they do
 NOTICED = 2.0  # seconds after a blow, on a machine that is busy: who has begun later is not concerned by it
 UNCONCERNED = 0.98  # of those must have been answered …
 ALL = 0.75  # … and of all
@@ -113,7 +114,7 @@ class Chaos:
 async def in_chaos(
     tree: Served, seed: int, question: Callable[[random.Random], Question] | None = None, again: float = START
 ) -> None:
-    load = Load(tree, seed, question)
+    load = Load(tree, seed, question, ANSWERED_WITHIN if question is None else MODEL_WITHIN)
     chaos = Chaos(tree, load, seed, again)
     await chaos.rage()
     await must_be_as_before(tree, again)
