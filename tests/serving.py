@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.e2e.test_server import AUTHORIZED, Served
+from tests.engine import START
 
 ANSWERED_WITHIN = 20.0  # seconds; a request ends by then, in whatever way
 ENDED = (OSError, asyncio.IncompleteReadError)  # the connection has
@@ -42,13 +43,20 @@ class Question:
 
 
 class Load:
-    def __init__(self, tree: Served, seed: int, question: Callable[[random.Random], Question] | None = None) -> None:
+    def __init__(
+        self,
+        tree: Served,
+        seed: int,
+        question: Callable[[random.Random], Question] | None = None,
+        within: float = ANSWERED_WITHIN,
+    ) -> None:
         self.tree = tree
         self.chance = random.Random(seed)
         self.asked: list[Asked] = []
         self.gone: Counter[str] = Counter()  # clients of which no answer was expected
         self.is_over = False
         self._question = question or self._of_the_rule
+        self._within = within
 
     def _of_the_rule(self, chance: random.Random) -> Question:
         prompt = "".join(chance.choices("abcdefgh ", k=chance.randrange(1, 60)))
@@ -63,7 +71,7 @@ class Load:
         try:
             yield all_of_them
             self.is_over = True
-            await asyncio.wait_for(all_of_them, 2 * ANSWERED_WITHIN)
+            await asyncio.wait_for(all_of_them, 2 * self._within)
         finally:
             self.is_over = True
             all_of_them.cancel()
@@ -75,7 +83,7 @@ class Load:
         while not self.is_over:
             asked = Asked(kind, loop.time())
             one = self._question(self.chance)
-            asked.error = await asyncio.wait_for(self._fate(one, kind == "stream"), ANSWERED_WITHIN)
+            asked.error = await asyncio.wait_for(self._fate(one, kind == "stream"), self._within)
             asked.ended = loop.time()
             self.asked.append(asked)
             if asked.error:
@@ -157,7 +165,7 @@ class Load:
                 listless.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 listless.setblocking(False)
                 loop = asyncio.get_running_loop()
-                await asyncio.wait_for(loop.sock_connect(listless, ("127.0.0.1", self.tree.port)), ANSWERED_WITHIN)
+                await asyncio.wait_for(loop.sock_connect(listless, ("127.0.0.1", self.tree.port)), self._within)
                 one = self._question(self.chance)
                 said = json.dumps({"prompt": one.prompt, "max_tokens": 150, "n": 4, "stream": True}).encode()
                 head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}content-length: {len(said)}\r\n\r\n"
@@ -166,11 +174,12 @@ class Load:
                 self.gone["did not read"] += 1
 
 
-async def must_be_as_before(tree: Served) -> None:
+async def must_be_as_before(tree: Served, within: float = START) -> None:
     """All groups and servers serve; nothing is open, all memory is there."""
-    await tree.launcher.serving(60.0)
+    await tree.launcher.serving(within)
     config = tree.config
-    await tree.until(lambda: len(tree.children()) == config.api_servers + config.data_parallel * _of_a_group(tree))
+    everybody = config.api_servers + config.data_parallel * _of_a_group(tree)
+    await tree.until(lambda: len(tree.children()) == everybody, within)
     for _ in range(4 * config.api_servers):
         assert (await tree.get("/v1/models"))[0] == 200
     for group in range(config.data_parallel):

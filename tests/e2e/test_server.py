@@ -76,7 +76,7 @@ def posted(path: str, body: dict[str, Any]) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def served(limits: dict[str, Any] | None = None, **options: Any) -> AsyncIterator[Served]:
+async def served(limits: dict[str, Any] | None = None, start: float = START, **options: Any) -> AsyncIterator[Served]:
     usual = {"api_keys": (KEY,), "most_open": MOST_OPEN, "most_body_nbytes": MOST_BODY, "patience": 1.0}
     asked = ServerOptions(port=0, **{**usual, **(limits or {})})
     config = EngineConfig(**{"simulated": told(), "max_model_len": 4096, "api_servers": 2, **options})
@@ -85,7 +85,7 @@ async def served(limits: dict[str, Any] | None = None, **options: Any) -> AsyncI
         launcher = Serving(config, asked, listener)
         try:
             launcher.start()
-            await launcher.serving(3 * START)
+            await launcher.serving(start)
             tree = Served(launcher, port)
             async with tree.client:
                 yield tree

@@ -5,19 +5,53 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("schemathesis")
 pytest.importorskip("openai")
 
-from tests.e2e.test_server import KEY, served
+from penstock.server import shapes
+from tests.e2e.test_server import KEY, Served, served
 from tests.engine import told
 
 IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
 EXAMPLES, SECONDS = (1000, 600) if IS_FULL else (15, 20)
 # What a document cannot say is refused too: a prompt that is too long, another model's name.
 BEYOND_THE_DOCUMENT = "positive_data_acceptance"
+
+
+def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document_says() -> None:
+    async def asked(tree: Served, path: str, body: dict[str, Any]) -> str:
+        reader, writer = await tree.connect(path, body)
+        try:
+            said = (await reader.readuntil(b"\r\n\r\n")).decode()
+            assert " 200 " in said, said
+            if body["stream"]:
+                return (await reader.readuntil(b"data: [DONE]\n\n")).decode()
+            return (await reader.readexactly(int(said.partition("content-length: ")[2].split()[0]))).decode()
+        finally:
+            writer.close()
+
+    async def scene() -> None:
+        async with served(simulated=told(step_seconds=0.0), api_servers=1) as tree:
+            chat = {"messages": [{"role": "user", "content": "hi"}]}
+            for path, body, whole, chunk in (
+                ("/v1/completions", {"prompt": "hi"}, shapes.CompletionAnswer, shapes.CompletionChunk),
+                ("/v1/chat/completions", chat, shapes.ChatAnswer, shapes.ChatChunk),
+            ):
+                for options in ({}, {"n": 2}, {"stop": [" 1", " 2"]}, {"stream_options": {"include_usage": True}}):
+                    asking = {**body, "max_tokens": 30, **options}
+                    msgspec.json.decode(await asked(tree, path, {**asking, "stream": False}), type=whole)
+                    lines = (await asked(tree, path, {**asking, "stream": True})).splitlines()
+                    events = [line[6:] for line in lines if line.startswith("data: {")]
+                    chunks = [msgspec.json.decode(one, type=chunk) for one in events]
+                    ends = [one for part in chunks for one in part.choices if one.finish_reason]
+                    assert len(ends) == options.get("n", 1)
+
+    asyncio.run(scene())
 
 
 @pytest.mark.timeout(SECONDS + 80)

@@ -206,7 +206,7 @@ def test_on_one_tree(name: str, tmp_path: Path) -> None:
 
     async def all_scenes() -> None:
         options = {"simulated": None, "model": str(tmp_path), "api_servers": 1, "store_nbytes": 16 << 20}
-        async with served(server, **options, **SIZES) as tree:
+        async with served(server, 3 * START, **options, **SIZES) as tree:
             tree.__class__ = Seeing
             tree.sight = sight
             for scene in SCENES if name == "llava" else SCENES[:5]:

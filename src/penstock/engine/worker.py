@@ -41,8 +41,8 @@ def device_of(tree: Tree, me: Member) -> Device:
     config = tree.config
     if config.simulated is not None:
         return Simulated(config.simulated, config.slots, open_item=Incoming(tree.store).open)
-    # Read when torch is loaded. Threads of a product that wait for each other give their processor away: core and servers
-    # need it, and without them nobody brings the next step.
+    # Read when torch is loaded. Threads of a product that wait for each other give their processor away: core and
+    # servers need it, and without them nobody brings the next step.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Imported here: torch is not needed by anybody else.
     from penstock.engine.backend import TorchDevice
