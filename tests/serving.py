@@ -99,7 +99,10 @@ class Load:
             head = await reader.readuntil(b"\r\n\r\n")
             status = int(head.split()[1])
             if status != 200:
-                said = json.loads((await reader.read()) or b"{}")
+                body = await reader.read()
+                if not body.endswith(b"}}"):
+                    return "cut off"
+                said = json.loads(body)
                 assert status in (429, 500, 503, 504) and said["error"]["message"], (status, said)
                 assert status != 500, said
                 return f"status {status}"
@@ -120,7 +123,7 @@ class Load:
         text = ""
         while True:
             line = await reader.readline()
-            if not line:
+            if not line.endswith(b"\n"):
                 return "cut off"
             if line == b"data: [DONE]\n":
                 assert text == answer, f"{text!r} for {answer!r}"
