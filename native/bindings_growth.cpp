@@ -103,7 +103,7 @@ void bind_growth(nb::module_& m) {
         "`before`, and then the hash of each full block of `size` numbers: SHA-256 of the hash before it, the numbers "
         "and what else lies there, one `more` for each block. 32 bytes each.");
 
-    m.def("count_up", count_up, "counts"_a, "limits"_a, "marks"_a, "rows"_a, "numbers"_a,
+    m.def("count_up", count_up, "counts"_a.noconvert(), "limits"_a, "marks"_a, "rows"_a, "numbers"_a,
           nb::sig("def count_up(counts: numpy.typing.NDArray[numpy.int32], limits: numpy.typing.NDArray[numpy.int32], "
                   "marks: numpy.typing.NDArray[numpy.uint8], rows: numpy.typing.NDArray[numpy.int64], numbers: "
                   "numpy.typing.NDArray[numpy.int32]) -> numpy.typing.NDArray[numpy.int64] | None"),

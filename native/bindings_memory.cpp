@@ -183,7 +183,7 @@ void bind_memory(nb::module_& m) {
         .def("__exit__",
              [](Lease& lease, nb::args arguments) {
                  bool is_failing = !nb::handle(arguments[0]).is_none();
-                 if (!is_failing || lease.exports == 0)
+                 if (!is_failing || (lease.exports == 0 && !lease.is_shown))
                      lease.release();  // else: with the last view, after the traceback
              })
         .def("__len__", [](const Lease& lease) { return lease.extent.nbytes; })

@@ -103,6 +103,7 @@ bool commit(Keeper& keeper, Lease& lease) {
     }
     bool is_there = store.commit(lease.extent);
     lease.is_filling = lease.is_writable = false;
+    lease.forget_made();
     lease.at =
         const_cast<u8*>(keeper.by->segment().read_at(keeper.by->segment().geometry().pool_data + lease.extent.offset));
     return is_there;

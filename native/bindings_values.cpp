@@ -101,6 +101,7 @@ class Tree {
         at_ = held.at + tensors_at;
         nbytes_ = held.extent.nbytes - tensors_at;
     }
+    bool has_arrays() const { return has_arrays_; }
     nb::object whole() {
         nb::object made = node(0);
         return made.is_valid() && atoms_.is_at_end() ? made : nb::object();
@@ -164,6 +165,7 @@ class Tree {
             if (!number(size) || !sizes.add(size)) return {};
         }
         if (offset > nbytes_) return {};
+        has_arrays_ = true;
         return array_of(code, sizes, at_ + offset, nbytes_ - offset, base_, false, as_);
     }
     bool number(u64& out) {
@@ -178,6 +180,7 @@ class Tree {
     As as_;
     u8* at_;
     u64 nbytes_;
+    bool has_arrays_ = false;
 };
 
 // ── arrays in place ──
@@ -223,10 +226,14 @@ nb::handle lease_of(const Attachment& by, u64 address, u64 nbytes) {
 
 // An array, and what it is a view of, say from now on that they are read-only.
 void forbid_writing(nb::handle array) {
-    for (PyObject* at = array.ptr(); at != nullptr && known != nullptr && Py_TYPE(at) == known->numpy.array_type;) {
-        auto* one = reinterpret_cast<NumPy::Array*>(at);
-        one->flags &= ~NumPy::WRITEABLE;
-        at = one->base;
+    for (PyObject* at = array.ptr(); at != nullptr && known != nullptr;) {
+        if (PyObject_TypeCheck(at, known->numpy.array_type)) {  // also what is made of arrays by others
+            auto* one = reinterpret_cast<NumPy::Array*>(at);
+            one->flags &= ~NumPy::WRITEABLE;
+            at = one->base;
+        } else {
+            at = PyMemoryView_Check(at) ? PyMemoryView_GET_BASE(at) : nullptr;
+        }
     }
 }
 
@@ -265,8 +272,12 @@ nb::object plain_value(const nb::object& lease, nb::handle name) {
     if (head[1] != 0 || layout_nbytes > MOST_LAYOUT_NBYTES || tensors_at > nbytes) return {};
     u8 layout[MOST_LAYOUT_NBYTES];  // a copy: others could change it while it is read
     std::memcpy(layout, held.at + sizeof head, layout_nbytes);
-    held.is_shown = true;
-    return Tree({layout, layout_nbytes}, lease, tensors_at, as).whole();
+    // Before anything is made: what ends meanwhile, in whatever way, must not release it.
+    bool was_shown = std::exchange(held.is_shown, true);
+    Tree tree({layout, layout_nbytes}, lease, tensors_at, as);
+    nb::object made = tree.whole();
+    if (!made.is_valid() || !tree.has_arrays()) held.is_shown = was_shown;
+    return made;
 }
 
 nb::object value_of(const Stored& stored, nb::handle as, bool writable) {
@@ -338,9 +349,10 @@ void penstock::python::bind_values(nb::module_& m) {
             if (known == nullptr || held.is_writable || held.at == nullptr || !shape_of(shape, sizes) ||
                 !as_of(as, how))
                 return nb::none();
-            held.is_shown = true;
+            bool was_shown = std::exchange(held.is_shown, true);
             nb::object made = array_of(code, sizes, held.at, held.extent.nbytes, lease, false, how);
             if (made.is_valid()) return made;
+            held.is_shown = was_shown;
             PyErr_Clear();
             return nb::none();
         },

@@ -1,6 +1,8 @@
 // cached.h: numbered blocks in one process's memory: which are free, how many use each, and which are found again by
 // the hash of what lies in them. Plain numbers: what lies in a block is somewhere else.
 #pragma once
+#include <limits>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -20,8 +22,10 @@ struct DigestHash {
 // Every block is in use by somebody, or kept (nobody uses it, and it can be found), or empty.
 class CachedBlocks {
    public:
+    static constexpr u32 MOST = std::numeric_limits<i32>::max();  // their numbers travel as i32
+
     explicit CachedBlocks(u32 blocks)
-        : references(blocks, 0), digests_(blocks), after_(blocks + 1), before_(blocks + 1) {
+        : references(require(blocks), 0), digests_(blocks), after_(blocks + 1), before_(blocks + 1) {
         for (u32 block = blocks; block-- > 0;) empty_.push_back(block);  // low ones first
         after_[blocks] = before_[blocks] = blocks;
     }
@@ -96,6 +100,11 @@ class CachedBlocks {
     std::vector<u32> references;  // users of each block; changed here only
 
    private:
+    static u32 require(u32 blocks) {
+        if (blocks > MOST) throw Error(Fault::value, "a cache has at most " + std::to_string(MOST) + " blocks");
+        return blocks;
+    }
+
     void keep(u32 block) {  // the last in the list: the last to be emptied
         u32 end = blocks(), last = before_[end];
         after_[last] = before_[end] = block;

@@ -31,7 +31,9 @@ class Growth {
           tails_(u64{rows} * size, 0),
           chains_(rows),
           more_(rows),
-          told_(rows, 0) {}
+          told_(rows, 0) {
+        if (size == 0) throw Error(Fault::value, "a block has at least one number");
+    }
     u32 rows() const { return static_cast<u32>(born_.size()); }
     u32 size() const { return size_; }
     const CachedBlocks& cache() const { return cache_; }

@@ -79,10 +79,13 @@ struct Lease {
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
     ~Lease() { give_back(); }
+    void forget_made() {
+        if (std::exchange(is_made, false)) made_leases().erase(reinterpret_cast<u64>(at));
+    }
     void give_back() {
         if (is_released) return;
         is_released = true;
-        if (is_made) made_leases().erase(reinterpret_cast<u64>(at));
+        forget_made();
         if (by && by->is_ours()) {
             if (receiver)
                 receiver->release_record(lane, id);
@@ -147,6 +150,7 @@ struct Stored {
     }
     nb::object held() const {
         if (lease.is_none()) throw Error(Fault::closed, "the value has been released");
+        nb::inst_ptr<Lease>(lease)->require();  // somebody else may have had it, too
         return lease;
     }
     void let_go() { nb::object last = std::exchange(lease, nb::none()); }  // what it holds may go with it

@@ -457,7 +457,9 @@ class Segment {
         }
         prefault_ = prefault;
         // What is written block by block and was claimed as a whole: in pieces, when they are first lent out.
-        if (prefault && geometry_.shape.kind == static_cast<u32>(SegmentKind::pool) && data_nbytes() > PIECE)
+        bool is_whole =
+            geometry_.shape.kind == static_cast<u32>(SegmentKind::pool) && geometry_.shape.granule_nbytes == 0;
+        if (prefault && is_whole && data_nbytes() > PIECE)
             populated_ = std::make_unique<std::atomic<u64>[]>(data_nbytes() / PIECE / 64 + 1);
     }
     u8* map_for_writing() {

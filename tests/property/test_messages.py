@@ -129,7 +129,9 @@ class Play:
 def test_who_is_there_gets_every_message_and_can_read_it(seed: int, is_greeting: bool) -> None:
     chance = random.Random(seed)
     sent = refused = late = 0
-    for _ in range(25):
+    plays = 0
+    while plays < 25 or (plays < 100 and (refused <= 100 or late <= 50)):  # what is rare comes more often by some seeds
+        plays += 1
         play = Play(chance, is_greeting)
         for _ in range(600):
             index = chance.randrange(play.receivers_count)

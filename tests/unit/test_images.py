@@ -142,11 +142,40 @@ def test_an_image_that_is_too_much_or_none_is_refused(
         assert load(loader, scope, picture())[0].tokens == 4
 
 
-def test_what_the_model_cannot_take_is_refused(tmp_path: Path) -> None:
+def test_what_the_model_cannot_take_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outgoing = Outgoing(None)
+    monkeypatch.setattr(images, "MOST_RATIO", 1000)
     with Images(model_in(tmp_path, "qwen2_vl"), outgoing, threads=1) as loader, outgoing.scope() as scope:
         with pytest.raises(ImageRefused, match="takes no image of 1000 x 2: absolute aspect ratio"):
             load(loader, scope, picture(1000, 2))
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_a_thin_image_is_refused_before_its_short_side_is_made_as_long_as_others(name: str, tmp_path: Path) -> None:
+    outgoing = Outgoing(None)
+    with Images(model_in(tmp_path, name), outgoing, threads=1) as loader, outgoing.scope() as scope:
+        for width, height in ((20_000, 2), (2, 20_000)):
+            with pytest.raises(ImageRefused, match=f"at most 100 times as long .* this one is {width} x {height}"):
+                load(loader, scope, picture(width, height))
+        assert load(loader, scope, picture(200, 2))
+
+
+def test_an_image_that_is_made_a_square_is_as_large_as_that(tmp_path: Path) -> None:
+    processor_in(model_in(tmp_path), "llava", do_pad=True)
+    outgoing, limits = Outgoing(None), ImageLimits(pixels=10_000)
+    with Images(tmp_path, outgoing, threads=1, limits=limits) as loader, outgoing.scope() as scope:
+        loader._is_squared = True  # CLIP's processor, which is saved here, knows no squares
+        with pytest.raises(ImageRefused, match="at most 10000 pixels, this one has 200 x 200 = 40000"):
+            load(loader, scope, picture(200, 10))
+
+
+def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path) -> None:
+    with Store.create(1 << 20) as store:
+        outgoing = Outgoing(store)
+        with Images(model_in(tmp_path), outgoing, threads=1, most_tokens=3) as loader, outgoing.scope() as scope:
+            with pytest.raises(ImageRefused, match="at most 3 tokens, and the image takes 4"):
+                load(loader, scope, picture())
+        assert store.stats_of_keys().puts == 0
 
 
 def test_a_request_that_has_ended_meanwhile_holds_no_image(tmp_path: Path) -> None:

@@ -135,7 +135,6 @@ class Client:
 
         Raises EngineError where no group takes it now.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         began = time.monotonic()
         deadline = math.inf if timeout is None else began + timeout
         if scope is None and values:
@@ -230,7 +229,7 @@ class Client:
                     raise EngineError(503, f"group {stream.group} has died: {death}") from None
                 await asyncio.sleep(AGAIN)
             except PenstockError as error:
-                status = 504 if deadline == until else 503
+                status = 504 if time.monotonic() >= until else 503
                 raise EngineError(status, f"group {stream.group} takes no requests: {error}") from None
 
     def _abort(self, stream: Stream) -> None:

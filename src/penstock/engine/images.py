@@ -31,6 +31,7 @@ from penstock.tensor import Item, Outgoing, Scope, key_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 TILED = ("idefics3", "smolvlm")  # what these see of an image stands in several places of the prompt
+MOST_RATIO = 100  # of an image's sides: processors make the short one as long as they want it, and the long one with it
 
 
 class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,18 +75,22 @@ class Images:
         *,
         limits: ImageLimits | None = None,
         threads: int | None = None,
+        most_tokens: int | None = None,
         salt: bytes = b"",
     ) -> None:
-        """`path`: the model's directory; `threads`: None for as many as there are processors; `salt`: another one, and
-        nothing is shared with those of this one.
+        """`path`: the model's directory; `threads`: None for as many as there are processors; `most_tokens`: an image
+        that stands for more is refused, and not kept; `salt`: another one, and nothing is shared with those of this
+        one.
 
         Raises ValueError where the model takes no images, or its processor is not there.
         """
         self.limits = limits or ImageLimits()
         self._outgoing = outgoing
+        self._most_tokens = most_tokens
         config, self._processor, self._count = _processor_of(Path(path))
         self.image_id: int = config.image_token_id
         self.is_tiled = config.model_type in TILED
+        self._is_squared = config.model_type == "llava" and getattr(self._processor, "do_pad", False)
         self._salt = _fingerprint(self._processor) + salt
         self._threads = ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), "images")
 
@@ -119,6 +124,10 @@ class Images:
         if found is not None:
             return found
         made = self._make(raw)
+        if self._most_tokens is not None and made["tokens"] > self._most_tokens:
+            raise ImageRefused(
+                400, f"this model has at most {self._most_tokens} tokens, and the image takes {made['tokens']}"
+            )
         return _loaded(scope.put(made, key), made)
 
     def _find(self, key: bytes, scope: Scope) -> Loaded | None:
@@ -132,13 +141,13 @@ class Images:
         return None
 
     def _make(self, raw: bytes) -> dict[str, Any]:
-        picture = _decoded(raw, self.limits.pixels)
+        picture = _decoded(raw, self.limits.pixels, self._is_squared)
         try:
             made = self._processor(images=picture, return_tensors="np")
             shape = _tiles(made)
             tensors = {name: np.asarray(one) for name, one in made.items() if name not in ("rows", "cols")}
             return {**tensors, "tokens": self._count(tensors), "rows": shape[0], "columns": shape[1]}
-        except ValueError as error:  # one that is a thousand times as wide as it is high, say
+        except (ValueError, ArithmeticError, MemoryError) as error:  # of an odd shape, say
             raise ImageRefused(
                 400, f"the model's processor takes no image of {picture.width} x {picture.height}: {error}"
             ) from None
@@ -165,8 +174,8 @@ def _tiles(made: Mapping[str, Any]) -> tuple[int, int]:
     return int(np.asarray(rows).reshape(-1)[0]), int(np.asarray(columns).reshape(-1)[0])
 
 
-def _decoded(raw: bytes, most_pixels: int) -> Any:
-    """As RGB. Its size is looked at before anything is unpacked."""
+def _decoded(raw: bytes, most_pixels: int, is_squared: bool) -> Any:
+    """As RGB. Its size is looked at before anything is unpacked: what it has, or has when it `is_squared`."""
     from PIL import Image, ImageOps
 
     try:
@@ -174,15 +183,20 @@ def _decoded(raw: bytes, most_pixels: int) -> Any:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # we look at that ourselves
             picture = Image.open(io.BytesIO(raw), formats=FORMATS)
         width, height = picture.size
-        if width * height <= most_pixels:
+        if is_squared:
+            width = height = max(width, height)
+        is_small = width * height <= most_pixels
+        is_plain = max(picture.size) <= MOST_RATIO * min(picture.size)
+        if is_small and is_plain:
             return ImageOps.exif_transpose(picture).convert("RGB")
     except Image.DecompressionBombError as error:
         raise ImageRefused(413, f"an image has at most {most_pixels} pixels: {error}") from None
     except Exception as error:  # whatever its decoder stumbles on
         raise ImageRefused(400, f"no image that can be read as {', '.join(FORMATS)}: {error}") from None
-    raise ImageRefused(
-        413, f"an image has at most {most_pixels} pixels, this one has {width} x {height} = {width * height}"
-    )
+    size = f"{width} x {height}"
+    if is_small:
+        raise ImageRefused(400, f"an image is at most {MOST_RATIO} times as long as it is wide, this one is {size}")
+    raise ImageRefused(413, f"an image has at most {most_pixels} pixels, this one has {size} = {width * height}")
 
 
 # ── what a family makes of an image ──────────────────────────────────────────────────────────────────────────────────

@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     when.add_argument("--concurrency", metavar="C", type=whole, default=16, help="or so many open at a time (16)")
     add("--input-tokens", metavar="N|N-M", type=between, default="128", help="of a prompt's text, about (128)")
     add("--output-tokens", metavar="N|N-M", type=between, default="128", help="of an answer, at most (128)")
-    add("--images", metavar="N", type=int, default=0, help="in each prompt (0)")
+    add("--images", metavar="N", type=count, default=0, help="in each prompt (0)")
     add("--image-size", metavar="WxH", type=image_size, default="256x256", help="in pixels (256x256)")
     add(
         "--prompts",
@@ -33,9 +33,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add("--ignore-eos", action="store_true", help="answers are as long as they may be, if the server knows of this")
     add("--seed", metavar="N", type=int, default=0, help="of prompts, images and arrivals (0)")
-    add("--warmup", metavar="N", type=int, default=0, help="requests before these, which are not counted (0)")
+    add("--warmup", metavar="N", type=count, default=0, help="requests before these, which are not counted (0)")
     add("--timeout", metavar="SECONDS", type=above_0, default=60.0, help="of silence; then a request has failed (60)")
     add("--json", metavar="FILE", type=Path, help="all figures, as one object")
+
+
+def count(text: str) -> int:
+    return 0 if text == "0" else whole(text)
 
 
 def whole(text: str) -> int:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -115,7 +115,9 @@ class Api:
         finally:
             self._row[Row.OPEN] -= 1
 
-    async def _body(self, request: Request) -> bytes:
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+        """While a prompt is made of it, it counts among those that are being read."""
         most, got = self._options.most_body_nbytes, bytearray()
         said = request.headers.get("content-length", "0")
         if not said.isdecimal() or int(said) > most:
@@ -129,9 +131,9 @@ class Api:
                 if self._reading_nbytes > BODIES_AT_ONCE * most:
                     headers = {"Retry-After": str(RETRY_AFTER)}
                     raise ApiError(503, "too much of the bodies of other requests is being read", headers=headers)
+            yield bytes(got)
         finally:
             self._reading_nbytes -= len(got)
-        return bytes(got)
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name not in (self._name, self._config.model):
@@ -140,13 +142,15 @@ class Api:
 
     # ── what is generated ──
     async def _chat(self, request: Request) -> Answer:
-        asked = decoded(await self._body(request), Chat)
-        self._require_model(asked.model)
-        params = asked.sampling()
-        is_answered = asked.add_generation_prompt is not False
-        options = asked.chat_template_kwargs or {}
-        prompt = await self._prompt(request, Conversation.of(asked.messages), is_answered, options)
-        asked.messages = []  # images are long, and it may take long to answer
+        async with self._body(request) as body:
+            asked = decoded(body, Chat)
+            del body
+            self._require_model(asked.model)
+            params = asked.sampling()
+            is_answered = asked.add_generation_prompt is not False
+            options = asked.chat_template_kwargs or {}
+            prompt = await self._prompt(request, Conversation.of(asked.messages), is_answered, options)
+            asked.messages = []  # images are long, and it may take long to answer
         try:
             return await self._generate(request, Style.CHAT, asked, params, [prompt], "messages")
         except BaseException:
@@ -159,10 +163,11 @@ class Api:
         return await (unless_gone(request.receive, reading) if said.images else reading)
 
     async def _completions(self, request: Request) -> Answer:
-        asked = decoded(await self._body(request), Completion)
-        self._require_model(asked.model)
-        params = asked.sampling()
-        prompts = [Prompt(await self._reader.ids(prompt)) for prompt in asked.prompts()]
+        async with self._body(request) as body:
+            asked = decoded(body, Completion)
+            self._require_model(asked.model)
+            params = asked.sampling()
+            prompts = [Prompt(await self._reader.ids(prompt)) for prompt in asked.prompts()]
         return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
 
     async def _generate(
@@ -239,15 +244,16 @@ class Api:
 
     # ── what is known ──
     async def _tokenize(self, request: Request) -> Answer:
-        asked = decoded(await self._body(request), Tokenize)
-        self._require_model(asked.model)
-        what = asked.what()
-        if isinstance(what, str):
-            ids = await self._reader.ids(what, asked.add_special_tokens)
-        else:
-            prompt = await self._prompt(request, what, asked.add_generation_prompt, {})
-            prompt.release()
-            ids = prompt.ids
+        async with self._body(request) as body:
+            asked = decoded(body, Tokenize)
+            self._require_model(asked.model)
+            what = asked.what()
+            if isinstance(what, str):
+                ids = await self._reader.ids(what, asked.add_special_tokens)
+            else:
+                prompt = await self._prompt(request, what, asked.add_generation_prompt, {})
+                prompt.release()
+                ids = prompt.ids
         return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
 
     async def _list_models(self, request: Request) -> Answer:

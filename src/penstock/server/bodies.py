@@ -17,6 +17,7 @@ from penstock.server.images import Named
 T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_SAMPLES = 128  # of one prompt
+MOST_PARTS, MOST_MESSAGES = 1 << 20, 1 << 14  # more are no prompt of any model, and are not looked at
 MOST_PROMPTS = 128
 MOST_STOPS = 64
 MOST_CHARACTERS = 1024  # of one of them, and of what a client is called
@@ -115,7 +116,7 @@ _ALIKE = (
 
 # ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class Completion(Sampling, kw_only=True):
-    prompt: str | list[str | Id | list[Id]]
+    prompt: str | Annotated[list[str | Id | list[Id]], msgspec.Meta(max_length=MOST_PARTS)]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: Unsupported = None
     suffix: Unsupported = None
@@ -162,7 +163,7 @@ class Message(msgspec.Struct):
 
 
 class Chat(Sampling, kw_only=True):
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None

@@ -101,7 +101,7 @@ class Connection(HttpToolsProtocol):
         self._body_nbytes = 0
 
     def _rest(self) -> None:
-        """All that has begun to come is there. Empty lines, which may stand before a request, win no time."""
+        """All that has begun to come is there. Empty lines before the first request win no time."""
         if self._running is None:
             return
         self._unwatch()
@@ -134,6 +134,7 @@ class Connection(HttpToolsProtocol):
     # ── requests, one after the other ──
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        self._ahead_nbytes = 0
         super()._start_asgi_task(cycle, app)
 
     @property
@@ -145,6 +146,8 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         is_early = self.cycle.response_complete and self.cycle.more_body
         super().on_response_complete()
+        if self._is_in_message:  # the next one has begun to come, and has our patience
+            self._unset_keepalive_if_required()
         if is_early and not self.transport.is_closing():
             self._end_slowly()  # it has been refused before all of it was there: what is left of it is no request
 

@@ -58,7 +58,14 @@ class ImageReader:
         # Inline they would be found by nobody. The next one who sends an image is to find even a small one made.
         self._outgoing = Outgoing(store, inline_nbytes=0)
         threads = min(THREADS, len(os.sched_getaffinity(0)))
-        self._images = Images(config.model, self._outgoing, limits=options.image_limits, threads=threads)
+        self._most_tokens = config.max_model_len
+        self._images = Images(
+            config.model,
+            self._outgoing,
+            limits=options.image_limits,
+            threads=threads,
+            most_tokens=self._most_tokens,
+        )
         self._places = Places(self._images, tokenizer_of(config))
         self._folders = [Path(one).resolve(strict=True) for one in options.media_folders]
 
@@ -86,10 +93,16 @@ class ImageReader:
         return Prompt(ids, tuple((one.item, *place) for one, place in zip(loaded, places, strict=True)), scope)
 
     async def _load_all(self, named: Sequence[Named], scope: Scope) -> list[Loaded]:
-        """Side by side. The first that is refused ends it for all."""
+        """Side by side. The first that is refused, or too many of them, end it for all."""
         tasks = [asyncio.ensure_future(self._load(one, scope)) for one in named]
+        tokens = 0
         try:
-            return await asyncio.gather(*tasks)
+            for loaded in asyncio.as_completed(tasks):
+                tokens += (await loaded).tokens
+                if tokens > self._most_tokens:
+                    message = f"this model has at most {self._most_tokens} tokens, and the images take more"
+                    raise ApiError(400, message, param="messages", code="context_length_exceeded")
+            return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()

@@ -17,10 +17,11 @@ from starlette.routing import Route
 import penstock
 from penstock.server import shapes
 from penstock.server.bodies import Chat, Completion, Tokenize
+from penstock.server.rates import Seen
 
 PATH = "/openapi.json"
 SCHEMAS = "#/components/schemas/"
-JSON, EVENTS, METRICS = "application/json", "text/event-stream", "text/plain"
+JSON, EVENTS, METRICS, PAGE = "application/json", "text/event-stream", "text/plain", "text/html"
 KEY = "key"  # the name of the security scheme
 
 REFUSALS = {
@@ -32,7 +33,6 @@ REFUSALS = {
     429: "too many requests are open: `Retry-After` says when to come again",
     500: "the server has failed",
     503: "nobody can answer it now: send it again",
-    504: "the answer has not come to its end in time",
 }
 OF_A_BODY = tuple(REFUSALS)
 OF_A_QUESTION = (401, 500)
@@ -50,7 +50,7 @@ def route(has_keys: bool) -> Route:
 
 
 def documented(has_keys: bool) -> dict[str, Any]:
-    kinds = (Chat, Completion, Tokenize, *shapes.ALL)
+    kinds = (Chat, Completion, Tokenize, Seen, *shapes.ALL)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     return {
         "openapi": "3.1.0",
@@ -80,8 +80,9 @@ def _paths(has_keys: bool) -> dict[str, Any]:
             "responses": {"200": {"description": "the answer", "content": content}, **_refusals(*OF_A_BODY)},
         }
 
-    def told(summary: str, answer: type | None, *refusals: int, is_open: bool = False) -> dict[str, Any]:
-        content = {METRICS: {"schema": {"type": "string"}}} if answer is None else {JSON: _schema(answer)}
+    def told(summary: str, answer: type | str, *refusals: int, is_open: bool = False) -> dict[str, Any]:
+        """`answer`: or the kind of text that it is."""
+        content = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else {JSON: _schema(answer)}
         return {
             "summary": summary,
             "security": [] if is_open else security,
@@ -103,7 +104,9 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         "/tokenize": {"post": asked("The ids of a text", Tokenize, shapes.Tokens)},
         "/v1/models": {"get": told("All models", shapes.Models, *OF_A_QUESTION)},
         "/v1/models/{name}": {"get": {**model, "parameters": [name]}},
-        "/metrics": {"get": told("Counters, as Prometheus reads them", None, *OF_A_QUESTION)},
+        "/metrics": {"get": told("Counters, as Prometheus reads them", METRICS, *OF_A_QUESTION)},
+        "/dashboard": {"get": told("A page that shows what the server does", PAGE, is_open=True)},
+        "/dashboard/data": {"get": told("What that page shows", Seen, *OF_A_QUESTION, 503)},
         "/health": {"get": health("How every process is", shapes.Health)},
         "/health/live": {"get": told("Whether this process lives", shapes.Live, is_open=True)},
         "/health/ready": {"get": health("Whether a request would be answered now", shapes.Readiness)},

@@ -35,6 +35,9 @@ from penstock.server.tally import Row, Tally
 from penstock.server.words import Reader, words_of
 
 BACKLOG = 1024  # connections that nobody has taken yet
+KEPT = (
+    75  # seconds for which a connection without a request is kept: longer than proxies keep theirs, who then close it
+)
 CONNECTIONS = 4  # for each request that may be open
 OTHER_DESCRIPTORS = 128  # of a process, besides its connections
 KERNEL_NBYTES = 256 << 10  # of an answer in the kernel, for a client that does not read
@@ -124,6 +127,7 @@ class Server(uvicorn.Server):
             server_header=False,
             # A process takes one connection at a time, so that the others may have the next.
             backlog=1,
+            timeout_keep_alive=KEPT,
             timeout_graceful_shutdown=math.ceil(drain_timeout),
         )
         super().__init__(config)

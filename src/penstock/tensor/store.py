@@ -196,15 +196,12 @@ class Store(Pool):
 
     def take(self, nbytes: int, timeout: float | None = 0) -> _native.Lease:
         """A writable lease of a block without a key, as `Pool.take`; values that nobody holds give way to it."""
-        if 0 <= nbytes <= self._pool_nbytes:
-            try:
-                return self.place.take(nbytes, 0)  # most often there is room, and nothing else to be looked at
-            except MemoryExhausted:
-                pass
         deadline = None if timeout is None else time.monotonic() + timeout
         made_room = 0
         while True:
             try:
+                if 0 <= nbytes <= self._pool_nbytes:
+                    return self.place.take(nbytes, 0)  # most often there is room, and nothing else to be looked at
                 return super().take(nbytes, 0)
             except MemoryExhausted:
                 left = None if deadline is None else deadline - time.monotonic()

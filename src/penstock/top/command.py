@@ -53,7 +53,7 @@ def run(options: Options) -> int:
 
 def source_of(options: Options) -> Source:
     if isinstance(options.target, str) and "://" in options.target:
-        return Remote(options.target, options.key)
+        return Remote(options.target, options.key, 10 * options.interval)
     return Local(choose(options.target, servers_here()), 10 * options.interval)
 
 

@@ -96,8 +96,10 @@ class Local:
 class Remote:
     """Redirects are not followed: the key is for this server."""
 
-    def __init__(self, url: str, key: str) -> None:
-        """Raises ValueError where it is no URL of a server."""
+    def __init__(self, url: str, key: str, most: float) -> None:
+        """`most`: seconds between two looks that have rates. Raises ValueError where it is no URL of a server."""
+        self._most = most
+        self._before: Moment | None = None
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected http://HOST:PORT, not {url!r}")
@@ -124,6 +126,10 @@ class Remote:
         try:
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}")
-            return msgspec.convert(harmless(msgspec.json.decode(said)), Seen)
+            moment = msgspec.convert(harmless(msgspec.json.decode(said)), Seen).moment
         except ValueError as error:  # msgspec's are, too
             raise Refused(f"{self._url} is no penstock server of this version: {error}") from None
+        # Rates of our own: those in it are from that process's last look to this one, and the next may be another's.
+        seen = Seen.after(self._before, moment, self._most)
+        self._before = moment
+        return seen
