@@ -29,7 +29,7 @@ std::vector<Digest> digests_of(nb::bytes bytes) {
     if (bytes.size() % sizeof(Digest) != 0)
         throw Error(Fault::value, format("hashes have %zu bytes each, not %zu in all", sizeof(Digest), bytes.size()));
     std::vector<Digest> out(bytes.size() / sizeof(Digest));
-    std::memcpy(out.data(), bytes.c_str(), bytes.size());
+    if (!out.empty()) std::memcpy(out.data(), bytes.c_str(), bytes.size());
     return out;
 }
 nb::bytes bytes_of(const Digest* digests, size_t count) {

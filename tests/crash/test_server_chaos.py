@@ -28,6 +28,7 @@ STEP_TIMEOUT = 2.0  # seconds; who is stopped for longer is killed
 MODEL_START = 240.0  # seconds; eight processes import torch
 MODEL_WITHIN = 120.0  # seconds; until it has answered, while they do
 NOTICED = 2.0  # seconds after a blow, on a machine that is busy: who has begun later is not concerned by it
+CALM = 2.0  # seconds at the end in which nobody is struck: on a busy machine all others may be concerned
 UNCONCERNED = 0.98  # of those must have been answered …
 ALL = 0.75  # … and of all
 KINDS = ("server", "core", "worker", "output")
@@ -92,6 +93,7 @@ class Chaos:
                     await self.strike(kind, self.chance.choice(HOWS))
                     if load.done():
                         load.result()
+            await asyncio.sleep(NOTICED + CALM)
 
     def is_concerned(self, one: Asked) -> bool:
         return any(one.began - NOTICED <= blow.until and blow.at <= one.ended for blow in self.blows)

@@ -11,7 +11,7 @@ import pytest
 from penstock import Ref
 from penstock.errors import ClosedError, DecodeError
 from penstock.tensor import Store, plan
-from penstock.tensor.stored import HEAD, block_nbytes, read_value, tensors_at, write_value
+from penstock.tensor.stored import HEAD, Stored, block_nbytes, read_value, tensors_at, write_value
 
 TREES: list[Any] = [
     {"pixels": np.arange(96, dtype=np.uint8).reshape(4, 3, 8), "grid": [1, 16, -16], "name": "µ", "raw": b"\0x"},
@@ -142,3 +142,42 @@ def test_arrays_hold_a_value_that_was_released_and_nobody_can_write_them() -> No
         del part
         (item,) = store.stats_of_keys().items
         assert item.holders == 0
+
+
+def test_a_value_whose_lease_somebody_else_has_released_is_not_shown() -> None:
+    with Store.create(1 << 20) as store:
+        first = store.lend(np.arange(9))
+        with store.open(first.ref) as lease:
+            stored = Stored(lease)
+        with pytest.raises(ClosedError):
+            stored.value()
+        with pytest.raises(ClosedError):
+            stored.hold()
+
+
+def test_a_failure_is_told_though_arrays_still_hold_the_lease() -> None:
+    with Store.create(1 << 20) as store:
+        first = store.lend(np.arange(9))
+        seen = []
+        with pytest.raises(KeyError), store.open(first.ref) as lease:
+            seen.append(Stored(lease).value())
+            raise KeyError("of whoever reads it")
+        first.release()
+        assert seen[0].tolist() == list(range(9))
+
+
+def test_a_value_without_arrays_keeps_nobody_from_releasing_its_lease() -> None:
+    with Store.create(1 << 20) as store:
+        first = store.lend({"a": [1, 2], "b": "text"})
+        with store.open(first.ref) as lease:
+            assert Stored(lease).value() == {"a": [1, 2], "b": "text"}
+        assert lease.is_released
+
+
+def test_a_take_that_finds_no_room_counts_once() -> None:
+    with Store.create(1 << 20) as store:
+        before = store.stats().exhaustions
+        held = [store.take(store.nbytes // 4) for _ in range(3)]
+        store.put(bytes(32), np.zeros(store.nbytes // 8, np.uint8)).release()
+        held.append(store.take(store.nbytes // 4))
+        assert store.stats().exhaustions == before + 1

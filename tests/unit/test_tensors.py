@@ -348,6 +348,18 @@ def test_an_array_made_in_the_pool_is_shared_without_a_copy() -> None:
     assert blocks(pool) == 0
 
 
+@pytest.mark.parametrize("made", [lambda array: array.view(np.recarray), memoryview], ids=["subclass", "memoryview"])
+def test_what_others_make_of_a_shared_array_cannot_be_written_either(made: Any) -> None:
+    pool, tensors = new_pool()
+    with pool:
+        whole = tensors.empty((1 << 16,), np.uint8)
+        other = made(whole)
+        tensors.share(other)
+        assert not whole.flags.writeable
+        assert not np.asarray(other).flags.writeable or isinstance(other, memoryview)
+        del whole, other
+
+
 def test_a_contiguous_part_of_an_array_in_the_pool_is_shared_by_itself() -> None:
     pool, tensors = new_pool()
     made = tensors.empty((10, 100), "int16")
