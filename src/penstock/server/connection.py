@@ -17,6 +17,7 @@ FRAMING = 8  # and so much more for each byte of a body: chunks may be of one by
 MOST_AHEAD = 16  # requests that a client may send before the one that is being answered is …
 MOST_AHEAD_NBYTES = 256 << 10  # … and bytes of them, while it is not
 SLOWEST = 16 << 10  # bytes per second of a body; slower ones have been given up when the patience has ended
+MOST_LINGERING = 64  # connections that are too many, and whose refusal is waited for
 LINGER = 2.0  # seconds in which what still comes is thrown away, so that the refusal of it arrives
 
 
@@ -42,7 +43,8 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self._most:
             headers = {"Retry-After": str(RETRY_AFTER)}
             self._write(ApiError(503, f"{self._most} connections are open already", headers=headers))
-            return self._end()
+            # The request lies there unread, and an end at once would take the answer with it. But there is an end.
+            return self._end_slowly() if len(self.connections) <= self._most + MOST_LINGERING else self._end()
         self._begin()
         self._watch()
 
