@@ -18,8 +18,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
 from bench.harness.output import Output, machine
-from bench.harness.quiet import FOREIGN_LIMIT, load_between, look
-from bench.harness.targets import Target, show
+from bench.harness.quiet import load_between, look
+from bench.harness.targets import Target, conclude
 from penstock.measure import collective, comparison, vllm_peer
 from penstock.measure.formats import OURS
 from penstock.measure.tables import Row, Table
@@ -98,13 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     before = look()
     found = run(output, QUICK_ROUNDS if options.quick else ROUNDS)
     load = load_between(before, look())
-    show(output, OURS, found)
-    output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
-    if not load.is_quiet:
-        output.say(
-            f"\nforeign processes took {load.cores:.2f} cores; with more than {FOREIGN_LIMIT:.2f}, times say little"
-        )
-    return 0 if all(one.is_met is not False for one in found) else 1
+    return conclude(output, OURS, found, load)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from bench.engine_cases.decoding import Cell, Trees
 from bench.engine_cases.trees import OURS, SAID, WAYS, Way
 from bench.harness.options import side_by_side
 from bench.harness.output import Output, machine
-from bench.harness.quiet import FOREIGN_LIMIT, Patience, load_between, look
-from bench.harness.targets import show
+from bench.harness.quiet import Patience, load_between, look
+from bench.harness.targets import conclude
 from bench.impls import Unavailable
 from penstock.engine.protocol import Style
 
@@ -147,14 +147,7 @@ def main(arguments: Sequence[str]) -> int:
     before = look()
     found = asyncio.run(run(trees, scale, cases, available(options.impl.split(","), output)))
     load = load_between(before, look())
-    met = list(goals.targets(found))
-    show(output, OURS, met)
-    output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
-    if not load.is_quiet:
-        output.say(
-            f"\nforeign processes took {load.cores:.2f} cores; with more than {FOREIGN_LIMIT:.2f}, times say little"
-        )
-    return 0 if all(each.is_met is not False for each in met) else 1
+    return conclude(output, OURS, list(goals.targets(found)), load)
 
 
 if __name__ == "__main__":

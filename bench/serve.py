@@ -21,9 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
+from bench.harness.options import side_by_side
 from bench.harness.output import Output, machine
-from bench.harness.quiet import FOREIGN_LIMIT, Patience, load_between, look
-from bench.harness.targets import show
+from bench.harness.quiet import Patience, load_between, look
+from bench.harness.targets import conclude
 from bench.impls import Unavailable
 from bench.serve_cases import cases, goals, model
 from bench.serve_cases.cases import Load, Servers
@@ -123,29 +124,9 @@ def start_all(servers: Servers, scale: Scale, found: goals.Found, ways: Sequence
                 unless_up.pop_all()
 
 
-def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Checks one or several names, separated by commas."""
-
-    def check(text: str) -> list[str]:
-        for name in text.split(","):
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"there is no {name!r}; there are {', '.join(known)}")
-        return text.split(",")
-
-    return check
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench serve", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one object per line on stdout, tables on stderr")
-    parser.add_argument("--quick", action="store_true", help="small, one round: does it run?")
-    parser.add_argument("--only", metavar="CASE,…", type=some_of(CASES), default=list(CASES), help=f"of {CASES}")
-    parser.add_argument("--impl", metavar="NAME,…", type=some_of((OURS, THEIRS)), default=[OURS, THEIRS])
+    parser = side_by_side("serve", __doc__, CASES, (OURS, THEIRS), quick="small, one round: does it run?")
     parser.add_argument("--model", metavar="DIR", type=Path, help="instead of a small one with random weights")
-    parser.add_argument("--rounds", metavar="N", type=int)
-    parser.add_argument("--noisy", action="store_true", help="compare although foreign processes use the machine")
-    parser.add_argument("--patience", metavar="S", type=float, help="seconds, in all, to wait for a quiet machine")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
     return parser.parse_args(arguments)
 
 
@@ -168,18 +149,11 @@ def main(arguments: Sequence[str]) -> int:
             is_noisy=options.noisy,
             scratch=Path(scratch),
         )
-        found = run(servers, scale, options.only, options.impl, options.model)
+        found = run(servers, scale, options.only.split(","), options.impl.split(","), options.model)
     load = load_between(before, look())
     if scale.streams < DEFAULT.streams:  # the target is not for fewer
         found.streams = {}
-    met = list(goals.targets(found))
-    show(output, OURS, met)
-    output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
-    if not load.is_quiet:
-        output.say(
-            f"\nforeign processes took {load.cores:.2f} cores; with more than {FOREIGN_LIMIT:.2f}, times say little"
-        )
-    return 0 if all(each.is_met is not False for each in met) else 1
+    return conclude(output, OURS, list(goals.targets(found)), load)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run
 
 from bench.harness.options import numbers, side_by_side
 from bench.harness.output import Output, machine
-from bench.harness.quiet import FOREIGN_LIMIT, Patience, load_between, look
-from bench.harness.targets import show
+from bench.harness.quiet import Patience, load_between, look
+from bench.harness.targets import conclude
 from bench.harness.turns import Turns
 from bench.impls import IMPLEMENTATIONS, SERVING, TENSORS, Implementation, Unavailable
 from bench.tensor_cases import carrying, goals, serving, trading
@@ -187,14 +187,7 @@ def main(arguments: Sequence[str]) -> int:
     if "trade" in cases:
         found.traded = trading.run_trading(output, scale.traders, scale.trades, scale.traded_nbytes)
     load = load_between(before, look())
-    met = list(goals.targets(found))
-    show(output, "penstock", met)
-    output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
-    if not load.is_quiet:
-        output.say(
-            f"\nforeign processes took {load.cores:.2f} cores; with more than {FOREIGN_LIMIT:.2f}, times say little"
-        )
-    return 0 if all(each.is_met is not False for each in met) else 1
+    return conclude(output, "penstock", list(goals.targets(found)), load)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.harness.output import Output, short
+from bench.harness.quiet import FOREIGN_LIMIT, Load
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,14 @@ def show(output: Output, impl: str, found: Sequence[Target]) -> None:
         output.record("target", impl, target=one.case, unit=one.unit, limit=one.limit,
                       **({"figure": one.figure} if one.figure is not None else {}), **met)  # fmt: skip
     output.table("Targets", ["target", "figure", "met?"], rows)
+
+
+def conclude(output: Output, impl: str, found: Sequence[Target], load: Load) -> int:
+    """The end of a run: the table, and whether the machine was quiet. Its exit status: 1 if one is missed."""
+    show(output, impl, found)
+    output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
+    if not load.is_quiet:
+        output.say(
+            f"\nforeign processes took {load.cores:.2f} cores; with more than {FOREIGN_LIMIT:.2f}, times say little"
+        )
+    return 0 if all(each.is_met is not False for each in found) else 1
