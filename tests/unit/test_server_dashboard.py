@@ -112,6 +112,6 @@ def test_the_page_fetches_nothing_from_elsewhere_and_makes_no_markup_of_what_it_
 
 
 def test_the_key_goes_into_a_header_and_not_into_an_address() -> None:
-    assert "Authorization: `Bearer ${key}`" in SOURCE
+    assert "Authorization: `Bearer ${tried}`" in SOURCE
     (asked,) = re.findall(r"fetch\(([^,]+),", SOURCE)
     assert asked == '"/dashboard/data"' and "location" not in SOURCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def outcome(read: Any) -> Any:
     try:
         return shown(read())
     except DecodeError as error:
-        return "DecodeError", str(error)
+        return "DecodeError", re.sub(r" at 0x\w+>", ">", str(error))  # an object that is shown by its address
 
 
 @pytest.mark.parametrize("tree", TREES, ids=range(len(TREES)))
