@@ -389,9 +389,7 @@ def main(arguments: Sequence[str]) -> int:
         is_pinned=options.pin,
         is_noisy=options.noisy,
     )
-    about = machine()
-    output.record("machine", "-", **about)
-    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    output.begin()
     output.say(f"×N: that figure over {options.reference}'s, round by round")
     if "floor" in cases:
         run_floor_case(turns)

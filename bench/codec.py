@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
-from bench.harness.output import Output, machine
+from bench.harness.output import Output
 from bench.harness.quiet import load_between, look
 from bench.harness.targets import Target, conclude
 from penstock.measure import collective, comparison, vllm_peer
@@ -92,9 +92,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
     options = parser.parse_args(arguments)
     output = Output("codec", is_json=options.json, folder=options.out)
-    about = machine()
-    output.record("machine", "-", **about)
-    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    output.begin()
     before = look()
     found = run(output, QUICK_ROUNDS if options.quick else ROUNDS)
     load = load_between(before, look())

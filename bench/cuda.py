@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run
 import msgspec
 import numpy as np
 
-from bench.harness.output import Output, machine, short, short_nbytes
+from bench.harness.output import Output, short, short_nbytes
 from penstock import Pool
 from penstock.tensor import Tensors
 from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, NoDevice, Place, Reference, Uploads, driver_of
@@ -217,9 +217,7 @@ def main(arguments: Sequence[str]) -> int:
     import torch.multiprocessing
 
     torch.cuda.set_device(options.device)
-    about = {**machine(), "device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    output.record("machine", "-", **about)
-    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    output.begin(device=torch.cuda.get_device_name(), torch=torch.__version__)
     rounds = 5 if options.quick else 30
     rows = []
 

@@ -26,7 +26,7 @@ from bench.engine_cases import decoding, goals, images, words
 from bench.engine_cases.decoding import Cell, Trees
 from bench.engine_cases.trees import OURS, SAID, WAYS, Way
 from bench.harness.options import side_by_side
-from bench.harness.output import Output, machine
+from bench.harness.output import Output
 from bench.harness.quiet import Patience, load_between, look
 from bench.harness.targets import conclude
 from bench.impls import Unavailable
@@ -133,9 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     scale, cases = scale_of(options), options.only.split(",")
     output = Output("engine", is_json=options.json, folder=options.out)
-    about = machine()
-    output.record("machine", "-", **about)
-    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    output.begin()
     trees = Trees(
         output,
         Patience(scale.patience),

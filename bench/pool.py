@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
 from bench.harness.figures import quantile
-from bench.harness.output import Output, machine, short_nbytes
+from bench.harness.output import Output, short_nbytes
 from bench.harness.quiet import Load, load_between, look
 
 SMALLEST_NBYTES = 4 << 10
@@ -200,9 +200,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.exit(1, f"penstock cannot be imported: {error}\n")
 
     output = Output("pool", is_json=options.json, folder=options.out)
-    about = machine()
-    output.record("machine", "-", **about)
-    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    output.begin()
     pool = penstock.Pool.create(nbytes)
     output.say(f"pool of {short_nbytes(nbytes)}, objects of 4 KiB to {short_nbytes(options.largest)}, {takes} takes")
     seeds = range(options.seed, options.seed + SEEDS)

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
 from bench.harness.options import side_by_side
-from bench.harness.output import Output, machine
+from bench.harness.output import Output
 from bench.harness.quiet import Patience, load_between, look
 from bench.harness.targets import conclude
 from bench.impls import Unavailable
@@ -135,9 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     given = {name: getattr(options, name) for name in ("rounds", "patience") if getattr(options, name) is not None}
     scale = replace(QUICK if options.quick else DEFAULT, **given)
     output = Output("serve", is_json=options.json, folder=options.out)
-    about = machine()
-    output.record("machine", "-", **about)
-    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    output.begin()
     before = look()
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         servers = Servers(

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
 from bench.harness.options import numbers, side_by_side
-from bench.harness.output import Output, machine
+from bench.harness.output import Output
 from bench.harness.quiet import Patience, load_between, look
 from bench.harness.targets import conclude
 from bench.harness.turns import Turns
@@ -163,9 +163,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     scale, cases, names = scale_of(options), options.only.split(","), options.impl.split(",")
     output = Output("tensors", is_json=options.json, folder=options.out)
-    about = machine()
-    output.record("machine", "-", **about)
-    output.say(", ".join(f"{key} {value}" for key, value in about.items()))
+    output.begin()
     patience = Patience(scale.patience)
 
     def turns_of(reference: str) -> Turns:

@@ -53,6 +53,12 @@ class Output:
         if self._file is not None:
             print(line, file=self._file, flush=True)
 
+    def begin(self, **more: Any) -> None:
+        """With what all of it was measured on."""
+        about = {**machine(), **more}
+        self.record("machine", "-", **about)
+        self.say(", ".join(f"{key} {value}" for key, value in about.items()))
+
     def say(self, text: str = "") -> None:
         print(text, file=self._people, flush=True)
 
