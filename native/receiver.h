@@ -79,6 +79,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         if (!ch_.is_inbox()) {
             if (find_in(0, out)) return true;
         } else {
+            // Not only when nothing is ready: senders that never pause would keep a death to themselves.
+            if (__builtin_expect(ch_.changes() != seen_changes_, 0)) look_at_ends();
             for (u64 ready; (ready = ch_.head.ready.load(std::memory_order_acquire) & lanes_mask()) != 0;) {
                 u64 later = last_lane_ >= 63 ? 0 : ready & ~((2ull << last_lane_) - 1);
                 u32 i = static_cast<u32>(

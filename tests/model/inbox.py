@@ -187,6 +187,10 @@ class Receiver:
         return tuple(self.position), tuple(self.told)
 
     def try_find(self) -> Step:
+        outcome = yield from self.look_at_ends()
+        if outcome != "nothing":
+            return outcome
+        del outcome
         while True:
             ready = yield load("ready", ACQUIRE)
             if ready == 0:

@@ -208,6 +208,25 @@ def test_an_inbox_tells_each_death_once_and_goes_on_with_the_others() -> None:
             receiver.receive(timeout=5)
 
 
+def test_senders_that_never_pause_do_not_keep_a_death_from_the_receiver() -> None:
+    channel = penstock.open_inbox(2)
+    with channel.receiver() as receiver, channel.sender(0) as alive, victim(channel, "sender") as other:
+        assert other.hear() == "ready"
+        for number in range(3):
+            tell(other, "send", number)
+        other.kill()
+        other.process.wait()
+        eventually(lambda: channel.snapshot()["senders"][1]["state"] == "dead")
+        records = []
+        with pytest.raises(PeerDied) as death:
+            for _ in range(100):
+                alive.send(b"more")  # there is always something to read
+                records.append(receiver.receive(timeout=5))
+        assert death.value.pid == other.pid
+        assert [one for one in records if one != b"more"] == [b"0", b"1", b"2"]
+        assert len(records) <= 10  # the dead one's, and as many of the other's in turn
+
+
 def test_an_inbox_that_ignores_deaths_goes_on_without_a_word() -> None:
     channel = penstock.open_inbox(2, on_sender_death="ignore")
     with channel.receiver() as receiver, channel.sender(0) as alive, victim(channel, "sender") as other:
