@@ -247,6 +247,31 @@ def test_log_probabilities_of_a_completion_stand_in_its_lines() -> None:
     ]
 
 
+def test_log_probabilities_of_some_change_nothing_of_what_the_others_say() -> None:
+    ids = (EURO, QUOTE, E_BEGINS, E_ENDS, SPECIAL, A, B)
+    ways = [(style, likely) for style in Style for likely in (None, 1)]
+    keys = [(0, number, 0) for number in range(len(ways))]
+
+    def said(which: list[int]) -> list[Got]:
+        engine = Speaking()
+        for number in which:
+            style, likely = ways[number]
+            engine.state.announce(Announce(0, number, style, HEAD))
+            engine.join(saying(*ids, key=keys[number], logprobs=likely))
+        engine.finish()
+        return [engine.servers.got[keys[number]] for number in which]
+
+    together = said(list(range(len(ways))))
+    assert together == [said([number])[0] for number in range(len(ways))]
+    told = dict(zip(ways, together, strict=True))
+    for style in (Style.CHAT, Style.COMPLETION):
+        with_them = [one["choices"][0].pop("logprobs") for one in lines(told[style, 1])]
+        assert all(with_them) and len(with_them) == len(ids)
+        assert not any(one["choices"][0]["logprobs"] for one in lines(told[style, None]))
+    offsets = [one["choices"][0]["logprobs"]["text_offset"] for one in lines(told[Style.COMPLETION, 1])]
+    assert offsets == [[0], [1], [4], [4], [5], [5], [6]]
+
+
 # ── when it was announced ──
 def test_who_is_announced_after_joining_and_before_the_first_token_is_heard() -> None:
     engine = Speaking()

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.ending import Endings
+from penstock.engine.likely import Likely
 from penstock.engine.protocol import (
     Announce,
     Delta,
@@ -29,7 +30,7 @@ from penstock.engine.protocol import (
 from penstock.engine.rows import End, LogprobRows, Rows, Silent
 from penstock.engine.schedule import Index, Schedule
 from penstock.engine.text import Text, Vocabulary, mask_of
-from penstock.engine.wrapping import Wrapping
+from penstock.engine.wrapping import MIDDLE, Wrapping
 from penstock.errors import DecodeError
 
 ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets its text: by itself; or with all the others, from the tables
@@ -50,6 +51,7 @@ class OutputState:
     ) -> None:
         """Of so many `shares`, this is the one of the requests whose number leaves `share` when divided by that."""
         self._vocabulary = vocabulary
+        self._likely = Likely(vocabulary)
         self._max_model_len, self._eos_ids = max_model_len, frozenset(eos_ids)
         self._share, self._shares = share, shares
         self._announced: dict[tuple[int, int], tuple[Announce, int]] = {}  # and how many of its samples have joined
@@ -153,7 +155,7 @@ class OutputState:
         self._firsts[slot] = mask_of("".join(stop[0] for stop in params.stop))
         found = self._announced.get((server, request))
         if found is None:
-            self._choose_kind(slot, params)
+            self._choose_kind(slot)
             return
         announce, joined = found
         self._wrap(slot, announce)
@@ -167,17 +169,17 @@ class OutputState:
         return Text(stream, params.stop, params.include_stop_str_in_output)
 
     def _wrap(self, slot: int, announce: Announce) -> None:
-        self._wrappings[slot] = Wrapping(announce, self._who[slot][2], self._vocabulary)
-        self._choose_kind(slot, self._params(slot))
+        self._wrappings[slot] = Wrapping(announce, self._who[slot][2])
+        self._choose_kind(slot)
 
-    def _choose_kind(self, slot: int, params: SamplingParams) -> None:
+    def _choose_kind(self, slot: int) -> None:
         wrapping = self._wrappings[slot]
         if self._texts[slot] is not None:
             self._kinds[slot] = ALONE
         elif wrapping is None:
             self._kinds[slot] = PLAIN
         else:
-            self._kinds[slot] = WRAPPED if wrapping.has_begun and params.logprobs is None else ALONE
+            self._kinds[slot] = WRAPPED if wrapping.has_begun else ALONE
 
     def _leave(self, slot: int) -> None:
         if not self._endings.has_ended[slot]:  # aborted: any other end was in a result, and we have had that
@@ -240,9 +242,13 @@ class OutputState:
         is_found[list(rows.ends)] = False
         is_easy = is_found & (kinds != ALONE)
         is_wrapped = kinds == WRAPPED
+        told: dict[int, bytes] = {}
+        if rows.logprobs is not None:
+            told = self._likely.told(rows.logprobs, [self._wrappings[slot] for slot in slots.tolist()])
+            rows.wrapped = list(told)
         if is_wrapped.any():
             is_easy &= ~is_wrapped | vocabulary.is_seen[places]
-            rows.texts = self._wrapped_texts(slots, places, is_wrapped)
+            rows.texts = self._wrapped_texts(slots, places, is_wrapped & is_easy, told)
         else:
             texts = vocabulary.texts
             rows.texts = [texts[place] for place in places.tolist()]
@@ -261,20 +267,33 @@ class OutputState:
             if wrapping is None:
                 rows.texts[row] = shown.encode()
             else:
-                rows.wrapped.append(row)
-                likely = None if rows.logprobs is None else rows.logprobs.row(row)
-                rows.texts[row] = wrapping.piece(shown, likely, None if end is None else end.reason)
-            self._choose_kind(slot, self._params(slot))
+                rows.texts[row] = wrapping.piece(shown, told.get(row), None if end is None else end.reason)
+            self._choose_kind(slot)
         return halted
 
-    def _wrapped_texts(self, slots: Index, places: Ints, is_wrapped: npt.NDArray[np.bool_]) -> list[bytes]:
+    def _wrapped_texts(
+        self, slots: Index, places: Ints, is_wrapped: npt.NDArray[np.bool_], told: dict[int, bytes]
+    ) -> list[bytes]:
         texts, table, wrappings = self._vocabulary.texts, self._vocabulary.quoted, self._wrappings
-        return [
-            wrapping.front + table[place] + wrapping.back
-            if wraps and (wrapping := wrappings[slot]) is not None
-            else texts[place]
-            for slot, place, wraps in zip(slots.tolist(), places.tolist(), is_wrapped.tolist(), strict=True)
-        ]
+        rows = zip(slots.tolist(), places.tolist(), is_wrapped.tolist(), strict=True)
+        if not told:
+            return [
+                wrapping.front + table[place] + wrapping.back
+                if wraps and (wrapping := wrappings[slot]) is not None
+                else texts[place]
+                for slot, place, wraps in rows
+            ]
+        written = []
+        for row, (slot, place, wraps) in enumerate(rows):
+            wrapping = wrappings[slot]
+            if not wraps or wrapping is None:
+                written.append(texts[place])
+                continue
+            likely = told.get(row, b"null")
+            written.append(b"".join((wrapping.front, table[place], wrapping.told, likely, MIDDLE)))
+            if not wrapping.is_chat:
+                wrapping.offset += len(texts[place].decode())
+        return written
 
     def _write_one(self, slot: int, one: int, end: End | None) -> tuple[str, str | None]:
         """What of a sample's text may be shown now, and the stop string that has ended it."""

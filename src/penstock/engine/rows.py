@@ -11,7 +11,6 @@ import numpy as np
 
 from penstock.engine.protocol import Delta, Finished, FinishReason, Ints, Logprobs, Requests, Slots
 from penstock.engine.schedule import Column, Index
-from penstock.engine.wrapping import Likely
 from penstock.errors import DecodeError
 
 
@@ -36,7 +35,7 @@ class LogprobRows:
     def __init__(self, found: Logprobs, starts: Index, counts: Column, ranks: Ints) -> None:
         self._found = found
         self._starts = starts
-        self._counts = counts
+        self.counts = counts
         self._ranks = ranks
 
     @classmethod
@@ -60,17 +59,11 @@ class LogprobRows:
         return cls(found, ends - counts, counts, found.ranks)
 
     def of(self, rows: Index) -> LogprobRows:
-        return LogprobRows(self._found, self._starts[rows], self._counts[rows], self._ranks[rows])
-
-    def row(self, row: int) -> Likely | None:
-        start, end = int(self._starts[row]), int(self._starts[row] + self._counts[row])
-        if start == end:
-            return None
-        return Likely(self._found.ids[start:end].tolist(), self._found.values[start:end].tolist())
+        return LogprobRows(self._found, self._starts[rows], self.counts[rows], self._ranks[rows])
 
     def columns(self, without: list[int]) -> Logprobs | None:
         """In columns. Of the rows in `without`, none."""
-        counts = self._counts.astype(np.int32)
+        counts = self.counts.astype(np.int32)
         counts[without] = 0
         total = int(counts.sum())
         if not total:

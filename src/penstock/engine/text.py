@@ -46,7 +46,6 @@ class Vocabulary:
     def __init__(self, pieces: Sequence[bytes], special: Collection[int] = (), tokenizer: Any = None) -> None:
         """With a tokenizer (of `tokenizers`), texts are what it says, and `pieces` only how an id looks by itself."""
         self.stride = len(pieces) + 1
-        self._told: dict[int, bytes] = {}
         self._pieces = [*pieces, b""]
         self._special = frozenset(special)
         self._tokenizer = tokenizer
@@ -71,14 +70,6 @@ class Vocabulary:
     def piece(self, one: int) -> bytes:
         """How an id looks by itself. It may be a part of a character."""
         return self._pieces[one] if 0 <= one < self.stride else b""
-
-    def told(self, one: int) -> bytes:
-        """The beginning of a JSON object that says what an id is, as log-probabilities of a chat do."""
-        if one not in self._told:
-            piece = self.piece(one)
-            name = quoted(piece.decode(errors="replace"))
-            self._told[one] = b'{"token":"%b","bytes":%b' % (name, msgspec.json.encode(list(piece)))
-        return self._told[one]
 
     def stream(self, prompt: Ints, skip_special: bool) -> Stream:
         if self._tokenizer is not None:

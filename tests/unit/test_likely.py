@@ -1,0 +1,94 @@
+"""What lines say of log-probabilities: made together, and byte for byte what each row would say by itself."""
+
+import json
+import random
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.engine.likely import Likely
+from penstock.engine.protocol import Logprobs
+from penstock.engine.text import Vocabulary
+
+PIECES = [
+    b"a",
+    "é".encode()[:1],
+    "日本".encode(),
+    b"</s>",
+    b"",
+    b'"\\',
+    b"100%",
+    b"%b%%",
+    b"\0\n\r\x7f",
+    "\u2028".encode(),
+]
+VOCABULARY = Vocabulary([*PIECES, b"\xff"], special=(3,))
+VALUES = [0.0, -0.0, -3.0, -0.5, -1e-5, -123456.7, -9999.5, float("-inf"), float("nan")]
+
+
+def shown(one: int) -> bytes:
+    return VOCABULARY.piece(one)
+
+
+def chat_plainly(ids: list[int], values: list[float]) -> bytes:
+    told = [
+        b'{"token":%b,"bytes":%b,"logprob":%.6g'
+        % (msgspec.json.encode(shown(one).decode(errors="replace")), msgspec.json.encode(list(shown(one))), value)
+        for one, value in zip(ids, values, strict=True)
+    ]
+    best = b",".join(one + b"}" for one in told[1:])
+    return b'{"content":[%b,"top_logprobs":[%b]}]}' % (told[0], best)
+
+
+def completion_plainly(ids: list[int], values: list[float], offset: int) -> bytes:
+    names = [msgspec.json.encode(shown(one).decode(errors="replace")) for one in ids]
+    best = {name: b"%b:%.6g" % (name, value) for name, value in zip(names[1:], values[1:], strict=True)}
+    return b'{"text_offset":[%d],"token_logprobs":[%.6g],"tokens":[%b],"top_logprobs":[{%b}]}' % (
+        *(offset, values[0], names[0]),
+        b",".join(best.values()),
+    )
+
+
+def columns(rows: list[tuple[list[int], list[float]]]) -> Logprobs:
+    ids = np.array([one for ids, _ in rows for one in ids], np.int32)
+    values = np.array([value for _, values in rows for value in values], np.float32)
+    return Logprobs(ids, values, np.ones(len(rows), np.int32), np.array([len(ids) for ids, _ in rows], np.int32))
+
+
+def random_row(chance: random.Random) -> tuple[list[int], list[float]]:
+    count = chance.choice([1, 2, 3, 6, 21])
+    ids = [chance.choice([chance.randrange(len(PIECES) + 1), -1, 1 << 30]) for _ in range(count)]
+    values = [chance.choice([*VALUES, -chance.random() * 10 ** chance.randint(-9, 4)]) for _ in range(count)]
+    return ids, np.array(values, np.float32).tolist()
+
+
+def least(values: list[float]) -> list[float]:
+    return [max(value, -9999.0) for value in values]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_say_together_what_each_says_alone(seed: int) -> None:
+    chance = random.Random(seed)
+    rows = [random_row(chance) for _ in range(chance.choice([1, 2, 40]))]
+    offsets = [chance.choice([0, 7, 1 << 40]) for _ in rows]
+    likely = Likely(VOCABULARY)
+    for _ in range(2):  # the second time from what stands ready
+        assert likely.of_chats(columns(rows)) == [chat_plainly(ids, least(values)) for ids, values in rows]
+        assert likely.of_completions(columns(rows), offsets) == [
+            completion_plainly(ids, least(values), offset) for (ids, values), offset in zip(rows, offsets, strict=True)
+        ]
+
+
+def test_a_token_is_told_with_its_name_and_its_bytes() -> None:
+    (told,) = map(json.loads, Likely(VOCABULARY).of_chats(columns([([1, 6], [-0.5, -2.0])])))
+    second: dict[str, Any] = {"token": "100%", "bytes": list(b"100%"), "logprob": -2}
+    assert told == {"content": [{"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5, "top_logprobs": [second]}]}
+
+
+def test_of_tokens_that_look_alike_a_completion_tells_the_last_in_the_place_of_the_first() -> None:
+    (told,) = Likely(VOCABULARY).of_completions(columns([([0, 1, 0, 10], [-1.0, -2.0, -3.0, -4.0])]), [5])
+    assert told.decode() == (
+        '{"text_offset":[5],"token_logprobs":[-1],"tokens":["a"],"top_logprobs":[{"\ufffd":-4,"a":-3}]}'
+    )
