@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import msgspec
 import pytest
@@ -84,6 +85,7 @@ def test_end_ids_are_those_that_the_model_names_and_those_that_were_given(tmp_pa
         ({"generation_config.json": '{"eos_token_id": [3, 4]}', "config.json": '{"eos_token_id": 1}'}, (3, 4)),
         ({"generation_config.json": "{}", "config.json": '{"eos_token_id": 1}'}, (1,)),
         ({"config.json": '{"text_config": {"eos_token_id": 2}}'}, (2,)),
+        ({"config.json": '{"text_config": null}'}, ()),
         ({}, ()),
     ],
 )
@@ -91,6 +93,23 @@ def test_end_ids_stand_in_the_models_files(tmp_path, files: dict[str, str], end_
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert completed(EngineConfig(model=str(tmp_path))).end_ids == end_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "truncated"),
+        ("[]", "Expected `object`, got `array`"),
+        ('{"text_config": [1]}', "Expected `object`, got `array`"),
+        ('{"eos_token_id": "</s>"}', "Expected `int | array`, got `str`"),
+        ('{"eos_token_id": [1, null]}', "Expected `int`, got `null`"),
+        ('{"text_config": {"max_position_embeddings": 1.5}}', "Expected `int`, got `float`"),
+    ],
+)
+def test_a_models_file_that_says_something_else_is_refused_by_its_path(tmp_path, text: str, why: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json is not what was expected: .*" + re.escape(why)):
+        completed(EngineConfig(model=str(tmp_path)))
 
 
 def test_nothing_is_longer_than_the_model_knows(tmp_path) -> None:

@@ -5,8 +5,9 @@ Leaves to `model` the numbers. A simulated device needs no directory: without on
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ def completed(config: EngineConfig) -> EngineConfig:
     directory = Path(config.model)
     if not directory.is_dir():
         raise ValueError(f"model is the directory of a model, not {config.model!r}")
-    end = _said(directory, "eos_token_id", SAID_IN)
+    end: int | list[int] | None = _said(directory, "eos_token_id", SAID_IN, int | list[int])
     end_ids = {*config.end_ids, *(end if isinstance(end, list) else () if end is None else (end,))}
-    longest = _said(directory, "max_position_embeddings", SAID_IN[-1:]) or config.max_model_len
+    longest: int | None = _said(directory, "max_position_embeddings", SAID_IN[-1:], int)
     return msgspec.structs.replace(
-        config, end_ids=tuple(sorted(end_ids)), max_model_len=min(config.max_model_len, longest)
+        config,
+        end_ids=tuple(sorted(end_ids)),
+        max_model_len=min(config.max_model_len, longest or config.max_model_len),
     )
 
 
@@ -41,11 +44,8 @@ def takes_images(config: EngineConfig) -> bool:
     path = Path(config.model) / "config.json"
     if config.simulated is not None or not path.exists():
         return False
-    try:
-        said = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is not what was expected: {error}") from None
-    return said.get("model_type") in VISION
+    whole, _ = _parts(path)
+    return whole.get("model_type") in VISION
 
 
 def vocabulary(config: EngineConfig) -> Vocabulary:
@@ -72,14 +72,30 @@ def _tokenizer_of(config: EngineConfig) -> Path:
     return Path(config.model) / "tokenizer.json"
 
 
-def _said(directory: Path, name: str, files: Iterable[str]) -> Any:
-    """By the first of these files that says it, of the whole model or of its part for text; None: by none."""
+def _said(directory: Path, name: str, files: Iterable[str], kind: Any) -> Any:
+    """By the first of these files that says it, of the whole model or of its part for text; None: by none. Raises
+    ValueError."""
     for file in files:
         path = directory / file
         if not path.exists():
             continue
-        said = msgspec.json.decode(path.read_bytes())
-        for part in (said, said.get("text_config", {})):
+        for part in _parts(path):
             if part.get(name) is not None:
-                return part[name]
+                with _expected(f"{name} of {path}"):
+                    return msgspec.convert(part[name], kind)
     return None
+
+
+def _parts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What one of a model's files says of it all, and of its part for text. Raises ValueError."""
+    with _expected(str(path)):
+        whole = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return whole, msgspec.convert(whole.get("text_config") or {}, dict[str, Any])
+
+
+@contextlib.contextmanager
+def _expected(what: str) -> Iterator[None]:
+    try:
+        yield
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{what} is not what was expected: {error}") from None
