@@ -75,13 +75,17 @@ class Board:
         return [self.row(group) for group in range(self._words[self.GROUPS])]
 
     @property
+    def _members_at(self) -> int:
+        return (1 + self._words[self.GROUPS]) * ROW_WORDS
+
+    @property
     def members(self) -> list[Life]:
         """Of each place, in the order of `places` (tree.py)."""
-        begin = (1 + self._words[self.GROUPS]) * ROW_WORDS
+        begin = self._members_at
         return [Life(*divmod(word, 1 << 32)) for word in self._words[begin : begin + self._words[self.MEMBERS]]]
 
     def live(self, place: int, life: Life) -> None:
-        self._words[(1 + self._words[self.GROUPS]) * ROW_WORDS + place] = life.incarnation << 32 | life.pid
+        self._words[self._members_at + place] = life.incarnation << 32 | life.pid
 
     def close(self) -> None:
         self._words.release()

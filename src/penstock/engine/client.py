@@ -75,7 +75,7 @@ class Client:
         self._cores = [group.inbox.async_sender(index, name=name) for group in tree.groups]
         self._outputs = [[one.async_sender(index, name=name) for one in group.announced] for group in tree.groups]
         self._board = Board(tree.board)
-        self._rows = [self._board.row(group) for group in range(len(tree.groups))]
+        self._rows = self._board.rows
         self._balance = Balance()
         self.outgoing = Outgoing(tree.store)
         self._streams: dict[int, Stream] = {}

@@ -253,8 +253,7 @@ class Launcher:
         return late
 
     def _has_open(self) -> bool:
-        rows = (self.board.row(group) for group in range(len(self.tree.groups)))
-        return any(server.children for server in self._servers) or any(row[Board.OPEN] for row in rows)
+        return any(server.children for server in self._servers) or any(row[Board.OPEN] for row in self.board.rows)
 
     def bury(self, member: Member) -> None:
         """For whoever keeps something of a process that has ended."""
