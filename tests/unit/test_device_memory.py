@@ -192,7 +192,7 @@ def test_who_waits_for_room_gets_what_its_own_process_has_in_flight() -> None:
     stream.stop()
     part.release()
     with thread(lambda: pool.take(KIB, timeout=60)) as taking:
-        eventually(lambda: any(peer["waiting_for_memory_ns"] for peer in pool.books._place.peers()))
+        eventually(lambda: any(peer["waiting_for_memory_ns"] for peer in pool.books.place.peers()))
         stream.go_on()
         assert isinstance(taking.ended(within=10).value, Slice)
         taking.value.release()

@@ -239,7 +239,7 @@ def test_a_lock_that_a_stopped_peer_holds_is_told() -> None:
 
 
 def store_of(pool: penstock.Pool) -> Any:
-    return _native.Store(pool._place)
+    return _native.Store(pool.place)
 
 
 def keeping_pool(name: str, max_blocks: int = 16) -> penstock.Pool:

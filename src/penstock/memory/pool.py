@@ -91,16 +91,13 @@ class Pool(Shareable):
     def place(self) -> _native.Attachment:
         """This process in the pool, for those who call the native core themselves."""
         attached = self._attached
-        return attached if attached is not None and attached.is_ours else self._place
-
-    @property
-    def _place(self) -> _native.Attachment:
-        # A child of fork() inherits the object and not the place among the peers: it takes a place of its own.
+        if attached is not None and attached.is_ours:
+            return attached
         if self._is_closed:
             raise ClosedError(f"pool '{self.name}' is closed")
-        if self._attached is None or not self._attached.is_ours:
-            self._attached = _native.Attachment(self._segment, short(self._peer_name))
-        return self._attached
+        # A child of fork() inherits the object and not the place among the peers: it takes a place of its own.
+        self._attached = attached = _native.Attachment(self._segment, short(self._peer_name))
+        return attached
 
     def join(self, name: str = "") -> Peer:
         """Takes a place among the peers now, under this name, instead of at the first use."""
@@ -111,11 +108,11 @@ class Pool(Shareable):
     @property
     def peer(self) -> Peer:
         """This process, as a peer of this pool."""
-        index = self._place.slot
+        index = self.place.slot
         return next(peer for peer in self.peers() if peer.index == index)
 
     def peers(self) -> list[Peer]:
-        return [Peer.of(native) for native in self._place.peers()]
+        return [Peer.of(native) for native in self.place.peers()]
 
     def take(self, nbytes: int, timeout: float | None = 0) -> _native.Lease:
         """A writable lease of `nbytes`. Waits up to `timeout` seconds (None: for ever) for others to give some back.
@@ -125,7 +122,7 @@ class Pool(Shareable):
         if nbytes < 0:
             raise ValueError(f"a block has at least no bytes, not {nbytes}")
         try:
-            return self._place.take(min(nbytes, MAX_NBYTES), timeout)
+            return self.place.take(min(nbytes, MAX_NBYTES), timeout)
         except MemoryExhausted as error:
             error.asked = nbytes
             raise
@@ -155,7 +152,7 @@ class Pool(Shareable):
 
     def grant(self, ref: Ref, to: Peer | int) -> None:
         """Passes a reference on: `to` may open it once. For one that holds it, or was granted it without opening it."""
-        self._checked(self._place.grant, ref, self._index_of(to))
+        self._checked(self.place.grant, ref, self._index_of(to))
 
     def revoke(self, ref: Ref, to: Peer | int) -> bool:
         """Takes one unused grant of ours back. False: there was none."""
@@ -163,7 +160,7 @@ class Pool(Shareable):
             index = self._index_of(to)
         except PeerDied:
             return False
-        return self._checked(self._place.revoke, ref, index)
+        return self._checked(self.place.revoke, ref, index)
 
     def open(self, ref: Ref) -> _native.Lease:
         """A read-only lease of the bytes that `ref` names. Raises StaleRef if they are gone or were never there."""
@@ -188,7 +185,7 @@ class Pool(Shareable):
         return index
 
     def stats(self) -> PoolStats:
-        native: dict[str, Any] = self._place.stats()
+        native: dict[str, Any] = self.place.stats()
         holders = tuple(Holder(*holder) for holder in native.pop("holders"))
         return PoolStats(**native, holders=holders)
 

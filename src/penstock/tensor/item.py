@@ -14,7 +14,6 @@ from penstock.codec.part import Part
 from penstock.memory import Ref
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import MAX_NBYTES
-from penstock.tensor.store import KEY_NBYTES
 from penstock.tensor.stored import HEAD
 
 
@@ -29,8 +28,8 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     tensors: Part | None = None
 
     def __post_init__(self) -> None:
-        if self.key is not None and (type(self.key) is not bytes or len(self.key) != KEY_NBYTES):
-            raise ValueError(f"expected a key of {KEY_NBYTES} bytes, got {self.key!r:.80}")
+        if self.key is not None and (type(self.key) is not bytes or len(self.key) != _native.KEY_NBYTES):
+            raise ValueError(f"expected a key of {_native.KEY_NBYTES} bytes, got {self.key!r:.80}")
         where = self.where
         if isinstance(where, bytes):
             if self.tensors is None:

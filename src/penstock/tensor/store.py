@@ -22,7 +22,6 @@ from penstock.tensor.source import source
 from penstock.tensor.stored import Making, Stored, block_nbytes, write_value
 from penstock.tensor.tree import Plan, plan
 
-KEY_NBYTES = 32
 LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room
 MOST_ROUNDS = 64  # of making room that others were faster to take, after the deadline
 PUT_TIMEOUT = 5.0  # seconds: for another process to write the same key, or for room that is held
@@ -138,7 +137,7 @@ class Store(Pool):
     @property
     def _store(self) -> _native.Store:
         if self._kept is None or not self._kept.is_ours:
-            self._kept = _native.Store(self._place)
+            self._kept = _native.Store(self.place)
             self._pins, self._pinned = {}, Counter()  # of the process before a fork()
         return self._kept
 
