@@ -42,14 +42,9 @@ def view(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as
     return shown_as(array if is_guarded else array.copy(), kind, as_)
 
 
-def writable(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0) -> np.ndarray[Any, Any]:
-    """The same over a buffer that may be written, as bits: whoever has the array writes what others see."""
-    return _array(memoryview(buffer), kind.numpy or kind.bits, shape, offset)
-
-
 def writable_as(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int, as_: As) -> Any:
-    """The same as this library shows it."""
-    return shown_as(writable(buffer, kind, shape, offset), kind, as_)
+    """The same over a buffer that may be written: whoever has the array writes what others see."""
+    return shown_as(_array(memoryview(buffer), kind.numpy or kind.bits, shape, offset), kind, as_)
 
 
 def copied(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as_: As = "numpy") -> Any:

@@ -64,6 +64,10 @@ class _Pinned:
         except Exception as error:  # of the device; or of the mapping, where this process has no room for a second
             self.error = str(error)
 
+    def forget(self, driver: Driver) -> None:
+        if self.address is not None:
+            driver.unregister(self.address)
+
 
 class _Dropped:
     """What an `Uploads` has left that nobody closed: held until its copies are done, and then unregistered."""
@@ -78,8 +82,7 @@ class _Dropped:
 
     def give_back(self) -> None:
         for one in self._pinned.values():
-            if one.address is not None:
-                self._driver.unregister(one.address)
+            one.forget(self._driver)
         self._pinned.clear()
 
 
@@ -146,9 +149,8 @@ class Uploads:
         if not self._in_flight.flush(timeout):
             return False
         for one in self._pinned.values():
-            if one.address is not None:
-                self._driver.unregister(one.address)
-                self.stats.registered_nbytes -= one.nbytes
+            one.forget(self._driver)
+            self.stats.registered_nbytes -= one.nbytes
         self._pinned.clear()
         self._segments.clear()
         return True
