@@ -16,7 +16,7 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,18 +100,6 @@ class Images:
         Raises ImageRefused, what reading it raises, and ClosedError if the scope has been released meanwhile.
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.load_now, raw, scope)
-
-    async def load_all(self, raws: Iterable[bytes], scope: Scope) -> list[Loaded]:
-        """The images of one request, side by side, in their order. One that is not taken ends it for all."""
-        raws = list(raws)
-        if len(raws) > self.limits.count:
-            raise ImageRefused(400, f"a request has at most {self.limits.count} images, this one has {len(raws)}")
-        tasks = [asyncio.ensure_future(self.load(raw, scope)) for raw in raws]
-        try:
-            return [await task for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
 
     def load_now(self, raw: bytes | Callable[[], bytes], scope: Scope) -> Loaded:
         """In this thread."""
