@@ -174,7 +174,6 @@ void bind_growth(nb::module_& m) {
                        "Rows of numbers that grow by one at a time, and lie in blocks of a cache: when one has become "
                        "full, its hash is computed, and from then on the block is found by it.")
         .def(nb::init<CachedBlocks&, u32, u32>(), "cache"_a, "rows"_a, "size"_a, nb::keep_alive<1, 2>())
-        .def_ro_static("NEVER", &Growth::NEVER)
         .def(
             "join",
             [](Growth& g, i64 row, nb::bytes chain, const Numbers& tail, nb::bytes more) {
@@ -199,7 +198,7 @@ void bind_growth(nb::module_& m) {
             "What comes for it from now on is nobody's.")
         .def(
             "born", [](const Growth& g, i64 row) { return g.born(row_of(g, row)); }, "row"_a,
-            "The step with which it was born; NEVER: it has not been, or has ended.")
+            "The step with which it was born; later than any other: it has not been, or has ended.")
         .def(
             "count", [](const Growth& g, i64 row) { return g.count(row_of(g, row)); }, "row"_a,
             "How many of its numbers are known.")

@@ -101,7 +101,7 @@ class CachedBlocks {
 
    private:
     static u32 require(u32 blocks) {
-        if (blocks > MOST) throw Error(Fault::value, "a cache has at most " + std::to_string(MOST) + " blocks");
+        if (blocks > MOST) throw Error(Fault::value, format("a cache has at most %u blocks", MOST));
         return blocks;
     }
 

@@ -3,7 +3,7 @@ The native core of penstock: segments, pools, peers, channels. Use it through th
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy
 import numpy.typing
@@ -433,9 +433,6 @@ class Growth:
 
     def __init__(self, cache: BlockCache, rows: int, size: int) -> None: ...
 
-    NEVER: Final[int] = ...
-    """(arg: object, /) -> int"""
-
     def join(self, row: int, chain: bytes, tail: numpy.typing.NDArray[numpy.int32], more: bytes = b'') -> None:
         """
         It begins anew: with a `chain`, the numbers after its full blocks, and what else lies where they lie.
@@ -451,7 +448,9 @@ class Growth:
         """What comes for it from now on is nobody's."""
 
     def born(self, row: int) -> int:
-        """The step with which it was born; NEVER: it has not been, or has ended."""
+        """
+        The step with which it was born; later than any other: it has not been, or has ended.
+        """
 
     def count(self, row: int) -> int:
         """How many of its numbers are known."""
