@@ -184,7 +184,7 @@ class Launcher:
         """Until all groups serve. Raises TreeFailed, and TimeoutError."""
         timeout = self.tree.config.start_timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
-        rows = [self.board.row(group) for group in range(len(self.tree.groups))]
+        rows = self.board.rows
         while not all(row[Board.SERVING] for row in rows):
             if self._failure is not None:
                 raise self._failure
