@@ -285,10 +285,11 @@ def _submit(number: int, asked: Asked, params: Interned[SamplingParams]) -> Subm
     return Submit(0, number, np.array(asked.prompt, np.int32), params, priority, inputs=inputs)
 
 
-def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str) -> None:
+def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str, is_recording: bool = False) -> None:
     """A process that answers as one rank, and writes down what."""
     from penstock.engine.sharding import Ranks
     from tests.unit.models import VISION
+    from tests.unit.tape import Eager
 
     torch.set_num_threads(1)
     ranks = Ranks(rank, size, meeting)
@@ -304,6 +305,7 @@ def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str) -
             blocks=-(-longest(asked) // BLOCK_SIZE),
             open_item=opener(images),
             threads=1,
+            recorder=Eager() if is_recording else None,
         )
         found[path] = ask(device, asked, budget=10).answers
     Path(told).write_text(json.dumps(found))

@@ -92,6 +92,11 @@ class Images:
         self._nbytes -= 0 if encoded is None else encoded.nbytes
 
     # ── where tokens stand ──
+    @property
+    def planes(self) -> int:
+        """In how many positions the model is told where a token stands."""
+        return 3 if self._has_ropes else 1
+
     def _find_ropes(self, slot: int, prompt: Ints, inputs: tuple[Input, ...]) -> None:
         ids = torch.tensor(prompt, dtype=torch.int64)[None]
         grids = torch.cat([self._grid(item) for item, _, _ in inputs])
@@ -122,7 +127,7 @@ class Images:
         """What the model is told of where tokens stand: [tokens], or [3, tokens] where it sees pictures as planes."""
         if not self._has_ropes:
             return batch.positions
-        positions = np.tile(batch.positions + self._offsets[batch.slots], (3, 1))
+        positions = np.tile(batch.positions + self._offsets[batch.slots], (self.planes, 1))
         for slot, first, begin, end in self._rows_before_their_ends(batch):
             if slot in self._ropes:
                 there = self._ropes[slot][:, begin:end]
