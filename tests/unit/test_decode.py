@@ -13,11 +13,13 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
+from penstock.cli import parser  # noqa: E402
 from penstock.codec import Interned  # noqa: E402
-from penstock.engine import attention, backend, decode  # noqa: E402
+from penstock.engine import attention, backend, decode, graphs  # noqa: E402
 from penstock.engine.attention import Decode, Manner, Memory, Paged, Shape  # noqa: E402
 from penstock.engine.backend import TorchDevice  # noqa: E402
 from penstock.engine.batch import Batch, batch_of  # noqa: E402
+from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.decode import Decoding, Form, Forms  # noqa: E402
 from penstock.engine.graphs import CudaGraphs  # noqa: E402
 from penstock.engine.model import load  # noqa: E402
@@ -25,6 +27,7 @@ from penstock.engine.plan import Plan  # noqa: E402
 from penstock.engine.protocol import SamplingParams  # noqa: E402
 from penstock.engine.schedule import Schedule  # noqa: E402
 from penstock.engine.sharding import Ranks  # noqa: E402
+from penstock.engine.worker import recorder_of  # noqa: E402
 from tests.conftest import spawn  # noqa: E402
 from tests.unit.models import (  # noqa: E402
     BLOCK_SIZE,
@@ -283,6 +286,29 @@ def test_what_another_rank_cannot_record_no_rank_replays(
     monkeypatch.setattr(ours._model.ranks, "least", lambda _: 0)
     assert ask(ours, of.asked).answers == of.answers
     assert not sum(tape.replays)
+
+
+def test_only_steps_of_a_cuda_device_are_recorded_and_it_says_when_they_are_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(graphs, "CudaGraphs", Eager)
+    with caplog.at_level(logging.INFO, "penstock.engine"):
+        assert recorder_of(EngineConfig(model="m", device="cpu")) is None
+        assert isinstance(recorder_of(EngineConfig(model="m", device="cuda")), Eager)
+        assert not caplog.records
+        assert recorder_of(EngineConfig(model="m", device="cuda", cuda_graphs=False)) is None
+    assert [record.message for record in caplog.records] == ["decode steps are not recorded"]
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_the_command_line_says_whether_steps_are_recorded(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[EngineConfig] = []
+    monkeypatch.setattr("penstock.engine.generate.run", lambda config, *_: told.append(config))
+    monkeypatch.setattr("penstock.server.command.run", lambda config, _: told.append(config))
+    for options in ([], ["--cuda-graphs"], ["--no-cuda-graphs"]):
+        parsed = parser().parse_args([command, "--device-model", "simulated", *options])
+        parsed.run(parsed)
+    assert [config.cuda_graphs for config in told] == [True, True, False]
 
 
 # ── on a device ──────────────────────────────────────────────────────────────────────────────────────────────────────
