@@ -17,7 +17,7 @@ from penstock.cli import parser  # noqa: E402
 from penstock.codec import Interned  # noqa: E402
 from penstock.engine import attention, backend, decode, graphs  # noqa: E402
 from penstock.engine.attention import Decode, Manner, Memory, Paged, Shape  # noqa: E402
-from penstock.engine.backend import TorchDevice  # noqa: E402
+from penstock.engine.backend import TorchDevice, TorchFlight  # noqa: E402
 from penstock.engine.batch import Batch, batch_of  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.decode import Decoding, Form, Forms  # noqa: E402
@@ -320,6 +320,15 @@ def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: Ca
     ours = device(of, device="cuda", recorder=CudaGraphs())
     assert ask(ours, of.asked).answers == ask(device(of, device="cuda"), of.asked).answers
     assert ours._decoding._is_recording or name == "qwen3_moe"
+
+
+@NEEDS_CUDA
+def test_a_result_does_not_wait_for_what_was_launched_after_it() -> None:
+    ids = torch.arange(3, dtype=torch.int32, device="cuda")
+    flight = TorchFlight(ids, np.arange(3), None, {})
+    torch.cuda._sleep(10**10)
+    assert flight.result().ids.tolist() == [0, 1, 2]
+    assert not torch.cuda.current_stream().query()
 
 
 @NEEDS_CUDA

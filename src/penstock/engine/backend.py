@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,23 +172,29 @@ class TorchFlight:
 
     def __init__(self, ids: Tensor, slots: Index, chosen: Chosen | None, failed: dict[int, FinishReason]) -> None:
         """`failed` are those besides whom the choice has found."""
-        self._ids = ids
+        # copied now, as a copy that is asked for later waits for what was launched in between
+        self._ids = ids.to("cpu", non_blocking=True)
         self._slots = slots
-        self._chosen = chosen
+        self._chosen = None if chosen is None else chosen.on_host()
         self._failed = failed
-        self._event = torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None
+        self._event: Any = None
+        if ids.is_cuda:
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
+            self._event.record(torch.cuda.current_stream(ids.device))
 
     def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())
 
     def result(self) -> Sampled:
         """Blocks until the step is done."""
+        if self._event is not None:
+            self._event.synchronize()
         failed, logprobs = self._failed, None
         if self._chosen is not None:
             found = self._chosen.failed(self._slots)
             failed = failed if found is None else {**dict.fromkeys(found.tolist(), FinishReason.ERROR), **failed}
             logprobs = self._chosen.logprobs()
-        return Sampled(self._ids.cpu().numpy(), logprobs, *failures(failed))
+        return Sampled(self._ids.numpy(), logprobs, *failures(failed))
 
 
 def _params_of(schedule: Schedule, slot: int) -> SamplingParams:

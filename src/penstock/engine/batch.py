@@ -89,7 +89,7 @@ class Tokens:
 
     def join(self, slot: int, prompt: Ints) -> None:
         self._make_room(prompt.size)
-        self._ids[slot, : prompt.size] = torch.tensor(prompt)
+        self._ids[slot, : prompt.size] = moved(prompt.copy(), self._ids.device)
 
     def read(self, slots: Tensor, positions: Tensor) -> Tensor:
         return self._ids[slots, positions]

@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor
 
 from penstock import DecodeError, Missing
-from penstock.engine.batch import Batch
+from penstock.engine.batch import Batch, moved
 from penstock.engine.logs import event
 from penstock.engine.model import Model
 from penstock.engine.protocol import FinishReason, Ints
@@ -159,7 +159,7 @@ class Images:
         if not pieces:
             return None, failed
         self._make_room()
-        where = torch.from_numpy(np.concatenate(places)).to(ids.device)
+        where = moved(np.concatenate(places), ids.device)
         with torch.inference_mode():
             embeds = self._model.embeds(ids).clone()
             embeds[where] = torch.cat(pieces).to(embeds.dtype)
