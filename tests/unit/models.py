@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -133,6 +134,16 @@ def made(name: str, path: Path) -> Family:
         asked = [Asked(_words(chance, length), []) for length in (1, 2, 5, 23)]
         asked += [Asked(same + _words(chance, length), []) for length in (1, 4, 9)]
     return Family(name, path, asked, images, [_answer(stock, one, images) for one in asked])
+
+
+def maker(folder: Path) -> Callable[[str], Family]:
+    """Makes each one once, in a folder of its own."""
+    return functools.cache(lambda name: made(name, folder / name))
+
+
+def device(of: Family, **options: Any) -> TorchDevice:
+    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "open_item": opener(of.images)}
+    return TorchDevice(of.path, **(given | options))
 
 
 def stock_of(name: str) -> Any:

@@ -17,11 +17,9 @@ from penstock.cli import parser  # noqa: E402
 from penstock.codec import Interned  # noqa: E402
 from penstock.engine import attention, backend, decode, graphs  # noqa: E402
 from penstock.engine.attention import Decode, Manner, Memory, Paged, Shape  # noqa: E402
-from penstock.engine.backend import TorchDevice, TorchFlight  # noqa: E402
 from penstock.engine.batch import Batch, batch_of  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.decode import Decoding, Form, Forms  # noqa: E402
-from penstock.engine.graphs import CudaGraphs  # noqa: E402
 from penstock.engine.model import load  # noqa: E402
 from penstock.engine.plan import Plan  # noqa: E402
 from penstock.engine.protocol import SamplingParams  # noqa: E402
@@ -35,34 +33,20 @@ from tests.unit.models import (  # noqa: E402
     VISION,
     Family,
     ask,
-    made,
+    device,
+    maker,
     one_of_the_ranks,
-    opener,
     stock_of,
 )
 from tests.unit.tape import Eager, Tape  # noqa: E402
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: a graph is recorded there")
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
     """Makes each one once."""
-    folder = tmp_path_factory.mktemp("models")
-    found: dict[str, Family] = {}
-
-    def get(name: str) -> Family:
-        if name not in found:
-            found[name] = made(name, folder / name)
-        return found[name]
-
-    return get
-
-
-def device(of: Family, **options: Any) -> TorchDevice:
-    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "open_item": opener(of.images)}
-    return TorchDevice(of.path, **(given | options))
+    return maker(tmp_path_factory.mktemp("models"))
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -309,35 +293,3 @@ def test_the_command_line_says_whether_steps_are_recorded(command: str, monkeypa
         parsed = parser().parse_args([command, "--device-model", "simulated", *options])
         parsed.run(parsed)
     assert [config.cuda_graphs for config in told] == [True, True, False]
-
-
-# ── on a device ──────────────────────────────────────────────────────────────────────────────────────────────────────
-@NEEDS_CUDA
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_vl", "qwen3_moe"])
-def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: Callable[[str], Family]) -> None:
-    """Mixtures in float32 are computed one expert after the other: they are not recorded, and answered all the same."""
-    of = family(name)
-    ours = device(of, device="cuda", recorder=CudaGraphs())
-    assert ask(ours, of.asked).answers == ask(device(of, device="cuda"), of.asked).answers
-    assert ours._decoding._is_recording or name == "qwen3_moe"
-
-
-@NEEDS_CUDA
-def test_a_result_does_not_wait_for_what_was_launched_after_it() -> None:
-    ids = torch.arange(3, dtype=torch.int32, device="cuda")
-    flight = TorchFlight(ids, np.arange(3), None, {})
-    torch.cuda._sleep(10**10)
-    assert flight.result().ids.tolist() == [0, 1, 2]
-    assert not torch.cuda.current_stream().query()
-
-
-@NEEDS_CUDA
-def test_whoever_waits_while_it_is_recorded_is_told_and_goes_on() -> None:
-    graphs, number = CudaGraphs(), torch.ones(3, device="cuda")
-    with pytest.raises(RuntimeError, match="synchronizing"):
-        graphs.record(lambda: number * number.sum().item())
-    replay = graphs.record(lambda: number * 2)
-    number.fill_(4)
-    assert replay().tolist() == [8, 8, 8]
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    assert torch.cuda.get_sync_debug_mode() == 0
