@@ -148,8 +148,7 @@ class Decoding:
                 cause = error.__context__ or error  # what ends a recording that has failed complains of that
                 failure = f"{type(cause).__name__}: {cause}".partition("\n")[0]
             if not self._model.ranks.least(int(recorded is not None)) or recorded is None:
-                self._is_recording = False
-                self._replays.clear()
+                self._is_recording = False  # what is recorded is kept: the device may be at it
                 event("decode steps are not recorded", WARNING, why=failure, rows=form.rows, width=form.width)
                 return None
             self._replays[form] = recorded
