@@ -97,6 +97,12 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--output-processors", metavar="N", type=rate, default=1, help="0: in the core (1)")
     generate.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (auto)")
+    generate.add_argument(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="record steps of decoding, and replay them (on, where the device is cuda)",
+    )
     generate.add_argument("--slots", metavar="N", type=positive, default=256, help="samples that run at a time (256)")
     generate.add_argument(
         "--max-model-len",
@@ -267,7 +273,7 @@ def run_generate(options: argparse.Namespace) -> int:
     try:
         simulated = SimulatedDevice(step_seconds=options.step_ms / 1e3) if options.device_model == "simulated" else None
         names = ("model", "device", "dtype", "data_parallel", "tensor_parallel", "output_processors", "slots")
-        more = ("max_model_len", "log_format")
+        more = ("max_model_len", "log_format", "cuda_graphs")
         config = EngineConfig(simulated=simulated, **{name: getattr(options, name) for name in (*names, *more)})
         asked = {"max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed}
         return generate.run(config, options.prompts, options.output, asked, options.at_once)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -133,6 +134,16 @@ def made(name: str, path: Path) -> Family:
         asked = [Asked(_words(chance, length), []) for length in (1, 2, 5, 23)]
         asked += [Asked(same + _words(chance, length), []) for length in (1, 4, 9)]
     return Family(name, path, asked, images, [_answer(stock, one, images) for one in asked])
+
+
+def maker(folder: Path) -> Callable[[str], Family]:
+    """Makes each one once, in a folder of its own."""
+    return functools.cache(lambda name: made(name, folder / name))
+
+
+def device(of: Family, **options: Any) -> TorchDevice:
+    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "open_item": opener(of.images)}
+    return TorchDevice(of.path, **(given | options))
 
 
 def stock_of(name: str) -> Any:
@@ -285,10 +296,11 @@ def _submit(number: int, asked: Asked, params: Interned[SamplingParams]) -> Subm
     return Submit(0, number, np.array(asked.prompt, np.int32), params, priority, inputs=inputs)
 
 
-def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str) -> None:
+def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str, is_recording: bool = False) -> None:
     """A process that answers as one rank, and writes down what."""
     from penstock.engine.sharding import Ranks
     from tests.unit.models import VISION
+    from tests.unit.tape import Eager
 
     torch.set_num_threads(1)
     ranks = Ranks(rank, size, meeting)
@@ -304,6 +316,7 @@ def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str) -
             blocks=-(-longest(asked) // BLOCK_SIZE),
             open_item=opener(images),
             threads=1,
+            recorder=Eager() if is_recording else None,
         )
         found[path] = ask(device, asked, budget=10).answers
     Path(told).write_text(json.dumps(found))

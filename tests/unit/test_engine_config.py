@@ -36,6 +36,7 @@ def test_what_is_said_stays_as_it_is() -> None:
         ({"step_timeout": "1", "model": "m"}, "step_timeout is a number, not '1'"),
         ({"step_timeout": float("nan"), "model": "m"}, "step_timeout is between 0 and 1000000.0, not nan"),
         ({"overlap": 1, "model": "m"}, "overlap is True or False, not 1"),
+        ({"cuda_graphs": "no", "model": "m"}, "cuda_graphs is True or False, not 'no'"),
         ({"slots": 64, "token_budget": 63, "model": "m"}, "token_budget is at least one for each of 64 slots, not 63"),
         ({"blocks": 0, "model": "m"}, "blocks is between 1 and"),
         ({"end_ids": (3, -1), "model": "m"}, "end_ids are numbers of tokens, not -1"),

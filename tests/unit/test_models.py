@@ -12,32 +12,29 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 
 from penstock import Missing  # noqa: E402
 from penstock.engine import vision  # noqa: E402
-from penstock.engine.backend import TorchDevice  # noqa: E402
 from penstock.engine.model import load  # noqa: E402
 from penstock.engine.protocol import FinishReason  # noqa: E402
 from penstock.engine.sharding import Ranks  # noqa: E402
 from penstock.tensor import Item  # noqa: E402
 from tests.conftest import spawn  # noqa: E402
-from tests.unit.models import BLOCK_SIZE, TEXT, VISION, Asked, Family, Shown, ask, made, one_of_the_ranks, opener  # noqa: E402
+from tests.unit.models import (  # noqa: E402
+    TEXT,
+    VISION,
+    Asked,
+    Family,
+    Shown,
+    ask,
+    device,
+    maker,
+    one_of_the_ranks,
+    opener,
+)
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
     """Makes each one once."""
-    folder = tmp_path_factory.mktemp("models")
-    found: dict[str, Family] = {}
-
-    def get(name: str) -> Family:
-        if name not in found:
-            found[name] = made(name, folder / name)
-        return found[name]
-
-    return get
-
-
-def device(of: Family, **options: Any) -> TorchDevice:
-    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "open_item": opener(of.images)}
-    return TorchDevice(of.path, **(given | options))
+    return maker(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("name", [*TEXT, *VISION])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from penstock.engine.batch import Batch, Chunk
+from penstock.engine.batch import Batch, Chunk, moved
 
 NAME = "penstock"  # of this attention, among those of transformers; there is no mask of this name, so none is built
 MOST_GATHERED = 1 << 16  # positions whose keys are copied together: what is copied is short-lived, and not small
@@ -56,6 +56,13 @@ class Memory:
         }
 
     @staticmethod
+    def nbytes_of_gathering(shapes: dict[int, Shape], dtype: torch.dtype) -> int:
+        """What one layer copies together, at most."""
+        return max(shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values()) * (
+            MOST_GATHERED * dtype.itemsize
+        )
+
+    @staticmethod
     def nbytes_of_block(shapes: dict[int, Shape], block_size: int, dtype: torch.dtype) -> int:
         sizes = (shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values())
         return sum(sizes) * block_size * dtype.itemsize
@@ -81,7 +88,7 @@ class Paged:
         self._memory = memory
         self._batch = batch
         self._device = device
-        self._places = torch.from_numpy(batch.places).to(device)
+        self._places = moved(batch.places, device)
         self._decodes: dict[int | None, list[tuple[Tensor, Tensor, Tensor]]] = {}  # by window
         self._chunks: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
 
@@ -114,7 +121,50 @@ class Paged:
         return self._chunks[window]
 
     def _moved(self, *arrays: Any) -> Any:
-        return tuple(torch.from_numpy(array).to(self._device, non_blocking=True) for array in arrays)
+        return tuple(moved(array, self._device) for array in arrays)
+
+
+class Decode:
+    """A step in which every row computes one token, from tensors alone: what it does depends on their shapes, and on no
+    number in them. So it can be recorded, and done again with other numbers."""
+
+    def __init__(self, memory: Memory, lengths: Tensor, table: Tensor) -> None:
+        """`lengths` [rows]: of what is computed of each, this token included. `table` [rows, width]: their blocks."""
+        self._memory = memory
+        self._lengths = lengths
+        self._table = table
+        block_size, last = memory.block_size, (lengths - 1)[:, None]
+        self._own = table.gather(1, last // block_size) * block_size + last % block_size
+        self._reaches: dict[int | None, tuple[Tensor, Tensor]] = {}  # by window
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Manner) -> Tensor:
+        """As `Paged.attend`."""
+        keys, values = self._memory.layers[layer]
+        keys.index_copy_(0, self._own[:, 0], key.to(keys.dtype))
+        values.index_copy_(0, self._own[:, 0], value.to(values.dtype))
+        if how.window not in self._reaches:
+            self._reaches[how.window] = self._reach(how.window)
+        places, is_seen = self._reaches[how.window]
+        together = max(1, MOST_GATHERED // places.shape[1])
+        attended = [
+            attention(query[part, None], keys[places[part]], values[places[part]], is_seen[part, None], how)[:, 0]
+            for part in (slice(first, first + together) for first in range(0, places.shape[0], together))
+        ]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _reach(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """What `pieces` finds, for all rows: as many places for each as the table is wide, or the window."""
+        block_size, width = self._memory.block_size, self._table.shape[1]
+        lengths = self._lengths[:, None]
+        first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
+        most = width if window is None else min(width, -(-window // block_size) + 1)
+        columns = first // block_size + torch.arange(most, device=lengths.device)
+        blocks = self._table.gather(1, columns.clamp(max=width - 1))
+        offsets = torch.arange(block_size, device=lengths.device)
+        places = (blocks[:, :, None] * block_size + offsets).flatten(1)
+        positions = (columns[:, :, None] * block_size + offsets).flatten(1)
+        is_seen = (positions >= first) & (positions < lengths)
+        return torch.where(is_seen, places, self._own), is_seen
 
 
 def pieces(batch: Batch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
@@ -191,7 +241,7 @@ def _attend(
     value: Tensor,
     attention_mask: None,
     *,
-    paged: Paged | Probe,
+    paged: Paged | Decode | Probe,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

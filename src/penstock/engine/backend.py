@@ -9,6 +9,7 @@ import os
 import zlib
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 from penstock._native import memory_available
 from penstock.engine import model as models
 from penstock.engine.attention import Memory, Paged, Probe
-from penstock.engine.batch import Batch, Tokens, batch_of
+from penstock.engine.batch import Batch, Tokens, batch_of, moved
+from penstock.engine.decode import Decoding, Recorder
 from penstock.engine.device import Sampled, failures
 from penstock.engine.protocol import FinishReason, SamplingParams, Step
 from penstock.engine.sampling import Chosen, Sampler
@@ -50,10 +52,12 @@ class TorchDevice:
         open_item: Open | None = None,
         threads: int | None = None,
         end_ids: Collection[int] = (),
+        recorder: Recorder | None = None,
     ) -> None:
         """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks, but not more
         than `most_blocks`. `threads`: that compute on a CPU; None: this rank's share of the processors. `open_item`:
-        gives images; None: only those that travel inline.
+        gives images; None: only those that travel inline. `recorder`: of steps in which everybody computes one token;
+        None: they are computed as any other.
 
         Raises ValueError where the model is none that is known here, or there is no room.
         """
@@ -64,17 +68,23 @@ class TorchDevice:
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
         self.vocabulary: int = self._model.vocab_size
         self.block_size = block_size
+        spare = 0 if recorder is None else 1  # the block that is nobody's
         if blocks is None:
-            room = self._room(token_budget)
+            room = self._room(token_budget, spare)
             blocks = room if most_blocks is None else min(room, most_blocks)
         self.blocks = blocks
-        self._memory = self._model.memory(self.blocks, block_size)
+        self._memory = self._model.memory(self.blocks + spare, block_size)
         self._tokens = Tokens(slots, where)
         # one rank chooses, as ranks that add up in another order may differ in the last bit
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._images = (
             None if self._model.image_id is None else Images(self._model, open_item or Incoming(None).open, slots)
         )
+        self._decoding = None
+        if recorder is not None:
+            planes = 1 if self._images is None else self._images.planes
+            self._decoding = Decoding(self._model, self._memory, recorder, slots, planes)
+            self._decoding.prepare()
 
     def launch(self, schedule: Schedule, step: Step) -> TorchFlight:
         """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""
@@ -86,7 +96,7 @@ class TorchDevice:
             hidden, failed = self._compute(batch)
             if not batch.last.size:
                 return TorchFlight(_NOBODY, schedule.sampled, None, failed)
-            logits = self._model.logits(hidden[torch.from_numpy(batch.last).to(self._device)])
+            logits = self._model.logits(hidden[moved(batch.last, self._device)])
             slots = schedule.sampled
             chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
             ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
@@ -118,23 +128,30 @@ class TorchDevice:
 
     def _compute(self, batch: Batch) -> tuple[Tensor, dict[int, FinishReason]]:
         """The hidden states of the step's tokens, and slots that fail, whatever these are, with the reasons."""
-        paged = Paged(self._memory, batch, self._device)
-        where = torch.from_numpy(np.stack((batch.slots, batch.positions))).to(self._device)
+        where = moved(np.stack((batch.slots, batch.positions)), self._device)
         ids = self._tokens.read(where[0], where[1]).to(torch.int64)
-        if self._images is None:
-            return self._model.hidden(paged, ids, where[1]), {}
-        positions = torch.from_numpy(self._images.positions(batch)).to(self._device)
-        embeds, failed = self._images.embeds(batch, ids)
-        return self._model.hidden(paged, ids, positions, embeds), failed
+        positions, embeds = batch.positions, None
+        failed: dict[int, FinishReason] = {}
+        if self._images is not None:
+            positions = self._images.positions(batch)
+            embeds, failed = self._images.embeds(batch, ids)
+        if embeds is None and self._decoding is not None:
+            hidden = self._decoding.hidden(batch, ids, positions)
+            if hidden is not None:
+                return hidden, failed
+        paged = Paged(self._memory, batch, self._device)
+        return self._model.hidden(paged, ids, moved(positions, self._device), embeds), failed
 
-    def _room(self, token_budget: int) -> int:
-        """How many blocks there is memory for, on the rank that has the least."""
+    def _room(self, token_budget: int, spare: int) -> int:
+        """How many blocks there is memory for besides the spare one, on the rank that has the least."""
         if self._device.type == "cuda":
             free = CUDA_SHARE * torch.cuda.mem_get_info(self._device)[0] - self._nbytes_of_a_step(token_budget)
+            if spare:  # what is recorded has memory of its own
+                free -= Memory.nbytes_of_gathering(self._model.shapes, self._model.dtype)
         else:
             free = CPU_SHARE * memory_available()[0] / self._ranks.size
         each = Memory.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)
-        blocks = self._ranks.least(int(free // each))
+        blocks = self._ranks.least(int(free // each) - spare)
         if blocks < 1:
             raise ValueError(f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes")
         return blocks
@@ -155,23 +172,29 @@ class TorchFlight:
 
     def __init__(self, ids: Tensor, slots: Index, chosen: Chosen | None, failed: dict[int, FinishReason]) -> None:
         """`failed` are those besides whom the choice has found."""
-        self._ids = ids
+        # copied now, as a copy that is asked for later waits for what was launched in between
+        self._ids = ids.to("cpu", non_blocking=True)
         self._slots = slots
-        self._chosen = chosen
+        self._chosen = None if chosen is None else chosen.on_host()
         self._failed = failed
-        self._event = torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None
+        self._event: Any = None
+        if ids.is_cuda:
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
+            self._event.record(torch.cuda.current_stream(ids.device))
 
     def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())
 
     def result(self) -> Sampled:
         """Blocks until the step is done."""
+        if self._event is not None:
+            self._event.synchronize()
         failed, logprobs = self._failed, None
         if self._chosen is not None:
             found = self._chosen.failed(self._slots)
             failed = failed if found is None else {**dict.fromkeys(found.tolist(), FinishReason.ERROR), **failed}
             logprobs = self._chosen.logprobs()
-        return Sampled(self._ids.cpu().numpy(), logprobs, *failures(failed))
+        return Sampled(self._ids.numpy(), logprobs, *failures(failed))
 
 
 def _params_of(schedule: Schedule, slot: int) -> SamplingParams:

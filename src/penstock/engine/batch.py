@@ -6,9 +6,10 @@ Leaves to the device what is done with them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -74,6 +75,12 @@ def batch_of(schedule: Schedule) -> Batch:
     )
 
 
+def moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """To the device, without waiting for what it does yet, as is done for memory that is not pinned."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 class Tokens:
     """Every token of every request, prompts and what was sampled, where the model needs them."""
 
@@ -82,7 +89,7 @@ class Tokens:
 
     def join(self, slot: int, prompt: Ints) -> None:
         self._make_room(prompt.size)
-        self._ids[slot, : prompt.size] = torch.tensor(prompt)
+        self._ids[slot, : prompt.size] = moved(prompt.copy(), self._ids.device)
 
     def read(self, slots: Tensor, positions: Tensor) -> Tensor:
         return self._ids[slots, positions]
@@ -91,7 +98,7 @@ class Tokens:
         """What was sampled. It may be on its way yet."""
         if slots.size:
             self._make_room(int(positions.max()) + 1)
-            where = torch.from_numpy(np.stack((slots, positions.astype(np.intp)))).to(ids.device, non_blocking=True)
+            where = moved(np.stack((slots, positions.astype(np.intp))), ids.device)
             self._ids[where[0], where[1]] = ids.to(torch.int32)
 
     def _make_room(self, length: int) -> None:

@@ -47,6 +47,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     simulated: SimulatedDevice | None = None  # None: the model is computed
     device: str = "cpu"
     dtype: str = "auto"
+    cuda_graphs: bool = True  # steps of decoding are recorded, and replayed: on a device of CUDA
 
     api_servers: int = 1  # processes that submit requests
     data_parallel: int = 1  # groups: each a core, its workers and its output processors
@@ -83,7 +84,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _within(self, name, int, low, high)
         for name in ("start_timeout", "step_timeout", "drain_timeout"):
             _within(self, name, float, 0, 1e6)
-        for name in ("overlap", "prefix_caching"):
+        for name in ("overlap", "prefix_caching", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
         if self.blocks is not None:

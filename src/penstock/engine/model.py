@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from penstock.engine import weights
-from penstock.engine.attention import NAME, Memory, Paged, Probe, Shape
+from penstock.engine.attention import NAME, Decode, Memory, Paged, Probe, Shape
 from penstock.engine.directory import VISION
 from penstock.engine.sharding import Ranks, shard
 
@@ -61,7 +61,9 @@ class Model:
         return embedded
 
     @torch.inference_mode()
-    def hidden(self, paged: Paged | Probe, ids: Tensor, positions: Tensor, embeds: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, paged: Paged | Decode | Probe, ids: Tensor, positions: Tensor, embeds: Tensor | None = None
+    ) -> Tensor:
         """One row of tokens [tokens], or what stands for them; positions [tokens] or [3, tokens]."""
         given = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
         outcome = self.stock.get_decoder()(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.engine.batch import moved
 from penstock.engine.protocol import Ints, Logprobs, SamplingParams, Slots
 from penstock.engine.schedule import NOTHING, Index
 
@@ -34,12 +35,23 @@ class Likely(NamedTuple):
 
 
 class Chosen:
-    """What a step has sampled. It lies on the device until somebody looks."""
+    """What a step has sampled. It may be on its way yet."""
 
     def __init__(self, ids: torch.Tensor, is_failed: torch.Tensor, likely: Likely | None) -> None:
         self.ids = ids  # int32, one a row
         self._is_failed = is_failed
         self._likely = likely
+
+    def on_host(self) -> Chosen:
+        """To be looked at when the device has done what it was told up to now."""
+        likely = self._likely
+        if likely is not None:
+            likely = likely._replace(
+                ids=likely.ids.to("cpu", non_blocking=True),
+                values=likely.values.to("cpu", non_blocking=True),
+                ranks=likely.ranks.to("cpu", non_blocking=True),
+            )
+        return Chosen(self.ids.to("cpu", non_blocking=True), self._is_failed.to("cpu", non_blocking=True), likely)
 
     def failed(self, slots: Index) -> Slots | None:
         """Those of the rows' slots whose logits were not numbers: their ids mean nothing."""
@@ -170,8 +182,8 @@ class Sampler:
             is_failed |= ~torch.isfinite(most)
         if batch.random.size:
             rows = batch.random_rows
-            draws = torch.from_numpy(_draws(self._seeds[slots[batch.random]], generated[batch.random]))
-            ids[rows] = batch.draw(logits[rows].float(), most[rows].float(), draws.to(self._device))
+            draws = moved(_draws(self._seeds[slots[batch.random]], generated[batch.random]), self._device)
+            ids[rows] = batch.draw(logits[rows].float(), most[rows].float(), draws)
         ids = ids.masked_fill(is_failed, 0).to(torch.int32)
         self._generated[slots] = generated + 1
         if batch.has_penalties:
@@ -186,7 +198,7 @@ class Sampler:
         return self._ids(rows), self._ids(np.concatenate([NOTHING, *(ids[row] for row in wanted)]))
 
     def _ids(self, numbers: npt.NDArray[np.int64] | Ints) -> torch.Tensor:
-        return torch.from_numpy(numbers.astype(np.int64)).to(self._device)
+        return moved(numbers.astype(np.int64), self._device)
 
 
 class _Batch:
@@ -196,7 +208,7 @@ class _Batch:
         s, device = sampler, sampler._device
 
         def column(of: npt.NDArray[np.generic], rows: Index) -> torch.Tensor:
-            return torch.from_numpy(of[slots[rows]]).to(device)[:, None]
+            return moved(of[slots[rows]], device)[:, None]
 
         self.slots = slots
         self.has_least = bool((s._least[slots] > 0).any())
@@ -230,9 +242,9 @@ class _Batch:
         self.limited = sampler._ids(np.flatnonzero(is_limited))
         self.allowed = s._pairs(slots, [NOTHING if one is None else one for one in allowed], is_limited)
         self.biased = s._pairs(slots, [NOTHING if one is None else one[0] for one in biases], is_biased)
-        self.biases = torch.from_numpy(
-            np.concatenate([np.zeros(0, np.float32), *(one[1] for one in biases if one is not None)])
-        ).to(device)
+        self.biases = moved(
+            np.concatenate([np.zeros(0, np.float32), *(one[1] for one in biases if one is not None)]), device
+        )
         self.has_ids = bool(is_limited.any() or is_biased.any())
 
     def penalize(self, logits: torch.Tensor, counts: torch.Tensor, is_in_prompt: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor
 
 from penstock import DecodeError, Missing
-from penstock.engine.batch import Batch
+from penstock.engine.batch import Batch, moved
 from penstock.engine.logs import event
 from penstock.engine.model import Model
 from penstock.engine.protocol import FinishReason, Ints
@@ -92,6 +92,11 @@ class Images:
         self._nbytes -= 0 if encoded is None else encoded.nbytes
 
     # ── where tokens stand ──
+    @property
+    def planes(self) -> int:
+        """In how many positions the model is told where a token stands."""
+        return 3 if self._has_ropes else 1
+
     def _find_ropes(self, slot: int, prompt: Ints, inputs: tuple[Input, ...]) -> None:
         ids = torch.tensor(prompt, dtype=torch.int64)[None]
         grids = torch.cat([self._grid(item) for item, _, _ in inputs])
@@ -122,7 +127,7 @@ class Images:
         """What the model is told of where tokens stand: [tokens], or [3, tokens] where it sees pictures as planes."""
         if not self._has_ropes:
             return batch.positions
-        positions = np.tile(batch.positions + self._offsets[batch.slots], (3, 1))
+        positions = np.tile(batch.positions + self._offsets[batch.slots], (self.planes, 1))
         for slot, first, begin, end in self._rows_before_their_ends(batch):
             if slot in self._ropes:
                 there = self._ropes[slot][:, begin:end]
@@ -154,7 +159,7 @@ class Images:
         if not pieces:
             return None, failed
         self._make_room()
-        where = torch.from_numpy(np.concatenate(places)).to(ids.device)
+        where = moved(np.concatenate(places), ids.device)
         with torch.inference_mode():
             embeds = self._model.embeds(ids).clone()
             embeds[where] = torch.cat(pieces).to(embeds.dtype)

@@ -10,10 +10,12 @@ import gc
 import os
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 from penstock import EndOfChannel, Timeout
 from penstock.codec.follow import Follower, Following
 from penstock.engine.board import Board
+from penstock.engine.config import EngineConfig
 from penstock.engine.device import Device, Flight
 from penstock.engine.logs import event
 from penstock.engine.meter import Meter
@@ -22,6 +24,9 @@ from penstock.engine.schedule import Schedule
 from penstock.engine.simulated import Simulated
 from penstock.engine.tree import Member, Tree, past_the_dead
 from penstock.tensor import Incoming
+
+if TYPE_CHECKING:  # who needs torch
+    from penstock.engine.decode import Recorder
 
 MOST_IN_FLIGHT = 2  # one runs, one waits: the device need not wait for us between them
 LOOK_AGAIN = 0.0002  # seconds; at a flight of which nobody knows when it will end
@@ -48,11 +53,13 @@ def device_of(tree: Tree, me: Member) -> Device:
     from penstock.engine.backend import TorchDevice
     from penstock.engine.sharding import Ranks
 
+    device = config.device_of(me.group, me.index)
+    ranks = Ranks(me.index, config.tensor_parallel, tree.meetings[me.group], device)
     return TorchDevice(
         config.model,
         slots=config.slots,
-        ranks=Ranks(me.index, config.tensor_parallel, tree.meetings[me.group], config.device),
-        device=config.device_of(me.group, me.index),
+        ranks=ranks,
+        device=device,
         dtype=config.dtype,
         block_size=config.block_size,
         blocks=config.blocks,
@@ -60,7 +67,20 @@ def device_of(tree: Tree, me: Member) -> Device:
         token_budget=config.token_budget,
         open_item=Incoming(tree.store).open,
         end_ids=config.end_ids,
+        recorder=recorder_of(config),
     )
+
+
+def recorder_of(config: EngineConfig) -> Recorder | None:
+    """Of what this process's current device does; only CUDA's can be recorded, and a sum of its ranks with it."""
+    if not config.device.startswith("cuda"):
+        return None
+    if not config.cuda_graphs:
+        event("decode steps are not recorded", why="cuda_graphs is off")
+        return None
+    from penstock.engine.graphs import CudaGraphs
+
+    return CudaGraphs()
 
 
 class Worker:

@@ -46,6 +46,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--drain-timeout", metavar="SECONDS", type=float, default=30.0, help="for what is open, at the end (30)")
     add("--device", default="cpu", help="cpu or cuda (cpu)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (auto)")
+    add(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="record steps of decoding, and replay them (on, where the device is cuda)",
+    )
     add("--slots", metavar="N", type=int, default=256, help="samples that run at a time (256)")
     add("--blocks", metavar="N", type=int, help="of the cache (as many as can be filled)")
     add("--token-budget", metavar="N", type=int, default=2048, help="of a step (2048)")
@@ -63,7 +69,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 SAME = (
     *("model", "api_servers", "data_parallel", "tensor_parallel", "output_processors", "drain_timeout", "device"),
-    *("dtype", "slots", "blocks", "token_budget", "max_model_len", "log_format"),
+    *("dtype", "cuda_graphs", "slots", "blocks", "token_budget", "max_model_len", "log_format"),
 )
 
 

@@ -1,0 +1,88 @@
+"""What a CUDA graph is, on a CPU: the operations one after the other, with the tensors and the numbers of then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+ASKING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+)  # for a number: a device would be waited for
+
+
+class Tape:
+    """Records. `replays` is how often each recording was replayed."""
+
+    def __init__(self) -> None:
+        self.replays: list[int] = []
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        compute()  # as a device is warmed up
+        recording = _Recording()
+        with recording:
+            outcome = compute()
+        number = len(self.replays)
+        self.replays.append(0)
+
+        def replay() -> torch.Tensor:
+            self.replays[number] += 1
+            return recording.replay(outcome)
+
+        return replay
+
+
+class Eager:
+    """Does it again, by doing it."""
+
+    def __init__(self) -> None:
+        self.replays: list[int] = []
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        number = len(self.replays)
+        self.replays.append(0)
+
+        def replay() -> torch.Tensor:
+            self.replays[number] += 1
+            return compute()
+
+        return replay
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.startswith(ASKING) or (
+            name == "index" and any(one.dtype == torch.bool for one in args[1] if one is not None)
+        ):
+            raise RuntimeError(f"called a synchronizing operation: {name}")
+        outcome = func(*args, **(kwargs or {}))
+        self._done.append((func, args, kwargs or {}, outcome))
+        return outcome
+
+    def replay(self, wanted: torch.Tensor) -> torch.Tensor:
+        made: dict[int, torch.Tensor] = {}  # in place of those that were made while this was recorded
+
+        def now(value: Any) -> Any:
+            return tree_map_only(torch.Tensor, lambda one: made.get(id(one), one), value)
+
+        for func, args, kwargs, before in self._done:
+            after = func(*now(args), **now(kwargs))
+            if isinstance(before, torch.Tensor):
+                made[id(before)] = after
+            elif isinstance(before, (tuple, list)):
+                made.update(
+                    {id(one): two for one, two in zip(before, after, strict=True) if isinstance(one, torch.Tensor)}
+                )
+        return made[id(wanted)]
