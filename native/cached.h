@@ -28,6 +28,7 @@ class CachedBlocks {
         : references(require(blocks), 0), digests_(blocks), after_(blocks + 1), before_(blocks + 1) {
         for (u32 block = blocks; block-- > 0;) empty_.push_back(block);  // low ones first
         after_[blocks] = before_[blocks] = blocks;
+        found_.reserve(blocks);  // a table that grows moves all that it holds: the core would be held up for that long
     }
     u32 blocks() const { return static_cast<u32>(references.size()); }
     u64 free() const { return empty_.size() + kept_; }

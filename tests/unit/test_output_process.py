@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import time
 from collections.abc import Iterator
+from contextlib import closing
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock import Timeout, WouldBlock
+import penstock
+from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock
 from penstock.codec import Interned, MessageReceiver, MessageSender
 from penstock.codec.follow import Leader, Leading
-from penstock.engine import outbox
+from penstock.engine import outbox, output
 from penstock.engine.config import EngineConfig, SimulatedDevice
 from penstock.engine.output import Output
 from penstock.engine.plan import Plan
@@ -20,9 +25,12 @@ from penstock.engine.protocol import Abort, Announce, Delta, Halt, SamplingParam
 from penstock.engine.schedule import Schedule
 from penstock.engine.text import Vocabulary
 from penstock.engine.tree import Member, Tree
+from tests.conftest import eventually, spawn
+from tests.unit.processes import soon, thread
 
 A, B = 0, 1
 WORDS = Vocabulary([b"a", b"b"])
+FLOOD = 200  # steps of 20 KB
 
 
 class Scene:
@@ -32,38 +40,65 @@ class Scene:
         self.steps: MessageSender = held.enter_context(group.steps.sender(name="core 0.0 #1"))
         self.results: MessageSender = held.enter_context(group.results.sender(name="worker 0.0 #1"))
         held.enter_context(group.results.receiver(0, name="core 0.0 #1"))
-        held.enter_context(group.steps.receiver(0, name="worker 0.0 #1"))
+        self.worker: MessageReceiver = held.enter_context(group.steps.receiver(0, name="worker 0.0 #1"))
         self.servers = [
             held.enter_context(one.receiver(name=f"server 0.{number} #1")) for number, one in enumerate(tree.servers)
         ]
         self.announced = [
             held.enter_context(group.announced[0].sender(number, name=f"server 0.{number} #1")) for number in range(2)
         ]
-        self.output = Output(tree, Member("output", 0, 0, 1), WORDS)
+        self.output = an_output(tree)
         held.callback(self.output.close)
-        self.schedule = Schedule(8, 100, 4)
+        self.group = group
+        self.schedule = Schedule(8, 1024, 4)
         self.leader: Leader[Step, Whole] = Leader(self.schedule, 77)
         self.leading = Leading(self.steps, self.leader)
         self.plan = Plan(self.schedule)
 
-    def join(self, request: int, server: int = 0, **params: Any) -> int:
-        asked = SamplingParams(**{"max_tokens": None, **params})
-        return self.plan.join(request, np.arange(2, dtype=np.int32), Interned(asked), range(10), chunk=2, server=server)
+    def join(self, request: int, server: int = 0, prompt: int = 2, **params: Any) -> int:
+        asked = Interned(SamplingParams(**{"max_tokens": None, **params}))
+        ids = np.arange(prompt, dtype=np.int32)
+        return self.plan.join(request, ids, asked, range(max(10, prompt // 4 + 1)), chunk=prompt, server=server)
+
+    def send_step(self) -> None:
+        self.leading.send(self.plan.finish(77, self.leader.next_number), 1)
+
+    def send_result(self, number: int, *ids: int) -> None:
+        self.results.send(StepDone(77, number, np.array(ids, np.int32)), 1)
 
     def step(self, *ids: int) -> None:
         """One step, and its result."""
-        self.leading.send(self.plan.finish(77, self.leader.next_number), 1)
-        self.results.send(StepDone(77, self.leader.number, np.array(ids, np.int32)), 1)
+        self.send_step()
+        self.send_result(self.leader.number, *ids)
         assert self.output.turn()
 
 
 @contextlib.contextmanager
+def laid() -> Iterator[Tree]:
+    tree = Tree.lay(EngineConfig(simulated=SimulatedDevice(), api_servers=2, slots=8, block_size=4, step_timeout=1.0))
+    with contextlib.closing(tree):
+        yield tree
+
+
+@contextlib.contextmanager
 def playing() -> Iterator[Scene]:
-    config = EngineConfig(simulated=SimulatedDevice(), api_servers=2, slots=8, block_size=4, step_timeout=1.0)
-    with contextlib.ExitStack() as held:
-        tree = Tree.lay(config)
-        held.callback(tree.close)
+    with laid() as tree, contextlib.ExitStack() as held:
         yield Scene(tree, held)
+
+
+def an_output(tree: Tree) -> Output:
+    return Output(tree, Member("output", 0, 0, 1), WORDS)
+
+
+def turns(of: Output) -> None:
+    while of.turn():
+        pass
+
+
+def waits(channel: penstock.MessageChannel) -> dict[str, int]:
+    """How the output waits there."""
+    found: dict[str, int] = channel.snapshot()["receivers"][1]
+    return found
 
 
 def test_each_server_gets_a_delta_of_its_rows() -> None:
@@ -154,11 +189,147 @@ def test_a_result_that_does_not_come_is_not_waited_for_for_ever() -> None:
     with playing() as scene:
         scene.join(5)
         scene.leading.send(scene.plan.finish(77, 1), 1)
-        with pytest.raises(Timeout):
-            scene.output.turn()
+        with pytest.raises(Timeout, match="a step is without its result for 1 s"):
+            turns(scene.output)
 
 
 def test_it_ends_when_the_core_says_so() -> None:
     with playing() as scene:
         scene.steps.send(Stop(), 1)
         assert not scene.output.turn()
+
+
+def test_what_is_open_when_the_core_says_stop_is_answered_first() -> None:
+    with playing() as scene:
+        scene.join(5)
+        scene.send_step()
+        scene.send_step()
+        scene.steps.send(Stop(), 1)
+        with thread(lambda: turns(scene.output)) as turning:
+            eventually(lambda: waits(scene.group.results)["waiting_ns"])
+            for number in (1, 2):
+                scene.send_result(number, A)
+                assert scene.servers[0].receive(1).text == b"a"
+            turning.ended()
+        assert turning.error is None
+
+
+def test_a_result_that_rank_0_takes_with_it_is_not_waited_for() -> None:
+    with playing() as scene:
+        scene.join(5)
+        scene.send_step()
+        scene.results.close()
+        with pytest.raises(EndOfChannel):
+            turns(scene.output)
+
+
+# ── where it sleeps ──────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("has_overlap", [True, False])
+def test_while_results_come_no_step_wakes_it(has_overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "LOOK_AGAIN", 10.0)
+    with playing() as scene, thread(lambda: turns(scene.output)):
+        scene.join(5)
+        scene.send_step()
+        eventually(lambda: waits(scene.group.results)["waiting_ns"])
+        woken = waits(scene.group.steps)["parks"]
+        for number in range(1, 20):
+            if has_overlap:
+                scene.send_step()
+            scene.send_result(number, A)
+            assert scene.servers[0].receive(1).text == b"a"
+            eventually(lambda: waits(scene.group.results)["waiting_ns"])
+            if not has_overlap:
+                scene.send_step()
+        assert waits(scene.group.steps)["parks"] == woken
+        scene.steps.send(Stop(), 1)
+        scene.send_result(20, A)
+        scene.results.close()
+
+
+def test_while_nothing_is_to_be_done_it_does_not_look_for_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "LISTEN_AGAIN", 0.01)
+    with playing() as scene:
+        scene.join(5)
+        scene.step(A)
+        assert scene.output.turn()  # none comes
+        receive = scene.output._results.receive
+        scene.output._results.receive = pytest.fail  # type: ignore[assignment]
+        for _ in range(3):
+            assert scene.output.turn()
+        scene.output._results.receive = receive  # type: ignore[method-assign]
+        scene.step(A)
+        assert [scene.servers[0].receive(1).text for _ in range(2)] == [b"a", b"a"]
+
+
+def test_steps_without_results_hold_up_nobody_and_are_answered_in_the_end() -> None:
+    """More of them than the channel has room for."""
+    with playing() as scene, thread(lambda: turns(scene.output)):
+        slot = scene.join(0, prompt=4000)
+        for request in range(1, FLOOD + 1):
+            scene.send_step()
+            assert scene.worker.receive(1)
+            scene.plan.leave(slot)
+            slot = scene.join(request, prompt=4000)
+        for number in range(1, FLOOD + 1):
+            scene.send_result(number, A)
+            assert number - 1 in scene.servers[0].receive(5).requests
+        scene.steps.send(Stop(), 1)
+
+
+# ── deaths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def core(tree: Tree, words: Connection) -> None:
+    """Sends a step, and lives on."""
+    group = tree.groups[0]
+    with group.results.receiver(0, name="core 0.0 #1"), group.steps.sender(name="core 0.0 #1") as steps:
+        schedule = Schedule(8, 100, 4)
+        Leading(steps, Leader(schedule, 77)).send(Plan(schedule).finish(77, 1), 5)
+        words.send("sent")
+        words.recv()
+
+
+def rank_0(tree: Tree, words: Connection) -> None:
+    with tree.groups[0].results.sender(name="worker 0.0 #1"):
+        words.send("there")
+        words.recv()
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_the_cores_death_is_told_within_a_tenth_of_a_second_wherever_it_sleeps(is_answered: bool) -> None:
+    def measure() -> float:
+        ours, theirs = multiprocessing.Pipe()
+        with laid() as tree, spawn(core, tree, theirs) as process:
+            group = tree.groups[0]
+            with group.results.sender(name="worker 0.0 #1") as results, closing(an_output(tree)) as mine:
+                assert ours.recv() == "sent"
+                with thread(lambda: turns(mine)) as turning:
+                    if is_answered:
+                        results.send(StepDone(77, 1, np.zeros(0, np.int32)), 1)
+                    asleep_on = group.steps if is_answered else group.results
+                    eventually(lambda: waits(asleep_on)["waiting_ns"])
+                    process.kill()
+                    killed_at = time.monotonic()
+                    turning.ended()
+                assert isinstance(turning.error, PeerDied) and turning.error.name == "core 0.0 #1"
+                return turning.ended_at - killed_at
+
+    soon(measure)
+
+
+def test_the_death_of_rank_0_is_told_within_a_tenth_of_a_second() -> None:
+    def measure() -> float:
+        ours, theirs = multiprocessing.Pipe()
+        with laid() as tree, spawn(rank_0, tree, theirs) as process:
+            group = tree.groups[0]
+            with group.steps.sender(name="core 0.0 #1") as steps, closing(an_output(tree)) as mine:
+                assert ours.recv() == "there"
+                schedule = Schedule(8, 100, 4)
+                Leading(steps, Leader(schedule, 77)).send(Plan(schedule).finish(77, 1), 5)
+                with thread(lambda: turns(mine)) as turning:
+                    eventually(lambda: waits(group.results)["waiting_ns"])
+                    process.kill()
+                    killed_at = time.monotonic()
+                    turning.ended()
+                assert isinstance(turning.error, PeerDied) and turning.error.name == "worker 0.0 #1"
+                return turning.ended_at - killed_at
+
+    soon(measure)
