@@ -32,7 +32,7 @@ from penstock.engine.stream import EngineError, Stream
 from penstock.server import openapi
 from penstock.server.bodies import Chat, Completion, Conversation, Sampling, Tokenize, decoded
 from penstock.server.dashboard import Dashboard
-from penstock.server.errors import RETRY_AFTER, ApiError, Gone
+from penstock.server.errors import ApiError, Gone
 from penstock.server.health import Health
 from penstock.server.images import Prompt
 from penstock.server.metrics import Metrics
@@ -107,8 +107,7 @@ class Api:
     def admitted(self) -> Iterator[None]:
         """While it is answered, a request is open. Raises ApiError where there are too many."""
         if self._row[Row.OPEN] >= self._options.most_open:
-            headers = {"Retry-After": str(RETRY_AFTER)}
-            raise ApiError(429, f"{self._options.most_open} requests are open already", headers=headers)
+            raise ApiError(429, f"{self._options.most_open} requests are open already")
         self._row[Row.OPEN] += 1
         try:
             yield
@@ -129,8 +128,7 @@ class Api:
                 if len(got) > most:
                     raise _too_long(most)
                 if self._reading_nbytes > BODIES_AT_ONCE * most:
-                    headers = {"Retry-After": str(RETRY_AFTER)}
-                    raise ApiError(503, "too much of the bodies of other requests is being read", headers=headers)
+                    raise ApiError(503, "too much of the bodies of other requests is being read")
             yield bytes(got)
         finally:
             self._reading_nbytes -= len(got)

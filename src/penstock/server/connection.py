@@ -10,7 +10,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from penstock.server.errors import RETRY_AFTER, ApiError
+from penstock.server.errors import ApiError
 
 MOST_BESIDES_NBYTES = 64 << 10  # of a request: its head, and what follows its body
 FRAMING = 8  # and so much more for each byte of a body: chunks may be of one byte each
@@ -41,8 +41,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._most:
-            headers = {"Retry-After": str(RETRY_AFTER)}
-            self._write(ApiError(503, f"{self._most} connections are open already", headers=headers))
+            self._write(ApiError(503, f"{self._most} connections are open already"))
             # The request lies there unread, and an end at once would take the answer with it. But there is an end.
             return self._end_slowly() if len(self.connections) <= self._most + MOST_LINGERING else self._end()
         self._begin()
