@@ -115,7 +115,7 @@ class Api:
             self._row[Row.OPEN] -= 1
 
     @contextlib.asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
         """While a prompt is made of it, it counts among those that are being read."""
         most, got = self._options.most_body_nbytes, bytearray()
         said = request.headers.get("content-length", "0")
@@ -129,7 +129,7 @@ class Api:
                     raise _too_long(most)
                 if self._reading_nbytes > BODIES_AT_ONCE * most:
                     raise ApiError(503, "too much of the bodies of other requests is being read")
-            yield bytes(got)
+            yield got
         finally:
             self._reading_nbytes -= len(got)
 
@@ -142,7 +142,6 @@ class Api:
     async def _chat(self, request: Request) -> Answer:
         async with self._body(request) as body:
             asked = decoded(body, Chat)
-            del body
             self._require_model(asked.model)
             params = asked.sampling()
             is_answered = asked.add_generation_prompt is not False

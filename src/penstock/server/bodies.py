@@ -235,7 +235,7 @@ DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
 }
 
 
-def decoded(body: bytes, kind: type[T]) -> T:
+def decoded(body: bytes | bytearray, kind: type[T]) -> T:
     """Raises ApiError."""
     try:
         found: T = DECODERS[kind].decode(body)
