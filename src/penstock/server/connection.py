@@ -43,7 +43,11 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self._most:
             self._write(ApiError(503, f"{self._most} connections are open already"))
             # The request lies there unread, and an end at once would take the answer with it. But there is an end.
-            return self._end_slowly() if len(self.connections) <= self._most + MOST_LINGERING else self._end()
+            if len(self.connections) <= self._most + MOST_LINGERING:
+                self._end_slowly()
+            else:
+                self.transport.close()
+            return
         self._begin()
         self._watch()
 
@@ -176,11 +180,6 @@ class Connection(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
         self.pipeline.clear()
-
-    def _end(self) -> None:
-        self._is_over = True
-        self._unwatch()
-        self.transport.close()
 
     def _end_slowly(self) -> None:
         self._is_over = True
