@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.directory import takes_images, tokenizer_of
@@ -53,7 +53,7 @@ class Prompt(NamedTuple):
 class ImageReader:
     """Of one server process, for a model that takes images."""
 
-    def __init__(self, config: EngineConfig, options: ServerOptions, store: Store | None) -> None:
+    def __init__(self, config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any) -> None:
         """Raises ValueError where the model lacks what it takes."""
         # Inline they would be found by nobody. The next one who sends an image is to find even a small one made.
         self._outgoing = Outgoing(store, inline_nbytes=0)
@@ -66,7 +66,7 @@ class ImageReader:
             threads=threads,
             most_tokens=self._most_tokens,
         )
-        self._places = Places(self._images, tokenizer_of(config))
+        self._places = Places(self._images, tokenizer_of(config) if tokenizer is None else tokenizer)
         self._folders = [Path(one).resolve(strict=True) for one in options.media_folders]
 
     def close(self) -> None:
@@ -115,12 +115,17 @@ class ImageReader:
             raise ApiError(refused.status, f"{refused.reason} at $.{named.where}", param=named.where) from None
 
 
-def image_reader(config: EngineConfig, options: ServerOptions, store: Store | None) -> ImageReader | None:
-    """None: the model takes no images, or lacks what it takes to make anything of them, and answers text alone."""
+def image_reader(
+    config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any = None
+) -> ImageReader | None:
+    """None: the model takes no images, or lacks what it takes to make anything of them, and answers text alone.
+
+    `tokenizer`: the model's, where somebody has it already: reading it takes long.
+    """
     if not takes_images(config):
         return None
     try:
-        return ImageReader(config, options, store)
+        return ImageReader(config, options, store, tokenizer)
     except ValueError as error:
         event("images are not taken", logging.WARNING, reason=error)
         return None

@@ -32,6 +32,7 @@ class Words(Protocol):
     """Of a model, or of a simulated device. Made once in a process."""
 
     most_ids: int  # there are no ids from this one on
+    tokenizer: Any  # of `tokenizers`; None: a text is its bytes
 
     def encode(self, text: str, add_special: bool) -> list[int]: ...
 
@@ -47,6 +48,8 @@ def words_of(config: EngineConfig) -> Words:
 
 
 class BytesWords:
+    tokenizer = None
+
     def __init__(self, vocabulary: int) -> None:
         self.most_ids = vocabulary
 
@@ -61,13 +64,13 @@ class BytesWords:
 class ModelWords:
     def __init__(self, config: EngineConfig) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is not cut among threads
-        self._tokenizer = tokenizer_of(config)
+        self.tokenizer = tokenizer_of(config)
         self._template = Template(Path(config.model))
         self.most_ids = _most_ids(config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
         # As a batch, though of one: only for a batch the interpreter is let go meanwhile.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
         ids: list[int] = encoding.ids
         return ids
 
