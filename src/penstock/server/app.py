@@ -13,7 +13,7 @@ import secrets
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -42,11 +42,15 @@ from penstock.server.tally import ROUTES, Row, Tally
 from penstock.server.telling import Choice, Events, Pace, gathered, unless_gone, usage_of
 from penstock.server.words import Reader
 
+LONG = (
+    64 << 10
+)  # bytes of a body: decoding most takes a fraction of 1 ms; longer ones are a thread's, and the loop goes on
 BODIES_AT_ONCE = 8  # of the longest: what a process keeps of requests that have not come as a whole
 CLIENT_GONE = 499  # in the tally: nobody is told
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
 
 Answer: TypeAlias = Response | Events
+T = TypeVar("T")
 
 
 class Api:
@@ -133,6 +137,12 @@ class Api:
         finally:
             self._reading_nbytes -= len(got)
 
+    async def _aside(self, request: Request, body: bytearray, work: Callable[[], T]) -> T:
+        """What is made of a body: of a long one by a thread, unless the client goes meanwhile."""
+        if len(body) <= LONG:
+            return work()
+        return await unless_gone(request.receive, self._reader.in_a_thread(work))
+
     def _require_model(self, name: str | None) -> None:
         if name is not None and name not in (self._name, self._config.model):
             message = f"there is no model {name!r} here, but {self._name!r}"
@@ -141,12 +151,13 @@ class Api:
     # ── what is generated ──
     async def _chat(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = decoded(body, Chat)
+            asked = await self._aside(request, body, lambda: decoded(body, Chat))
             self._require_model(asked.model)
             params = asked.sampling()
             is_answered = asked.add_generation_prompt is not False
             options = asked.chat_template_kwargs or {}
-            prompt = await self._prompt(request, Conversation.of(asked.messages), is_answered, options)
+            said = await self._aside(request, body, lambda: Conversation.of(asked.messages))
+            prompt = await self._prompt(request, said, is_answered, options)
             asked.messages = []  # images are long, and it may take long to answer
         try:
             return await self._generate(request, Style.CHAT, asked, params, [prompt], "messages")
@@ -161,7 +172,7 @@ class Api:
 
     async def _completions(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = decoded(body, Completion)
+            asked = await self._aside(request, body, lambda: decoded(body, Completion))
             self._require_model(asked.model)
             params = asked.sampling()
             prompts = [Prompt(await self._reader.ids(prompt)) for prompt in asked.prompts()]
@@ -242,9 +253,9 @@ class Api:
     # ── what is known ──
     async def _tokenize(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = decoded(body, Tokenize)
+            asked = await self._aside(request, body, lambda: decoded(body, Tokenize))
             self._require_model(asked.model)
-            what = asked.what()
+            what = await self._aside(request, body, asked.what)
             if isinstance(what, str):
                 ids = await self._reader.ids(what, asked.add_special_tokens)
             else:

@@ -6,6 +6,7 @@ Leaves the texts of answers to the output processors.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,8 @@ from penstock.server.templates import Template, in_one
 T = TypeVar("T")
 
 LONG = 4096  # characters: about 1 ms of tokenising; longer ones are done by a thread, and the loop goes on
-THREADS = 2  # for that. The tokenizer lets the interpreter go
+MANY = 128  # parts of messages: about 0.5 ms of a template
+THREADS = 2  # for both. The tokenizer lets the interpreter go
 
 
 class Words(Protocol):
@@ -95,7 +97,7 @@ class Reader:
         self._config = config
         self.words = words
         self._images = images
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
         self._vocabulary: asyncio.Future[Vocabulary] | None = None
 
     def close(self) -> None:
@@ -108,7 +110,9 @@ class Reader:
         if said.images and self._images is None:
             where = said.images[0].where
             raise ApiError(400, f"expected text, got an image at $.{where}: this model takes none", param=where)
-        ids = await self.ids(self.words.chat(said.messages, is_answered, options), add_special=False)
+        work = functools.partial(self.words.chat, said.messages, is_answered, options)
+        text = work() if said.parts <= MANY else await self.in_a_thread(work)
+        ids = await self.ids(text, add_special=False)
         if not said.images or self._images is None:
             return Prompt(ids)
         return await self._images.prompt(ids, said.images)
@@ -122,13 +126,13 @@ class Reader:
             return prompt
         if len(prompt) <= LONG:
             return self.words.encode(prompt, add_special)
-        return await self._in_a_thread(lambda: self.words.encode(prompt, add_special))
+        return await self.in_a_thread(lambda: self.words.encode(prompt, add_special))
 
     async def vocabulary(self) -> Vocabulary:
         """Made when it is first asked for: few want to know how ids look."""
         if self._vocabulary is None:
-            self._vocabulary = asyncio.ensure_future(self._in_a_thread(lambda: vocabulary(self._config)))
+            self._vocabulary = asyncio.ensure_future(self.in_a_thread(lambda: vocabulary(self._config)))
         return await asyncio.shield(self._vocabulary)
 
-    async def _in_a_thread(self, work: Callable[[], T]) -> T:
+    async def in_a_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
