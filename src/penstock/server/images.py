@@ -13,7 +13,7 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from penstock.engine.places import Places
 from penstock.engine.schedule import Input
 from penstock.server import media
 from penstock.server.errors import ApiError
+from penstock.server.fetching import Fetcher, is_elsewhere
 from penstock.server.options import ServerOptions
 from penstock.tensor import Outgoing, Scope, Store
 
@@ -68,8 +69,11 @@ class ImageReader:
         )
         self._places = Places(self._images, tokenizer_of(config) if tokenizer is None else tokenizer)
         self._folders = [Path(one).resolve(strict=True) for one in options.media_folders]
+        self._fetcher = Fetcher(options.media_hosts) if options.media_hosts else None
 
     def close(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
         self._images.close()
 
     async def prompt(self, ids: list[int], named: Sequence[Named]) -> Prompt:
@@ -108,9 +112,12 @@ class ImageReader:
                 task.cancel()
 
     async def _load(self, named: Named, scope: Scope) -> Loaded:
-        read = functools.partial(media.read, named.url, self._images.limits.nbytes, self._folders)
+        most = self._images.limits.nbytes
+        raw: bytes | Callable[[], bytes] = functools.partial(media.read, named.url, most, self._folders)
         try:
-            return await self._images.load(read, scope)
+            if self._fetcher is not None and is_elsewhere(named.url):
+                raw = await self._fetcher.fetch(named.url, most)
+            return await self._images.load(raw, scope)
         except ImageRefused as refused:
             raise ApiError(refused.status, f"{refused.reason} at $.{named.where}", param=named.where) from None
 
