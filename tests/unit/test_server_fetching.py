@@ -86,7 +86,7 @@ class Elsewhere:
         self.open += 1
         try:
             with contextlib.suppress(OSError), line:
-                line.settimeout(WITHIN)
+                line.settimeout(6 * WITHIN)  # so that it is not what ends a connection
                 if self._tls is None:
                     return self._answer(line)
                 with self._tls.wrap_socket(line, server_side=True) as secret:
