@@ -22,6 +22,7 @@ from penstock.server.options import ServerOptions
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(250)) * 8
 MOST = 10_000
+TRUSTING = ssl.create_default_context()  # takes long to make
 WITHIN = 10.0  # seconds; until a thread that need not wait has gone on, on a busy machine
 Script = Callable[[socket.socket], None]
 
@@ -98,7 +99,7 @@ class Elsewhere:
         head = b""
         while b"\r\n\r\n" not in head:
             head += line.recv(65536) or b"\r\n\r\n"
-        self.heads.append(head.decode())
+        self.heads.append(head.decode("latin-1"))
         self.script(line)
 
     def close(self) -> None:
@@ -122,7 +123,7 @@ def host() -> Iterator[Elsewhere]:
 
 def fetched(url: str, hosts: tuple[str, ...], most: int = MOST, **options: Any) -> bytes:
     async def fetch() -> bytes:
-        with contextlib.closing(Fetcher(hosts, **options)) as fetcher:
+        with contextlib.closing(Fetcher(hosts, **{"tls": TRUSTING, **options})) as fetcher:
             return await fetcher.fetch(url, most)
 
     return asyncio.run(fetch())
@@ -291,6 +292,10 @@ def test_behind_tls_the_host_must_be_the_one_that_was_named(tmp_path: Path) -> N
         assert refusal(f"https://{wrong}/x", (wrong,), tls=trusting, **given).reason == fetching.FAILED
         assert refusal(f"https://{right}/x", (right,), **given).reason == fetching.FAILED  # nobody vouches for it
         assert len(host.heads) == 1
+        host.script = bare(b"HTTP/1.1 200 OK\r\n", until_gone=True)
+        late = refusal(f"https://{right}/x", (right,), tls=trusting, seconds=1.0, **given)
+        assert "within 1 s" in late.reason
+        host.until(0)
 
 
 # ── what it answers ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -347,6 +352,8 @@ def test_a_host_that_drips_wins_no_time(host: Elsewhere) -> None:
         host.script = script
         assert "within 0.3 s" in refusal(f"http://{place}/x", (place,), seconds=0.3).reason
         host.until(0)
+    assert "within 0.3 s" in refusal(f"https://{place}/x", (place,), seconds=0.3).reason  # it never shakes hands
+    host.until(0)
 
 
 def test_whoever_waits_no_longer_ends_the_connection(host: Elsewhere) -> None:
