@@ -175,7 +175,8 @@ class Api:
             asked = await self._aside(request, body, lambda: decoded(body, Completion))
             self._require_model(asked.model)
             params = asked.sampling()
-            prompts = [Prompt(await self._reader.ids(prompt)) for prompt in asked.prompts()]
+            said = await self._aside(request, body, asked.prompts)
+            prompts = [Prompt(await self._reader.ids(prompt)) for prompt in said]
         return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
 
     async def _generate(

@@ -27,6 +27,7 @@ from penstock.server.media import TYPES, kind_of
 
 AT_ONCE = 8  # fetches of a server process; others wait for one of them to end
 SECONDS = 10.0  # of one, with the wait for its turn, for its host's name, and all that the host sends
+MOST_SAID = 200  # characters in the log of what went wrong: the host's own words may be in it
 MOST_ADDRESSES = 4  # of a host, that are tried
 PORTS = {"http": 80, "https": 443}
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -131,7 +132,7 @@ class Fetcher:
         except (OSError, http.client.HTTPException, ValueError) as error:
             if not fetch.is_over:
                 what = f"{type(error).__name__}: {error}"
-                event("image not fetched", logging.WARNING, host=asked.said, error=what)
+                event("image not fetched", logging.WARNING, host=asked.said, error=what[:MOST_SAID])
             raise ImageRefused(400, FAILED) from None
 
 
