@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 from penstock.engine.board import Board
+from penstock.server.connection import MOST_THROWN_NBYTES
 from tests.e2e.test_server import AUTHORIZED, KEY, MOST_BODY, MOST_OPEN, Served, posted, served
 
 PATIENCE = 1.0  # of the server, as `served` says
@@ -265,6 +268,48 @@ async def who_is_refused_before_its_body_was_there_hears_of_it(tree: Served) -> 
     assert (await answer(tree, expecting)).status == 413
 
 
+def sent_first(tree: Served, request: bytes, nbytes: int) -> bytes:
+    """What a client hears that listens when it has sent all, as many do."""
+    with socket.create_connection(("127.0.0.1", tree.port), WITHIN) as plain:
+        plain.sendall(request)
+        for _ in range(nbytes >> 16):
+            plain.sendall(b" " * 65536)
+        return b"".join(iter(lambda: plain.recv(65536), b""))
+
+
+async def who_is_refused_and_wants_an_end_hears_of_it_first(tree: Served) -> None:
+    nbytes = 80 * MOST_BODY
+    length = b"content-length: %d\r\n\r\n" % nbytes
+    for head, status in (
+        (closing(HEAD), 413),
+        (closing(HEAD).replace(KEY.encode(), b"wrong"), 401),
+        (closing(HEAD).replace(b"/v1/completions", b"/v1/nothing"), 404),
+        (HEAD.replace(b"HTTP/1.1", b"HTTP/1.0"), 413),
+    ):
+        said = await asyncio.to_thread(sent_first, tree, head + length, nbytes)
+        assert b" %d " % status in said.partition(b"\r\n")[0] and b"connection: close" in said, head
+        assert said.endswith(b"}") and said.count(b"HTTP/1.1") == 1
+
+
+async def nobody_is_listened_to_for_long_after_a_refusal(tree: Served) -> None:
+    head = closing(HEAD).replace(KEY.encode(), b"wrong") + b"content-length: 100000000000\r\n\r\n"
+
+    def flood() -> None:
+        with pytest.raises(ConnectionError):
+            sent_first(tree, head, 4 * MOST_THROWN_NBYTES)
+
+    def drip() -> None:
+        began = time.monotonic()
+        with socket.create_connection(("127.0.0.1", tree.port), WITHIN) as plain:
+            plain.sendall(head)
+            with pytest.raises(ConnectionError):
+                while time.monotonic() - began < WITHIN:
+                    time.sleep(0.05)
+                    plain.sendall(b" ")
+
+    await asyncio.gather(asyncio.to_thread(flood), asyncio.to_thread(drip))
+
+
 async def who_offers_another_protocol_is_answered_in_this_one(tree: Served) -> None:
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
     offered = MODELS.replace(b"host: x\r\n", b"host: x\r\n" + upgrade)
@@ -338,6 +383,8 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     what_is_no_http_is_refused_in_words,
     a_length_that_is_not_the_bodys_costs_that_connection_alone,
     who_is_refused_before_its_body_was_there_hears_of_it,
+    who_is_refused_and_wants_an_end_hears_of_it_first,
+    nobody_is_listened_to_for_long_after_a_refusal,
     who_offers_another_protocol_is_answered_in_this_one,
     bodies_that_make_no_sense_are_refused,
     bodies_that_are_odd_and_make_sense_are_answered,

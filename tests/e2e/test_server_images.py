@@ -1,6 +1,7 @@
 """Images over the API: OpenAI's own client, against tiny models that see, and what transformers answers with these."""
 
 import asyncio
+import contextlib
 import io
 import os
 import signal
@@ -24,6 +25,7 @@ from tests.e2e.test_server import Served, served  # noqa: E402
 from tests.engine import START  # noqa: E402
 from tests.unit.sights import Sight  # noqa: E402
 from tests.unit.test_images import picture  # noqa: E402
+from tests.unit.test_server_fetching import Elsewhere, bare, whole  # noqa: E402
 from tests.unit.test_server_images import named, part, plain, text  # noqa: E402
 
 COUNT = 10
@@ -35,6 +37,7 @@ class Seeing(Served):
     """A served model that sees, and what it is to answer."""
 
     sight: Sight
+    elsewhere: Elsewhere  # a host that is open to clients
 
     @property
     def store(self) -> Store:
@@ -120,7 +123,7 @@ async def images_of_any_format_are_seen_wherever_they_lie(tree: Seeing) -> None:
 async def what_is_no_image_for_us_is_refused_with_its_place(tree: Seeing) -> None:
     good = part(picture())
     for image, status, words in (
-        (named("http://127.0.0.1:1/x.png"), 400, "not fetched from elsewhere"),
+        (named("http://127.0.0.1:1/x.png"), 400, "not fetched from this host"),
         (named("data:image/png;base64,iVBO!"), 400, "no base64"),
         (part(b"hello"), 400, "got something else"),
         (part(picture()[:-500]), 400, "no image that can be read"),
@@ -157,6 +160,28 @@ async def a_client_that_goes_while_its_image_is_made_holds_nothing(tree: Seeing)
         assert tree.number(Board.OPEN) == 0, "it never came to the engine"
 
 
+async def an_image_on_a_host_that_is_open_to_clients_is_seen(tree: Seeing) -> None:
+    seen = picture(36, 20, seed=13)
+    tree.elsewhere.script = whole(body=seen)
+    there = named(f"http://127.0.0.1:{tree.elsewhere.port}/one.png")
+    _, want = tree.want([text("a"), part(seen)], seen)
+    assert (await tree.chat(text("a"), there)).choices[0].message.content == want
+    tree.elsewhere.script = whole("404 Not Found")
+    with pytest.raises(openai.BadRequestError, match=r"could not be fetched from its host: it answered 404") as caught:
+        await tree.chat(text("a"), there)
+    assert caught.value.param == "messages[0].content[1]"
+
+
+async def a_client_that_goes_takes_its_fetch_with_it(tree: Seeing) -> None:
+    tree.elsewhere.script = bare(until_gone=True)
+    there = named(f"http://127.0.0.1:{tree.elsewhere.port}/one.png")
+    _, writer = await tree.connect("/v1/chat/completions", tree.asked(there, there))
+    await asyncio.to_thread(tree.elsewhere.until, 2)
+    writer.transport.abort()
+    await asyncio.to_thread(tree.elsewhere.until, 0)
+    assert await tree.total("penstock_open_requests") == 0
+
+
 def flat(edge: int) -> bytes:
     """Few bytes that take long to decode."""
     raw = io.BytesIO()
@@ -189,6 +214,8 @@ SCENES = (
     the_same_image_is_found_in_the_store,
     images_of_any_format_are_seen_wherever_they_lie,
     what_is_no_image_for_us_is_refused_with_its_place,
+    an_image_on_a_host_that_is_open_to_clients_is_seen,
+    a_client_that_goes_takes_its_fetch_with_it,
     a_client_that_goes_while_its_image_is_made_holds_nothing,
     a_server_that_dies_holds_no_image_and_the_next_one_finds_it,
 )
@@ -204,14 +231,17 @@ def test_on_one_tree(name: str, tmp_path: Path) -> None:
     limits = ImageLimits(count=3, nbytes=200_000, pixels=MOST_PIXELS)
     server = {"image_limits": limits, "media_folders": (f"{tmp_path}/open",), "most_body_nbytes": 2_000_000}
 
-    async def all_scenes() -> None:
+    async def all_scenes(elsewhere: Elsewhere) -> None:
+        hosts = {"media_hosts": (f"127.0.0.1:{elsewhere.port}",)}
         options = {"simulated": None, "model": str(tmp_path), "api_servers": 1, "store_nbytes": 16 << 20}
-        async with served(server, 3 * START, **options, **SIZES) as tree:
+        async with served(server | hosts, 3 * START, **options, **SIZES) as tree:
             tree.__class__ = Seeing
+            tree.elsewhere = elsewhere
             tree.sight = sight
             for scene in SCENES if name == "llava" else SCENES[:5]:
                 print(scene.__name__, flush=True)
                 await asyncio.wait_for(scene(tree), 120)
                 await tree.must_hold_nothing()
 
-    asyncio.run(all_scenes())
+    with contextlib.closing(Elsewhere()) as elsewhere:
+        asyncio.run(all_scenes(elsewhere))

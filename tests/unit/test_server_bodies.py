@@ -198,4 +198,7 @@ def test_an_error_has_the_form_that_clients_know() -> None:
 
 def test_who_is_refused_for_now_is_told_when_to_come_again() -> None:
     assert ApiError.of(EngineError(503, "no group serves")).response().headers["retry-after"] == "1"
+    for status in (429, 503):
+        assert ApiError(status, "x").response().headers["retry-after"] == "1"
+    assert "retry-after" not in ApiError(400, "x").response().headers
     assert "retry-after" not in ApiError.of(EngineError(400, "too long")).response().headers

@@ -32,6 +32,7 @@ from tests.unit.models import VISION  # noqa: E402
 from tests.unit.sights import Sight, placeholder  # noqa: E402
 from tests.unit.test_engine_images import must_be_held_by_nobody  # noqa: E402
 from tests.unit.test_images import picture, png_of  # noqa: E402
+from tests.unit.test_server_fetching import Elsewhere, bare, whole  # noqa: E402
 
 WHERE = "messages[0].content[{}]"
 
@@ -155,6 +156,36 @@ def test_of_images_in_any_format_the_first_frame_counts(
 
     with scene_of(llava, media_folders=(str(tmp_path),)) as scene:
         asyncio.run(look(scene))
+
+
+def test_an_image_on_a_host_that_is_open_is_the_same_one_and_is_found_in_the_store(llava: Path) -> None:
+    with contextlib.closing(Elsewhere()) as host:
+        host.script = whole(body=picture(40, 40))
+        there = named(f"http://127.0.0.1:{host.port}/x.png")
+
+        async def look(scene: Scene) -> None:
+            assert await scene.length(text("a"), there, there) == await scene.length(
+                text("a"), *[part(picture(40, 40))] * 2
+            )
+            assert scene.store.stats_of_keys().puts == 1
+
+        with scene_of(llava, media_hosts=(f"127.0.0.1:{host.port}",)) as scene:
+            asyncio.run(look(scene))
+
+
+def test_one_that_is_refused_ends_the_fetches_of_its_request(llava: Path) -> None:
+    with contextlib.closing(Elsewhere()) as host:
+        host.script = bare(until_gone=True)
+        there = named(f"http://127.0.0.1:{host.port}/x.png")
+
+        async def look(scene: Scene) -> None:
+            with pytest.raises(ApiError, match="not fetched from this host") as caught:
+                await scene.prompt(there, named("http://127.0.0.1/x.png"), there)
+            assert (caught.value.status, caught.value.param) == (400, WHERE.format(1))
+            await asyncio.to_thread(host.until, 0)
+
+        with scene_of(llava, media_hosts=(f"127.0.0.1:{host.port}",)) as scene:
+            asyncio.run(look(scene))
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────

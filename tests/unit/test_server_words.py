@@ -83,6 +83,7 @@ def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> Non
             ((*simulated, "--port", "0", "--host", "no such host"), "penstock serve:"),
             (("/nowhere", "--port", "0"), "not '/nowhere'"),
             ((*simulated, "--allowed-local-media-path", "/nowhere"), "media_folders are folders, not '/nowhere'"),
+            ((*simulated, "--allowed-media-domains", "a.org,http://b.org"), "expected a host as in example.org"),
             ((*simulated, "--max-images", "0"), "count is 1 or more, not 0"),
             ((*simulated, "--image-store-mb", "-1"), "store_nbytes is between"),
         ):

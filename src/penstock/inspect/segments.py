@@ -15,6 +15,7 @@ from penstock import _native
 from penstock.codec.catalogue import Schema
 from penstock.errors import LayoutMismatch
 from penstock.inspect.words import printable
+from penstock.memory import Segment
 
 Json = dict[str, Any]
 Place = tuple[int, int]  # device and inode: the same segment in whatever process
@@ -41,6 +42,11 @@ def open_place(pid: int, number: int, place: Place) -> int:
         os.close(fd)
         raise FileNotFoundError("closed while we looked")
     return fd
+
+
+def page_at(pid: int, number: int, place: Place) -> Segment:
+    """The segment itself, mapped for reading and joined by nobody. Raises OSError or PenstockError."""
+    return Segment(_native.Segment.adopt(open_place(pid, number, place), True))
 
 
 def snapshot_of(pid: int, number: int, place: Place) -> Json:

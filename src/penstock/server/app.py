@@ -13,7 +13,7 @@ import secrets
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -32,7 +32,7 @@ from penstock.engine.stream import EngineError, Stream
 from penstock.server import openapi
 from penstock.server.bodies import Chat, Completion, Conversation, Sampling, Tokenize, decoded
 from penstock.server.dashboard import Dashboard
-from penstock.server.errors import RETRY_AFTER, ApiError, Gone
+from penstock.server.errors import ApiError, Gone
 from penstock.server.health import Health
 from penstock.server.images import Prompt
 from penstock.server.metrics import Metrics
@@ -42,11 +42,15 @@ from penstock.server.tally import ROUTES, Row, Tally
 from penstock.server.telling import Choice, Events, Pace, gathered, unless_gone, usage_of
 from penstock.server.words import Reader
 
+LONG = (
+    64 << 10
+)  # bytes of a body: decoding most takes a fraction of 1 ms; longer ones are a thread's, and the loop goes on
 BODIES_AT_ONCE = 8  # of the longest: what a process keeps of requests that have not come as a whole
 CLIENT_GONE = 499  # in the tally: nobody is told
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
 
 Answer: TypeAlias = Response | Events
+T = TypeVar("T")
 
 
 class Api:
@@ -107,8 +111,7 @@ class Api:
     def admitted(self) -> Iterator[None]:
         """While it is answered, a request is open. Raises ApiError where there are too many."""
         if self._row[Row.OPEN] >= self._options.most_open:
-            headers = {"Retry-After": str(RETRY_AFTER)}
-            raise ApiError(429, f"{self._options.most_open} requests are open already", headers=headers)
+            raise ApiError(429, f"{self._options.most_open} requests are open already")
         self._row[Row.OPEN] += 1
         try:
             yield
@@ -116,7 +119,7 @@ class Api:
             self._row[Row.OPEN] -= 1
 
     @contextlib.asynccontextmanager
-    async def _body(self, request: Request) -> AsyncIterator[bytes]:
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
         """While a prompt is made of it, it counts among those that are being read."""
         most, got = self._options.most_body_nbytes, bytearray()
         said = request.headers.get("content-length", "0")
@@ -129,11 +132,16 @@ class Api:
                 if len(got) > most:
                     raise _too_long(most)
                 if self._reading_nbytes > BODIES_AT_ONCE * most:
-                    headers = {"Retry-After": str(RETRY_AFTER)}
-                    raise ApiError(503, "too much of the bodies of other requests is being read", headers=headers)
-            yield bytes(got)
+                    raise ApiError(503, "too much of the bodies of other requests is being read")
+            yield got
         finally:
             self._reading_nbytes -= len(got)
+
+    async def _aside(self, request: Request, body: bytearray, work: Callable[[], T]) -> T:
+        """What is made of a body: of a long one by a thread, unless the client goes meanwhile."""
+        if len(body) <= LONG:
+            return work()
+        return await unless_gone(request.receive, self._reader.in_a_thread(work))
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name not in (self._name, self._config.model):
@@ -143,13 +151,13 @@ class Api:
     # ── what is generated ──
     async def _chat(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = decoded(body, Chat)
-            del body
+            asked = await self._aside(request, body, lambda: decoded(body, Chat))
             self._require_model(asked.model)
             params = asked.sampling()
             is_answered = asked.add_generation_prompt is not False
             options = asked.chat_template_kwargs or {}
-            prompt = await self._prompt(request, Conversation.of(asked.messages), is_answered, options)
+            said = await self._aside(request, body, lambda: Conversation.of(asked.messages))
+            prompt = await self._prompt(request, said, is_answered, options)
             asked.messages = []  # images are long, and it may take long to answer
         try:
             return await self._generate(request, Style.CHAT, asked, params, [prompt], "messages")
@@ -164,10 +172,11 @@ class Api:
 
     async def _completions(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = decoded(body, Completion)
+            asked = await self._aside(request, body, lambda: decoded(body, Completion))
             self._require_model(asked.model)
             params = asked.sampling()
-            prompts = [Prompt(await self._reader.ids(prompt)) for prompt in asked.prompts()]
+            said = await self._aside(request, body, asked.prompts)
+            prompts = [Prompt(await self._reader.ids(prompt)) for prompt in said]
         return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
 
     async def _generate(
@@ -245,9 +254,9 @@ class Api:
     # ── what is known ──
     async def _tokenize(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = decoded(body, Tokenize)
+            asked = await self._aside(request, body, lambda: decoded(body, Tokenize))
             self._require_model(asked.model)
-            what = asked.what()
+            what = await self._aside(request, body, asked.what)
             if isinstance(what, str):
                 ids = await self._reader.ids(what, asked.add_special_tokens)
             else:

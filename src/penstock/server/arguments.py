@@ -41,6 +41,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="clients may name images beneath it by file:// URLs (none)",
     )
     add(
+        "--allowed-media-domains",
+        metavar="HOST,…",
+        action="append",
+        default=[],
+        help="clients may name images on them by http:// and https:// URLs (none)",
+    )
+    add(
         "--patience", metavar="SECONDS", type=float, default=30.0, help="with a client that takes or sends nothing (30)"
     )
     add("--drain-timeout", metavar="SECONDS", type=float, default=30.0, help="for what is open, at the end (30)")
@@ -98,4 +105,5 @@ def server_options(options: argparse.Namespace) -> ServerOptions:
             count=options.max_images, nbytes=options.max_image_mb << 20, pixels=options.max_image_megapixels * 10**6
         ),
         media_folders=tuple(options.allowed_local_media_path),
+        media_hosts=tuple(host for said in options.allowed_media_domains for host in said.split(",")),
     )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from penstock.engine.protocol import SamplingParams
+from penstock.server.cutting import LONG, cut
 from penstock.server.errors import ApiError, of_a_body
 from penstock.server.images import Named
 
@@ -191,6 +192,10 @@ class Conversation(NamedTuple):
     messages: list[dict[str, Any]]
     images: list[Named]
 
+    @property
+    def parts(self) -> int:
+        return sum(1 if isinstance(one["content"], str) else len(one["content"]) for one in self.messages)
+
     @classmethod
     def of(cls, messages: list[Message]) -> Conversation:
         found = cls([], [])
@@ -235,13 +240,40 @@ DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
 }
 
 
-def decoded(body: bytes, kind: type[T]) -> T:
+def decoded(body: bytes | bytearray, kind: type[T]) -> T:
     """Raises ApiError."""
+    if len(body) > LONG:
+        found = _decoded_in_parts(body, kind)
+        if found is not None:
+            return found
     try:
-        found: T = DECODERS[kind].decode(body)
+        whole: T = DECODERS[kind].decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise of_a_body(error) from None
-    return found
+    return whole
+
+
+def _decoded_in_parts(body: bytes | bytearray, kind: type[T]) -> T | None:
+    """None: it is to be decoded in one, as there is nothing to cut out, or as what is wrong is told with its place."""
+    short, urls = cut(body)
+    if not urls:
+        return None
+    try:
+        found: T = DECODERS[kind].decode(short)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if _is_whole_with(found, urls) else None
+
+
+def _is_whole_with(found: msgspec.Struct, urls: dict[str, str]) -> bool:
+    """Puts images where their marks stand. False: some stand where no image is said, and may mean something there."""
+    messages: list[Message] = getattr(found, "messages", None) or []
+    for message in messages:
+        if isinstance(message.content, list):
+            for part in message.content:
+                if isinstance(part, ImagePart):
+                    part.image_url.url = urls.pop(part.image_url.url, part.image_url.url)
+    return not urls
 
 
 def _refuse(body: msgspec.Struct) -> None:

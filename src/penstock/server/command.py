@@ -34,7 +34,7 @@ async def _run(config: EngineConfig, options: ServerOptions, listener: socket.so
     if not options.api_keys and not _is_loopback(listener):
         event("anybody may ask", logging.WARNING, host=options.host, remedy="--api-key")
     launcher = Serving(config, options, listener)
-    telling = asyncio.ensure_future(_tell_when_it_serves(launcher, address_of(listener)))
+    telling = asyncio.ensure_future(_tell_when_it_serves(launcher, _address(listener)))
     try:
         await launcher.run()
     except TreeFailed:  # who, and how, stands in the log
@@ -50,7 +50,7 @@ class Serving(Launcher):
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
         self.tally = Tally.lay(config.api_servers)
-        self.notice = Notice.lay(config, options, address_of(listener))
+        self.notice = Notice.lay(config, options, _address(listener))
         self.rows = Tally(self.tally, config.api_servers, writable=True).rows
         self._listener = listener
         super().__init__(config, functools.partial(serve, Shared(options, listener, self.tally, self.notice)))
@@ -75,7 +75,7 @@ async def _tell_when_it_serves(launcher: Launcher, url: str) -> None:
         launcher.fail(str(error))
 
 
-def address_of(listener: socket.socket) -> str:
+def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

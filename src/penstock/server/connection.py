@@ -6,11 +6,12 @@ Leaves HTTP to uvicorn, whose parser has no such bounds, and to `app` what is an
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from penstock.server.errors import RETRY_AFTER, ApiError
+from penstock.server.errors import ApiError
 
 MOST_BESIDES_NBYTES = 64 << 10  # of a request: its head, and what follows its body
 FRAMING = 8  # and so much more for each byte of a body: chunks may be of one byte each
@@ -18,7 +19,8 @@ MOST_AHEAD = 16  # requests that a client may send before the one that is being 
 MOST_AHEAD_NBYTES = 256 << 10  # … and bytes of them, while it is not
 SLOWEST = 16 << 10  # bytes per second of a body; slower ones have been given up when the patience has ended
 MOST_LINGERING = 64  # connections that are too many, and whose refusal is waited for
-LINGER = 2.0  # seconds in which what still comes is thrown away, so that the refusal of it arrives
+LINGER = 2.0  # seconds without more of what is thrown away so that the refusal of it arrives …
+MOST_THROWN_NBYTES = 64 << 20  # … and bytes of it: the longest of usual bodies
 
 
 class Connection(HttpToolsProtocol):
@@ -36,15 +38,22 @@ class Connection(HttpToolsProtocol):
         self._raw_nbytes = 0  # of the message
         self._body_nbytes = 0
         self._ahead_nbytes = 0
-        self._alarm: asyncio.TimerHandle | None = None  # the client owes us the rest of a message
+        self._thrown_nbytes = 0
+        self._alarm: asyncio.TimerHandle | None = None  # the client owes us the rest of a message, or its end
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # What answers requests sees of the transport. uvicorn would close it after the last answer, and unread bytes of
+        # the request make the kernel take back what has not arrived.
+        self._outlet = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._part)
         if len(self.connections) > self._most:
-            headers = {"Retry-After": str(RETRY_AFTER)}
-            self._write(ApiError(503, f"{self._most} connections are open already", headers=headers))
+            self._write(ApiError(503, f"{self._most} connections are open already"))
             # The request lies there unread, and an end at once would take the answer with it. But there is an end.
-            return self._end_slowly() if len(self.connections) <= self._most + MOST_LINGERING else self._end()
+            if len(self.connections) <= self._most + MOST_LINGERING:
+                self._end_slowly()
+            else:
+                self.transport.close()
+            return
         self._begin()
         self._watch()
 
@@ -56,6 +65,9 @@ class Connection(HttpToolsProtocol):
     # ── what comes ──
     def data_received(self, data: bytes) -> None:
         if self._is_over:
+            self._thrown_nbytes += len(data)
+            if self._thrown_nbytes > MOST_THROWN_NBYTES:
+                self.transport.close()
             return
         self._raw_nbytes += len(data)
         super().data_received(data)
@@ -136,6 +148,7 @@ class Connection(HttpToolsProtocol):
     # ── requests, one after the other ──
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.transport = self._outlet  # type: ignore[assignment]
         self._ahead_nbytes = 0
         super()._start_asgi_task(cycle, app)
 
@@ -148,9 +161,9 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         is_early = self.cycle.response_complete and self.cycle.more_body
         super().on_response_complete()
-        if self._is_in_message:  # the next one has begun to come, and has our patience
+        if self._is_in_message or self._is_over:  # the next one has begun to come, and has our patience; or none will
             self._unset_keepalive_if_required()
-        if is_early and not self.transport.is_closing():
+        if is_early and not self.transport.is_closing() and not self._is_over:
             self._end_slowly()  # it has been refused before all of it was there: what is left of it is no request
 
     def refuse(self, error: ApiError) -> None:
@@ -178,10 +191,13 @@ class Connection(HttpToolsProtocol):
                 cycle.message_event.set()
         self.pipeline.clear()
 
-    def _end(self) -> None:
-        self._is_over = True
-        self._unwatch()
-        self.transport.close()
+    def _part(self) -> None:
+        """The last answer has been given."""
+        if self._is_in_message or self.pipeline:
+            self._give_up()
+            self._end_slowly()
+        else:
+            self.transport.close()
 
     def _end_slowly(self) -> None:
         self._is_over = True
@@ -189,4 +205,14 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
         self.transport.write_eof()
-        self._alarm = self.loop.call_later(LINGER, self.transport.close)
+        self._linger(self.loop.time() + self._patience)
+
+    def _linger(self, until: float) -> None:
+        when = min(self.loop.time() + LINGER, until)
+        self._alarm = self.loop.call_at(when, self._end_unless_more, self._thrown_nbytes, until)
+
+    def _end_unless_more(self, thrown_nbytes: int, until: float) -> None:
+        if self._thrown_nbytes == thrown_nbytes or self.loop.time() >= until:
+            self.transport.close()
+        else:
+            self._linger(until)

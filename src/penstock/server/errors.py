@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from penstock.engine.stream import EngineError
 
-RETRY_AFTER = 1  # seconds; what a client that was refused for the number of open requests is asked to wait
+RETRIED = (429, 503)  # whoever is refused with one of these may come again …
+RETRY_AFTER = 1  # … after so many seconds
 KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -42,12 +43,13 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code
+        if headers is None and status in RETRIED:
+            headers = {"Retry-After": str(RETRY_AFTER)}
         self.headers = headers
 
     @classmethod
     def of(cls, error: EngineError) -> ApiError:
-        headers = {"Retry-After": str(RETRY_AFTER)} if error.status in (429, 503) else None
-        return cls(error.status, error.reason, headers=headers)
+        return cls(error.status, error.reason)
 
     @property
     def body(self) -> bytes:

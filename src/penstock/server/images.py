@@ -13,9 +13,9 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.directory import takes_images, tokenizer_of
@@ -25,6 +25,7 @@ from penstock.engine.places import Places
 from penstock.engine.schedule import Input
 from penstock.server import media
 from penstock.server.errors import ApiError
+from penstock.server.fetching import Fetcher, is_elsewhere
 from penstock.server.options import ServerOptions
 from penstock.tensor import Outgoing, Scope, Store
 
@@ -53,7 +54,7 @@ class Prompt(NamedTuple):
 class ImageReader:
     """Of one server process, for a model that takes images."""
 
-    def __init__(self, config: EngineConfig, options: ServerOptions, store: Store | None) -> None:
+    def __init__(self, config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any) -> None:
         """Raises ValueError where the model lacks what it takes."""
         # Inline they would be found by nobody. The next one who sends an image is to find even a small one made.
         self._outgoing = Outgoing(store, inline_nbytes=0)
@@ -66,10 +67,13 @@ class ImageReader:
             threads=threads,
             most_tokens=self._most_tokens,
         )
-        self._places = Places(self._images, tokenizer_of(config))
+        self._places = Places(self._images, tokenizer_of(config) if tokenizer is None else tokenizer)
         self._folders = [Path(one).resolve(strict=True) for one in options.media_folders]
+        self._fetcher = Fetcher(options.media_hosts) if options.media_hosts else None
 
     def close(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
         self._images.close()
 
     async def prompt(self, ids: list[int], named: Sequence[Named]) -> Prompt:
@@ -108,19 +112,27 @@ class ImageReader:
                 task.cancel()
 
     async def _load(self, named: Named, scope: Scope) -> Loaded:
-        read = functools.partial(media.read, named.url, self._images.limits.nbytes, self._folders)
+        most = self._images.limits.nbytes
+        raw: bytes | Callable[[], bytes] = functools.partial(media.read, named.url, most, self._folders)
         try:
-            return await self._images.load(read, scope)
+            if self._fetcher is not None and is_elsewhere(named.url):
+                raw = await self._fetcher.fetch(named.url, most)
+            return await self._images.load(raw, scope)
         except ImageRefused as refused:
             raise ApiError(refused.status, f"{refused.reason} at $.{named.where}", param=named.where) from None
 
 
-def image_reader(config: EngineConfig, options: ServerOptions, store: Store | None) -> ImageReader | None:
-    """None: the model takes no images, or lacks what it takes to make anything of them, and answers text alone."""
+def image_reader(
+    config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any = None
+) -> ImageReader | None:
+    """None: the model takes no images, or lacks what it takes to make anything of them, and answers text alone.
+
+    `tokenizer`: the model's, where somebody has it already: reading it takes long.
+    """
     if not takes_images(config):
         return None
     try:
-        return ImageReader(config, options, store)
+        return ImageReader(config, options, store, tokenizer)
     except ValueError as error:
         event("images are not taken", logging.WARNING, reason=error)
         return None

@@ -1,7 +1,6 @@
 """The bytes that the URL of an image names: it carries them, or they are a file beneath a folder open to clients.
 
-Nothing is fetched from elsewhere: a client could have this machine ask others that only it can reach. Leaves to the
-engine's images what these bytes are when they are decoded.
+Leaves to `fetching` what is elsewhere, and to the engine's images what these bytes are when they are decoded.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def _carried(url: str, most_nbytes: int) -> bytes:
     if (len(url) - begin) // 4 * 3 - 2 > most_nbytes:
         raise ImageRefused(413, f"an image has at most {most_nbytes} bytes, this one has more")
     raw = _from_base64(url, begin)
-    if _kind_of(raw) != TYPES[kind]:
-        raise ImageRefused(400, f"expected a {TYPES[kind]} image, as its URL says, got {_kind_of(raw)}")
+    if kind_of(raw) != TYPES[kind]:
+        raise ImageRefused(400, f"expected a {TYPES[kind]} image, as its URL says, got {kind_of(raw)}")
     return raw
 
 
@@ -63,7 +62,7 @@ def _from_base64(url: str, begin: int) -> bytes:
     return bytes(raw)
 
 
-def _kind_of(raw: bytes) -> str:
+def kind_of(raw: bytes) -> str:
     """By its first bytes."""
     if raw.startswith(b"RIFF") and raw[8:12] == b"WEBP":
         return "WebP"

@@ -17,6 +17,7 @@ from starlette.routing import Route
 import penstock
 from penstock.server import shapes
 from penstock.server.bodies import Chat, Completion, Tokenize
+from penstock.server.errors import RETRIED
 from penstock.server.rates import Seen
 
 PATH = "/openapi.json"
@@ -36,7 +37,6 @@ REFUSALS = {
 }
 OF_A_BODY = tuple(REFUSALS)
 OF_A_QUESTION = (401, 500)
-RETRIED = (429, 503)
 
 
 def route(has_keys: bool) -> Route:

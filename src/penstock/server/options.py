@@ -10,6 +10,7 @@ import os
 import msgspec
 
 from penstock.engine.images import ImageLimits
+from penstock.server.fetching import Host
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +23,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     patience: float = 30.0  # seconds for which a client may take nothing, or not go on with what it sends
     image_limits: ImageLimits = ImageLimits()
     media_folders: tuple[str, ...] = ()  # clients may name images beneath them by file:// URLs; none: no files
+    media_hosts: tuple[str, ...] = ()  # clients may name images on them by http:// and https:// URLs; none: on no host
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -37,3 +39,5 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         for folder in self.media_folders:
             if not os.path.isdir(folder):
                 raise ValueError(f"media_folders are folders, not {folder!r}")
+        for host in self.media_hosts:
+            Host.of(host)

@@ -103,8 +103,9 @@ async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
     tally, board = Tally(shared.tally, tree.config.api_servers, writable=True), Board(tree.board)
     row = tally.rows[me.index]
     row[Row.PID], row[Row.SERVING], row[Row.OPEN] = os.getpid(), 0, 0
-    images = image_reader(tree.config, shared.options, tree.store)
-    with contextlib.closing(Reader(tree.config, words_of(tree.config), images)) as reader:
+    words = words_of(tree.config)
+    images = image_reader(tree.config, shared.options, tree.store, words.tokenizer)
+    with contextlib.closing(Reader(tree.config, words, images)) as reader:
         async with Client(tree, me) as client:
             api = Api(tree.config, shared.options, client, reader, tally, board, me.index)
             server = Server(api, row, shared.options, tree.config.drain_timeout)

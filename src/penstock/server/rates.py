@@ -61,8 +61,9 @@ class Seen(msgspec.Struct, frozen=True):
     @classmethod
     def after(cls, before: Moment | None, moment: Moment, most: float) -> Seen:
         """`most`: seconds between the two, for rates that tell of now."""
-        is_ours = before is not None and before.notice == moment.notice and 0 < moment.at - before.at <= most
-        return cls(moment, rates_of(before, moment) if is_ours and before is not None else None)
+        if before is None or before.notice != moment.notice or not 0 < moment.at - before.at <= most:
+            return cls(moment, None)
+        return cls(moment, rates_of(before, moment))
 
 
 def rates_of(before: Moment, now: Moment) -> Rates:
@@ -72,11 +73,10 @@ def rates_of(before: Moment, now: Moment) -> Rates:
     used = {(one.key, one.incarnation): one.cpu_seconds for one in before.processes}
     channels = {one.name: one for one in before.channels}
     stores = {one.name: one for one in before.stores}
-    answered, refused, begun, gaps = (
-        _all(now.servers, name) - _all(before.servers, name) for name in ("answered", "refused", "first_pieces", "gaps")
+    answered, refused, begun, first_seconds, gaps, gap_seconds = (
+        _all(now.servers, name) - _all(before.servers, name)
+        for name in ("answered", "refused", "first_pieces", "first_seconds", "gaps", "gap_seconds")
     )
-    first_seconds = _all(now.servers, "first_seconds") - _all(before.servers, "first_seconds")
-    gap_seconds = _all(now.servers, "gap_seconds") - _all(before.servers, "gap_seconds")
     return Rates(
         seconds=seconds,
         cpu=tuple(
@@ -116,9 +116,7 @@ def _of_group(old: Group, new: Group, seconds: float) -> GroupRates:
 
 
 def _of_channel(old: Channel | None, new: Channel, seconds: float) -> ChannelRates:
-    return ChannelRates(
-        **{name: _grown(old, new, name) / seconds for name in ("records", "nbytes", "sleeps")},
-    )
+    return ChannelRates(*(_grown(old, new, name) / seconds for name in ("records", "nbytes", "sleeps")))
 
 
 def _of_store(old: Store | None, new: Store, seconds: float) -> StoreRates:

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 
 import msgspec
 
-import penstock
-from penstock import PenstockError, _native
+from penstock import PenstockError
 from penstock.engine.board import Board, Life
 from penstock.engine.board import Row as GroupRow
 from penstock.engine.tree import Member
 from penstock.inspect import Json, process_of
-from penstock.inspect.segments import Place, descriptors_of, open_place, snapshot_of
+from penstock.inspect.segments import Place, descriptors_of, page_at, snapshot_of
 from penstock.server.moment import Channel, Group, Holder, Moment, Process, Server, Store
 from penstock.server.notice import NAME, Notice
 from penstock.server.tally import ROUTES, STATUSES, Row, Tally
@@ -72,7 +71,7 @@ class Watch:
             raise NoServer(f"process {self._pid} is of another version of penstock: {error}") from None
 
     def _moment(self) -> Moment:
-        notice_page, board_page, tally_page = (self._page(name) for name in PAGES)
+        notice_page, board_page, tally_page = (page_at(self._pid, *self._pages[name]) for name in PAGES)
         notice = Notice.read(notice_page)
         servers = sum(one.kind == "server" for one in notice.places)
         board, tally = Board(board_page), Tally(tally_page, servers)
@@ -88,10 +87,6 @@ class Watch:
             groups=tuple(map(_group, board.rows)),
             servers=tuple(map(_server, tally.rows)),
         )
-
-    def _page(self, name: str) -> penstock.Segment:
-        fd = open_place(self._pid, *self._pages[name])
-        return penstock.Segment(_native.Segment.adopt(fd, True))
 
 
 def _start_of(pid: int) -> int:

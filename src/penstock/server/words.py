@@ -6,6 +6,7 @@ Leaves the texts of answers to the output processors.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +26,15 @@ from penstock.server.templates import Template, in_one
 T = TypeVar("T")
 
 LONG = 4096  # characters: about 1 ms of tokenising; longer ones are done by a thread, and the loop goes on
-THREADS = 2  # for that. The tokenizer lets the interpreter go
+MANY = 128  # parts of messages: about 0.5 ms of a template
+THREADS = 2  # for both. The tokenizer lets the interpreter go
 
 
 class Words(Protocol):
     """Of a model, or of a simulated device. Made once in a process."""
 
     most_ids: int  # there are no ids from this one on
+    tokenizer: Any  # of `tokenizers`; None: a text is its bytes
 
     def encode(self, text: str, add_special: bool) -> list[int]: ...
 
@@ -47,6 +50,8 @@ def words_of(config: EngineConfig) -> Words:
 
 
 class BytesWords:
+    tokenizer = None
+
     def __init__(self, vocabulary: int) -> None:
         self.most_ids = vocabulary
 
@@ -61,13 +66,13 @@ class BytesWords:
 class ModelWords:
     def __init__(self, config: EngineConfig) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is not cut among threads
-        self._tokenizer = tokenizer_of(config)
+        self.tokenizer = tokenizer_of(config)
         self._template = Template(Path(config.model))
         self.most_ids = _most_ids(config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
         # As a batch, though of one: only for a batch the interpreter is let go meanwhile.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
         ids: list[int] = encoding.ids
         return ids
 
@@ -92,7 +97,7 @@ class Reader:
         self._config = config
         self.words = words
         self._images = images
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenise")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
         self._vocabulary: asyncio.Future[Vocabulary] | None = None
 
     def close(self) -> None:
@@ -105,7 +110,9 @@ class Reader:
         if said.images and self._images is None:
             where = said.images[0].where
             raise ApiError(400, f"expected text, got an image at $.{where}: this model takes none", param=where)
-        ids = await self.ids(self.words.chat(said.messages, is_answered, options), add_special=False)
+        work = functools.partial(self.words.chat, said.messages, is_answered, options)
+        text = work() if said.parts <= MANY else await self.in_a_thread(work)
+        ids = await self.ids(text, add_special=False)
         if not said.images or self._images is None:
             return Prompt(ids)
         return await self._images.prompt(ids, said.images)
@@ -119,13 +126,13 @@ class Reader:
             return prompt
         if len(prompt) <= LONG:
             return self.words.encode(prompt, add_special)
-        return await self._in_a_thread(lambda: self.words.encode(prompt, add_special))
+        return await self.in_a_thread(lambda: self.words.encode(prompt, add_special))
 
     async def vocabulary(self) -> Vocabulary:
         """Made when it is first asked for: few want to know how ids look."""
         if self._vocabulary is None:
-            self._vocabulary = asyncio.ensure_future(self._in_a_thread(lambda: vocabulary(self._config)))
+            self._vocabulary = asyncio.ensure_future(self.in_a_thread(lambda: vocabulary(self._config)))
         return await asyncio.shield(self._vocabulary)
 
-    async def _in_a_thread(self, work: Callable[[], T]) -> T:
+    async def in_a_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -12,10 +12,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-import penstock
-from penstock import PenstockError, _native
+from penstock import PenstockError
 from penstock.inspect import all_processes
-from penstock.inspect.segments import descriptors_of, harmless, open_place
+from penstock.inspect.segments import descriptors_of, harmless, page_at
 from penstock.server.moment import Moment
 from penstock.server.notice import NAME, Notice
 from penstock.server.rates import Seen
@@ -43,7 +42,7 @@ def servers_here() -> dict[int, Notice]:
         try:
             for number, place in descriptors_of(pid):
                 if os.readlink(f"/proc/{pid}/fd/{number}").startswith(LINK):
-                    notice = Notice.read(penstock.Segment(_native.Segment.adopt(open_place(pid, number, place), True)))
+                    notice = Notice.read(page_at(pid, number, place))
                     if notice.pid == pid:  # others of its tree have it open too
                         found[pid] = notice
         except (OSError, PenstockError, msgspec.DecodeError):

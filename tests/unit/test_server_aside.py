@@ -1,0 +1,158 @@
+"""Long requests are read by threads: while one is, the loop goes on; and a client that goes leaves nothing."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from penstock.engine.board import Board
+from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.server import app
+from penstock.server.app import LONG, Api
+from penstock.server.bodies import decoded
+from penstock.server.options import ServerOptions
+from penstock.server.tally import Row, Tally
+from penstock.server.words import MANY, BytesWords, Reader
+
+CONFIG = EngineConfig(simulated=SimulatedDevice(vocabulary=200), max_model_len=1 << 20)
+WORDS = [{"role": "user", "content": "hello"}]
+
+
+class Turn:
+    """Work that is done when the loop has had a turn, and says where it is done."""
+
+    def __init__(self) -> None:
+        self.loop_goes_on = threading.Event()
+        self.began = threading.Event()
+        self.threads: list[str] = []
+
+    def wait(self) -> None:
+        self.threads.append(threading.current_thread().name)
+        self.began.set()
+        assert self.loop_goes_on.wait(10), "the loop was held up"
+
+
+class Words(BytesWords):
+    turn: Turn | None = None
+
+    def chat(self, *given: Any) -> str:
+        if self.turn is not None:
+            self.turn.wait()
+        return super().chat(*given)
+
+
+class Asked:
+    """An Api without an engine, and one client of it."""
+
+    def __init__(self, api: Api, row: Row, words: Words) -> None:
+        self.api, self.row, self.words = api, row, words
+        self.app = api.app()
+        self.gone = asyncio.Event()
+        self.told: list[Any] = []
+
+    async def ask(self, said: dict[str, Any]) -> None:
+        messages = [{"type": "http.request", "body": json.dumps(said).encode(), "more_body": False}]
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await self.gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            self.told.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": [], "query_string": b""}
+        await self.app(scope, receive, send)
+
+    @property
+    def status(self) -> int:
+        return int(self.told[0]["status"])
+
+
+@contextlib.asynccontextmanager
+async def asked() -> AsyncIterator[Asked]:
+    segments = Tally.lay(1), Board.lay(1)
+    tally = Tally(segments[0], 1, writable=True)
+    words = Words(200)
+    nobody: Any = None
+    with contextlib.closing(Reader(CONFIG, words)) as reader:
+        yield Asked(Api(CONFIG, ServerOptions(), nobody, reader, tally, Board(segments[1]), 0), tally.rows[0], words)
+
+
+@pytest.fixture
+def turn(monkeypatch: pytest.MonkeyPatch) -> Turn:
+    """Of the decoder."""
+    found = Turn()
+
+    def slowly(*given: Any) -> Any:
+        found.wait()
+        return decoded(*given)
+
+    monkeypatch.setattr(app, "decoded", slowly)
+    return found
+
+
+def test_while_a_long_body_is_decoded_the_loop_goes_on(turn: Turn) -> None:
+    async def scene() -> None:
+        async with asked() as one:
+            asyncio.get_running_loop().call_later(0.01, turn.loop_goes_on.set)
+            await one.ask({"messages": [{"role": "user", "content": "x" * LONG}]})
+            assert one.status == 200 and turn.threads != [threading.current_thread().name]
+
+    asyncio.run(scene())
+
+
+def test_while_many_messages_become_a_prompt_the_loop_goes_on() -> None:
+    async def scene() -> None:
+        async with asked() as one:
+            one.words.turn = Turn()
+            asyncio.get_running_loop().call_later(0.01, one.words.turn.loop_goes_on.set)
+            await one.ask({"messages": WORDS * (MANY + 1)})
+            assert one.status == 200
+            parts = [{"type": "text", "text": "a"}] * (MANY + 1)
+            one.words.turn = Turn()
+            asyncio.get_running_loop().call_later(0.01, one.words.turn.loop_goes_on.set)
+            await one.ask({"messages": [{"role": "user", "content": parts}]})
+
+    asyncio.run(scene())
+
+
+def test_a_short_request_costs_no_thread(turn: Turn) -> None:
+    async def scene() -> None:
+        async with asked() as one:
+            one.words.turn = turn
+            turn.loop_goes_on.set()
+            await one.ask({"messages": WORDS})
+            assert one.status == 200 and turn.threads == [threading.current_thread().name] * 2
+
+    asyncio.run(scene())
+
+
+def test_a_client_that_goes_while_its_body_is_decoded_leaves_nothing(turn: Turn) -> None:
+    async def scene() -> None:
+        async with asked() as one:
+            asking = asyncio.ensure_future(one.ask({"messages": [{"role": "user", "content": "x" * LONG}]}))
+            await asyncio.to_thread(turn.began.wait, 10)
+            assert one.row[Row.OPEN] == 1 and one.api._reading_nbytes > LONG
+            one.gone.set()
+            await asyncio.wait_for(asking, 5)  # and not when the decoder has come to its end
+            assert one.told == [] and one.row[Row.OPEN] == 0 and one.api._reading_nbytes == 0
+            turn.loop_goes_on.set()
+
+    asyncio.run(scene())
+
+
+def test_what_is_wrong_in_a_long_body_is_told_as_ever() -> None:
+    async def scene() -> None:
+        async with asked() as one:
+            await one.ask({"messages": [{"role": "nobody", "content": "x" * LONG}]})
+            assert one.status == 400 and b"$.messages[0].role" in one.told[1]["body"]
+
+    asyncio.run(scene())

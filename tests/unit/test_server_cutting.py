@@ -1,0 +1,122 @@
+"""Bodies with long images: decoded without them, and the same as if they were decoded with them."""
+
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("starlette")
+
+from penstock.server import bodies
+from penstock.server.bodies import Chat, Tokenize, decoded
+from penstock.server.cutting import LONG, cut
+from penstock.server.errors import ApiError
+
+URL = "data:image/png;base64," + "iVBORw0KGgo/" * (LONG // 8)
+SHORT = URL[:200]
+
+
+def said(*parts: Any, **more: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": list(parts)}], **more}).encode()
+
+
+def image(url: str = URL) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def whole(body: bytes) -> Chat:
+    return msgspec.json.decode(body, type=Chat)
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of all that goes through a decoder."""
+    seen: list[int] = []
+
+    class Decoder:
+        def __init__(self, kind: type[msgspec.Struct]) -> None:
+            self._decode = msgspec.json.Decoder(kind).decode
+
+        def decode(self, body: bytes) -> Any:
+            seen.append(len(body))
+            return self._decode(body)
+
+    monkeypatch.setattr(bodies, "DECODERS", {kind: Decoder(kind) for kind in (Chat, Tokenize)})
+    return seen
+
+
+def test_the_decoder_sees_nothing_of_long_images(lengths: list[int]) -> None:
+    body = said(text("what is"), image(), image(SHORT), image(URL + "AAAA"), text("?"), max_tokens=3)
+    assert decoded(body, Chat) == whole(body)
+    assert decoded(bytearray(body), Chat) == whole(body)
+    decoded(body, Tokenize)
+    assert max(lengths) < 2000
+
+
+def test_a_slash_may_be_written_with_a_backslash(lengths: list[int]) -> None:
+    body = said(image(), text("/")).replace(b"/", b"\\/").replace(b"data:image\\/", b"data:image/")
+    assert decoded(body, Chat) == whole(body) == whole(said(image(), text("/")))
+    assert max(lengths) < 2000
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        said(text(URL)),
+        said(text(f'"{URL}"')),
+        said(text(f'\\"{URL}')),
+        said(text("a"), image(), chat_template_kwargs={"picture": URL}),
+        said(text("a"), image(), user="x", unknown=[URL, {URL: URL}]),
+        said(image("x" + URL), image(URL + "\x00"), image(URL + "é"), image(URL + "\\")),
+        said(image(URL + '"')),
+        said(image(), text("data:image/"), text('"data:image/')),
+    ],
+)
+def test_what_looks_like_an_image_elsewhere_stays_what_it_is(body: bytes) -> None:
+    assert decoded(body, Chat) == whole(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        said(image())[:-1],
+        said(image())[: len(URL) // 2],
+        said(image()).replace(b'iVBORw0KGgo/"', b'iVBORw0KGgo/"x'),
+        b'{"messages":[], "a": "' + URL.encode() + b'"' + URL.encode() + b'"}',
+        said(image(), n="two"),
+        URL.encode(),
+        b'"' + URL.encode() + b'"',
+    ],
+)
+def test_what_is_wrong_is_told_with_the_places_of_the_whole(body: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError) as want:
+        whole(body)
+    with pytest.raises(ApiError) as found:
+        decoded(body, Chat)
+    assert found.value.message == bodies.of_a_body(want.value).message
+
+
+def test_no_client_can_write_a_mark() -> None:
+    (first,), (second,) = (cut(said(image()))[1] for _ in range(2))
+    assert first != second and len(first) > 32
+
+
+def test_bodies_of_all_kinds_are_decoded_as_if_in_one() -> None:
+    seed = random.randrange(1 << 32)
+    chance = random.Random(seed)
+    makers = (
+        lambda: image(),
+        lambda: image(URL[: chance.randrange(len(URL))]),
+        lambda: image(SHORT),
+        lambda: text('"' * chance.randrange(5) + "\\" * chance.randrange(5) + chance.choice([URL, SHORT, "é"])),
+    )
+    for _ in range(100):
+        body = said(*(chance.choice(makers)() for _ in range(chance.randrange(1, 8))))
+        body = body.replace(b'"url": "', chance.choice([b'"url": "', b'"url":"', b'"url" :\n"']))
+        assert decoded(body, Chat) == whole(body), seed
