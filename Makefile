@@ -11,10 +11,11 @@ BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard native/*.h native/*.cpp) 
     $(sort $(dir $(wildcard src/penstock/*.py src/penstock/*/*.py src/penstock/*/*/*.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test bench check docs clean
+.PHONY: help serve demo test bench check docs clean
 
 help:
-	@echo "make serve    install what the demonstration needs, and run it"
+	@echo "make serve    install what the server needs, and serve the model that ships; ARGS='DIRECTORY' another"
+	@echo "make demo     install what the demonstration needs, and run it: the data plane alone"
 	@echo "make check    formatting, lint, types"
 	@echo "make test     every test; scripts/test KIND runs one kind"
 	@echo "make bench    measure; NAME=channels says what, ARGS='…' how"
@@ -22,8 +23,11 @@ help:
 	@echo "make clean    remove what was built and installed here"
 	@echo "PYTHON=/path/to/python3 chooses the interpreter for $(VENV) (3.10 or newer)"
 
-serve: $(VENV)/stamp-demo
-	@$(VENV)/bin/penstock demo $(ARGS)
+serve: $(VENV)/stamp-engine
+	@exec $(VENV)/bin/penstock serve $(ARGS)
+
+demo: $(VENV)/stamp-demo
+	@exec $(VENV)/bin/penstock demo $(ARGS)
 
 test: $(VENV)/stamp-dev
 	@scripts/test all $(ARGS)

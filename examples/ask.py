@@ -9,9 +9,9 @@ client = openai.OpenAI(base_url=url, api_key="none")
 model = client.models.list().data[0].id
 
 messages = [{"role": "user", "content": "What are you?"}]
-answer = client.chat.completions.create(model=model, messages=messages, max_tokens=8)
+answer = client.chat.completions.create(model=model, messages=messages, max_tokens=40)
 print(answer.choices[0].message.content, answer.usage)
 
-for event in client.chat.completions.create(model=model, messages=messages, max_tokens=8, stream=True):
+for event in client.chat.completions.create(model=model, messages=messages, max_tokens=40, stream=True):
     print(event.choices[0].delta.content or "", end="", flush=True)
 print()

@@ -23,8 +23,9 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 GROUNDS = {"white": (250, 250, 250), "grey": (150, 150, 150), "black": (15, 15, 15)}
-MOST_SHAPES = 3
-MARGIN = 0.12  # two shapes differ by this much more in one direction than in the other, so that "left of" is no opinion
+RADII = {1: (0.15, 0.22), 2: (0.15, 0.21), 3: (0.13, 0.17)}  # of so many shapes
+MOST_SHAPES = len(RADII)
+MARGIN = 0.15  # two shapes differ by this much more in one direction than in the other, so that "left of" is no opinion
 
 
 class Shape(NamedTuple):
@@ -44,7 +45,7 @@ class Scene(NamedTuple):
 
     def draw(self, side: int = 96, rng: np.random.Generator | None = None) -> Pixels:
         """The picture, height × width × 3. With `rng` also blurred, tinted and noisy, as pictures of others are."""
-        softness = 0.8 / side if rng is None else float(rng.uniform(0.4, 2.0)) / side
+        softness = 0.8 / side if rng is None else float(rng.uniform(0.4, 1.3)) / side
         axis = (np.arange(side, dtype=np.float32) + 0.5) / side
         across, down = axis[None, :], axis[:, None]
         picture = np.empty((side, side, 3), np.float32)
@@ -53,7 +54,7 @@ class Scene(NamedTuple):
             cover = np.clip(0.5 - _distance(one, across, down) / (2 * softness), 0, 1)[..., None]
             picture += cover * (_tinted(COLOURS[one.colour], rng) - picture)
         if rng is not None:
-            picture += rng.normal(0, rng.uniform(0, 6), picture.shape)
+            picture += rng.normal(0, rng.uniform(0, 4), picture.shape)
         return np.clip(np.rint(picture), 0, 255).astype(np.uint8)
 
     def cover(self, cells: int) -> npt.NDArray[np.int64]:
@@ -77,17 +78,19 @@ class Scene(NamedTuple):
 def scene(rng: np.random.Generator, count: int | None = None) -> Scene:
     """No two shapes are alike in both shape and colour."""
     count = int(rng.integers(1, MOST_SHAPES + 1)) if count is None else count
-    while True:
-        made: list[Shape] = []
-        for _ in range(count):
-            radius = float(rng.uniform(0.12, 0.18))
-            x, y = rng.uniform(radius + 0.02, 0.98 - radius, 2)
-            angle = float(rng.uniform(-0.25, 0.25))
-            made.append(
-                Shape(str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS))), float(x), float(y), radius, angle)
-            )
-        if all(_are_apart(one, other) for at, one in enumerate(made) for other in made[:at]):
-            return Scene(str(rng.choice(list(GROUNDS))), tuple(sorted(made, key=lambda one: one.x)))
+    made: list[Shape] = []
+    tries = 0
+    while len(made) < count:
+        radius = float(rng.uniform(*RADII[count]))
+        x, y = rng.uniform(radius + 0.02, 0.98 - radius, 2)
+        angle = float(rng.uniform(-0.15, 0.15))
+        one = Shape(str(rng.choice(SHAPES)), str(rng.choice(list(COLOURS))), float(x), float(y), radius, angle)
+        if all(_are_apart(one, other) for other in made):
+            made.append(one)
+        tries += 1
+        if tries % 40 == 0:  # there may be no room for another
+            made.clear()
+    return Scene(str(rng.choice(list(GROUNDS))), tuple(sorted(made, key=lambda one: one.x)))
 
 
 def _are_apart(one: Shape, other: Shape) -> bool:
@@ -96,13 +99,13 @@ def _are_apart(one: Shape, other: Shape) -> bool:
         (one.shape, one.colour) != (other.shape, other.colour)
         and across**2 + down**2 > (one.radius + other.radius + 0.04) ** 2
         and abs(across - down) > MARGIN
-        and across > 0.08  # so that "from left to right" is no opinion either
+        and across > 0.1  # so that "from left to right" is no opinion either
     )
 
 
 def _tinted(colour: tuple[int, int, int], rng: np.random.Generator | None) -> Floats:
     tinted = np.array(colour, np.float32)
-    return tinted if rng is None else tinted + rng.uniform(-14, 14, 3).astype(np.float32)
+    return tinted if rng is None else tinted + rng.uniform(-12, 12, 3).astype(np.float32)
 
 
 def _distance(one: Shape, across: Floats, down: Floats) -> Floats:

@@ -6,7 +6,8 @@ Leaves to train.py how a conversation becomes ids.
 from __future__ import annotations
 
 import numpy as np
-from scenes import COLOURS, SHAPES, Scene, Shape
+
+from training.scenes import COLOURS, SHAPES, Scene, Shape
 
 CAPTION = ("Describe the picture.", "What do you see?", "Describe this image.", "What is in the picture?")
 NUMBERS = ("none", "one", "two", "three")
@@ -108,8 +109,8 @@ def question(scene: Scene, rng: np.random.Generator) -> tuple[str, str]:
 
 def conversation(scene: Scene, rng: np.random.Generator) -> list[tuple[str, str]]:
     """Turns about one picture."""
-    turns = [(str(rng.choice(CAPTION)), caption(scene))] if rng.random() < 0.75 else []
-    turns += [question(scene, rng) for _ in range(int(rng.integers(1, 4)))]
+    turns = [(str(rng.choice(CAPTION)), caption(scene))] if rng.random() < 0.85 else []
+    turns += [question(scene, rng) for _ in range(int(rng.integers(2, 6)))]
     if rng.random() < 0.3:
         turns = [turns[at] for at in rng.permutation(len(turns))]
     return turns

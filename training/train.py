@@ -1,7 +1,7 @@
 """Trains the small vision-language model that ships: from nothing, on pictures and text made here, on one core.
 
-    python training/train.py OUT [--hours 1.5] [--seed 0]     a folder that `transformers` loads
-    python training/train.py OUT --evaluate                   exact captions, answers and chat, on scenes never seen
+    python -m training.train OUT [--hours 1.5] [--seed 0]     a folder that `transformers` loads
+    python -m training.train OUT --evaluate                   exact captions, answers and chat, on scenes never seen
 
 First the vision tower learns to say, patch by patch, what covers it: end to end alone, captions stay wrong for a long
 time. Then everything learns to talk, and that first task stays with a small weight. Stops at its hour and goes on
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scenes import COLOURS, SHAPES, scene
-from talk import CAPTION, CHAT, caption, chat, conversation, question
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoTokenizer,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -28,11 +28,17 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from training.scenes import COLOURS, SHAPES, Scene, scene
+from training.talk import CAPTION, CHAT, caption, chat, conversation, question
+
 SIDE, PATCH = 96, 12
 CELLS = SIDE // PATCH
 KINDS = 1 + len(COLOURS) * len(SHAPES)
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<image>")
 PAD, END, USER, ASSISTANT, IMAGE = range(len(SPECIAL))
+LOOKING = 0.4  # the weight of the first task, beside talking
+FALLING = 0.85  # the part of the time in which it learns ever more slowly
+POOLED = 8  # batches that are made together
 UNHEARD = -100  # a label that is not learnt
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}<|assistant|>{% else %}<|user|>{% endif %}"
@@ -82,9 +88,9 @@ def model(vocabulary: int) -> LlavaForConditionalGeneration:
         hidden_size=192,
         intermediate_size=512,
         num_hidden_layers=4,
-        num_attention_heads=4,
+        num_attention_heads=6,
         num_key_value_heads=2,
-        head_dim=48,
+        head_dim=32,  # one that other servers have kernels for
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         pad_token_id=PAD,
@@ -103,6 +109,25 @@ def model(vocabulary: int) -> LlavaForConditionalGeneration:
     return LlavaForConditionalGeneration(config)
 
 
+class Batch(NamedTuple):
+    """Conversations about pictures, one a picture, and chats without."""
+
+    ids: torch.Tensor
+    heard: torch.Tensor
+    pixels: torch.Tensor
+    patches: torch.Tensor
+    chat_ids: torch.Tensor
+    chat_heard: torch.Tensor
+
+
+def padded(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(ids) for ids, _ in rows)
+    return (
+        torch.tensor([ids + [PAD] * (longest - len(ids)) for ids, _ in rows]),
+        torch.tensor([heard + [UNHEARD] * (longest - len(heard)) for _, heard in rows]),
+    )
+
+
 class Talk:
     """Makes batches."""
 
@@ -119,35 +144,33 @@ class Talk:
     def prompt(self, asked: str, has_picture: bool) -> list[int]:
         return [USER, *([IMAGE] * (CELLS * CELLS if has_picture else 0)), *self.ids(asked), END, ASSISTANT]
 
-    def pictures(self, count: int) -> tuple[list[Any], torch.Tensor, torch.Tensor]:
-        scenes = [scene(self.rng) for _ in range(count)]
+    def pictures(self, scenes: list[Scene]) -> tuple[torch.Tensor, torch.Tensor]:
         pixels = np.stack([one.draw(SIDE, self.rng) for one in scenes])
         labels = np.stack([one.cover(CELLS) for one in scenes])
-        return scenes, normal(pixels), torch.from_numpy(labels.reshape(count, 2, -1))
+        return normal(pixels), torch.from_numpy(labels.reshape(len(scenes), 2, -1))
 
-    def batch(self, count: int) -> dict[str, torch.Tensor]:
-        scenes, pixels, labels = self.pictures(count)
-        talks = [(conversation(one, self.rng), True) for one in scenes]
-        talks += [(chat(self.rng), False) for _ in range(max(1, count // 10))]
-        rows, heard = [], []
-        for turns, has_picture in talks:
-            row: list[int] = []
-            hear: list[int] = []
-            for at, (asked, answer) in enumerate(turns):
-                prompt, answered = self.prompt(asked, has_picture and at == 0), [*self.ids(answer), END]
-                row += prompt + answered
-                hear += [UNHEARD] * len(prompt) + answered
-            rows.append(row)
-            heard.append(hear)
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
-        return {
-            "input_ids": ids,
-            "attention_mask": (ids != PAD).long(),
-            "labels": torch.tensor([hear + [UNHEARD] * (longest - len(hear)) for hear in heard]),
-            "pixel_values": pixels,
-            "patches": labels,
-        }
+    def batches(self, count: int) -> Iterator[Batch]:
+        """Without end. Rows of about one length come together: padding costs as much as what is learnt."""
+        while True:
+            scenes = [scene(self.rng) for _ in range(POOLED * count)]
+            rows = sorted(
+                ((self.row(conversation(one, self.rng), True), one) for one in scenes), key=lambda row: len(row[0][0])
+            )
+            chats = [self.row(chat(self.rng), False) for _ in range(max(1, count // 10) * POOLED)]
+            for at in self.rng.permutation(POOLED):
+                part = rows[at * count : (at + 1) * count]
+                pixels, patches = self.pictures([one for _, one in part])
+                yield Batch(*padded([row for row, _ in part]), pixels, patches, *padded(chats[at::POOLED]))
+
+    def row(self, turns: list[tuple[str, str]], has_picture: bool) -> tuple[list[int], list[int]]:
+        """Ids, and the same where they are to be learnt."""
+        ids: list[int] = []
+        heard: list[int] = []
+        for at, (asked, answer) in enumerate(turns):
+            prompt, answered = self.prompt(asked, has_picture and at == 0), [*self.ids(answer), END]
+            ids += prompt + answered
+            heard += [UNHEARD] * len(prompt) + answered
+        return ids, heard
 
 
 def normal(pixels: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -158,7 +181,9 @@ class Trainer:
     def __init__(self, out: Path, seed: int, hours: float) -> None:
         torch.manual_seed(seed)
         self.out, self.hours = out, hours
-        self.tokens = tokenizer()
+        kept = out / "tokenizer"  # what is said of pictures makes the ids, and must not change them afterwards
+        self.tokens = AutoTokenizer.from_pretrained(kept) if kept.exists() else tokenizer()
+        self.tokens.save_pretrained(kept)
         self.model = model(len(self.tokens))
         self.head = torch.nn.Linear(192, 2 * KINDS)  # of the first task; it does not ship
         self.talk = Talk(self.tokens, np.random.default_rng(seed + 100))
@@ -184,8 +209,18 @@ class Trainer:
         torch.save(state, self.out / "state.new")
         (self.out / "state.new").rename(self.out / "state.pt")
 
-    def patches(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
-        seen = self.model.model.vision_tower(pixels).last_hidden_state
+    def spoken(self, ids: torch.Tensor, heard: torch.Tensor, features: torch.Tensor | None) -> torch.Tensor:
+        """The sum of the losses of what is to be learnt: scores are made for that alone."""
+        language = self.model.model.language_model
+        embedded = language.get_input_embeddings()(ids)
+        if features is not None:
+            embedded = embedded.masked_scatter((ids == IMAGE)[..., None], features)
+        known = language(inputs_embeds=embedded, attention_mask=(ids != PAD).long(), use_cache=False).last_hidden_state
+        is_heard = heard[:, 1:] != UNHEARD
+        scores = self.model.lm_head(known[:, :-1][is_heard])
+        return torch.nn.functional.cross_entropy(scores, heard[:, 1:][is_heard], reduction="sum")
+
+    def patches(self, seen: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, float]:
         scores = self.head(seen).unflatten(-1, (2, KINDS)).movedim(2, 1).movedim(-1, 1)
         loss = torch.nn.functional.cross_entropy(scores, labels, reduction="none")
         weight = torch.where(labels > 0, 4.0, 1.0)
@@ -196,25 +231,25 @@ class Trainer:
         began = time.monotonic() - self.spent
         saved = time.monotonic()
         seen: list[tuple[float, float, float]] = []
+        batches = self.talk.batches(batch)
         while True:
             self.spent = time.monotonic() - began
             part = self.spent / (self.hours * 3600)
             if part >= 1:
                 break
-            warm = min(1.0, (self.step + 1) / 200)
-            rate = 1e-3 * warm * (1.0 if part < 0.6 else max(0.02, (1 - part) / 0.4))
+            warm = min(1.0, (self.step % first + 1) / 200)
+            rate = 1e-3 * warm * min(1.0, max(0.02, (1 - part) / FALLING))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            if self.step < first:
-                _, pixels, labels = self.talk.pictures(batch)
-                loss, right = self.patches(pixels, labels)
-                said = 0.0
-            else:
-                made = self.talk.batch(batch)
-                labels = made.pop("patches")
-                spoken = self.model(**made).loss
-                looked, right = self.patches(made["pixel_values"], labels)
-                loss, said = spoken + 0.2 * looked, float(spoken.detach())
+            made = next(batches)
+            looked = self.model.model.vision_tower(made.pixels, output_hidden_states=self.step >= first)
+            loss, right = self.patches(looked.last_hidden_state, made.patches)
+            said = 0.0
+            if self.step >= first:
+                features = self.model.model.multi_modal_projector(looked.hidden_states[-1])
+                spoken = self.spoken(made.ids, made.heard, features) + self.spoken(made.chat_ids, made.chat_heard, None)
+                spoken = spoken / ((made.heard != UNHEARD).sum() + (made.chat_heard != UNHEARD).sum())
+                loss, said = spoken + LOOKING * loss, float(spoken.detach())
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
@@ -248,9 +283,10 @@ def evaluate(
 
     def answer(asked: str, pixels: torch.Tensor | None) -> str:
         ids = torch.tensor([talk.prompt(asked, pixels is not None)])
+        picture = {} if pixels is None else {"pixel_values": pixels}
         made = trained.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels, do_sample=False, max_new_tokens=48,
-            eos_token_id=END, pad_token_id=PAD,
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=48, eos_token_id=END,
+            pad_token_id=PAD, **picture,
         )  # fmt: skip
         return str(tokens.decode(made[0, ids.shape[1] :], skip_special_tokens=True))
 

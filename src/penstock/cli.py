@@ -81,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
     measure.set_defaults(run=run_measure)
 
     generate = commands.add_parser("generate", help="answers to a file of prompts, from a model or a simulated device")
-    generate.add_argument("model", nargs="?", metavar="MODEL", default="", help="the directory of a model")
+    generate.add_argument(
+        "model", nargs="?", metavar="MODEL", default="", help="the directory of a model (the one that ships)"
+    )
     generate.add_argument(
         "--prompts", metavar="FILE", default="-", help="lines of JSON: a string, a list of token ids,"
     )
@@ -268,13 +270,16 @@ def run_measure(options: argparse.Namespace) -> int:
 # ── generate ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def run_generate(options: argparse.Namespace) -> int:
     from penstock.engine import generate
-    from penstock.engine.config import EngineConfig, SimulatedDevice
+    from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
 
     try:
         simulated = SimulatedDevice(step_seconds=options.step_ms / 1e3) if options.device_model == "simulated" else None
         names = ("model", "device", "dtype", "data_parallel", "tensor_parallel", "output_processors", "slots")
         more = ("max_model_len", "log_format", "cuda_graphs")
-        config = EngineConfig(simulated=simulated, **{name: getattr(options, name) for name in (*names, *more)})
+        said = {name: getattr(options, name) for name in (*names, *more)}
+        if simulated is None:
+            said["model"] = options.model or SHIPPED
+        config = EngineConfig(simulated=simulated, **said)
         asked = {"max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed}
         return generate.run(config, options.prompts, options.output, asked, options.at_once)
     except (ValueError, TypeError, OSError) as error:

@@ -5,12 +5,14 @@ Leaves to the command line how it is said, and to each process what it makes of 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from penstock.engine.protocol import MOST_SLOTS
 
+SHIPPED = str(Path(__file__).parent.parent / "shipped" / "penstock-shapes")  # so that there is always a model to serve
 MOST_LANES = 64  # of an inbox; native/layout.h
 _MANY = (1 << 31) - 1
 

@@ -7,7 +7,7 @@ import os
 
 import msgspec
 
-from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.engine.directory import takes_images
 from penstock.engine.images import ImageLimits
 from penstock.server.options import ServerOptions
@@ -18,7 +18,7 @@ KEY_VARIABLE = "PENSTOCK_API_KEY"  # seen by fewer than a command line
 
 def add(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", default="", help="the directory of a model")
+    add("model", nargs="?", metavar="MODEL", default="", help="the directory of a model (the one that ships)")
     add("--served-model-name", metavar="NAME", default="", help="what clients call it (the directory's name)")
     add("--host", default="127.0.0.1", help="whom it listens to (127.0.0.1: this machine)")
     add("--port", metavar="N", type=int, default=8000, help="0: one that is free (8000)")
@@ -83,7 +83,10 @@ SAME = (
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Raises ValueError, TypeError."""
     simulated = SimulatedDevice(step_seconds=options.step_ms / 1e3) if options.device_model == "simulated" else None
-    config = EngineConfig(simulated=simulated, **{name: getattr(options, name) for name in SAME})
+    said = {name: getattr(options, name) for name in SAME}
+    if simulated is None:
+        said["model"] = options.model or SHIPPED
+    config = EngineConfig(simulated=simulated, **said)
     store_mb = options.image_store_mb
     if store_mb is None:
         store_mb = STORE_MB if takes_images(config) else 0

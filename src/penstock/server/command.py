@@ -17,7 +17,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.launch import Launcher, TreeFailed
 from penstock.engine.logs import event
 from penstock.engine.tree import Member
-from penstock.server.notice import Notice
+from penstock.server.notice import Notice, served_name
 from penstock.server.options import ServerOptions
 from penstock.server.process import Shared, listen, serve
 from penstock.server.tally import Row, Tally
@@ -34,7 +34,8 @@ async def _run(config: EngineConfig, options: ServerOptions, listener: socket.so
     if not options.api_keys and not _is_loopback(listener):
         event("anybody may ask", logging.WARNING, host=options.host, remedy="--api-key")
     launcher = Serving(config, options, listener)
-    telling = asyncio.ensure_future(_tell_when_it_serves(launcher, _address(listener)))
+    name = served_name(config, options)
+    telling = asyncio.ensure_future(_tell_when_it_serves(launcher, name, _address(listener)))
     try:
         await launcher.run()
     except TreeFailed:  # who, and how, stands in the log
@@ -67,10 +68,10 @@ class Serving(Launcher):
         return await super().stop(drain_timeout)
 
 
-async def _tell_when_it_serves(launcher: Launcher, url: str) -> None:
+async def _tell_when_it_serves(launcher: Launcher, name: str, url: str) -> None:
     try:
         await launcher.serving()
-        event("serving", url=url)
+        event("serving", model=name, url=url, seen_at=f"{url}/dashboard")
     except TimeoutError as error:
         launcher.fail(str(error))
 

@@ -1,0 +1,215 @@
+"""The model that ships, served without an argument: what it says of pictures that nobody has shown it is right.
+
+A tensor that is torn, stale or another's is a wrong caption here: several processes, many pictures at a time.
+"""
+
+import asyncio
+import base64
+import contextlib
+import io
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("uvicorn")
+
+from PIL import Image  # noqa: E402
+
+from penstock.engine.config import SHIPPED  # noqa: E402
+from tests.conftest import eventually  # noqa: E402
+from training.scenes import Scene, scene  # noqa: E402
+from training.talk import CAPTION, CHAT, caption, question  # noqa: E402
+
+NAME = "penstock-shapes"
+MOST_NBYTES = 8 << 20  # of everything that is needed to serve it
+PICTURES = 100
+AT_ONCE = 8
+EXACT = 0.98  # of the captions
+ANSWERED = 0.95  # of the questions, rightly
+SEED = 20_000  # of no scene in training
+SIDES = (96, 200, 333)
+pytestmark = pytest.mark.timeout(400)
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[str]:
+    """As anybody starts it; the URL."""
+    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            said: list[str] = []
+            found = next(
+                filter(None, (re.search(r"event=serving .*url=(\S+)", line) for line in heard(process, said))), 0
+            )
+            assert found, "".join(said)
+            yield f"{found[1]}/v1"
+            process.send_signal(signal.SIGTERM)
+            rest = process.communicate(timeout=60)[1]
+            assert process.returncode == 0 and "killed=nobody" in rest, rest
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def heard(process: "subprocess.Popen[str]", said: list[str]) -> Iterator[str]:
+    assert process.stderr is not None
+    for line in process.stderr:
+        said.append(line)
+        yield line
+
+
+def pictured(one: Scene, side: int, rng: np.random.Generator) -> dict[str, Any]:
+    file = io.BytesIO()
+    Image.fromarray(one.draw(side, rng)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+class Asking:
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.turn = asyncio.Semaphore(AT_ONCE)
+
+    async def chat(self, content: Any, **options: Any) -> Any:
+        async with self.turn:
+            options = {"model": NAME, "temperature": 0, "max_tokens": 64} | options
+            return await self.client.chat.completions.create(messages=[{"role": "user", "content": content}], **options)
+
+    async def say(self, content: Any) -> str:
+        return str((await self.chat(content)).choices[0].message.content)
+
+
+def test_it_fits_into_eight_megabytes_of_stock_files() -> None:
+    files = {file.name: file.stat().st_size for file in Path(SHIPPED).iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(files)
+    assert sum(files.values()) <= MOST_NBYTES
+    assert not [name for name in files if name.endswith((".py", ".bin", ".pt", ".pkl"))]  # nothing that is run
+
+
+@pytest.mark.parametrize("options", [(), ("--tensor-parallel", "2", "--api-servers", "2")], ids=["alone", "many"])
+def test_it_says_what_is_in_pictures_that_it_has_never_seen(options: tuple[str, ...]) -> None:
+    rng = np.random.default_rng([SEED, len(options)])
+    scenes = [scene(rng) for _ in range(PICTURES)]
+
+    async def ask_all(url: str) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            asking = Asking(client)
+            assert [one.id async for one in client.models.list()] == [NAME]
+            asked = [
+                (pictured(one, SIDES[at % len(SIDES)], rng), str(rng.choice(CAPTION)), question(one, rng))
+                for at, one in enumerate(scenes)
+            ]
+            said = await asyncio.gather(
+                *(asking.say([picture, {"type": "text", "text": words}]) for picture, words, _ in asked)
+            )
+            wrong = [(got, caption(one)) for got, one in zip(said, scenes, strict=True) if got != caption(one)]
+            assert len(wrong) <= (1 - EXACT) * PICTURES, wrong
+            said = await asyncio.gather(  # the pictures are in the store now
+                *(asking.say([picture, {"type": "text", "text": words}]) for picture, _, (words, _) in asked)
+            )
+            wrong = [
+                (words, got, right) for got, (_, _, (words, right)) in zip(said, asked, strict=True) if got != right
+            ]
+            assert len(wrong) <= (1 - ANSWERED) * PICTURES, wrong
+
+    with serving(*options) as url:
+        asyncio.run(ask_all(url))
+
+
+async def streams_what_it_says_whole(asking: Asking, content: Any, right: str) -> None:
+    events = await asking.chat(content, stream=True, stream_options={"include_usage": True})
+    pieces = [event async for event in events]
+    assert "".join(event.choices[0].delta.content or "" for event in pieces if event.choices) == right
+    assert [event.choices[0].finish_reason for event in pieces if event.choices][-1] == "stop"
+    assert pieces[-1].usage.completion_tokens > 1 and pieces[-1].usage.prompt_tokens > 64
+
+
+async def answers_several_times_at_once(asking: Asking, content: Any, right: str) -> None:
+    answer = await asking.chat(content, n=4)
+    assert [one.message.content for one in answer.choices] == [right] * 4
+
+
+async def ends_at_a_stop_string_that_spans_tokens(asking: Asking, content: Any, right: str) -> None:
+    at = len(right) // 2
+    stop = right[at - 2 : at + 3]
+    answer = await asking.chat(content, stop=[stop])
+    assert answer.choices[0].message.content == right[: right.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def draws_the_same_by_the_same_seed(asking: Asking, content: Any, right: str) -> None:
+    drawn = [(await asking.chat(content, temperature=2.0, seed=seed)).choices[0].message.content for seed in (7, 7, 8)]
+    assert drawn[0] == drawn[1]
+    assert len({*drawn, right}) > 1  # hot enough to differ from what is likeliest, or from another seed
+
+
+async def is_sure_of_it(asking: Asking, content: Any, right: str) -> None:
+    answer = await asking.chat(content, logprobs=True, top_logprobs=3)
+    told = answer.choices[0].logprobs.content
+    assert "".join(one.token for one in told if not one.token.startswith("<|")) == right
+    assert sum(one.logprob for one in told) > -2.0
+
+
+async def is_unmoved_by_clients_that_go(asking: Asking, content: Any, right: str) -> None:
+    for _ in range(4):
+        events = await asking.chat(content, stream=True)
+        await anext(aiter(events))
+        await events.close()
+    assert await asking.say(content) == right
+
+
+SCENES = (
+    streams_what_it_says_whole,
+    answers_several_times_at_once,
+    ends_at_a_stop_string_that_spans_tokens,
+    draws_the_same_by_the_same_seed,
+    is_sure_of_it,
+    is_unmoved_by_clients_that_go,
+)
+
+
+def test_it_chats_and_is_asked_in_every_way() -> None:
+    rng = np.random.default_rng(SEED)
+    one = scene(rng, 2)
+    content = [pictured(one, 300, rng), {"type": "text", "text": CAPTION[0]}]
+
+    async def all_scenes(url: str) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            asking = Asking(client)
+            right = await asking.say(content)
+            assert right == caption(one)
+            for part in SCENES:
+                print(part.__name__, flush=True)
+                await asyncio.wait_for(part(asking, content, right), 60)
+            chats = [(words, answer) for all_words, answer in CHAT for words in all_words]
+            said = await asyncio.gather(*(asking.say(words) for words, _ in chats))
+            wrong = [(words, got) for (words, answer), got in zip(chats, said, strict=True) if got != answer]
+            assert len(wrong) <= 0.05 * len(chats), wrong
+
+    with serving() as url:
+        asyncio.run(all_scenes(url))
+
+
+def test_prompts_are_answered_without_a_server(tmp_path: Path) -> None:
+    words = "<|user|>What is a penstock?<|end|><|assistant|>"
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "generate", "--max-tokens", "40", "--output", str(tmp_path / "answers")],
+        input=f'"{words}"\n',
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    eventually((tmp_path / "answers").exists)
+    assert "A penstock is the pipe that feeds a turbine." in (tmp_path / "answers").read_text()
