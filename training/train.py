@@ -28,7 +28,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from training.scenes import COLOURS, SHAPES, Scene, scene
+from training.scenes import COLOURS, MOST_SHAPES, SHAPES, Scene, scene
 from training.talk import CAPTION, CHAT, caption, chat, conversation, question
 
 SIDE, PATCH = 96, 12
@@ -37,6 +37,7 @@ KINDS = 1 + len(COLOURS) * len(SHAPES)
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<image>")
 PAD, END, USER, ASSISTANT, IMAGE = range(len(SPECIAL))
 LOOKING = 0.4  # the weight of the first task, beside talking
+SHARES = (0.15, 0.45, 0.4)  # of the pictures: with one shape, two, three; one alone is learnt soon
 FALLING = 0.85  # the part of the time in which it learns ever more slowly
 POOLED = 8  # batches that are made together
 UNHEARD = -100  # a label that is not learnt
@@ -152,7 +153,8 @@ class Talk:
     def batches(self, count: int) -> Iterator[Batch]:
         """Without end. Rows of about one length come together: padding costs as much as what is learnt."""
         while True:
-            scenes = [scene(self.rng) for _ in range(POOLED * count)]
+            many = self.rng.choice(np.arange(1, MOST_SHAPES + 1), size=POOLED * count, p=SHARES)
+            scenes = [scene(self.rng, int(one)) for one in many]
             rows = sorted(
                 ((self.row(conversation(one, self.rng), True), one) for one in scenes), key=lambda row: len(row[0][0])
             )
