@@ -239,7 +239,7 @@ class Trainer:
             part = self.spent / (self.hours * 3600)
             if part >= 1:
                 break
-            warm = min(1.0, (self.step % first + 1) / 200)
+            warm = min(1.0, (self.step - (first if self.step >= first else 0) + 1) / 200)
             rate = 1e-3 * warm * min(1.0, max(0.02, (1 - part) / FALLING))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate

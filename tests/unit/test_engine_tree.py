@@ -1,5 +1,6 @@
 """What the processes of a tree share: who has which end, what their names say, and what their logs do."""
 
+import contextlib
 import json
 import logging
 import re
@@ -9,8 +10,11 @@ import pytest
 
 from penstock import PeerDied
 from penstock.engine import logs
+from penstock.engine.board import Board
 from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.core import Core
 from penstock.engine.directory import completed
+from penstock.engine.protocol import Stop
 from penstock.engine.tree import Member, Tree, past_the_dead
 
 CONFIG = EngineConfig(
@@ -124,3 +128,14 @@ def test_nothing_is_longer_than_the_model_knows(tmp_path) -> None:
 def test_a_model_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="model is the directory of a model, not '/nowhere'"):
         completed(EngineConfig(model="/nowhere"))
+
+
+def test_a_core_that_is_told_to_stop_before_its_workers_are_ready_ends_and_does_not_fail() -> None:
+    tree = Tree.lay(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
+    with contextlib.closing(tree), tree.groups[0].inbox.sender(tree.launcher_lane, name="launcher") as launcher:
+        core = Core(tree, Member("core", 0, 0, 1))
+        launcher.send(Stop("the tree ends"), 1)
+        core.start()
+        core.run()
+        assert Board(tree.board).row(0)[Board.SERVING] == 0
+        core.close()

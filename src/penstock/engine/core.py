@@ -81,9 +81,12 @@ class Core:
         self._own_ns, self._woke_ns = 0, time.monotonic_ns()
 
     def start(self) -> None:
-        """Waits for the workers and the outputs, and then serves. Raises Timeout, and PeerDied of one of them."""
+        """Waits for the workers and the outputs, and then serves; if it is told to stop meanwhile, it does not. Raises
+        Timeout, and PeerDied of one of them."""
         config = self._config
         blocks, vocabulary = self._await_workers()
+        if self._is_stopped:
+            return
         schedule = Schedule(config.slots, blocks, config.block_size, config.most_blocks)
         self._await_receivers()
         self._scheduler = Scheduler(schedule, _scheduler_config(config, vocabulary))
@@ -98,7 +101,7 @@ class Core:
 
     def run(self) -> None:
         """Until the launcher says that it is time to stop."""
-        while not self._is_told_to_stop():
+        while not self._is_stopped and not self._is_told_to_stop():
             while self._has_sent_step():
                 pass
             if self._scheduler.in_flight:
