@@ -15,13 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine_cases.trees import cpu_seconds
 from bench.harness.role import die_with_parent
 from bench.impls.peer import python_with
+from penstock.inspect.processes import Process, all_processes, with_descendants
 
 OURS, THEIRS = "penstock", "vllm"
 NAME = "model"  # by which clients ask for it
@@ -101,24 +101,24 @@ class Server:
         return " / ".join(self.log.read_text(errors="replace").splitlines()[-3:])
 
     # ── processes ──
-    def roles(self) -> dict[int, str]:
-        """Of each process that lives."""
-        living = set(descendants(self._process.pid))
+    def processes(self) -> list[tuple[str, Process]]:
+        """Those that live, each with its role."""
+        everybody = all_processes()
         text = self.log.read_text(errors="replace")
         named = {int(pid): role.lower() for role, pid in self.told.findall(text)}
         named[self._process.pid] = named.get(self._process.pid, "launcher")
-        return {pid: named.get(pid, "other") for pid in living}
+        living = with_descendants(self._process.pid, everybody)
+        return [(named.get(pid, "other"), everybody[pid]) for pid in living if pid in everybody]
 
     def cpu_seconds(self) -> dict[str, float]:
         """By role."""
         used: dict[str, float] = {}
-        for pid, role in self.roles().items():
-            with contextlib.suppress(OSError):
-                used[role] = used.get(role, 0.0) + cpu_seconds(pid)
+        for role, process in self.processes():
+            used[role] = used.get(role, 0.0) + process.cpu_seconds
         return used
 
     def resident_nbytes(self, role: str) -> int:
-        return sum(resident_nbytes(pid) for pid, its in self.roles().items() if its == role)
+        return sum(process.rss_nbytes for its, process in self.processes() if its == role)
 
 
 class Ours(Server):
@@ -190,18 +190,3 @@ def free_port() -> int:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
         return port
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Itself among them."""
-    yield pid
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield from descendants(int(child))
-
-
-def resident_nbytes(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
