@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,12 @@ class Load:
         images = f", {self.images} image each" if self.images else ""
         tokens = f"{self.input_tokens} tokens in, {self.output_tokens} out"
         return f"{self.requests} requests, {self.concurrency} at a time, {tokens}{images}"
+
+    def within(self, longest: int) -> Load:
+        """With texts and answers that such a model takes: a prompt may have some tokens more than it is to have."""
+        most = longest * 7 // 16
+        sizes = {name: str(min(int(getattr(self, name)), most)) for name in ("input_tokens", "output_tokens")}
+        return replace(self, **sizes)
 
     def options(self) -> list[str]:
         said = [f"--{name.replace('_', '-')}={value}" for name, value in vars(self).items()]

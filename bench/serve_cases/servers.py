@@ -29,7 +29,6 @@ START = 400.0  # seconds until it answers; a compiler may be at work, and others
 END = 20.0  # seconds until it has ended, after it was told to
 LOOK = 0.02  # seconds between two looks whether it answers
 STEP_MS = 20.0  # of the simulated device
-MODEL_LEN = 2048
 
 
 class Failed(Exception):
@@ -127,8 +126,8 @@ class Ours(Server):
     front = ("server", "core", "output")
 
     @classmethod
-    def of_model(cls, model: Path, log: Path) -> Ours:
-        return cls._of([str(model), "--max-model-len", str(MODEL_LEN), "--dtype", "float32"], log)
+    def of_model(cls, model: Path, log: Path, *, longest: int) -> Ours:
+        return cls._of([str(model), "--max-model-len", str(longest), "--dtype", "float32"], log)
 
     @classmethod
     def simulated(cls, streams: int, log: Path) -> Ours:
@@ -162,12 +161,12 @@ class Theirs(Server):
     front = ("apiserver", "enginecore")
 
     @classmethod
-    def of_model(cls, model: Path, log: Path, *, is_compiled: bool) -> Theirs:
+    def of_model(cls, model: Path, log: Path, *, longest: int, is_compiled: bool) -> Theirs:
         """Raises Unavailable. What computes is a process of its own, and so is not counted with the core."""
         port = free_port()
         command = [python_with("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-        command += ["--max-model-len", str(MODEL_LEN), "--disable-uvicorn-access-log"]
+        command += ["--max-model-len", str(longest), "--disable-uvicorn-access-log"]
         command += ["--distributed-executor-backend", "mp"]
         if not is_compiled:
             command.append("--enforce-eager")
