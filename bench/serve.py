@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
@@ -78,10 +80,11 @@ def run(
             directory = servers.scratch / "model"
             model.make(directory)
         try:
-            start_all(servers, scale, found, ways, directory)
-            found.loads["text"] = cases.side_by_side(servers, scale.text)
+            longest = model.longest(directory)
+            start_all(servers, scale, found, ways, directory, longest)
+            found.loads["text"] = cases.side_by_side(servers, scale.text.within(longest))
             if model.takes_images(directory):
-                found.loads["images"] = cases.side_by_side(servers, scale.images)
+                found.loads["images"] = cases.side_by_side(servers, scale.images.within(longest))
         finally:
             for server in servers.up.values():
                 server.stop()
@@ -103,11 +106,13 @@ def run(
     return found
 
 
-def start_all(servers: Servers, scale: Scale, found: goals.Found, ways: Sequence[str], directory: Path) -> None:
+def start_all(
+    servers: Servers, scale: Scale, found: goals.Found, ways: Sequence[str], directory: Path, longest: int
+) -> None:
     """One after the other, as the time is taken. What cannot run here is named, with the reason."""
     kinds: dict[str, Callable[[Path, Path], Server]] = {
-        OURS: Ours.of_model,
-        THEIRS: partial(Theirs.of_model, is_compiled=scale.is_compiled),
+        OURS: partial(Ours.of_model, longest=longest),
+        THEIRS: partial(Theirs.of_model, longest=longest, is_compiled=scale.is_compiled),
     }
     for name in ways:
         with contextlib.ExitStack() as unless_up:
@@ -130,8 +135,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def told_to_end(number: int, frame: object) -> NoReturn:
+    """Servers are stopped on the way out, and with them what they have started: nobody else knows of that."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, told_to_end)
     given = {name: getattr(options, name) for name in ("rounds", "patience") if getattr(options, name) is not None}
     scale = replace(QUICK if options.quick else DEFAULT, **given)
     output = Output("serve", is_json=options.json, folder=options.out)

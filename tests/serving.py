@@ -21,6 +21,8 @@ from tests.engine import START
 ANSWERED_WITHIN = 20.0  # seconds; a request ends by then, in whatever way
 ENDED = (OSError, asyncio.IncompleteReadError)  # the connection has
 PAUSE = 0.05  # seconds, after a request that was refused
+SHAPE = {"api_servers": 2, "data_parallel": 2, "tensor_parallel": 2, "output_processors": 1}
+LIMITS = {"most_open": 64, "patience": 5.0}
 
 
 @dataclass

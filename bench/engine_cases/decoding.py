@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,17 +87,16 @@ class Trees(Turns):
     def servers(self) -> list[Server]:
         return list(self._servers.values())
 
-    def _one_round(self, turn: int, orders: Mapping[str, Any], measure: Any) -> dict[str, Figures]:
-        names = [name for name in orders if name in self._servers]
-        first = turn % max(len(names), 1)
-        found: dict[str, Figures] = {}
-        for name in names[first:] + names[:first]:
-            try:
-                found[name] = measure(self._servers[name], orders[name])
-            except FAILURES as failure:
-                self._leave_out(name, failure)
-                self._servers.pop(name).close()
-        return found
+    def _up(self) -> Container[str]:
+        return self._servers
+
+    def _turn_of(self, name: str, order: Any, measure: Callable[..., Figures]) -> list[Figures]:
+        try:
+            return [measure(self._servers[name], order)]
+        except FAILURES as failure:
+            self._leave_out(name, failure)
+            self._servers.pop(name).close()
+            return []
 
 
 def one_round(seconds: float, chance: np.random.Generator, server: Server, cell: Cell) -> Figures:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bench.engine_cases.trees import Bench, cpu_seconds
+from bench.engine_cases.trees import Bench
 from bench.harness.figures import Figures
 from penstock.codec import Interned
 from penstock.engine.board import Board
@@ -22,6 +22,7 @@ from penstock.engine.protocol import Abort, Announce, Delta, Failed, Ints, Sampl
 from penstock.engine.schedule import Input, columns_of_inputs
 from penstock.engine.simulated import Rule
 from penstock.engine.tree import Member
+from penstock.inspect.processes import process_of
 
 PATIENCE = 60.0  # seconds; for any one message
 SETTLED = 5  # tokens that each request has before it is measured
@@ -101,8 +102,10 @@ class Reading:
         row = server.row
         own, steps = row[Board.OWN_NS], row[Board.STEPS]
         busy, idle = row[Board.BUSY_NS], row[Board.IDLE_NS]
-        core = cpu_seconds(server.bench.pid("core"))
-        return cls(time.monotonic(), steps, own, busy, idle, time.process_time(), core)
+        core = process_of(server.bench.pid("core"))
+        if core is None:
+            raise Wrong("its core has ended")
+        return cls(time.monotonic(), steps, own, busy, idle, time.process_time(), core.cpu_seconds)
 
 
 class Tally:

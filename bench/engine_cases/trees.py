@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,9 +98,3 @@ class Bench(Launcher):
 def quietly(run: Callable[[Tree, Member], None], tree: Tree, me: Member) -> None:
     LOGGER.setLevel(logging.WARNING)
     run(tree, me)
-
-
-def cpu_seconds(pid: int) -> float:
-    """That a process has used so far, all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -121,8 +121,10 @@ class Turns:
             return []
 
     def _leave_out(self, name: str, failure: Exception) -> None:
-        self.output.say(f"\n{name} with {self.receivers} receivers is left out from here on: {failure}")
-        self.output.record("failed", name, receivers=self.receivers, reason=str(failure))
+        among = {"receivers": self.receivers} if self.receivers else {}  # servers have none
+        said = f"{name} with {self.receivers} receivers" if among else name
+        self.output.say(f"\n{said} is left out from here on: {failure}")
+        self.output.record("failed", name, **among, reason=str(failure))
 
     # Measuring
 
@@ -159,15 +161,23 @@ class Turns:
         outcome.rounds = {name: found for name, found in outcome.rounds.items() if len(found) == rounds}
         return outcome
 
-    def _one_round(self, turn: int, orders: dict[str, Order], measure: Measure) -> dict[str, Figures]:
-        names = [name for name in orders if name in self._sessions]
+    def _one_round(self, turn: int, orders: Mapping[str, Any], measure: Callable[..., Figures]) -> dict[str, Figures]:
+        names = [name for name in orders if name in self._up()]
         first = turn % max(len(names), 1)
         found: dict[str, Figures] = {}
         for name in names[first:] + names[:first]:
-            session = self._sessions[name]
-            for figures in self._guarded(session, partial(measure, session, orders[name])):
+            for figures in self._turn_of(name, orders[name], measure):
                 found[name] = figures
         return found
+
+    def _up(self) -> Container[str]:
+        """Who takes part."""
+        return self._sessions
+
+    def _turn_of(self, name: str, order: Any, measure: Callable[..., Figures]) -> list[Figures]:
+        """Its figures, or nothing: then it takes no further part."""
+        session = self._sessions[name]
+        return self._guarded(session, partial(measure, session, order))
 
     # Telling
 

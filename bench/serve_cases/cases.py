@@ -13,12 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.harness.figures import Figures
+from bench.harness.figures import Figures, quantile
 from bench.harness.output import short
 from bench.harness.turns import Outcome, Turns
 from bench.serve_cases.servers import NAME, OURS, THEIRS, Failed, Ours, Server
@@ -52,6 +52,12 @@ class Load:
         images = f", {self.images} image each" if self.images else ""
         tokens = f"{self.input_tokens} tokens in, {self.output_tokens} out"
         return f"{self.requests} requests, {self.concurrency} at a time, {tokens}{images}"
+
+    def within(self, longest: int) -> Load:
+        """With texts and answers that such a model takes: a prompt may have some tokens more than it is to have."""
+        most = longest * 7 // 16
+        sizes = {name: str(min(int(getattr(self, name)), most)) for name in ("input_tokens", "output_tokens")}
+        return replace(self, **sizes)
 
     def options(self) -> list[str]:
         said = [f"--{name.replace('_', '-')}={value}" for name, value in vars(self).items()]
@@ -100,27 +106,29 @@ class Servers(Turns):
         super().__init__(*arguments, **options)
         self.scratch = scratch
         self.up: dict[str, Server] = {}
-        self._turns = 0
+        self._seed = 0  # of a round: the same prompts for all
 
     def one_round_of(self, load: Load) -> dict[str, Any]:
         return dict.fromkeys(self.up, load)
 
-    def _one_round(self, turn: int, orders: Mapping[str, Any], measure: Any) -> dict[str, Figures]:
-        names = [name for name in orders if name in self.up]
-        first = turn % max(len(names), 1)
-        found: dict[str, Figures] = {}
-        self._turns += 1
-        for name in names[first:] + names[:first]:
-            server = self.up[name]
-            server.go_on()
-            try:
-                found[name] = measure(server, orders[name], self.scratch, self._turns)  # the same prompts for all
-            except (Failed, OSError, subprocess.TimeoutExpired) as failure:
-                self._leave_out(name, failure)
-                self.up.pop(name).stop()
-            else:
-                server.rest()
-        return found
+    def _one_round(self, turn: int, orders: Mapping[str, Any], measure: Callable[..., Figures]) -> dict[str, Figures]:
+        self._seed += 1
+        return super()._one_round(turn, orders, measure)
+
+    def _up(self) -> Container[str]:
+        return self.up
+
+    def _turn_of(self, name: str, order: Any, measure: Callable[..., Figures]) -> list[Figures]:
+        server = self.up[name]
+        server.go_on()
+        try:
+            figures = measure(server, order, self.scratch, self._seed)
+        except (Failed, OSError, subprocess.TimeoutExpired) as failure:
+            self._leave_out(name, failure)
+            self.up.pop(name).stop()
+            return []
+        server.rest()
+        return [figures]
 
 
 def side_by_side(servers: Servers, load: Load) -> Outcome:
@@ -202,7 +210,7 @@ def most_resident(server: Server, role: str) -> Iterator[list[int]]:
 def clients_that_go(servers: Servers, server: Ours, times: int) -> Figures:
     """From the reset of a connection in mid-stream until no process knows of its request, and its blocks are free."""
     took = sorted(gone_after(server) * 1e3 for _ in range(times))
-    figures = {"gone_p50_ms": took[len(took) // 2], "gone_most_ms": took[-1], "times": times}
+    figures = {"gone_p50_ms": quantile(took, 0.5), "gone_most_ms": took[-1], "times": times}
     servers.output.record("gone", OURS, **figures)
     cells = [short(figures["gone_p50_ms"]), short(figures["gone_most_ms"])]
     servers.output.table("A client disconnects, until its request is gone; ms", ["p50", "most"], [(OURS, cells)])

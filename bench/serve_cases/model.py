@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.engine.config import EngineConfig
+from penstock.engine.directory import completed
 from penstock.load.prompts import WORDS
 
 IDS = 1024
+LONGEST = 2048  # tokens of a prompt and its answer, where the model knows as many
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -55,6 +58,11 @@ def _tokenizer(directory: Path) -> int:
     whole.chat_template = TEMPLATE
     whole.save_pretrained(directory)
     return int(made.get_vocab_size())
+
+
+def longest(directory: Path) -> int:
+    """Tokens of a prompt and its answer, of both servers: what ours would do by itself, vLLM's has to be told."""
+    return completed(EngineConfig(model=str(directory), max_model_len=LONGEST)).max_model_len
 
 
 def takes_images(directory: Path) -> bool:

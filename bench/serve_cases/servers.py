@@ -15,13 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.engine_cases.trees import cpu_seconds
 from bench.harness.role import die_with_parent
 from bench.impls.peer import python_with
+from penstock.inspect.processes import Process, all_processes, with_descendants
 
 OURS, THEIRS = "penstock", "vllm"
 NAME = "model"  # by which clients ask for it
@@ -29,7 +29,6 @@ START = 400.0  # seconds until it answers; a compiler may be at work, and others
 END = 20.0  # seconds until it has ended, after it was told to
 LOOK = 0.02  # seconds between two looks whether it answers
 STEP_MS = 20.0  # of the simulated device
-MODEL_LEN = 2048
 
 
 class Failed(Exception):
@@ -101,24 +100,24 @@ class Server:
         return " / ".join(self.log.read_text(errors="replace").splitlines()[-3:])
 
     # ── processes ──
-    def roles(self) -> dict[int, str]:
-        """Of each process that lives."""
-        living = set(descendants(self._process.pid))
+    def processes(self) -> list[tuple[str, Process]]:
+        """Those that live, each with its role."""
+        everybody = all_processes()
         text = self.log.read_text(errors="replace")
         named = {int(pid): role.lower() for role, pid in self.told.findall(text)}
         named[self._process.pid] = named.get(self._process.pid, "launcher")
-        return {pid: named.get(pid, "other") for pid in living}
+        living = with_descendants(self._process.pid, everybody)
+        return [(named.get(pid, "other"), everybody[pid]) for pid in living if pid in everybody]
 
     def cpu_seconds(self) -> dict[str, float]:
         """By role."""
         used: dict[str, float] = {}
-        for pid, role in self.roles().items():
-            with contextlib.suppress(OSError):
-                used[role] = used.get(role, 0.0) + cpu_seconds(pid)
+        for role, process in self.processes():
+            used[role] = used.get(role, 0.0) + process.cpu_seconds
         return used
 
     def resident_nbytes(self, role: str) -> int:
-        return sum(resident_nbytes(pid) for pid, its in self.roles().items() if its == role)
+        return sum(process.rss_nbytes for its, process in self.processes() if its == role)
 
 
 class Ours(Server):
@@ -127,8 +126,8 @@ class Ours(Server):
     front = ("server", "core", "output")
 
     @classmethod
-    def of_model(cls, model: Path, log: Path) -> Ours:
-        return cls._of([str(model), "--max-model-len", str(MODEL_LEN), "--dtype", "float32"], log)
+    def of_model(cls, model: Path, log: Path, *, longest: int) -> Ours:
+        return cls._of([str(model), "--max-model-len", str(longest), "--dtype", "float32"], log)
 
     @classmethod
     def simulated(cls, streams: int, log: Path) -> Ours:
@@ -162,12 +161,12 @@ class Theirs(Server):
     front = ("apiserver", "enginecore")
 
     @classmethod
-    def of_model(cls, model: Path, log: Path, *, is_compiled: bool) -> Theirs:
+    def of_model(cls, model: Path, log: Path, *, longest: int, is_compiled: bool) -> Theirs:
         """Raises Unavailable. What computes is a process of its own, and so is not counted with the core."""
         port = free_port()
         command = [python_with("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-        command += ["--max-model-len", str(MODEL_LEN), "--disable-uvicorn-access-log"]
+        command += ["--max-model-len", str(longest), "--disable-uvicorn-access-log"]
         command += ["--distributed-executor-backend", "mp"]
         if not is_compiled:
             command.append("--enforce-eager")
@@ -190,18 +189,3 @@ def free_port() -> int:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
         return port
-
-
-def descendants(pid: int) -> Iterator[int]:
-    """Itself among them."""
-    yield pid
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                yield from descendants(int(child))
-
-
-def resident_nbytes(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0

@@ -25,6 +25,7 @@ from penstock import _native, inspect
 from penstock.errors import LayoutMismatch
 from penstock.inspect import in_seconds, in_units
 from penstock.load import arguments as load_arguments
+from penstock.load.arguments import above_0
 from penstock.memory import Ticket
 from penstock.server import arguments
 
@@ -50,11 +51,11 @@ def parser() -> argparse.ArgumentParser:
         "target", nargs="?", metavar="PID|TICKET", type=target, help="without one: who has segments open"
     )
     inspect.add_argument("--json", action="store_true", help="everything, one document per look")
-    inspect.add_argument("--watch", metavar="SECONDS", type=seconds, help="look again every so often")
+    inspect.add_argument("--watch", metavar="SECONDS", type=above_0, help="look again every so often")
     inspect.set_defaults(run=run_inspect)
 
     demo = commands.add_parser("demo", help="several processes exchange messages and images, and one is killed")
-    demo.add_argument("--seconds", metavar="N", type=seconds, help="end by itself (default: Ctrl-C ends it)")
+    demo.add_argument("--seconds", metavar="N", type=above_0, help="end by itself (default: Ctrl-C ends it)")
     demo.add_argument("--receivers", metavar="N", type=workers, default=4, help="workers (default: 4)")
     demo.add_argument("--rate", metavar="N", type=rate, default=500, help="steps per second; 0: all that go (500)")
     demo.add_argument("--plain", action="store_true", help="a line per second, even on a terminal")
@@ -71,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     )
     measure.add_argument("target", nargs="?", metavar="PID|TICKET|FILE", type=measured, help="FILE: what was recorded")
     measure.add_argument("--channel", metavar="NAME", help="only channels of this name")
-    measure.add_argument("--seconds", metavar="N", type=seconds, help="end by itself (default: Ctrl-C ends it)")
+    measure.add_argument("--seconds", metavar="N", type=above_0, help="end by itself (default: Ctrl-C ends it)")
     measure.add_argument("--record", metavar="FILE", type=Path, help="keep what is seen, to be measured again")
     measure.add_argument("--plot", metavar="FILE.svg", type=Path, help="draw a chart too")
     measure.add_argument("--json", action="store_true", help="one object per line")
@@ -126,8 +127,8 @@ def parser() -> argparse.ArgumentParser:
 
     top = commands.add_parser("top", help="a running server: processes, channels, store, step time and tokens, live")
     top.add_argument("target", nargs="?", metavar="PID|NAME|URL", help="of several servers; a URL: on another machine")
-    top.add_argument("--interval", metavar="SECONDS", type=seconds, default=1.0, help="between two looks (1)")
-    top.add_argument("--seconds", metavar="N", type=seconds, help="end by itself (default: q or Ctrl-C ends it)")
+    top.add_argument("--interval", metavar="SECONDS", type=above_0, default=1.0, help="between two looks (1)")
+    top.add_argument("--seconds", metavar="N", type=above_0, help="end by itself (default: q or Ctrl-C ends it)")
     top.add_argument("--once", action="store_true", help="one view, after one interval")
     top.add_argument("--json", action="store_true", help="the same as one JSON document")
     top.add_argument("--svg", metavar="FILE", type=Path, help="keep the last view as a picture")
@@ -152,16 +153,6 @@ def target(text: str) -> int | Ticket:
         return Ticket.parse(text)
     except LayoutMismatch as error:
         raise argparse.ArgumentTypeError(f"{error}, or a process number") from None
-
-
-def seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < 1e9:
-        raise argparse.ArgumentTypeError(f"seconds are a number above 0, not {text!r}")
-    return number
 
 
 def workers(text: str) -> int:

@@ -20,7 +20,7 @@ from penstock.engine.child import Child
 from penstock.server.tally import Row
 from tests.e2e.test_server import Served, served
 from tests.engine import START, told
-from tests.serving import ANSWERED_WITHIN, Asked, Load, Question, must_be_as_before
+from tests.serving import ANSWERED_WITHIN, LIMITS, SHAPE, Asked, Load, Question, must_be_as_before
 
 IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
 SECONDS = 60.0 if IS_FULL else 12.0
@@ -33,8 +33,6 @@ UNCONCERNED = 0.98  # of those must have been answered …
 ALL = 0.75  # … and of all
 KINDS = ("server", "core", "worker", "output")
 HOWS = ("killed", "stopped", "stopped for long")
-SHAPE = {"api_servers": 2, "data_parallel": 2, "tensor_parallel": 2, "output_processors": 1}
-LIMITS = {"most_open": 64, "patience": 5.0}
 
 
 @dataclass

@@ -2,11 +2,15 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import eventually
 
 ROOT = Path(__file__).parent.parent.parent
 OURS = "penstock-store,penstock-produce,pickle-5,penstock-serving"
@@ -79,3 +83,29 @@ def test_a_quick_run_of_the_server_serves_all_streams_and_forgets_who_has_gone()
     assert 0 < records["gone"]["gone_p50_ms"] <= records["gone"]["gone_most_ms"]
     assert records["start"]["first_answer_s"] > 0.1
     assert "Targets" in run.stderr
+
+
+def test_a_benchmark_that_is_told_to_end_leaves_nothing_of_a_server_that_was_starting(tmp_path: Path) -> None:
+    """What passes for vLLM has a child, and never answers. Nobody but the benchmark ends that child."""
+    peer = tmp_path / "python"
+    peer.write_text(textwrap.dedent(f"""\
+        #!/bin/sh
+        [ "$1" = -c ] && exit  # whether it has vLLM
+        echo "$@" > {tmp_path}/asked
+        sleep 100 &
+        echo $$ $! > {tmp_path}/pids.new && mv {tmp_path}/pids.new {tmp_path}/pids
+        wait
+    """))  # fmt: skip
+    peer.chmod(0o755)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+    command = [sys.executable, "bench/serve.py", "--quick", "--only", "load", "--impl", "vllm", "--model", tmp_path]
+    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PENSTOCK_PEER_PYTHON": str(peer)}) as run:
+        try:
+            eventually((tmp_path / "pids").exists, 30)
+            pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+            run.terminate()
+            assert run.wait(60) == 128 + signal.SIGTERM
+        finally:
+            run.kill()
+    assert "--max-model-len 512 " in (tmp_path / "asked").read_text()
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)

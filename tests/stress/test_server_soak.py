@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn")
 
 from tests.e2e.test_server import Served, served  # noqa: E402
 from tests.engine import told  # noqa: E402
-from tests.serving import Load, must_be_as_before  # noqa: E402
+from tests.serving import LIMITS, SHAPE, Load, must_be_as_before  # noqa: E402
 
 SECONDS = float(os.environ.get("PENSTOCK_SOAK_SECONDS", "0"))
 IS_ASKED_FOR = os.environ.get("PENSTOCK_FULL") == "1" and SECONDS > 0
@@ -21,7 +21,7 @@ BETWEEN = 1.0  # seconds; from one look to the next
 SETTLED = 0.1  # of the time: what is there by then may stay
 RSS_NBYTES = 6 << 20  # more than an allocator comes and goes by, less than a byte kept of each token
 RSS_SHARE = 0.02
-SHAPE = {"api_servers": 2, "data_parallel": 2, "tensor_parallel": 2, "output_processors": 1, "store_nbytes": 32 << 20}
+STORE_NBYTES = 32 << 20
 
 
 @dataclass
@@ -64,8 +64,7 @@ def must_not_grow(settled: list[dict[str, Look]], late: list[dict[str, Look]]) -
 @pytest.mark.timeout(SECONDS + 240)
 def test_no_process_grows_under_load(seed: int) -> None:
     async def scene() -> None:
-        limits = {"most_open": 64, "patience": 5.0}
-        async with served(limits, simulated=told(step_seconds=0.002), **SHAPE) as tree:
+        async with served(LIMITS, simulated=told(step_seconds=0.002), store_nbytes=STORE_NBYTES, **SHAPE) as tree:
             load = Load(tree, seed)
             found = []
             shared = []

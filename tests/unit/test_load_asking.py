@@ -195,6 +195,19 @@ def test_lines_of_a_file_are_asked_in_turn_with_the_fields_they_have(tmp_path: P
     assert asked == [("one", 128, 0), ([1, 2], 128, 0), ("three", 9, 1.5), ("one", 128, 0)]
 
 
+def test_prompts_may_come_through_a_pipe() -> None:
+    ours, its = os.pipe()
+    try:
+        os.write(its, b'"one"\n"two"\n')
+        os.close(its)
+        with answering(GOOD) as (fake, url):
+            options = ("--prompts", f"/dev/fd/{ours}", "--requests", "3", "--concurrency", "1", "--model", "m")
+            assert cli.main(["bench", "serve", "--url", url, *options]) == 0
+    finally:
+        os.close(ours)
+    assert [body["prompt"] for _, body in fake.asked] == ["one", "two", "one"]
+
+
 def test_what_makes_no_sense_is_refused_before_anybody_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ from penstock.load.arrivals import Load
 from penstock.load.asking import Outcome, Whole, ask
 from penstock.load.events import shown
 from penstock.load.figures import Figures, figures_of, tokens_of
-from penstock.load.prompts import Body, Size, Wanted
+from penstock.load.prompts import Body, Lines, Size, Wanted
 from penstock.load.wire import Failure, Wire
 from penstock.measure import tables
 
@@ -51,11 +51,13 @@ def run(options: argparse.Namespace) -> int:
         is_chat=is_chat,
         **{name: getattr(options, name) for name in Wanted.__struct_fields__ if name != "is_chat"},
     )
+    lines = None
     if options.prompts is not None:
-        prompts.read(options.prompts, wanted, options.requests)  # what is wrong with it is said before anybody is asked
+        lines = prompts.read(options.prompts)  # once: it may be a pipe
+        prompts.of_lines(lines, wanted, 1)  # what is wrong with them is said before anybody is asked
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each stream is one
-    results = asyncio.run(_run(options, wanted))
+    results = asyncio.run(_run(options, wanted, lines))
     title = f"{results.model} at {results.url}: {results.asked}"
     tables.print_tables(report.tables(title, results.figures))
     if options.json is not None:
@@ -65,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
     return 1 if results.figures.failed else 0
 
 
-async def _run(options: argparse.Namespace, wanted: Wanted) -> Results:
+async def _run(options: argparse.Namespace, wanted: Wanted, lines: Lines | None) -> Results:
     async with Wire(options.url, options.api_key, options.timeout) as wire:
-        measured = Measured(options, wanted, wire)
+        measured = Measured(options, wanted, wire, lines)
         doing = asyncio.ensure_future(measured.run())
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, doing.cancel)
@@ -83,10 +85,12 @@ async def _run(options: argparse.Namespace, wanted: Wanted) -> Results:
 class Measured:
     """A run, and what it has come to when it ends or is cancelled."""
 
-    def __init__(self, options: argparse.Namespace, wanted: Wanted, wire: Wire) -> None:
+    def __init__(self, options: argparse.Namespace, wanted: Wanted, wire: Wire, lines: Lines | None) -> None:
+        """`lines`: of prompts, if they are not to be made."""
         self._options = options
         self._wanted = wanted
         self._wire = wire
+        self._lines = lines
         self._load = Load(wire, [], lambda outcome: None)
         self._cpu = 0.0
         self._until = 0.0
@@ -95,12 +99,12 @@ class Measured:
         options, wire, wanted = self._options, self._wire, self._wanted
         if not wanted.model:
             self._wanted = wanted = msgspec.structs.replace(wanted, model=await _first_model(wire))
-        if options.prompts is None:
+        if self._lines is None:
             size = await _size(wire, wanted)
             warming = await _made(wanted, size, options.warmup, "warm-up")
             bodies = await _made(wanted, size, options.requests, "load")
         else:
-            bodies = prompts.read(options.prompts, wanted, options.requests)
+            bodies = prompts.of_lines(self._lines, wanted, options.requests)
             warming = bodies[: options.warmup]
         await Load(wire, warming, lambda outcome: None).closed(options.concurrency)
         with _progress(len(bodies)) as ended:

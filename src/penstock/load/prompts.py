@@ -76,6 +76,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Body = tuple[str, bytes]  # a path, and what is sent there
+Lines = list[tuple[str, bytes]]  # of a file: where each stands, and what it says
 
 
 def text_of(chance: random.Random, words: int) -> str:
@@ -114,12 +115,17 @@ def _body(wanted: Wanted, asked: dict[str, Any]) -> Body:
 
 
 # ── from a file ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def read(path: Path, wanted: Wanted, requests: int) -> list[Body]:
-    """So many requests: the lines in turn. Raises OSError, and ValueError where a line is no prompt."""
-    lines = [(number, line) for number, line in enumerate(path.read_bytes().splitlines(), 1) if line.strip()]
-    if not lines:
+def read(path: Path) -> Lines:
+    """Those that are not empty. Raises OSError, and ValueError where there is none."""
+    lines = [(f"{path}, line {number}", line) for number, line in enumerate(path.read_bytes().splitlines(), 1)]
+    if not (found := [one for one in lines if one[1].strip()]):
         raise ValueError(f"{path} has no line")
-    bodies = [_of_line(f"{path}, line {number}", line, wanted) for number, line in lines]
+    return found
+
+
+def of_lines(lines: Lines, wanted: Wanted, requests: int) -> list[Body]:
+    """So many requests: the lines in turn. Raises ValueError where a line is no prompt."""
+    bodies = [_of_line(where, line, wanted) for where, line in lines]
     return [bodies[index % len(bodies)] for index in range(requests)]
 
 

@@ -81,13 +81,14 @@ def show(options: Options, source: Source) -> int:
         if console.is_terminal:
             screen.enter_context(keys.listening())
             live = screen.enter_context(Live(console=console, screen=True, auto_refresh=False))
-        for seen, gone in looks(options, source):
-            if not gone:
-                history.add(seen.rates)
-            if live is not None:
-                live.update(drawn(seen, history, console, gone), refresh=True)
-            else:
-                console.print(drawn(seen, history, console, gone))
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends it well, wherever it comes
+            for seen, gone in looks(options, source):
+                if not gone:
+                    history.add(seen.rates)
+                if live is not None:
+                    live.update(drawn(seen, history, console, gone), refresh=True)
+                else:
+                    console.print(drawn(seen, history, console, gone))
     if seen is not None:
         keep(options, seen, history)
     return 0
@@ -98,15 +99,14 @@ def looks(options: Options, source: Source) -> Iterator[tuple[Seen, str]]:
     end = None if options.seconds is None else time.monotonic() + options.seconds
     seen = source.look()
     gone = ""
-    with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            yield seen, gone
-            if keys.is_enough(options.interval) or (end is not None and time.monotonic() >= end):
-                return
-            try:
-                seen, gone = source.look(), ""
-            except NoServer as error:
-                gone = str(error)
+    while True:
+        yield seen, gone
+        if keys.is_enough(options.interval) or (end is not None and time.monotonic() >= end):
+            return
+        try:
+            seen, gone = source.look(), ""
+        except NoServer as error:
+            gone = str(error)
 
 
 def keep(options: Options, seen: Seen, history: History) -> None:
