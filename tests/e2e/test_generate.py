@@ -47,7 +47,6 @@ def test_what_is_no_prompt_and_what_is_no_model_is_said_before_anything_starts()
             "line 2 of the prompts: unknown options",
         ),
         ("{}\n", ("--device-model", "simulated"), "line 1 of the prompts: expected either"),
-        ("[1]\n", (), "model is the directory of a model"),
         ("[1]\n", ("--device-model", "simulated", "--data-parallel", "0"), "data_parallel is between 1 and 16, not 0"),
     ):
         status, answers, err = generate(lines, *options)

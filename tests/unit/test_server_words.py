@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from penstock import cli
-from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.server import arguments
 from penstock.server.errors import ApiError
 from penstock.server.words import LONG, BytesWords, Reader
@@ -72,11 +72,18 @@ def test_there_is_a_store_where_the_model_takes_images(tmp_path: Path) -> None:
         store_nbytes()
 
 
+def test_without_a_model_the_one_that_ships_is_served() -> None:
+    parser = argparse.ArgumentParser()
+    arguments.add(parser)
+    assert arguments.engine_config(parser.parse_args([])).model == SHIPPED
+    assert arguments.engine_config(parser.parse_args(["--device-model", "simulated"])).model == ""
+    assert Path(SHIPPED, "config.json").exists()
+
+
 def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         simulated = ("--device-model", "simulated")
         for options, words in (
-            ((), "model is the directory of a model"),
             ((*simulated, "--port", "99999"), "port is between"),
             ((*simulated, "--port", str(taken.getsockname()[1])), "in use"),
             ((*simulated, "--api-servers", "0"), "api_servers is between"),
