@@ -25,7 +25,7 @@ from penstock.engine.protocol import Abort, Announce, Failed, Halt, Step, StepDo
 from penstock.engine.text import Vocabulary
 from penstock.engine.tree import AGAIN, Member, Tree, past_the_dead
 
-LOOK_AGAIN = 0.05  # seconds; while no result comes: a death of the core, or its last word, is told on the other channel
+LOOK_AGAIN = 0.03  # seconds; while no result comes: a death of the core, or its last word, is told on the other channel
 LISTEN_AGAIN = 1.0  # seconds; to servers, while the core has nothing to say: it may have refused what they announced
 
 ToCore: TypeAlias = Halt | Abort
