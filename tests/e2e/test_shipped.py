@@ -34,8 +34,10 @@ NAME = "penstock-shapes"
 MOST_NBYTES = 8 << 20  # of everything that is needed to serve it
 PICTURES = 100
 AT_ONCE = 8
-EXACT = 0.98  # of the captions
-ANSWERED = 0.95  # of the questions, rightly
+EXACT = (
+    0.95  # of the captions; its README says what it reaches on more of them, and a torn tensor makes most of them wrong
+)
+ANSWERED = 0.9  # of the questions, rightly
 SEED = 20_000  # of no scene in training
 SIDES = (96, 200, 333)
 pytestmark = pytest.mark.timeout(400)
