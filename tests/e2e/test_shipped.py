@@ -34,9 +34,7 @@ NAME = "penstock-shapes"
 MOST_NBYTES = 8 << 20  # of everything that is needed to serve it
 PICTURES = 100
 AT_ONCE = 8
-EXACT = (
-    0.95  # of the captions; its README says what it reaches on more of them, and a torn tensor makes most of them wrong
-)
+EXACT = 0.95  # of the captions; what it reaches on more of them says its README. A torn tensor spoils most of them
 ANSWERED = 0.9  # of the questions, rightly
 SEED = 20_000  # of no scene in training
 SIDES = (96, 200, 333)
