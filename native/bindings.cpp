@@ -82,5 +82,6 @@ NB_MODULE(_native, m) {
     bind_channel(m);
     bind_store(m);
     bind_growth(m);
+    bind_attend(m);
     bind_values(m);
 }

@@ -24,6 +24,7 @@ void bind_channel(nb::module_& m);
 void bind_store(nb::module_& m);
 void bind_values(nb::module_& m);
 void bind_growth(nb::module_& m);
+void bind_attend(nb::module_& m);
 
 // What another process wrote may be anything.
 inline nb::object text_of(const std::string& text) {

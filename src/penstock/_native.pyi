@@ -473,6 +473,11 @@ class Growth:
         Rows of which blocks have become full since this was asked last, and how many numbers are in all of their full ones.
         """
 
+def attend(queries: numpy.typing.NDArray[Any], keys: numpy.typing.NDArray[Any], values: numpy.typing.NDArray[Any], out: numpy.typing.NDArray[Any], table: numpy.typing.NDArray[numpy.int32], firsts: numpy.typing.NDArray[numpy.int64], lengths: numpy.typing.NDArray[numpy.int64], block_size: int, scale: float, cap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, part: int = 0, parts: int = 1) -> None:
+    """
+    Every row of queries [rows, heads, size] attends to keys and values [positions, groups, size] in the blocks of its row in `table`, from its first position up to its length. Of float32, or of uint16, which are the bits of bfloat16. With a `cap`, scores are pulled below it by tanh; `sinks` are scores without a value, one a head. Of so many `parts` of the work this does one; all together do it once.
+    """
+
 def use_kinds(kinds: list[tuple[int, Any, Any]], numpy_of: Callable[[int], Any], torch_of: Callable[[Any, int], Any]) -> None:
     """
     Says, once, which numbers there are: for each code from 1 the itemsize, the dtype of its bits, and that of NumPy or None: then `numpy_of` gives it. torch_of: makes a tensor of an array of bits.

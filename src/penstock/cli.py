@@ -100,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--output-processors", metavar="N", type=rate, default=1, help="0: in the core (1)")
     generate.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (auto)")
+    generate.add_argument("--threads", metavar="N", type=positive, help="of each worker on a CPU (what proves best)")
     generate.add_argument(
         "--cuda-graphs",
         action=argparse.BooleanOptionalAction,
@@ -266,7 +267,7 @@ def run_generate(options: argparse.Namespace) -> int:
     try:
         simulated = SimulatedDevice(step_seconds=options.step_ms / 1e3) if options.device_model == "simulated" else None
         names = ("model", "device", "dtype", "data_parallel", "tensor_parallel", "output_processors", "slots")
-        more = ("max_model_len", "log_format", "cuda_graphs")
+        more = ("max_model_len", "log_format", "threads", "cuda_graphs")
         said = {name: getattr(options, name) for name in (*names, *more)}
         if simulated is None:
             said["model"] = options.model or SHIPPED

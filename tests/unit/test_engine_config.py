@@ -39,6 +39,7 @@ def test_what_is_said_stays_as_it_is() -> None:
         ({"cuda_graphs": "no", "model": "m"}, "cuda_graphs is True or False, not 'no'"),
         ({"slots": 64, "token_budget": 63, "model": "m"}, "token_budget is at least one for each of 64 slots, not 63"),
         ({"blocks": 0, "model": "m"}, "blocks is between 1 and"),
+        ({"threads": 0, "model": "m"}, "threads is between 1 and"),
         ({"end_ids": (3, -1), "model": "m"}, "end_ids are numbers of tokens, not -1"),
         ({"log_format": "xml", "model": "m"}, "log_format is 'text' or 'json', not 'xml'"),
         ({"speed": 1, "model": "m"}, "speed"),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from penstock.engine import rows_on_cpu
 from penstock.engine.batch import Batch, Chunk, moved
 
 NAME = "penstock"  # of this attention, among those of transformers; there is no mask of this name, so none is built
@@ -54,6 +55,9 @@ class Memory:
             )
             for layer, shape in shapes.items()
         }
+        self.on_cpu = None
+        if device.type == "cpu" and dtype in rows_on_cpu.DTYPES:
+            self.on_cpu = rows_on_cpu.Memory(self.layers, block_size)
 
     @staticmethod
     def nbytes_of_gathering(shapes: dict[int, Shape], dtype: torch.dtype) -> int:
@@ -91,6 +95,7 @@ class Paged:
         self._places = moved(batch.places, device)
         self._decodes: dict[int | None, list[tuple[Tensor, Tensor, Tensor]]] = {}  # by window
         self._chunks: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
+        self._rows: dict[int | None, rows_on_cpu.Rows] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Manner) -> Tensor:
         """Keeps keys and values [tokens, heads, size], and attends with the queries to all that came before them."""
@@ -98,10 +103,14 @@ class Paged:
         keys.index_copy_(0, self._places, key.to(keys.dtype))
         values.index_copy_(0, self._places, value.to(values.dtype))
         attended = query.new_empty(*query.shape[:2], value.shape[2])
-        if how.window not in self._decodes:
-            self._decodes[how.window] = [self._moved(*piece) for piece in pieces(self._batch, how.window)]
-        for rows, places, mask in self._decodes[how.window]:
-            attended[rows] = attention(query[rows, None], keys[places], values[places], mask[:, None], how)[:, 0]
+        on_cpu = self._memory.on_cpu
+        if on_cpu is None:
+            for rows, places, mask in self._reach_of_rows(how.window):
+                attended[rows] = attention(query[rows, None], keys[places], values[places], mask[:, None], how)[:, 0]
+        elif self._batch.lengths.size:
+            if how.window not in self._rows:
+                self._rows[how.window] = rows_on_cpu.rows_of(self._batch, how.window)
+            on_cpu.attend(layer, query, attended, self._rows[how.window], how)
         for number, chunk in enumerate(self._batch.chunks):
             part = slice(chunk.first, chunk.first + chunk.tokens)
             own = query[None, part]
@@ -111,6 +120,11 @@ class Paged:
             places, mask = self._reach_of_chunks(how.window)[number]
             attended[part] = attention(own, keys[places][None], values[places][None], mask[None], how)[0]
         return attended
+
+    def _reach_of_rows(self, window: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+        if window not in self._decodes:
+            self._decodes[window] = [self._moved(*piece) for piece in pieces(self._batch, window)]
+        return self._decodes[window]
 
     def _reach_of_chunks(self, window: int | None) -> list[tuple[Tensor, Tensor]]:
         if window not in self._chunks:

@@ -5,7 +5,6 @@ Leaves to `batch` what a step computes, to `model` the arithmetic, to `sampling`
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Collection
 from pathlib import Path
@@ -25,6 +24,7 @@ from penstock.engine.protocol import FinishReason, SamplingParams, Step
 from penstock.engine.sampling import Chosen, Sampler
 from penstock.engine.schedule import Index, Schedule
 from penstock.engine.sharding import Ranks
+from penstock.engine.threads import Threads, found, share
 from penstock.engine.vision import Images, Open
 from penstock.tensor import Incoming
 
@@ -51,22 +51,25 @@ class TorchDevice:
         token_budget: int = 2048,
         open_item: Open | None = None,
         threads: int | None = None,
+        processes: int = 1,
         end_ids: Collection[int] = (),
         recorder: Recorder | None = None,
     ) -> None:
         """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks, but not more
-        than `most_blocks`. `threads`: that compute on a CPU; None: this rank's share of the processors. `open_item`:
-        gives images; None: only those that travel inline. `recorder`: of steps in which everybody computes one token;
-        None: they are computed as any other.
+        than `most_blocks`. `threads`: that compute on a CPU; None: what proves best, up to the share of one of so many
+        `processes`. `open_item`: gives images; None: only those that travel inline. `recorder`: of steps in which
+        everybody computes one token; None: they are computed as any other.
 
         Raises ValueError where the model is none that is known here, or there is no room.
         """
         self._ranks = ranks or Ranks()
-        torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // self._ranks.size))
+        most = threads or share(processes)
+        torch.set_num_threads(most)
         where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._device = where
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
         self.vocabulary: int = self._model.vocab_size
+        self._threads = Threads(most, most) if threads or where.type != "cpu" else self._found_threads(most)
         self.block_size = block_size
         spare = 0 if recorder is None else 1  # the block that is nobody's
         if blocks is None:
@@ -92,6 +95,7 @@ class TorchDevice:
         batch = batch_of(schedule)
         if not batch.slots.size:
             return TorchFlight(_NOBODY, schedule.sampled, None, {})
+        self._threads.use(batch.slots.size)
         with torch.inference_mode():
             hidden, failed = self._compute(batch)
             if not batch.last.size:
@@ -155,6 +159,13 @@ class TorchDevice:
         if blocks < 1:
             raise ValueError(f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes")
         return blocks
+
+    def _found_threads(self, most: int) -> Threads:
+        def compute(tokens: int) -> None:
+            numbers = torch.arange(tokens)
+            self._model.logits(self._model.hidden(Probe(), torch.zeros_like(numbers), numbers))
+
+        return found(most, compute, self._ranks)
 
     def _nbytes_of_a_step(self, token_budget: int) -> int:
         """What the largest step needs besides, and gives back."""

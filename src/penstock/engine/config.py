@@ -49,6 +49,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     simulated: SimulatedDevice | None = None  # None: the model is computed
     device: str = "cpu"
     dtype: str = "auto"
+    threads: int | None = None  # of each worker, that compute on a CPU; None: what proves best when the model is loaded
     cuda_graphs: bool = True  # steps of decoding are recorded, and replayed: on a device of CUDA
 
     api_servers: int = 1  # processes that submit requests
@@ -89,8 +90,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("overlap", "prefix_caching", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
-        if self.blocks is not None:
-            _within(self, "blocks", int, 1, _MANY)
+        for name in ("blocks", "threads"):
+            if getattr(self, name) is not None:
+                _within(self, name, int, 1, _MANY)
         for end_id in self.end_ids:
             if end_id < 0:
                 raise ValueError(f"end_ids are numbers of tokens, not {end_id!r}")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # who needs torch
     from penstock.engine.decode import Recorder
 
 MOST_IN_FLIGHT = 2  # one runs, one waits: the device need not wait for us between them
+LOOKS = 10_000  # of a thread for the others of its product: about 0.1 ms. With none, a short step takes twice as long
 LOOK_AGAIN = 0.0002  # seconds; at a flight of which nobody knows when it will end
 
 
@@ -46,9 +47,10 @@ def device_of(tree: Tree, me: Member) -> Device:
     config = tree.config
     if config.simulated is not None:
         return Simulated(config.simulated, config.slots, open_item=Incoming(tree.store).open)
-    # Read when torch is loaded. Threads of a product that wait for each other give their processor away: core and
-    # servers need it, and without them nobody brings the next step.
+    # Read when torch is loaded. Threads of a product that wait for each other look for about as long as it takes to
+    # wake somebody, then give their processor away: core and servers need it, and bring the next step.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", str(LOOKS))
     # Imported here: torch is not needed by anybody else.
     from penstock.engine.backend import TorchDevice
     from penstock.engine.sharding import Ranks
@@ -66,6 +68,8 @@ def device_of(tree: Tree, me: Member) -> Device:
         most_blocks=config.slots * config.most_blocks,  # which is what all of them can fill
         token_budget=config.token_budget,
         open_item=Incoming(tree.store).open,
+        threads=config.threads,
+        processes=config.tensor_parallel * config.data_parallel,
         end_ids=config.end_ids,
         recorder=recorder_of(config),
     )

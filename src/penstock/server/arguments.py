@@ -53,6 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--drain-timeout", metavar="SECONDS", type=float, default=30.0, help="for what is open, at the end (30)")
     add("--device", default="cpu", help="cpu or cuda (cpu)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (auto)")
+    add("--threads", metavar="N", type=int, help="of each worker on a CPU (what proves best)")
     add(
         "--cuda-graphs",
         action=argparse.BooleanOptionalAction,
@@ -76,7 +77,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 SAME = (
     *("model", "api_servers", "data_parallel", "tensor_parallel", "output_processors", "drain_timeout", "device"),
-    *("dtype", "cuda_graphs", "slots", "blocks", "token_budget", "max_model_len", "log_format"),
+    *("dtype", "threads", "cuda_graphs", "slots", "blocks", "token_budget", "max_model_len", "log_format"),
 )
 
 

@@ -1,0 +1,139 @@
+"""Rows that attend where their keys and values lie: the same as attention that gathers them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+
+from penstock import _native  # noqa: E402
+from penstock.engine import rows_on_cpu  # noqa: E402
+from penstock.engine.attention import Manner, Memory, Shape, attention  # noqa: E402
+from penstock.engine.rows_on_cpu import Rows  # noqa: E402
+
+BLOCK_SIZE, BLOCKS = 4, 40
+
+
+class Given:
+    """Rows with keys and values in blocks of their own, anywhere."""
+
+    def __init__(self, seed: int, dtype: Any, heads: int = 6, groups: int = 2, size: int = 16) -> None:
+        torch.manual_seed(seed)
+        chance = np.random.default_rng(seed)
+        self.memory = Memory({0: Shape(groups, size, size)}, BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu"))
+        for tensor in self.memory.layers[0]:
+            tensor.copy_(torch.randn(tensor.shape))
+        table = chance.permutation(BLOCKS).reshape(4, 10).astype(np.int32)
+        lengths = chance.integers(1, 10 * BLOCK_SIZE + 1, 4)
+        self.rows = Rows(table, np.maximum(lengths - chance.integers(1, 60), 0), lengths)
+        self.query = (
+            torch.randn(heads, 5, size).to(dtype).transpose(0, 1)
+        )  # one more than there are rows, and not whole
+        self.sinks = torch.randn(heads)
+
+    def ours(self, how: Manner) -> Any:
+        attended = torch.full((5, *self.query.shape[1:]), 7.0, dtype=self.query.dtype)
+        assert self.memory.on_cpu is not None
+        self.memory.on_cpu.attend(0, self.query, attended, self.rows, how)
+        assert bool((attended[4] == 7).all()), "whose row is not among them is left alone"
+        return attended[:4].flatten(1)
+
+    def theirs(self, how: Manner) -> Any:
+        positions = np.arange(10 * BLOCK_SIZE)
+        places = torch.from_numpy(
+            self.rows.table[:, positions // BLOCK_SIZE].astype(np.intp) * BLOCK_SIZE + positions % BLOCK_SIZE
+        )
+        is_seen = (positions >= self.rows.firsts[:, None]) & (positions < self.rows.lengths[:, None])
+        keys, values = self.memory.layers[0]
+        mask = torch.from_numpy(is_seen)[:, None]
+        return attention(self.query[:4, None], keys[places], values[places], mask, how)[:, 0].flatten(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "manner",
+    [{}, {"softcap": 3.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}],
+    ids=lambda one: "+".join(one) or "plain",
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_see_what_is_gathered_for_them_elsewhere(dtype: Any, manner: dict[str, Any], seed: int) -> None:
+    given = Given(seed, dtype)
+    how = Manner(0.25, softcap=manner.get("softcap"), sinks=given.sinks if "sinks" in manner else None)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(given.ours(how), given.theirs(how), **near)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    given = Given(0, torch.float32)
+    given.memory.layers[0][0].fill_(float("nan"))
+    assert bool(given.ours(Manner(0.25)).isnan().all())
+
+
+def test_work_that_is_worth_it_is_divided_and_comes_out_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    given, how = Given(1, torch.float32), Manner(0.25)
+    alone = given.ours(how)
+    parts: list[tuple[int, ...]] = []
+    attend = _native.attend
+
+    def counted(*asked: Any) -> None:
+        parts.append(asked[11:])
+        attend(*asked)
+
+    monkeypatch.setattr(_native, "attend", counted)
+    monkeypatch.setattr(rows_on_cpu, "WORTH_A_THREAD", 100)
+    torch.set_num_threads(3)
+    try:
+        torch.testing.assert_close(given.ours(how), alone, rtol=0, atol=0)
+    finally:
+        torch.set_num_threads(before)
+    assert sorted(parts) == [(0, 3), (1, 3), (2, 3)]
+
+
+def asked(**other: Any) -> dict[str, Any]:
+    keys = np.zeros((BLOCKS * BLOCK_SIZE, 2, 8), np.float32)
+    whole = {
+        "queries": np.zeros((1, 4, 8), np.float32),
+        "keys": keys,
+        "values": keys,
+        "out": np.zeros((1, 4, 8), np.float32),
+        "table": np.zeros((1, 3), np.int32),
+        "firsts": np.array([0]),
+        "lengths": np.array([12]),
+        "block_size": BLOCK_SIZE,
+        "scale": 1.0,
+    }
+    return whole | other
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"lengths": np.array([13])}, "row 0 sees 0 to 13, of 12"),
+        ({"lengths": np.array([0])}, "row 0 sees 0 to 0"),
+        ({"firsts": np.array([-1])}, "row 0 sees -1"),
+        ({"table": np.full((1, 3), BLOCKS, np.int32)}, f"there is no block {BLOCKS}"),
+        ({"table": np.full((1, 3), -1, np.int32)}, "there is no block -1"),
+        ({"table": np.zeros((2, 3), np.int32)}, "every row has blocks"),
+        ({"queries": np.zeros((1, 3, 8), np.float32)}, "heads are divided"),
+        ({"queries": np.zeros((1, 4, 7), np.float32)}, "as large as queries"),
+        ({"queries": np.zeros((1, 4, 8), np.uint16)}, "of one type"),
+        ({"queries": np.zeros((1, 4, 8), np.float64)}, "of float32"),
+        ({"queries": np.zeros((1, 4, 16), np.float32)[:, :, ::2]}, "lies together"),
+        ({"keys": np.zeros((2 * BLOCKS * BLOCK_SIZE, 2, 8), np.float32)[::2]}, "lies together"),
+        ({"values": np.zeros((4, 2, 8), np.float32)}, "as large as queries"),
+        ({"out": np.zeros((1, 4, 9), np.float32)}, "a value for each query"),
+        ({"out": np.zeros((1, 4, 16), np.float32)[:, :, ::2]}, "a value for each query"),
+        ({"block_size": 0}, "at least one position"),
+        ({"sinks": np.zeros(3, np.float32)}, "a sink"),
+        ({"part": 1}, "a part is below"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_byte_is_read(wrong: dict[str, Any], text: str) -> None:
+    _native.attend(**asked())
+    with pytest.raises(ValueError, match=text):
+        _native.attend(**asked(**wrong))

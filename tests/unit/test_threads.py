@@ -1,0 +1,77 @@
+"""How many threads a step has: tried, and kept for steps of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+
+from penstock.engine import threads  # noqa: E402
+from penstock.engine.sharding import Ranks  # noqa: E402
+from penstock.engine.threads import LONG, SHORT, Threads, found  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def as_many_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Machine:
+    """On which a step takes as long as is said, by the number of threads and of tokens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, microseconds: dict[int, list[int]]) -> None:
+        self._microseconds, self._now = microseconds, 0
+        self.tried: list[tuple[int, int]] = []
+        monkeypatch.setattr(threads.time, "monotonic_ns", lambda: self._now)
+
+    def compute(self, tokens: int) -> None:
+        count = torch.get_num_threads()
+        self.tried.append((count, tokens))
+        self._now += 1000 * self._microseconds[count][tokens > SHORT]
+
+
+def used(chosen: Threads, tokens: int) -> int:
+    chosen.use(tokens)
+    return int(torch.get_num_threads())
+
+
+def test_short_and_long_steps_have_as_many_threads_as_gain_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {8: [900, 1000], 4: [500, 1900], 2: [400, 3700], 1: [600, 7000]})
+    chosen = found(8, machine.compute, Ranks())
+    assert [used(chosen, tokens) for tokens in (1, SHORT, SHORT + 1, 1, 5000)] == [2, 2, 8, 2, 8]
+
+
+def test_a_second_thread_that_gains_little_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {2: [1000, 1000], 1: [1290, 1310]})
+    chosen = found(2, machine.compute, Ranks())
+    assert (used(chosen, 1), used(chosen, 1000)) == (1, 2)
+
+
+def test_a_step_that_takes_long_is_not_tried_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {4: [LONG, 20 * LONG]})
+    chosen = found(4, machine.compute, Ranks())
+    assert (used(chosen, 1), used(chosen, 1000)) == (4, 4)
+    assert len(machine.tried) == 4, "each once to be warm, and once to be seen"
+
+
+def test_one_processor_leaves_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {})
+    assert used(found(1, machine.compute, Ranks()), 1000) == 1
+    assert not machine.tried
+
+
+def test_the_slowest_rank_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {2: [100, 100], 1: [100, 100]})
+
+    class Slower(Ranks):
+        """Another one takes ten times as long with one thread."""
+
+        def least(self, number: int) -> int:
+            return number if torch.get_num_threads() == 2 else 10 * number
+
+    assert used(found(2, machine.compute, Slower()), 1) == 2
