@@ -72,8 +72,8 @@ class Api:
         self._reader = reader
         self._row = tally.rows[me]
         self._keys = [key.encode() for key in options.api_keys]
-        self._metrics = Metrics(tally, board, config.data_parallel)
-        self._health = Health(tally, board, config, me)
+        self._metrics = Metrics(tally, board)
+        self._health = Health(tally, board, me)
         self._dashboard = Dashboard()
         self._name = served_name(config, options)
         self._started = int(time.time())
