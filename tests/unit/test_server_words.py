@@ -16,7 +16,7 @@ from penstock import cli
 from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.server import arguments
 from penstock.server.errors import ApiError
-from penstock.server.words import LONG, BytesWords, Reader
+from penstock.server.words import LONG, BytesWords, Reader, _most_ids
 
 SIMULATED = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
 
@@ -53,6 +53,12 @@ def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
                 await reader.ids([1, 200, 3])
 
     asyncio.run(scene())
+
+
+def test_how_many_ids_there_are_says_the_part_for_text_where_there_is_one(tmp_path: Path) -> None:
+    for more, many in (("", 9), (', "text_config": null', 9), (', "text_config": {"vocab_size": 7}', 7)):
+        (tmp_path / "config.json").write_text(f'{{"vocab_size": 9{more}}}')
+        assert _most_ids(EngineConfig(model=str(tmp_path))) == many
 
 
 def test_there_is_a_store_where_the_model_takes_images(tmp_path: Path) -> None:
