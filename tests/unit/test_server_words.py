@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from penstock import cli
+from penstock.engine.arguments import SAID
 from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.server import arguments
 from penstock.server.errors import ApiError
@@ -84,6 +85,22 @@ def test_without_a_model_the_one_that_ships_is_served() -> None:
     assert arguments.engine_config(parser.parse_args([])).model == SHIPPED
     assert arguments.engine_config(parser.parse_args(["--device-model", "simulated"])).model == ""
     assert Path(SHIPPED, "config.json").exists()
+
+
+def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[EngineConfig] = []
+    monkeypatch.setattr("penstock.engine.generate.run", lambda config, *_: told.append(config))
+    monkeypatch.setattr("penstock.server.command.run", lambda config, _: told.append(config))
+    options = ("--max-model-len", "131072", "--slots", "3", "--output-processors", "0", "--dtype", "float32")
+    for more in ((), ("--device-model", "simulated", "--step-ms", "2")):
+        for command in ("generate", "serve"):
+            parsed = cli.parser().parse_args([command, *options, *more])
+            parsed.run(parsed)
+    for one, other in (told[:2], told[2:]):
+        assert all(getattr(one, name) == getattr(other, name) for name in ("simulated", *SAID))
+        assert (one.max_model_len, one.slots, one.output_processors, one.dtype) == (131072, 3, 0, "float32")
+    assert [config.model for config in told[1:3]] == [SHIPPED, ""]
+    assert told[2].simulated == SimulatedDevice(step_seconds=0.002)
 
 
 def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> None:
