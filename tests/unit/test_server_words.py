@@ -13,11 +13,12 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from penstock import cli
+from penstock.engine import directory
 from penstock.engine.arguments import SAID
 from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.server import arguments
 from penstock.server.errors import ApiError
-from penstock.server.words import LONG, BytesWords, Reader, _most_ids
+from penstock.server.words import LONG, BytesWords, Reader, _most_ids, words_of
 
 SIMULATED = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
 
@@ -52,6 +53,19 @@ def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
             assert await reader.ids([0, 199]) == [0, 199]
             with pytest.raises(ApiError, match="below 200, got 200"):
                 await reader.ids([1, 200, 3])
+
+    asyncio.run(scene())
+
+
+def test_a_tokenizer_is_read_once_also_by_who_wants_to_know_how_ids_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    config = EngineConfig(model=SHIPPED)
+
+    async def scene() -> None:
+        with contextlib.closing(Reader(config, words_of(config))) as reader:
+            monkeypatch.setattr(directory, "tokenizer_of", pytest.fail)
+            found = await reader.vocabulary()
+            assert b"".join(map(found.piece, await reader.ids("a red circle", add_special=False))) == b"a red circle"
 
     asyncio.run(scene())
 

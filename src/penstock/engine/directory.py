@@ -48,14 +48,14 @@ def takes_images(config: EngineConfig) -> bool:
     return whole.get("model_type") in VISION
 
 
-def vocabulary(config: EngineConfig) -> Vocabulary:
-    """A model without a tokenizer answers in ids alone."""
+def vocabulary(config: EngineConfig, tokenizer: Any = None) -> Vocabulary:
+    """A model without a tokenizer answers in ids alone. `tokenizer`: the model's, where it has been read already."""
     if config.simulated is not None and not config.model:
         return Vocabulary([b" %d" % one for one in range(config.simulated.vocabulary)])
-    if not _tokenizer_of(config).exists():
+    if tokenizer is None and not _tokenizer_of(config).exists():
         event("model without a tokenizer", logging.WARNING, missing=_tokenizer_of(config))
         return Vocabulary([])
-    return vocabulary_of(tokenizer_of(config))
+    return vocabulary_of(tokenizer_of(config) if tokenizer is None else tokenizer)
 
 
 def tokenizer_of(config: EngineConfig) -> Any:

@@ -129,7 +129,8 @@ class Reader:
     async def vocabulary(self) -> Vocabulary:
         """Made when it is first asked for: few want to know how ids look."""
         if self._vocabulary is None:
-            self._vocabulary = asyncio.ensure_future(self.in_a_thread(lambda: vocabulary(self._config)))
+            make = functools.partial(vocabulary, self._config, self.words.tokenizer)
+            self._vocabulary = asyncio.ensure_future(self.in_a_thread(make))
         return await asyncio.shield(self._vocabulary)
 
     async def in_a_thread(self, work: Callable[[], T]) -> T:
