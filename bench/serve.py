@@ -31,6 +31,8 @@ from bench.impls import Unavailable
 from bench.serve_cases import cases, goals, model
 from bench.serve_cases.cases import Load, Servers
 from bench.serve_cases.servers import OURS, THEIRS, Failed, Ours, Server, Theirs
+from penstock.engine.config import EngineConfig
+from penstock.engine.directory import takes_images
 
 CASES = ("load", "streams", "gone")
 
@@ -83,7 +85,7 @@ def run(
             longest = model.longest(directory)
             start_all(servers, scale, found, ways, directory, longest)
             found.loads["text"] = cases.side_by_side(servers, scale.text.within(longest))
-            if model.takes_images(directory):
+            if takes_images(EngineConfig(model=str(directory))):
                 found.loads["images"] = cases.side_by_side(servers, scale.images.within(longest))
         finally:
             for server in servers.up.values():
@@ -132,7 +134,13 @@ def start_all(
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = side_by_side("serve", __doc__, CASES, (OURS, THEIRS), quick="small, one round: does it run?")
     parser.add_argument("--model", metavar="DIR", type=Path, help="instead of a small one with random weights")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.model is not None:
+        try:
+            model.longest(options.model)
+        except ValueError as error:
+            parser.exit(2, f"bench serve: {error}\n")
+    return options
 
 
 def told_to_end(number: int, frame: object) -> NoReturn:

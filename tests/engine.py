@@ -23,6 +23,7 @@ from penstock.engine.stream import EngineError
 
 START = 60.0  # seconds; until a tree serves on a busy machine
 PATIENCE = 30.0  # seconds; for anything else
+SHAPE = {"tensor_parallel": 2, "output_processors": 1}  # of a group that has every kind of process
 
 _beginnings = itertools.count()
 

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.e2e.test_server import AUTHORIZED, Served
+from tests.engine import SHAPE as OF_A_GROUP
 from tests.engine import START
 
 ANSWERED_WITHIN = 20.0  # seconds; a request ends by then, in whatever way
 ENDED = (OSError, asyncio.IncompleteReadError)  # the connection has
 PAUSE = 0.05  # seconds, after a request that was refused
-SHAPE = {"api_servers": 2, "data_parallel": 2, "tensor_parallel": 2, "output_processors": 1}
+SHAPE = {"api_servers": 2, "data_parallel": 2, **OF_A_GROUP}
 LIMITS = {"most_open": 64, "patience": 5.0}
 
 

@@ -14,6 +14,7 @@ from bench.harness.phases import Order
 from bench.harness.quiet import FOREIGN_LIMIT, Load, Patience, load_between, look
 from bench.harness.sessions import Session, SessionFailed
 from bench.impls import IMPLEMENTATIONS, Implementation
+from penstock.measure.rounds import in_turn
 
 TRIES = 3  # of a round that was disturbed
 LARGE_NBYTES = 1 << 20
@@ -162,10 +163,8 @@ class Turns:
         return outcome
 
     def _one_round(self, turn: int, orders: Mapping[str, Any], measure: Callable[..., Figures]) -> dict[str, Figures]:
-        names = [name for name in orders if name in self._up()]
-        first = turn % max(len(names), 1)
         found: dict[str, Figures] = {}
-        for name in names[first:] + names[:first]:
+        for name in in_turn([name for name in orders if name in self._up()], turn):
             for figures in self._turn_of(name, orders[name], measure):
                 found[name] = figures
         return found

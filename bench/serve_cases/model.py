@@ -63,7 +63,3 @@ def _tokenizer(directory: Path) -> int:
 def longest(directory: Path) -> int:
     """Tokens of a prompt and its answer, of both servers: what ours would do by itself, vLLM's has to be told."""
     return completed(EngineConfig(model=str(directory), max_model_len=LONGEST)).max_model_len
-
-
-def takes_images(directory: Path) -> bool:
-    return '"vision_config"' in (directory / "config.json").read_text()

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import penstock
 from penstock import _native, inspect
+from penstock.engine import arguments as engine_arguments
 from penstock.errors import LayoutMismatch
 from penstock.inspect import in_seconds, in_units
 from penstock.load import arguments as load_arguments
@@ -82,9 +83,7 @@ def parser() -> argparse.ArgumentParser:
     measure.set_defaults(run=run_measure)
 
     generate = commands.add_parser("generate", help="answers to a file of prompts, from a model or a simulated device")
-    generate.add_argument(
-        "model", nargs="?", metavar="MODEL", default="", help="the directory of a model (the one that ships)"
-    )
+    engine_arguments.add(generate)
     generate.add_argument(
         "--prompts", metavar="FILE", default="-", help="lines of JSON: a string, a list of token ids,"
     )
@@ -95,31 +94,6 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0: always the likeliest (0)")
     generate.add_argument("--seed", metavar="N", type=int, help="of each answer")
     generate.add_argument("--at-once", metavar="N", type=positive, default=1024, help="open requests, at most (1024)")
-    generate.add_argument("--data-parallel", metavar="N", type=rate, default=1, help="groups (1)")
-    generate.add_argument("--tensor-parallel", metavar="N", type=rate, default=1, help="workers of each group (1)")
-    generate.add_argument("--output-processors", metavar="N", type=rate, default=1, help="0: in the core (1)")
-    generate.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
-    generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (auto)")
-    generate.add_argument("--threads", metavar="N", type=positive, help="of each worker on a CPU (what proves best)")
-    generate.add_argument(
-        "--cuda-graphs",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="record steps of decoding, and replay them (on, where the device is cuda)",
-    )
-    generate.add_argument("--slots", metavar="N", type=positive, default=256, help="samples that run at a time (256)")
-    generate.add_argument(
-        "--max-model-len",
-        metavar="N",
-        type=positive,
-        default=4096,
-        help="of prompt and answer (4096, or what the model knows)",
-    )
-    generate.add_argument(
-        "--device-model", choices=["real", "simulated"], default="real", help="compute, or wait (real)"
-    )
-    generate.add_argument("--step-ms", metavar="MS", type=float, default=5.0, help="of a simulated step (5)")
-    generate.add_argument("--log-format", choices=["text", "json"], default="text")
     generate.set_defaults(run=run_generate)
 
     serve = commands.add_parser("serve", help="a model behind an HTTP interface that clients of OpenAI's speak")
@@ -262,16 +236,9 @@ def run_measure(options: argparse.Namespace) -> int:
 # ── generate ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def run_generate(options: argparse.Namespace) -> int:
     from penstock.engine import generate
-    from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
 
     try:
-        simulated = SimulatedDevice(step_seconds=options.step_ms / 1e3) if options.device_model == "simulated" else None
-        names = ("model", "device", "dtype", "data_parallel", "tensor_parallel", "output_processors", "slots")
-        more = ("max_model_len", "log_format", "threads", "cuda_graphs")
-        said = {name: getattr(options, name) for name in (*names, *more)}
-        if simulated is None:
-            said["model"] = options.model or SHIPPED
-        config = EngineConfig(simulated=simulated, **said)
+        config = engine_arguments.engine_config(options)
         asked = {"max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed}
         return generate.run(config, options.prompts, options.output, asked, options.at_once)
     except (ValueError, TypeError, OSError) as error:

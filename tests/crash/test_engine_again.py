@@ -11,10 +11,9 @@ from penstock.engine.board import Board
 from penstock.engine.client import Client
 from penstock.engine.protocol import SamplingParams, Style
 from penstock.engine.tree import Member, Tree
-from tests.engine import START, Running, answered, prompt, running
+from tests.engine import SHAPE, START, Running, answered, prompt, running
 
 UNANSWERED = 4.0  # seconds; a request of a few tokens
-SHAPE = {"tensor_parallel": 2, "output_processors": 1}
 
 
 async def must_answer(tree: Running, client: Client, tokens: int = 20) -> None:

@@ -21,12 +21,11 @@ from penstock.engine.launch import Launcher, TreeFailed
 from penstock.engine.protocol import SamplingParams
 from penstock.engine.tree import Member, Tree
 from tests.conftest import eventually
-from tests.engine import PATIENCE, START, Running, answered, fate, prompt, running, told
+from tests.engine import PATIENCE, SHAPE, START, Running, answered, fate, prompt, running, told
 
 TOLD_WITHIN = 2.0  # seconds; the goal is 0.1 on a machine that has nothing else to do
 OPEN = 12  # requests, when the blow falls
 MEMBERS = [("core", 0), ("worker", 0), ("worker", 1), ("output", 0)]
-SHAPE = {"tensor_parallel": 2, "output_processors": 1}
 
 
 async def load(client: Client, tokens: int) -> list[asyncio.Future[tuple[float, Exception | None]]]:

@@ -18,11 +18,11 @@ from penstock.engine.client import Client, Value
 from penstock.engine.protocol import SamplingParams
 from penstock.engine.stream import EngineError
 from penstock.engine.tree import Member, Tree
-from tests.engine import PATIENCE, START, Running, prompt, running
+from tests.engine import PATIENCE, SHAPE, START, Running, prompt, running
 
 NBYTES = 32 << 20
 LENGTH = 8  # ids of an image
-SHAPE = {"tensor_parallel": 2, "output_processors": 1, "store_nbytes": NBYTES}
+WITH_STORE = {**SHAPE, "store_nbytes": NBYTES}
 
 
 def images(number: int) -> list[Value]:
@@ -71,7 +71,7 @@ async def fate(client: Client, number: int) -> EngineError | None:
 @pytest.mark.parametrize(("kind", "index"), [("core", 0), ("worker", 1)])
 def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int) -> None:
     async def scene() -> None:
-        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(**WITH_STORE) as tree, Client(tree.launcher.tree, 0) as client:
             asked = [asyncio.ensure_future(fate(client, number % 4)) for number in range(12)]
             await tree.until(lambda: client.open_requests > 6)  # some are running, some are being put
             os.kill(tree.child(kind, index).pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ def serve(tree: Tree, me: Member) -> None:
 
 def test_servers_die_while_they_put_and_hold_images() -> None:
     async def scene() -> None:
-        async with running(serve, api_servers=2, **SHAPE) as tree:
+        async with running(serve, api_servers=2, **WITH_STORE) as tree:
             store = tree.launcher.tree.store
             assert store is not None
             for _ in range(3):
@@ -129,7 +129,7 @@ def test_servers_die_while_they_put_and_hold_images() -> None:
 @pytest.mark.parametrize("nbytes", [0, NBYTES], ids=["no store", "no room"])
 def test_images_for_which_there_is_no_room_travel_inline(nbytes: int) -> None:
     async def scene() -> None:
-        async with running(**{**SHAPE, "store_nbytes": nbytes}) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(**{**WITH_STORE, "store_nbytes": nbytes}) as tree, Client(tree.launcher.tree, 0) as client:
             store = tree.launcher.tree.store
             with contextlib.nullcontext() if store is None else store.take(NBYTES):
                 await asyncio.gather(*(must_answer(tree, client, number) for number in range(6)))
@@ -143,7 +143,7 @@ def test_images_for_which_there_is_no_room_travel_inline(nbytes: int) -> None:
 
 def test_who_asks_with_an_image_that_has_gone_is_told_to_ask_again() -> None:
     async def scene() -> None:
-        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(**WITH_STORE) as tree, Client(tree.launcher.tree, 0) as client:
             with client.outgoing.scope() as scope:
                 gone = [(scope.put(one.value, one.key), one.position, one.length) for one in images(1)]
             store = tree.launcher.tree.store

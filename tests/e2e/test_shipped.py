@@ -4,14 +4,7 @@ A tensor that is torn, stale or another's is a wrong caption here: several proce
 """
 
 import asyncio
-import base64
-import contextlib
 import io
-import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +19,9 @@ pytest.importorskip("uvicorn")
 from PIL import Image  # noqa: E402
 
 from penstock.engine.config import SHIPPED  # noqa: E402
-from tests.conftest import eventually  # noqa: E402
+from tests.command import serving  # noqa: E402
+from tests.e2e.test_generate import generate  # noqa: E402
+from tests.unit.test_server_images import part  # noqa: E402
 from training.scenes import Scene, scene  # noqa: E402
 from training.talk import CAPTION, CHAT, caption, question  # noqa: E402
 
@@ -41,39 +36,14 @@ SIDES = (96, 200, 333)
 pytestmark = pytest.mark.timeout(400)
 
 
-@contextlib.contextmanager
-def serving(*options: str) -> Iterator[str]:
-    """As anybody starts it; the URL."""
-    command = [sys.executable, "-m", "penstock", "serve", "--port", "0", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            said: list[str] = []
-            found = next(
-                filter(None, (re.search(r"event=serving .*url=(\S+)", line) for line in heard(process, said))), 0
-            )
-            assert found, "".join(said)
-            yield f"{found[1]}/v1"
-            process.send_signal(signal.SIGTERM)
-            rest = process.communicate(timeout=60)[1]
-            assert process.returncode == 0 and "killed=nobody" in rest, rest
-        finally:
-            process.kill()
-            process.communicate()
-
-
-def heard(process: "subprocess.Popen[str]", said: list[str]) -> Iterator[str]:
-    assert process.stderr is not None
-    for line in process.stderr:
-        said.append(line)
-        yield line
-
-
 def pictured(one: Scene, side: int, rng: np.random.Generator) -> dict[str, Any]:
     file = io.BytesIO()
     Image.fromarray(one.draw(side, rng)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
+    return part(file.getvalue())
+
+
+def client_of(port: int) -> Any:
+    return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
 
 
 class Asking:
@@ -102,8 +72,8 @@ def test_it_says_what_is_in_pictures_that_it_has_never_seen(options: tuple[str, 
     rng = np.random.default_rng([SEED, len(options)])
     scenes = [scene(rng) for _ in range(PICTURES)]
 
-    async def ask_all(url: str) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+    async def ask_all(port: int) -> None:
+        async with client_of(port) as client:
             asking = Asking(client)
             assert [one.id async for one in client.models.list()] == [NAME]
             asked = [
@@ -123,8 +93,8 @@ def test_it_says_what_is_in_pictures_that_it_has_never_seen(options: tuple[str, 
             ]
             assert len(wrong) <= (1 - ANSWERED) * PICTURES, wrong
 
-    with serving(*options) as url:
-        asyncio.run(ask_all(url))
+    with serving(*options) as (_, port):
+        asyncio.run(ask_all(port))
 
 
 async def streams_what_it_says_whole(asking: Asking, content: Any, right: str) -> None:
@@ -184,8 +154,8 @@ def test_it_chats_and_is_asked_in_every_way() -> None:
     one = scene(rng, 2)
     content = [pictured(one, 300, rng), {"type": "text", "text": CAPTION[0]}]
 
-    async def all_scenes(url: str) -> None:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+    async def all_scenes(port: int) -> None:
+        async with client_of(port) as client:
             asking = Asking(client)
             right = await asking.say(content)
             assert right == caption(one)
@@ -197,19 +167,12 @@ def test_it_chats_and_is_asked_in_every_way() -> None:
             wrong = [(words, got) for (words, answer), got in zip(chats, said, strict=True) if got != answer]
             assert len(wrong) <= 0.05 * len(chats), wrong
 
-    with serving() as url:
-        asyncio.run(all_scenes(url))
+    with serving() as (_, port):
+        asyncio.run(all_scenes(port))
 
 
-def test_prompts_are_answered_without_a_server(tmp_path: Path) -> None:
+def test_prompts_are_answered_without_a_server() -> None:
     words = "<|user|>What is a penstock?<|end|><|assistant|>"
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", "generate", "--max-tokens", "40", "--output", str(tmp_path / "answers")],
-        input=f'"{words}"\n',
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    eventually((tmp_path / "answers").exists)
-    assert "A penstock is the pipe that feeds a turbine." in (tmp_path / "answers").read_text()
+    status, (answer,), err = generate(f'"{words}"\n', "--max-tokens", "40")
+    assert status == 0, err
+    assert "A penstock is the pipe that feeds a turbine." in answer["text"]

@@ -1,8 +1,10 @@
-"""Tiny models of every family that is supported, what transformers answers with them, and what our device does."""
+"""Tiny models of every family that is supported, what transformers answers with them, and what our device does.
+
+Without torch or transformers, whoever imports this is skipped: it comes before what needs them.
+"""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import random
@@ -12,18 +14,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+import pytest
 
-from penstock.codec import Interned
-from penstock.codec.part import Part
-from penstock.engine.backend import TorchDevice
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import FinishReason, Inputs, SamplingParams, StepDone, Submit
-from penstock.engine.schedule import Schedule
-from penstock.engine.scheduler import Scheduler, SchedulerConfig, Stats
-from penstock.tensor import Item
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+
+from penstock.codec import Interned  # noqa: E402
+from penstock.codec.part import Part  # noqa: E402
+from penstock.engine.backend import TorchDevice  # noqa: E402
+from penstock.engine.batch import Batch, batch_of  # noqa: E402
+from penstock.engine.plan import Plan  # noqa: E402
+from penstock.engine.protocol import FinishReason, Inputs, SamplingParams, StepDone, Submit  # noqa: E402
+from penstock.engine.schedule import Schedule  # noqa: E402
+from penstock.engine.scheduler import Scheduler, SchedulerConfig, Stats  # noqa: E402
+from penstock.tensor import Item  # noqa: E402
 
 VOCABULARY, IMAGE, BEFORE, AFTER = 131, 130, 128, 127  # ids: of an image's place, and of what stands around it
 WORDS = range(3, 120)
@@ -136,9 +140,16 @@ def made(name: str, path: Path) -> Family:
     return Family(name, path, asked, images, [_answer(stock, one, images) for one in asked])
 
 
-def maker(folder: Path) -> Callable[[str], Family]:
-    """Makes each one once, in a folder of its own."""
-    return functools.cache(lambda name: made(name, folder / name))
+def batch_of_rows(rows: list[tuple[int, int]], blocks: int = 64, seed: int = 1) -> Batch:
+    """Of requests that have so many tokens, of which the step computes so many, the last ones."""
+    schedule = Schedule(len(rows), blocks, BLOCK_SIZE)
+    plan, free = Plan(schedule), random.Random(seed).sample(range(blocks), blocks)
+    params = Interned(SamplingParams())
+    for number, (length, count) in enumerate(rows):
+        given = [free.pop() for _ in range(-(-length // BLOCK_SIZE) + number % 2)]  # some have one in advance
+        plan.join(number, np.zeros(length, np.int32), params, given, computed=length - count, chunk=count)
+    schedule.apply(plan.finish(1, 1))
+    return batch_of(schedule)
 
 
 def device(of: Family, **options: Any) -> TorchDevice:
@@ -151,11 +162,11 @@ def stock_of(name: str) -> Any:
     if name in VISION:
         special = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 129}
         special |= {"vision_start_token_id": BEFORE, "vision_end_token_id": AFTER}
-        kind, options = AutoModelForImageTextToText, {**VISION[name], **special, "initializer_range": 0.3}
+        kind, options = transformers.AutoModelForImageTextToText, {**VISION[name], **special, "initializer_range": 0.3}
         if name == "llava":
             del options["image_token_id"]
     else:
-        kind, options = AutoModelForCausalLM, {**SHAPE, **TEXT[name]}
+        kind, options = transformers.AutoModelForCausalLM, {**SHAPE, **TEXT[name]}
     stock = kind.from_config(transformers.AutoConfig.for_model(name, **options)).eval()
     if TEXT.get(name, {}).get("tie_word_embeddings") or name.startswith(
         "gemma"

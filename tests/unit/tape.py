@@ -9,38 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-ASKING = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "unique",
-    "equal",
-)  # for a number: a device would be waited for
-
-
-class Tape:
-    """Records. `replays` is how often each recording was replayed."""
-
-    def __init__(self) -> None:
-        self.replays: list[int] = []
-
-    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        compute()  # as a device is warmed up
-        recording = _Recording()
-        with recording:
-            outcome = compute()
-        number = len(self.replays)
-        self.replays.append(0)
-
-        def replay() -> torch.Tensor:
-            self.replays[number] += 1
-            return recording.replay(outcome)
-
-        return replay
+# For a number: a device would be waited for.
+ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal")
 
 
 class Eager:
-    """Does it again, by doing it."""
+    """Does it again, by doing it. `replays` is how often each recording was replayed."""
 
     def __init__(self) -> None:
         self.replays: list[int] = []
@@ -54,6 +28,17 @@ class Eager:
             return compute()
 
         return replay
+
+
+class Tape(Eager):
+    """Records."""
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        compute()  # as a device is warmed up
+        recording = _Recording()
+        with recording:
+            outcome = compute()
+        return super().record(lambda: recording.replay(outcome))
 
 
 class _Recording(TorchDispatchMode):

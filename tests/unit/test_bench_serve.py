@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bench.serve import main
 from bench.serve_cases import goals
 from bench.serve_cases.cases import Load
 from bench.serve_cases.model import LONGEST, longest
@@ -23,6 +24,15 @@ from bench.serve_cases.model import LONGEST, longest
 def test_no_server_is_asked_for_more_than_the_model_knows(config: dict[str, Any], tokens: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert longest(tmp_path) == tokens
+
+
+def test_what_is_no_model_is_said_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    for said, why in (("/nowhere", "not '/nowhere'"), (str(tmp_path), "config.json is not what was expected")):
+        with pytest.raises(SystemExit) as ended:
+            main(["--model", said])
+        err = capsys.readouterr().err
+        assert ended.value.code == 2 and why in err and err.count("\n") == 1
 
 
 def test_a_prompt_and_its_answer_fit_the_model() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,43 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+# First: where torch is missing, this skips the rest.
+from tests.unit.models import BLOCK_SIZE, TEXT, VISION, Family, ask, batch_of_rows, device, one_of_the_ranks, stock_of
 
-from penstock.cli import parser  # noqa: E402
-from penstock.codec import Interned  # noqa: E402
-from penstock.engine import attention, backend, decode, graphs  # noqa: E402
-from penstock.engine.attention import Decode, Manner, Memory, Paged, Shape  # noqa: E402
-from penstock.engine.batch import Batch, batch_of  # noqa: E402
-from penstock.engine.config import EngineConfig  # noqa: E402
-from penstock.engine.decode import Decoding, Form, Forms  # noqa: E402
-from penstock.engine.model import load  # noqa: E402
-from penstock.engine.plan import Plan  # noqa: E402
-from penstock.engine.protocol import SamplingParams  # noqa: E402
-from penstock.engine.schedule import Schedule  # noqa: E402
-from penstock.engine.sharding import Ranks  # noqa: E402
-from penstock.engine.worker import recorder_of  # noqa: E402
-from tests.conftest import spawn  # noqa: E402
-from tests.unit.models import (  # noqa: E402
-    BLOCK_SIZE,
-    TEXT,
-    VISION,
-    Family,
-    ask,
-    device,
-    maker,
-    one_of_the_ranks,
-    stock_of,
-)
-from tests.unit.tape import Eager, Tape  # noqa: E402
+# isort: split
+import torch
+
+from penstock.cli import parser
+from penstock.engine import attention, backend, decode, graphs
+from penstock.engine.attention import Decode, Manner, Memory, Paged, Shape
+from penstock.engine.batch import Batch
+from penstock.engine.config import EngineConfig
+from penstock.engine.decode import Decoding, Form, Forms
+from penstock.engine.model import load
+from penstock.engine.sharding import Ranks
+from penstock.engine.worker import recorder_of
+from tests.conftest import spawn
+from tests.unit.tape import Eager, Tape
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
-    """Makes each one once."""
-    return maker(tmp_path_factory.mktemp("models"))
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,14 +115,9 @@ def test_there_are_not_many_forms_and_each_fits_the_numbers_it_is_told_by(
 
 
 # ── what a form is computed from ─────────────────────────────────────────────────────────────────────────────────────
-def batch_of_lengths(lengths: list[int], blocks: int = 40, seed: int = 1) -> Batch:
-    schedule = Schedule(len(lengths), blocks, BLOCK_SIZE)
-    plan, free = Plan(schedule), random.Random(seed).sample(range(blocks), blocks)
-    for number, length in enumerate(lengths):
-        given = [free.pop() for _ in range(-(-length // BLOCK_SIZE) + number % 2)]  # some have one in advance
-        plan.join(number, np.zeros(length, np.int32), Interned(SamplingParams()), given, computed=length - 1, chunk=1)
-    schedule.apply(plan.finish(1, 1))
-    return batch_of(schedule)
+def batch_of_lengths(*lengths: int, seed: int = 1) -> Batch:
+    """Of requests of which a step computes the last token."""
+    return batch_of_rows([(length, 1) for length in lengths], blocks=40, seed=seed)
 
 
 @pytest.mark.parametrize("window", [None, 1, 6, 9])
@@ -152,7 +128,7 @@ def test_attention_from_tensors_alone_is_attention(
 ) -> None:
     """However wide the table is, and whatever stands beyond what is a row's own."""
     monkeypatch.setattr(attention, "MOST_GATHERED", most_gathered)
-    batch = batch_of_lengths([7, 1, 20, 4, 13])
+    batch = batch_of_lengths(7, 1, 20, 4, 13)
     torch.manual_seed(3)
     memories = [Memory({0: Shape(2, 8, 8)}, 40, BLOCK_SIZE, torch.float32, CPU) for _ in range(2)]
     kept = [torch.randn_like(tensor) for tensor in memories[0].layers[0]]
@@ -181,7 +157,7 @@ def test_nothing_of_an_earlier_step_pads_a_later_one(family: Callable[[str], Fam
     model = load(family("llama").path, Ranks(), CPU)
     memory = model.memory(41, BLOCK_SIZE)
     decoding = Decoding(model, memory, Eager(), slots=8)
-    many, few = batch_of_lengths([5, 9, 2, 30, 7, 1, 3], seed=2), batch_of_lengths([6, 3, 11], seed=3)
+    many, few = batch_of_lengths(5, 9, 2, 30, 7, 1, 3, seed=2), batch_of_lengths(6, 3, 11, seed=3)
     decoding.hidden(many, torch.arange(7), many.positions)
     before = {layer: [tensor.clone() for tensor in both] for layer, both in memory.layers.items()}
     outcome = decoding.hidden(few, torch.tensor([4, 5, 6]), few.positions)

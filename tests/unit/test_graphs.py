@@ -1,19 +1,20 @@
 """Graphs of a CUDA device: in which order they are recorded, on a double; and on a device, where there is one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+# First: where torch is missing, this skips the rest.
+from tests.unit.models import Family, ask, device
 
-from penstock.engine.backend import TorchFlight  # noqa: E402
-from penstock.engine.graphs import CudaGraphs  # noqa: E402
-from tests.unit.models import ask, device, made  # noqa: E402
+# isort: split
+import torch
+
+from penstock.engine.backend import TorchFlight
+from penstock.engine.graphs import CudaGraphs
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: a graph is recorded there")
 
@@ -107,9 +108,9 @@ def test_a_graph_that_cannot_be_recorded_leaves_the_device_as_it_was(
 # ── on a device ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @NEEDS_CUDA
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_vl", "qwen3_moe"])
-def test_graphs_of_a_device_answer_what_it_answers_without(name: str, tmp_path: Path) -> None:
+def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: Callable[[str], Family]) -> None:
     """Mixtures in float32 are computed one expert after the other: they are not recorded, and answered all the same."""
-    of = made(name, tmp_path / name)
+    of = family(name)
     ours = device(of, device="cuda", recorder=CudaGraphs())
     assert ask(ours, of.asked).answers == ask(device(of, device="cuda"), of.asked).answers
     assert ours._decoding._is_recording or name == "qwen3_moe"

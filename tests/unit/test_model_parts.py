@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,39 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+# First: where torch is missing, this skips the rest.
+from tests.unit.models import batch_of_rows, made
 
-from penstock.codec import Interned  # noqa: E402
-from penstock.engine import attention, sharding  # noqa: E402
-from penstock.engine.attention import Manner, Memory, Paged, Shape  # noqa: E402
-from penstock.engine.backend import CPU_SHARE, TorchDevice  # noqa: E402
-from penstock.engine.batch import Batch, Tokens, batch_of  # noqa: E402
-from penstock.engine.model import TEXT, VISION, load  # noqa: E402
-from penstock.engine.plan import Plan  # noqa: E402
-from penstock.engine.protocol import SamplingParams  # noqa: E402
-from penstock.engine.schedule import Schedule  # noqa: E402
-from penstock.engine.sharding import Ranks, Slice, shard  # noqa: E402
-from tests.unit.models import made  # noqa: E402
+# isort: split
+import torch
+import transformers
+
+from penstock.engine import attention, sharding
+from penstock.engine.attention import Manner, Memory, Paged, Shape
+from penstock.engine.backend import CPU_SHARE, TorchDevice
+from penstock.engine.batch import Tokens
+from penstock.engine.model import TEXT, VISION, load
+from penstock.engine.sharding import Ranks, Slice, shard
 
 CPU = torch.device("cpu")
-
-PARAMS = Interned(SamplingParams())
 SIZE, HEADS, SHARED = 8, 6, 2  # of a head, of queries, of keys
 
 
 # ── attention ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def batch_of_rows(rows: list[tuple[int, int]], blocks: int = 64, block_size: int = 4) -> Batch:
-    """Of requests that have so many tokens, of which the step computes so many, the last ones."""
-    schedule = Schedule(len(rows), blocks, block_size)
-    plan, free = Plan(schedule), random.Random(1).sample(range(blocks), blocks)
-    for number, (length, count) in enumerate(rows):
-        given = [free.pop() for _ in range(-(-length // block_size))]
-        plan.join(number, np.zeros(length, np.int32), PARAMS, given, computed=length - count, chunk=count)
-    schedule.apply(plan.finish(1, 1))
-    return batch_of(schedule)
-
-
 def dense(query: Any, key: Any, value: Any, how: Manner) -> Any:
     """One request, one token and one head after the other. The queries are of the last tokens."""
     found = torch.zeros(query.shape)

@@ -7,34 +7,20 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+# First: where torch is missing, this skips the rest.
+from tests.unit.models import TEXT, VISION, Asked, Family, Shown, ask, device, one_of_the_ranks, opener
 
-from penstock import Missing  # noqa: E402
-from penstock.engine import vision  # noqa: E402
-from penstock.engine.model import load  # noqa: E402
-from penstock.engine.protocol import FinishReason  # noqa: E402
-from penstock.engine.sharding import Ranks  # noqa: E402
-from penstock.tensor import Item  # noqa: E402
-from tests.conftest import spawn  # noqa: E402
-from tests.unit.models import (  # noqa: E402
-    TEXT,
-    VISION,
-    Asked,
-    Family,
-    Shown,
-    ask,
-    device,
-    maker,
-    one_of_the_ranks,
-    opener,
-)
+# isort: split
+import torch
+import transformers
 
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
-    """Makes each one once."""
-    return maker(tmp_path_factory.mktemp("models"))
+from penstock import Missing
+from penstock.engine import vision
+from penstock.engine.model import load
+from penstock.engine.protocol import FinishReason
+from penstock.engine.sharding import Ranks
+from penstock.tensor import Item
+from tests.conftest import spawn
 
 
 @pytest.mark.parametrize("name", [*TEXT, *VISION])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import numpy as np
@@ -277,12 +278,16 @@ def test_steps_without_results_hold_up_nobody_and_are_answered_in_the_end() -> N
 
 
 # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def send_first_step(steps: MessageSender) -> None:
+    schedule = Schedule(8, 100, 4)
+    Leading(steps, Leader(schedule, 77)).send(Plan(schedule).finish(77, 1), 5)
+
+
 def core(tree: Tree, words: Connection) -> None:
     """Sends a step, and lives on."""
     group = tree.groups[0]
     with group.results.receiver(0, name="core 0.0 #1"), group.steps.sender(name="core 0.0 #1") as steps:
-        schedule = Schedule(8, 100, 4)
-        Leading(steps, Leader(schedule, 77)).send(Plan(schedule).finish(77, 1), 5)
+        send_first_step(steps)
         words.send("sent")
         words.recv()
 
@@ -293,6 +298,17 @@ def rank_0(tree: Tree, words: Connection) -> None:
         words.recv()
 
 
+def told_after(process: SpawnProcess, of: Output, asleep_on: penstock.MessageChannel, name: str) -> float:
+    """Seconds from the end of a process of that name until the output, asleep there, knows of it."""
+    with thread(lambda: turns(of)) as turning:
+        eventually(lambda: waits(asleep_on)["waiting_ns"])
+        process.kill()
+        killed_at = time.monotonic()
+        turning.ended()
+    assert isinstance(turning.error, PeerDied) and turning.error.name == name
+    return turning.ended_at - killed_at
+
+
 @pytest.mark.parametrize("is_answered", [False, True])
 def test_the_cores_death_is_told_within_a_tenth_of_a_second_wherever_it_sleeps(is_answered: bool) -> None:
     def measure() -> float:
@@ -301,16 +317,9 @@ def test_the_cores_death_is_told_within_a_tenth_of_a_second_wherever_it_sleeps(i
             group = tree.groups[0]
             with group.results.sender(name="worker 0.0 #1") as results, closing(an_output(tree)) as mine:
                 assert ours.recv() == "sent"
-                with thread(lambda: turns(mine)) as turning:
-                    if is_answered:
-                        results.send(StepDone(77, 1, np.zeros(0, np.int32)), 1)
-                    asleep_on = group.steps if is_answered else group.results
-                    eventually(lambda: waits(asleep_on)["waiting_ns"])
-                    process.kill()
-                    killed_at = time.monotonic()
-                    turning.ended()
-                assert isinstance(turning.error, PeerDied) and turning.error.name == "core 0.0 #1"
-                return turning.ended_at - killed_at
+                if is_answered:
+                    results.send(StepDone(77, 1, np.zeros(0, np.int32)), 1)
+                return told_after(process, mine, group.steps if is_answered else group.results, "core 0.0 #1")
 
     soon(measure)
 
@@ -322,14 +331,7 @@ def test_the_death_of_rank_0_is_told_within_a_tenth_of_a_second() -> None:
             group = tree.groups[0]
             with group.steps.sender(name="core 0.0 #1") as steps, closing(an_output(tree)) as mine:
                 assert ours.recv() == "there"
-                schedule = Schedule(8, 100, 4)
-                Leading(steps, Leader(schedule, 77)).send(Plan(schedule).finish(77, 1), 5)
-                with thread(lambda: turns(mine)) as turning:
-                    eventually(lambda: waits(group.results)["waiting_ns"])
-                    process.kill()
-                    killed_at = time.monotonic()
-                    turning.ended()
-                assert isinstance(turning.error, PeerDied) and turning.error.name == "worker 0.0 #1"
-                return turning.ended_at - killed_at
+                send_first_step(steps)
+                return told_after(process, mine, group.results, "worker 0.0 #1")
 
     soon(measure)

@@ -19,6 +19,7 @@ from penstock.engine.images import ImageRefused
 from penstock.server import fetching
 from penstock.server.fetching import AT_ONCE, Fetcher, Host, is_elsewhere, is_public
 from penstock.server.options import ServerOptions
+from tests.conftest import eventually
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(250)) * 8
 MOST = 10_000
@@ -109,10 +110,7 @@ class Elsewhere:
             one.join(WITHIN)
 
     def until(self, many: int) -> None:
-        deadline = time.monotonic() + WITHIN
-        while self.open != many:
-            assert time.monotonic() < deadline, f"{self.open} connections, and not {many}"
-            time.sleep(0.005)
+        eventually(lambda: self.open == many, WITHIN)
 
 
 @pytest.fixture

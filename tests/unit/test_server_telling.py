@@ -182,7 +182,7 @@ def test_a_row_for_each_process_and_all_are_told() -> None:
         one.between.add(1000.0, 2)
         one[Row.OPEN] = 7
     board.row(0)[Board.OWN_NS] = 1_500_000_000
-    text = Metrics(Tally(segment, 2), board, 1).text().decode()
+    text = Metrics(Tally(segment, 2), board).text().decode()
     numbers = dict(re.findall(r"^(\w+(?:\{.*\})?) (\S+)$", text, re.MULTILINE))
     assert numbers['penstock_requests_total{route="chat",server="1",status="200"}'] == "4.0"
     assert numbers['penstock_requests_total{route="chat",server="0",status="400"}'] == "1.0"

@@ -13,10 +13,12 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from penstock import cli
+from penstock.engine import directory
+from penstock.engine.arguments import SAID
 from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.server import arguments
 from penstock.server.errors import ApiError
-from penstock.server.words import LONG, BytesWords, Reader
+from penstock.server.words import LONG, BytesWords, Reader, _most_ids, words_of
 
 SIMULATED = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
 
@@ -55,6 +57,25 @@ def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
     asyncio.run(scene())
 
 
+def test_a_tokenizer_is_read_once_also_by_who_wants_to_know_how_ids_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    config = EngineConfig(model=SHIPPED)
+
+    async def scene() -> None:
+        with contextlib.closing(Reader(config, words_of(config))) as reader:
+            monkeypatch.setattr(directory, "tokenizer_of", pytest.fail)
+            found = await reader.vocabulary()
+            assert b"".join(map(found.piece, await reader.ids("a red circle", add_special=False))) == b"a red circle"
+
+    asyncio.run(scene())
+
+
+def test_how_many_ids_there_are_says_the_part_for_text_where_there_is_one(tmp_path: Path) -> None:
+    for more, many in (("", 9), (', "text_config": null', 9), (', "text_config": {"vocab_size": 7}', 7)):
+        (tmp_path / "config.json").write_text(f'{{"vocab_size": 9{more}}}')
+        assert _most_ids(EngineConfig(model=str(tmp_path))) == many
+
+
 def test_there_is_a_store_where_the_model_takes_images(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     arguments.add(parser)
@@ -78,6 +99,22 @@ def test_without_a_model_the_one_that_ships_is_served() -> None:
     assert arguments.engine_config(parser.parse_args([])).model == SHIPPED
     assert arguments.engine_config(parser.parse_args(["--device-model", "simulated"])).model == ""
     assert Path(SHIPPED, "config.json").exists()
+
+
+def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[EngineConfig] = []
+    monkeypatch.setattr("penstock.engine.generate.run", lambda config, *_: told.append(config))
+    monkeypatch.setattr("penstock.server.command.run", lambda config, _: told.append(config))
+    options = ("--max-model-len", "131072", "--slots", "3", "--output-processors", "0", "--dtype", "float32")
+    for more in ((), ("--device-model", "simulated", "--step-ms", "2")):
+        for command in ("generate", "serve"):
+            parsed = cli.parser().parse_args([command, *options, *more])
+            parsed.run(parsed)
+    for one, other in (told[:2], told[2:]):
+        assert all(getattr(one, name) == getattr(other, name) for name in ("simulated", *SAID))
+        assert (one.max_model_len, one.slots, one.output_processors, one.dtype) == (131072, 3, 0, "float32")
+    assert [config.model for config in told[1:3]] == [SHIPPED, ""]
+    assert told[2].simulated == SimulatedDevice(step_seconds=0.002)
 
 
 def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> None:

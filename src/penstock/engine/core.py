@@ -81,12 +81,15 @@ class Core:
         self._own_ns, self._woke_ns = 0, time.monotonic_ns()
 
     def start(self) -> None:
-        """Waits for the workers and the outputs, and then serves; if it is told to stop meanwhile, it does not. Raises
-        Timeout, and PeerDied of one of them."""
+        """Waits for the workers and the outputs, and then serves; it does not if it is told to stop before the workers
+        are ready. Raises Timeout, and PeerDied of one of them."""
         config = self._config
-        blocks, vocabulary = self._await_workers()
+        ready = self._await_workers()
         if self._is_stopped:
             return
+        room = [one.blocks for one in ready]
+        blocks = min(room if config.blocks is None else [*room, config.blocks])
+        vocabulary = min(one.vocabulary for one in ready)
         schedule = Schedule(config.slots, blocks, config.block_size, config.most_blocks)
         self._await_receivers()
         self._scheduler = Scheduler(schedule, _scheduler_config(config, vocabulary))
@@ -116,8 +119,8 @@ class Core:
             end.close()
 
     # ── before it serves ──
-    def _await_workers(self) -> tuple[int, int]:
-        """Until all have loaded the model. Returns how many blocks the cache has, and ids the vocabulary."""
+    def _await_workers(self) -> list[Ready]:
+        """Until all have loaded the model, or it is told to stop. What they say of themselves."""
         config = self._config
         deadline = time.monotonic() + config.start_timeout
         ready: dict[int, Ready] = {}
@@ -135,16 +138,13 @@ class Core:
                     ready[message.rank] = message
                 elif isinstance(message, Stop):
                     self._is_stopped = True
-        blocks = [one.blocks for one in ready.values()] + ([] if config.blocks is None else [config.blocks])
-        return min(blocks, default=1), min((one.vocabulary for one in ready.values()), default=1)
+        return list(ready.values())
 
     def _await_receivers(self) -> None:
         """Until workers and outputs have all their ends open: nothing that is sent from now on is missed."""
         group = self._tree.groups[self._me.group]
         deadline = time.monotonic() + self._config.start_timeout
         while not all(self._are_ours(channel) for channel in (group.steps, group.results)):
-            if self._is_stopped:
-                return
             if time.monotonic() >= deadline:
                 raise Timeout(f"the outputs are not there within {self._config.start_timeout:g} s")
             time.sleep(AGAIN)

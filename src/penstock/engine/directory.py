@@ -44,18 +44,18 @@ def takes_images(config: EngineConfig) -> bool:
     path = Path(config.model) / "config.json"
     if config.simulated is not None or not path.exists():
         return False
-    whole, _ = _parts(path)
+    whole, _ = parts(path)
     return whole.get("model_type") in VISION
 
 
-def vocabulary(config: EngineConfig) -> Vocabulary:
-    """A model without a tokenizer answers in ids alone."""
+def vocabulary(config: EngineConfig, tokenizer: Any = None) -> Vocabulary:
+    """A model without a tokenizer answers in ids alone. `tokenizer`: the model's, where it has been read already."""
     if config.simulated is not None and not config.model:
         return Vocabulary([b" %d" % one for one in range(config.simulated.vocabulary)])
-    if not _tokenizer_of(config).exists():
+    if tokenizer is None and not _tokenizer_of(config).exists():
         event("model without a tokenizer", logging.WARNING, missing=_tokenizer_of(config))
         return Vocabulary([])
-    return vocabulary_of(tokenizer_of(config))
+    return vocabulary_of(tokenizer_of(config) if tokenizer is None else tokenizer)
 
 
 def tokenizer_of(config: EngineConfig) -> Any:
@@ -79,14 +79,14 @@ def _said(directory: Path, name: str, files: Iterable[str], kind: Any) -> Any:
         path = directory / file
         if not path.exists():
             continue
-        for part in _parts(path):
+        for part in parts(path):
             if part.get(name) is not None:
                 with _expected(f"{name} of {path}"):
                     return msgspec.convert(part[name], kind)
     return None
 
 
-def _parts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def parts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What one of a model's files says of it all, and of its part for text. Raises ValueError."""
     with _expected(str(path)):
         whole = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -98,13 +98,17 @@ class Found:
         return found | {"encode_us": encode / 1e3, "decode_us": decode / 1e3, "encode_decode_us": both / 1e3}
 
 
+def in_turn(names: Sequence[str], turn: int) -> list[str]:
+    """A B C, B C A, …: nobody is always the first."""
+    first = turn % max(len(names), 1)
+    return [*names[first:], *names[:first]]
+
+
 def take_turns(ways: Mapping[str, Way], messages: int, rounds: int, *, warm_up: int = 1) -> dict[str, Found]:
     """The first rounds warm up: their times are not counted, their frames are."""
     found = {name: Found() for name in ways}
     for turn in range(rounds + warm_up):
-        names = [name for name in ways if not found[name].missing]
-        first = turn % max(len(names), 1)
-        for name in names[first:] + names[:first]:
+        for name in in_turn([name for name in ways if not found[name].missing], turn):
             one = found[name]
             try:
                 result = ways[name].perform(messages)

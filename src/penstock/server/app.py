@@ -42,9 +42,7 @@ from penstock.server.tally import ROUTES, Row, Tally
 from penstock.server.telling import Choice, Events, Pace, gathered, unless_gone, usage_of
 from penstock.server.words import Reader
 
-LONG = (
-    64 << 10
-)  # bytes of a body: decoding most takes a fraction of 1 ms; longer ones are a thread's, and the loop goes on
+LONG = 64 << 10  # bytes of a body: most are decoded in a fraction of 1 ms; longer ones by a thread, as the loop goes on
 BODIES_AT_ONCE = 8  # of the longest: what a process keeps of requests that have not come as a whole
 CLIENT_GONE = 499  # in the tally: nobody is told
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
@@ -72,8 +70,8 @@ class Api:
         self._reader = reader
         self._row = tally.rows[me]
         self._keys = [key.encode() for key in options.api_keys]
-        self._metrics = Metrics(tally, board, config.data_parallel)
-        self._health = Health(tally, board, config, me)
+        self._metrics = Metrics(tally, board)
+        self._health = Health(tally, board, me)
         self._dashboard = Dashboard()
         self._name = served_name(config, options)
         self._started = int(time.time())

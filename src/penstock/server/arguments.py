@@ -7,7 +7,8 @@ import os
 
 import msgspec
 
-from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
+from penstock.engine import arguments
+from penstock.engine.config import EngineConfig
 from penstock.engine.directory import takes_images
 from penstock.engine.images import ImageLimits
 from penstock.server.options import ServerOptions
@@ -17,16 +18,13 @@ KEY_VARIABLE = "PENSTOCK_API_KEY"  # seen by fewer than a command line
 
 
 def add(parser: argparse.ArgumentParser) -> None:
+    arguments.add(parser)
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", default="", help="the directory of a model (the one that ships)")
     add("--served-model-name", metavar="NAME", default="", help="what clients call it (the directory's name)")
     add("--host", default="127.0.0.1", help="whom it listens to (127.0.0.1: this machine)")
     add("--port", metavar="N", type=int, default=8000, help="0: one that is free (8000)")
     add("--api-key", metavar="KEY", action="append", default=[], help=f"who has one may ask; or {KEY_VARIABLE}")
     add("--api-servers", metavar="N", type=int, default=1, help="server processes, which share the port (1)")
-    add("--data-parallel", metavar="N", type=int, default=1, help="groups (1)")
-    add("--tensor-parallel", metavar="N", type=int, default=1, help="workers of each group (1)")
-    add("--output-processors", metavar="N", type=int, default=1, help="of each group; 0: in the core (1)")
     add("--most-open", metavar="N", type=int, default=1024, help="open requests of a server process (1024)")
     add("--most-body-mb", metavar="N", type=int, default=64, help="of a request's body (64)")
     add("--max-images", metavar="N", type=int, default=16, help="of a request (16)")
@@ -51,43 +49,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--patience", metavar="SECONDS", type=float, default=30.0, help="with a client that takes or sends nothing (30)"
     )
     add("--drain-timeout", metavar="SECONDS", type=float, default=30.0, help="for what is open, at the end (30)")
-    add("--device", default="cpu", help="cpu or cuda (cpu)")
-    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (auto)")
-    add("--threads", metavar="N", type=int, help="of each worker on a CPU (what proves best)")
-    add(
-        "--cuda-graphs",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="record steps of decoding, and replay them (on, where the device is cuda)",
-    )
-    add("--slots", metavar="N", type=int, default=256, help="samples that run at a time (256)")
     add("--blocks", metavar="N", type=int, help="of the cache (as many as can be filled)")
     add("--token-budget", metavar="N", type=int, default=2048, help="of a step (2048)")
-    add(
-        "--max-model-len",
-        metavar="N",
-        type=int,
-        default=4096,
-        help="of prompt and answer (4096, or what the model knows)",
-    )
-    add("--device-model", choices=["real", "simulated"], default="real", help="compute, or wait (real)")
-    add("--step-ms", metavar="MS", type=float, default=5.0, help="of a simulated step (5)")
-    add("--log-format", choices=["text", "json"], default="text")
-
-
-SAME = (
-    *("model", "api_servers", "data_parallel", "tensor_parallel", "output_processors", "drain_timeout", "device"),
-    *("dtype", "threads", "cuda_graphs", "slots", "blocks", "token_budget", "max_model_len", "log_format"),
-)
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Raises ValueError, TypeError."""
-    simulated = SimulatedDevice(step_seconds=options.step_ms / 1e3) if options.device_model == "simulated" else None
-    said = {name: getattr(options, name) for name in SAME}
-    if simulated is None:
-        said["model"] = options.model or SHIPPED
-    config = EngineConfig(simulated=simulated, **said)
+    config = arguments.engine_config(options, "api_servers", "drain_timeout", "blocks", "token_budget")
     store_mb = options.image_store_mb
     if store_mb is None:
         store_mb = STORE_MB if takes_images(config) else 0

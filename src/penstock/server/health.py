@@ -13,15 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.board import Board
-from penstock.engine.config import EngineConfig
 from penstock.server.tally import Row, Tally
 
 
 class Health:
-    def __init__(self, tally: Tally, board: Board, config: EngineConfig, me: int) -> None:
+    def __init__(self, tally: Tally, board: Board, me: int) -> None:
         self._tally = tally
         self._board = board
-        self._groups = [board.row(group) for group in range(config.data_parallel)]
+        self._groups = board.rows
         self._me = me
 
     @property

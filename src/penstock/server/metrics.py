@@ -40,9 +40,9 @@ OF_A_GROUP = (
 
 
 class Metrics(Collector):
-    def __init__(self, tally: Tally, board: Board, groups: int) -> None:
+    def __init__(self, tally: Tally, board: Board) -> None:
         self._tally = tally
-        self._rows = [board.row(group) for group in range(groups)]
+        self._rows = board.rows
         self._registry = CollectorRegistry()
         self._registry.register(self)
 

@@ -13,10 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import msgspec
-
 from penstock.engine.config import EngineConfig
-from penstock.engine.directory import tokenizer_of, vocabulary
+from penstock.engine.directory import parts, tokenizer_of, vocabulary
 from penstock.engine.text import Vocabulary
 from penstock.server.bodies import Conversation
 from penstock.server.errors import ApiError
@@ -84,8 +82,8 @@ def _most_ids(config: EngineConfig) -> int:
     """An id that the model has no place for would be the end of its worker."""
     if config.simulated is not None:
         return 1 << 31
-    said = msgspec.json.decode((Path(config.model) / "config.json").read_bytes())
-    most: int = said.get("text_config", said)["vocab_size"]
+    whole, text = parts(Path(config.model) / "config.json")
+    most: int = (text or whole)["vocab_size"]
     return most
 
 
@@ -131,7 +129,8 @@ class Reader:
     async def vocabulary(self) -> Vocabulary:
         """Made when it is first asked for: few want to know how ids look."""
         if self._vocabulary is None:
-            self._vocabulary = asyncio.ensure_future(self.in_a_thread(lambda: vocabulary(self._config)))
+            make = functools.partial(vocabulary, self._config, self.words.tokenizer)
+            self._vocabulary = asyncio.ensure_future(self.in_a_thread(make))
         return await asyncio.shield(self._vocabulary)
 
     async def in_a_thread(self, work: Callable[[], T]) -> T:
