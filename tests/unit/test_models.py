@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from penstock import Missing
-from penstock.engine import vision
+from penstock.engine import rows_on_cpu, vision
 from penstock.engine.model import load
 from penstock.engine.protocol import FinishReason
 from penstock.engine.sharding import Ranks
@@ -32,6 +32,16 @@ def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[s
     assert told.answers == of.answers
     assert told.stats.preemptions > 0
     assert told.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+def test_rows_that_are_gathered_answer_alike(
+    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other devices do it, and types that the native core does not know."""
+    monkeypatch.setattr(rows_on_cpu, "DTYPES", ())
+    of = family(name)
+    assert ask(device(of), of.asked).answers == of.answers
 
 
 def test_who_has_a_seed_is_answered_alike_alone_and_among_others(family: Callable[[str], Family]) -> None:
