@@ -64,11 +64,14 @@ class ApiError(Exception):
 _WHERE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 
 
-def of_a_body(error: Exception) -> ApiError:
-    """What is wrong in a request's JSON, with the path to it."""
-    found = _WHERE.fullmatch(str(error))
+def of_a_body(error: Exception, how_counted: str = "") -> ApiError:
+    """What is wrong in a request's JSON, with the path to it. `how_counted`: its bytes, where their number is said."""
+    said = str(error)
+    found = _WHERE.fullmatch(said)
     if found is None:
-        return ApiError(400, f"the body is not what was expected: {error}", code="invalid_body")
+        if how_counted and "(byte" in said:
+            said = f"{said}, {how_counted}"
+        return ApiError(400, f"the body is not what was expected: {said}", code="invalid_body")
     what = found["what"].replace("`", "")
     missing = re.search(r"missing required field (\w+)", what)
     path = found["path"].replace("[...]", "")  # of a dict, which key is not said
