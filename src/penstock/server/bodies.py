@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from penstock.engine.protocol import SamplingParams
-from penstock.server.counting import MOST_NBYTES, require_little
+from penstock.server.counting import MOST_NBYTES, MOST_VALUES, require_little
 from penstock.server.cutting import LONG, cut
 from penstock.server.errors import ApiError, of_a_body
 from penstock.server.images import Named
@@ -19,7 +19,7 @@ from penstock.server.images import Named
 T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_SAMPLES = 128  # of one prompt
-MOST_PARTS, MOST_MESSAGES = 1 << 20, 1 << 14  # more are no prompt of any model, and are not looked at
+MOST_PARTS, MOST_MESSAGES = MOST_VALUES, 1 << 14  # more are no prompt of any model, and are not looked at
 MOST_PROMPTS = 128
 MOST_STOPS = 64
 MOST_CHARACTERS = 1024  # of one of them, and of what a client is called
