@@ -40,6 +40,11 @@ class Turn:
 
 class Words(BytesWords):
     turn: Turn | None = None
+    encoded = 0  # texts
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        self.encoded += 1
+        return super().encode(text, add_special)
 
     def chat(self, *given: Any) -> str:
         if self.turn is not None:
@@ -56,7 +61,7 @@ class Asked:
         self.gone = asyncio.Event()
         self.told: list[Any] = []
 
-    async def ask(self, said: dict[str, Any]) -> None:
+    async def ask(self, said: dict[str, Any], path: str = "/tokenize") -> None:
         messages = [{"type": "http.request", "body": json.dumps(said).encode(), "more_body": False}]
 
         async def receive() -> Any:
@@ -68,7 +73,7 @@ class Asked:
         async def send(message: Any) -> None:
             self.told.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": [], "query_string": b""}
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
         await self.app(scope, receive, send)
 
     @property
@@ -120,6 +125,24 @@ def test_while_many_messages_become_a_prompt_the_loop_goes_on() -> None:
             one.words.turn = Turn()
             asyncio.get_running_loop().call_later(0.01, one.words.turn.loop_goes_on.set)
             await one.ask({"messages": [{"role": "user", "content": parts}]})
+
+    asyncio.run(scene())
+
+
+def test_between_two_of_many_prompts_the_loop_goes_on() -> None:
+    async def scene() -> None:
+        async with asked() as one:
+            seen = set()
+
+            async def look() -> None:
+                while True:
+                    seen.add(one.words.encoded)
+                    await asyncio.sleep(0)
+
+            looking = asyncio.ensure_future(look())
+            await one.ask({"prompt": ["a", "b", "c", "d", ""]}, "/v1/completions")  # there is no engine for others
+            looking.cancel()
+            assert one.status == 400 and seen >= {1, 2, 3, 4}
 
     asyncio.run(scene())
 

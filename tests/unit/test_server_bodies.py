@@ -204,3 +204,11 @@ def test_who_is_refused_for_now_is_told_when_to_come_again() -> None:
         assert ApiError(status, "x").response().headers["retry-after"] == "1"
     assert "retry-after" not in ApiError(400, "x").response().headers
     assert "retry-after" not in ApiError.of(EngineError(400, "too long")).response().headers
+
+
+def test_what_is_said_of_something_long_is_short_and_begins_and_ends_as_it_would() -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(messages=[{"role": "x" * 100_000, "content": ""}])
+    assert len(caught.value.body) < 3000 and caught.value.param == "messages[0].role"
+    assert caught.value.message.startswith("invalid enum value 'xxx")
+    assert caught.value.message.endswith("xxx' at $.messages[0].role")

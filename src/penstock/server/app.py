@@ -176,7 +176,10 @@ class Api:
             self._require_model(asked.model)
             params = asked.sampling()
             said = await self._aside(request, body, asked.prompts)
-            prompts = [Prompt(await self._reader.ids(prompt)) for prompt in said]
+            prompts = []
+            for prompt in said:
+                prompts.append(Prompt(await self._reader.ids(prompt)))
+                await asyncio.sleep(0)  # each takes up to 1 ms, and others go on in between
         return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
 
     async def _generate(
