@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -143,6 +144,47 @@ def test_between_two_of_many_prompts_the_loop_goes_on() -> None:
             await one.ask({"prompt": ["a", "b", "c", "d", ""]}, "/v1/completions")  # there is no engine for others
             looking.cancel()
             assert one.status == 400 and seen >= {1, 2, 3, 4}
+
+    asyncio.run(scene())
+
+
+class Answering:
+    """An engine's client."""
+
+    async def submit(self, *given: Any, **more: Any) -> Any:
+        return contextlib.AsyncExitStack()  # what is opened and closed as a stream is
+
+
+def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def gathered(*given: Any) -> list[int]:
+        return [1, 2, 3, 4]
+
+    told: list[int] = []
+
+    def tell(choice: int, *given: Any) -> int:
+        told.append(choice)
+        return choice
+
+    monkeypatch.setattr(app, "gathered", gathered)
+    monkeypatch.setattr(app, "usage_of", lambda *streams: {})
+    monkeypatch.setattr(app, "Pace", mock.Mock())
+    monkeypatch.setattr(app, "Choice", mock.Mock(of_completion=tell))
+
+    async def scene() -> None:
+        async with asked() as one:
+            one.api._client = Answering()  # type: ignore[assignment]
+            seen = set()
+
+            async def look() -> None:
+                while True:
+                    seen.add(len(told))
+                    await asyncio.sleep(0)
+
+            looking = asyncio.ensure_future(look())
+            await one.ask({"prompt": "a", "n": 4}, "/v1/completions")
+            looking.cancel()
+            assert one.status == 200 and json.loads(one.told[1]["body"])["choices"] == [1, 2, 3, 4]
+            assert seen >= {1, 2, 3}
 
     asyncio.run(scene())
 
