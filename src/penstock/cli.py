@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import resource
+import signal
 import sys
 import threading
 import time
@@ -294,6 +295,10 @@ def run_bench_serve(options: argparse.Namespace) -> int:
 
 
 # ── doctor ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# Python has them only where the headers that it was built with had.
+NEEDED_OF_PYTHON = {"pidfd_open": os, "P_PIDFD": os, "pidfd_send_signal": signal}
+
+
 class Finding(NamedTuple):
     """level: "ok", "warning" (slower, or less of it), "missing" (penstock does not work without)."""
 
@@ -331,6 +336,10 @@ def examine_memfd() -> Finding:
 
 
 def examine_pidfd() -> Finding:
+    absent = [name for name, module in NEEDED_OF_PYTHON.items() if not hasattr(module, name)]
+    if absent:
+        text = f"this Python was built without {' and '.join(absent)}: the engine cannot watch its processes"
+        return Finding("missing", "pidfd", f"{text}; take one that was built for Linux 5.4 or newer")
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:

@@ -7,6 +7,9 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -18,6 +21,7 @@ pytest.importorskip("uvicorn")
 
 from penstock.engine.board import Board  # noqa: E402
 from penstock.engine.config import EngineConfig  # noqa: E402
+from penstock.engine.launch import STOP_TIMEOUT  # noqa: E402
 from penstock.engine.simulated import Rule  # noqa: E402
 from penstock.server.command import Serving  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
@@ -347,3 +351,26 @@ def test_sigterm_ends_the_command_when_what_is_open_is_answered() -> None:
                 got += more
         assert got.count(b"data: {") == 200
         process.wait(20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_it_loads_ends_the_command_at_once(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "penstock", "serve", "--device-model", "simulated", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stderr is not None
+            line, said = "", ""
+            while 'child="server 0.0' not in line:
+                line = process.stderr.readline()
+                said += line
+                assert line, said
+            began = time.monotonic()
+            os.killpg(process.pid, number)  # as a terminal does, or an init system
+            said += process.communicate(timeout=20)[1]
+            assert time.monotonic() - began < STOP_TIMEOUT / 2, said
+            assert process.returncode == 0 and "killed=nobody" in said and "level=error" not in said, said
+            for child in re.findall(r"child_pid=(\d+)", said):
+                with pytest.raises(ProcessLookupError):
+                    os.kill(int(child), 0)
+        finally:
+            process.kill()

@@ -18,7 +18,8 @@ from tests.e2e.test_server import KEY, Served, served
 from tests.engine import told
 
 IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
-EXAMPLES, SECONDS = (1000, 600) if IS_FULL else (15, 20)
+EXAMPLES = 1000 if IS_FULL else 15  # of each route, besides what covers its document; no time ends it early
+SECONDS = 3600 if IS_FULL else 300  # then it hangs: ten times what it takes on a machine at rest
 # What a document cannot say is refused too: a prompt that is too long, another model's name.
 BEYOND_THE_DOCUMENT = "positive_data_acceptance"
 
@@ -54,16 +55,19 @@ def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document
     asyncio.run(scene())
 
 
-@pytest.mark.timeout(SECONDS + 80)
+@pytest.mark.timeout(SECONDS)
 def test_what_the_server_answers_is_what_its_document_says(seed: int, tmp_path: Path) -> None:
     async def scene() -> None:
-        async with served(simulated=told(step_seconds=0.0), max_model_len=48) as tree:
+        # 413, of which the document cannot say to what it belongs, is no answer to too many messages.
+        limits = {"most_body_nbytes": 8 << 20}
+        async with served(limits, simulated=told(step_seconds=0.0), max_model_len=48) as tree:
             process = await asyncio.create_subprocess_exec(
                 *(str(Path(sys.executable).with_name("schemathesis")), "run"),
                 *(f"http://127.0.0.1:{tree.port}/openapi.json", "--header", f"Authorization: Bearer {KEY}"),
                 *("--phases", "coverage,fuzzing", "--exclude-checks", BEYOND_THE_DOCUMENT, "--seed", str(seed)),
-                *("--max-examples", str(EXAMPLES), "--max-time", str(SECONDS), "--request-timeout", "20"),
-                *("--workers", "2", "--output-truncate", "true", "--warnings", "off"),
+                *("--max-examples", str(EXAMPLES), "--request-timeout", "20"),
+                # Two of its threads at a time in `ast.parse` are a SystemError of CPython 3.11.
+                *("--workers", "1", "--output-truncate", "true", "--warnings", "off"),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 cwd=tmp_path,  # where it leaves what it knows
@@ -73,10 +77,10 @@ def test_what_the_server_answers_is_what_its_document_says(seed: int, tmp_path: 
             await process.wait()
             print(said)
             assert process.returncode == 0, said
-            for phase in ("Coverage", "Fuzzing") if IS_FULL else ("Coverage",):  # a busy machine may come to one alone
+            for phase in ("Coverage", "Fuzzing"):
                 assert f"✅  {phase}" in said, f"{phase} did not run"
             cases = re.search(r"(\d+) generated, (\d+) passed", said)
-            assert cases is not None and int(cases[1]) == int(cases[2]) > 100, "too few to tell"
+            assert cases is not None and int(cases[1]) == int(cases[2]) > 300, "too few to tell"
             await tree.must_be_empty()
 
     asyncio.run(scene())

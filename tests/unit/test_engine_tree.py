@@ -1,9 +1,13 @@
 """What the processes of a tree share: who has which end, what their names say, and what their logs do."""
 
+import asyncio
 import contextlib
 import json
 import logging
+import os
 import re
+import signal
+import time
 
 import msgspec
 import pytest
@@ -14,6 +18,7 @@ from penstock.engine.board import Board
 from penstock.engine.config import EngineConfig, SimulatedDevice
 from penstock.engine.core import Core
 from penstock.engine.directory import completed
+from penstock.engine.launch import STOP_TIMEOUT, Launcher, Run
 from penstock.engine.protocol import Stop
 from penstock.engine.tree import Member, Tree, past_the_dead
 
@@ -139,3 +144,61 @@ def test_a_core_that_is_told_to_stop_before_its_workers_are_ready_ends_and_does_
         core.run()
         assert Board(tree.board).row(0)[Board.SERVING] == 0
         core.close()
+
+
+# ── ended while it loads ─────────────────────────────────────────────────────────────────────────────────────────────
+def load(tree: Tree, me: Member) -> None:
+    """A worker whose model takes long."""
+    time.sleep(600)
+
+
+class Loading(Launcher):
+    """A tree whose groups do not serve, but for the first `served` of them."""
+
+    def __init__(self, config: EngineConfig, served: int = 0) -> None:
+        self._to_serve = served
+        super().__init__(config)
+
+    def _parts_of_group(self) -> list[tuple[str, int, Run]]:
+        self._to_serve -= 1
+        parts = super()._parts_of_group()
+        return parts if self._to_serve >= 0 else [(*one[:2], load if one[0] == "worker" else one[2]) for one in parts]
+
+
+def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd: pytest.CaptureFixture[str]) -> None:
+    async def scene() -> None:
+        config = EngineConfig(simulated=SimulatedDevice(), data_parallel=2, output_processors=1, log_format="json")
+        launcher = Loading(config, served=1)
+        launcher.start()
+        pids = [child.pid for unit in launcher.units for child in unit.children.values()]
+        while not launcher.board.row(0)[Board.SERVING]:
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        assert await launcher.stop() == []  # who had to be killed after all
+        assert time.monotonic() - began < STOP_TIMEOUT / 2
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+    logs.begin("launcher", "json")
+    asyncio.run(scene())
+    lines = map(json.loads, capfd.readouterr().err.splitlines())
+    ends = [one for one in lines if one["event"] == "process ended"]
+    hows = {group: {one["how"] for one in ends if f" {group}." in one["child"]} for group in range(2)}
+    assert hows == {0: {"exited with status 0"}, 1: {"killed by SIGKILL"}}
+    assert {one["level"] for one in ends} == {"info"} and len(ends) == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_tree_that_is_told_to_end_while_it_loads_does_so_without_a_failure(number: int) -> None:
+    async def scene() -> None:
+        launcher = Loading(CONFIG)
+        running = asyncio.ensure_future(launcher.run())
+        while not all(unit.children for unit in launcher.units):
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(running, STOP_TIMEOUT / 2)
+        assert time.monotonic() - began < STOP_TIMEOUT / 2 and not launcher.has_failed
+
+    asyncio.run(scene())

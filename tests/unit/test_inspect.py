@@ -532,6 +532,16 @@ def test_the_doctor_says_who_leaves_no_more_memory(
     assert "3.0 MiB available, as a small box leaves them" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("module", "name"), [(os, "pidfd_open"), (os, "P_PIDFD"), (signal, "pidfd_send_signal")])
+def test_the_doctor_says_what_a_python_was_built_without(
+    module: Any, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(module, name)
+    assert cli.main(["doctor"]) == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("missing"))
+    assert line.split()[1] == "pidfd" and f"built without {name}" in line
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])

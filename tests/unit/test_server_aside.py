@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -40,6 +41,11 @@ class Turn:
 
 class Words(BytesWords):
     turn: Turn | None = None
+    encoded = 0  # texts
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        self.encoded += 1
+        return super().encode(text, add_special)
 
     def chat(self, *given: Any) -> str:
         if self.turn is not None:
@@ -56,7 +62,7 @@ class Asked:
         self.gone = asyncio.Event()
         self.told: list[Any] = []
 
-    async def ask(self, said: dict[str, Any]) -> None:
+    async def ask(self, said: dict[str, Any], path: str = "/tokenize") -> None:
         messages = [{"type": "http.request", "body": json.dumps(said).encode(), "more_body": False}]
 
         async def receive() -> Any:
@@ -68,7 +74,7 @@ class Asked:
         async def send(message: Any) -> None:
             self.told.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": "/tokenize", "headers": [], "query_string": b""}
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
         await self.app(scope, receive, send)
 
     @property
@@ -120,6 +126,65 @@ def test_while_many_messages_become_a_prompt_the_loop_goes_on() -> None:
             one.words.turn = Turn()
             asyncio.get_running_loop().call_later(0.01, one.words.turn.loop_goes_on.set)
             await one.ask({"messages": [{"role": "user", "content": parts}]})
+
+    asyncio.run(scene())
+
+
+def test_between_two_of_many_prompts_the_loop_goes_on() -> None:
+    async def scene() -> None:
+        async with asked() as one:
+            seen = set()
+
+            async def look() -> None:
+                while True:
+                    seen.add(one.words.encoded)
+                    await asyncio.sleep(0)
+
+            looking = asyncio.ensure_future(look())
+            await one.ask({"prompt": ["a", "b", "c", "d", ""]}, "/v1/completions")  # there is no engine for others
+            looking.cancel()
+            assert one.status == 400 and seen >= {1, 2, 3, 4}
+
+    asyncio.run(scene())
+
+
+class Answering:
+    """An engine's client."""
+
+    async def submit(self, *given: Any, **more: Any) -> Any:
+        return contextlib.AsyncExitStack()  # what is opened and closed as a stream is
+
+
+def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def gathered(*given: Any) -> list[int]:
+        return [1, 2, 3, 4]
+
+    told: list[int] = []
+
+    def tell(choice: int, *given: Any) -> int:
+        told.append(choice)
+        return choice
+
+    monkeypatch.setattr(app, "gathered", gathered)
+    monkeypatch.setattr(app, "usage_of", lambda *streams: {})
+    monkeypatch.setattr(app, "Pace", mock.Mock())
+    monkeypatch.setattr(app, "Choice", mock.Mock(of_completion=tell))
+
+    async def scene() -> None:
+        async with asked() as one:
+            one.api._client = Answering()  # type: ignore[assignment]
+            seen = set()
+
+            async def look() -> None:
+                while True:
+                    seen.add(len(told))
+                    await asyncio.sleep(0)
+
+            looking = asyncio.ensure_future(look())
+            await one.ask({"prompt": "a", "n": 4}, "/v1/completions")
+            looking.cancel()
+            assert one.status == 200 and json.loads(one.told[1]["body"])["choices"] == [1, 2, 3, 4]
+            assert seen >= {1, 2, 3}
 
     asyncio.run(scene())
 

@@ -73,7 +73,9 @@ def test_a_chat_says_some_of_it_in_its_own_way() -> None:
         ({"user": "a" * 1025}, "user", "<= 1024"),
         ({"logit_bias": {str(one): 0 for one in range(1025)}}, "logit_bias", "<= 1024"),
         ({"stop": [1]}, "stop[0]", "expected str"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "matching regex '^[0-9]{1,9}$'"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "expected int, got str"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", ">= 0"),
+        ({"logit_bias": {"1000000000": 1}}, "logit_bias", "<= 999999999"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "<= 100"),
         ({"logit_bias": [1]}, "logit_bias", "expected object"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]", ">= 0"),
@@ -202,3 +204,11 @@ def test_who_is_refused_for_now_is_told_when_to_come_again() -> None:
         assert ApiError(status, "x").response().headers["retry-after"] == "1"
     assert "retry-after" not in ApiError(400, "x").response().headers
     assert "retry-after" not in ApiError.of(EngineError(400, "too long")).response().headers
+
+
+def test_what_is_said_of_something_long_is_short_and_begins_and_ends_as_it_would() -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(messages=[{"role": "x" * 100_000, "content": ""}])
+    assert len(caught.value.body) < 3000 and caught.value.param == "messages[0].role"
+    assert caught.value.message.startswith("invalid enum value 'xxx")
+    assert caught.value.message.endswith("xxx' at $.messages[0].role")

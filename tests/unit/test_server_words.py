@@ -53,6 +53,8 @@ def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
             assert await reader.ids([0, 199]) == [0, 199]
             with pytest.raises(ApiError, match="below 200, got 200"):
                 await reader.ids([1, 200, 3])
+            too_long = [1] * SIMULATED.max_model_len + [200]  # which is told of it by whoever looks at lengths
+            assert await reader.ids(too_long) == too_long
 
     asyncio.run(scene())
 

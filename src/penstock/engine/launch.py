@@ -63,6 +63,13 @@ class Unit:
     def name(self) -> str:
         return f"group {self._group}" if self.is_group else f"server {self._parts[0][1]}"
 
+    @property
+    def is_loading(self) -> bool:
+        """It does not serve: it has nothing to drain, and who loads listens to nobody."""
+        if self.is_group:
+            return self._launcher.board.row(self._group)[Board.SERVING] != self._incarnation
+        return self._launcher.is_server_loading(self._parts[0][1])
+
     def start(self) -> None:
         self._again = None
         self._is_broken = False
@@ -111,9 +118,8 @@ class Unit:
         self._is_broken = True
         is_failure = time.monotonic() - self._started < QUICK
         if self.is_group:
-            row = self._launcher.board.row(self._group)
-            is_failure = row[Board.SERVING] != self._incarnation
-            row[Board.SERVING] = 0
+            is_failure = self.is_loading
+            self._launcher.board.row(self._group)[Board.SERVING] = 0
         self._count_end(is_failure, time.monotonic() - self._started)
         self.signal(signal.SIGKILL)
 
@@ -224,12 +230,15 @@ class Launcher:
 
     # ── the end ──
     async def stop(self, drain_timeout: float = 0.0) -> list[str]:
-        """Takes no more requests, waits so long for the open ones, and ends all. Returns who had to be killed."""
+        """Takes no more requests, waits so long for the open ones, and ends all; who loads, at once. Returns who else
+        had to be killed."""
         event("tree drains", timeout=drain_timeout)
         self.is_stopping = True
         self.board.drain()
         for unit in self.units:
             unit.forget()
+            if unit.is_loading:
+                unit.signal(signal.SIGKILL)
         for server in self._servers:
             server.signal(signal.SIGTERM)
         deadline = time.monotonic() + drain_timeout
@@ -257,6 +266,10 @@ class Launcher:
 
     def bury(self, member: Member) -> None:
         """For whoever keeps something of a process that has ended."""
+
+    def is_server_loading(self, index: int) -> bool:
+        """For whoever is told by servers when they serve."""
+        return False
 
     def look_who_is_left(self) -> None:
         if not any(unit.children for unit in self.units):

@@ -174,7 +174,10 @@ class Api:
             self._require_model(asked.model)
             params = asked.sampling()
             said = await self._aside(request, body, asked.prompts)
-            prompts = [Prompt(await self._reader.ids(prompt)) for prompt in said]
+            prompts = []
+            for prompt in said:
+                prompts.append(Prompt(await self._reader.ids(prompt)))
+                await asyncio.sleep(0)  # each takes up to 1 ms, and others go on in between
         return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
 
     async def _generate(
@@ -243,8 +246,11 @@ class Api:
             found = await asyncio.gather(*(gathered(stream, params.n, pace) for stream in streams))
         vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
         tell = Choice.of_chat if style == Style.CHAT else Choice.of_completion
-        choices = [choice for one in found for choice in one]
-        said["choices"] = [tell(choice, index, vocabulary) for index, choice in enumerate(choices)]
+        said["choices"] = []
+        for index, choice in enumerate(choice for one in found for choice in one):
+            if index:
+                await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
+            said["choices"].append(tell(choice, index, vocabulary))
         said["usage"] = usage_of(*streams)
         pace.end(*streams)
         return _json(said)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from penstock.engine.protocol import SamplingParams
+from penstock.server.counting import MOST_NBYTES, MOST_VALUES, require_little
 from penstock.server.cutting import LONG, cut
 from penstock.server.errors import ApiError, of_a_body
 from penstock.server.images import Named
@@ -18,7 +19,7 @@ from penstock.server.images import Named
 T = TypeVar("T", bound=msgspec.Struct)
 
 MOST_SAMPLES = 128  # of one prompt
-MOST_PARTS, MOST_MESSAGES = 1 << 20, 1 << 14  # more are no prompt of any model, and are not looked at
+MOST_PARTS, MOST_MESSAGES = MOST_VALUES, 1 << 14  # more are no prompt of any model, and are not looked at
 MOST_PROMPTS = 128
 MOST_STOPS = 64
 MOST_CHARACTERS = 1024  # of one of them, and of what a client is called
@@ -31,7 +32,8 @@ Short = Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)]
 Word = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_CHARACTERS)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-Number = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,9}$")]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]  # as a key; a pattern would be a call of `re` for each
+NUMBERS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 # What must not be passed over: an answer without it would be another one than was asked for.
 Unsupported = Annotated[Any, msgspec.Meta(extra_json_schema={"enum": [None, False, 0, "", [], {}]})]
@@ -57,7 +59,9 @@ class Sampling(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     seed: Word | None = None
     stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MOST_STOPS)] | None = None
-    logit_bias: Annotated[dict[Number, Bias], msgspec.Meta(max_length=MOST_IDS)] | None = None
+    logit_bias: Annotated[dict[Number, Bias], msgspec.Meta(max_length=MOST_IDS, extra_json_schema=NUMBERS)] | None = (
+        None
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Short | None = None
@@ -99,7 +103,7 @@ class Sampling(msgspec.Struct, kw_only=True):
         if self.stop is not None:
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.logit_bias is not None:
-            given["logit_bias"] = tuple((int(one), bias) for one, bias in self.logit_bias.items())
+            given["logit_bias"] = tuple(self.logit_bias.items())
         try:
             return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
         except ValueError as error:
@@ -239,6 +243,8 @@ DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (Completion, Chat, Tokenize)
 }
 
+WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 
 def decoded(body: bytes | bytearray, kind: type[T]) -> T:
     """Raises ApiError."""
@@ -246,9 +252,10 @@ def decoded(body: bytes | bytearray, kind: type[T]) -> T:
         found = _decoded_in_parts(body, kind)
         if found is not None:
             return found
+        require_little(body)
     try:
         whole: T = DECODERS[kind].decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except WRONG as error:
         raise of_a_body(error) from None
     return whole
 
@@ -258,10 +265,13 @@ def _decoded_in_parts(body: bytes | bytearray, kind: type[T]) -> T | None:
     short, urls = cut(body)
     if not urls:
         return None
+    require_little(short)
     try:
         found: T = DECODERS[kind].decode(short)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    except WRONG as error:
+        if len(body) <= MOST_NBYTES:
+            return None
+        raise of_a_body(error, "long images not counted") from None
     return found if _is_whole_with(found, urls) else None
 
 

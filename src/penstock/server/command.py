@@ -62,6 +62,9 @@ class Serving(Launcher):
             row = self.rows[member.index]
             row[Row.SERVING] = row[Row.OPEN] = 0
 
+    def is_server_loading(self, index: int) -> bool:
+        return self.rows[index][Row.SERVING] == 0
+
     async def stop(self, drain_timeout: float = 0.0) -> list[str]:
         """As the launcher's. Connections are refused as soon as the servers, which have the socket too, close it."""
         self._listener.close()

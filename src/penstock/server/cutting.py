@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 
 BEGIN = b'"data:image/'
+PIECE = 1 << 20  # bytes that are searched in one go
 LONG = 64 << 10  # bytes of an image as it stands there: shorter ones are decoded in less than 0.1 ms
 
 
@@ -23,7 +24,7 @@ def cut(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, str]]:
     pieces: list[memoryview | bytes] = []
     view = memoryview(body)
     kept = at = 0  # up to there it is in the pieces, and has been looked at
-    while (begin := body.find(BEGIN, at)) >= 0:
+    while (begin := _begin(body, at)) >= 0:
         at = body.find(b'"', begin + len(BEGIN))
         if at < 0:
             break
@@ -35,6 +36,15 @@ def cut(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, str]]:
         pieces += [view[kept : begin + 1], mark.encode()]
         kept = at
     return (b"".join([*pieces, view[kept:]]), urls) if urls else (body, urls)
+
+
+def _begin(body: bytes | bytearray, at: int) -> int:
+    """Of the next one; -1: there is none. Piece by piece, so that others go on meanwhile."""
+    for start in range(at, len(body), PIECE):
+        found = body.find(BEGIN, start, start + PIECE + len(BEGIN) - 1)
+        if found >= 0:
+            return found
+    return -1
 
 
 def _url(said: memoryview) -> str | None:

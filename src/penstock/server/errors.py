@@ -15,6 +15,7 @@ from penstock.engine.stream import EngineError
 
 RETRIED = (429, 503)  # whoever is refused with one of these may come again …
 RETRY_AFTER = 1  # … after so many seconds
+MOST_CHARACTERS = 2000  # of a message: what a client has said may stand in it, and be long
 KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -38,6 +39,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        if len(message) > MOST_CHARACTERS:
+            message = f"{message[: MOST_CHARACTERS // 2]} … {message[-MOST_CHARACTERS // 2 :]}"
         super().__init__(message)
         self.status = status
         self.message = message
@@ -64,11 +67,14 @@ class ApiError(Exception):
 _WHERE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 
 
-def of_a_body(error: Exception) -> ApiError:
-    """What is wrong in a request's JSON, with the path to it."""
-    found = _WHERE.fullmatch(str(error))
+def of_a_body(error: Exception, how_counted: str = "") -> ApiError:
+    """What is wrong in a request's JSON, with the path to it. `how_counted`: its bytes, where their number is said."""
+    said = str(error)
+    found = _WHERE.fullmatch(said)
     if found is None:
-        return ApiError(400, f"the body is not what was expected: {error}", code="invalid_body")
+        if how_counted and "(byte" in said:
+            said = f"{said}, {how_counted}"
+        return ApiError(400, f"the body is not what was expected: {said}", code="invalid_body")
     what = found["what"].replace("`", "")
     missing = re.search(r"missing required field (\w+)", what)
     path = found["path"].replace("[...]", "")  # of a dict, which key is not said

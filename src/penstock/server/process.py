@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import math
 import os
@@ -110,6 +111,7 @@ async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
             api = Api(tree.config, shared.options, client, reader, tally, board, me.index)
             server = Server(api, row, shared.options, tree.config.drain_timeout)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
+            gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up every stream
             await server.serve([shared.listener])
 
 

@@ -118,8 +118,9 @@ class Reader:
     async def ids(self, prompt: str | list[int], add_special: bool = True) -> list[int]:
         """Raises ApiError where they are none that the model could answer."""
         if not isinstance(prompt, str):
-            if prompt and max(prompt) >= self.words.most_ids:
-                message = f"expected ids below {self.words.most_ids}, got {max(prompt)} at $.prompt"
+            looked_at = prompt[: self._config.max_model_len]  # a longer one is refused for its length
+            if looked_at and max(looked_at) >= self.words.most_ids:
+                message = f"expected ids below {self.words.most_ids}, got {max(looked_at)} at $.prompt"
                 raise ApiError(400, message, param="prompt")
             return prompt
         if len(prompt) <= LONG:
