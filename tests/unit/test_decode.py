@@ -1,6 +1,5 @@
 """Recorded steps of decoding: what they answer is what steps that are not recorded answer, whatever pads them."""
 
-import json
 import logging
 import random
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from penstock.engine.protocol import SamplingParams  # noqa: E402
 from penstock.engine.schedule import Schedule  # noqa: E402
 from penstock.engine.sharding import Ranks  # noqa: E402
 from penstock.engine.worker import recorder_of  # noqa: E402
-from tests.conftest import spawn  # noqa: E402
 from tests.unit.models import (  # noqa: E402
     BLOCK_SIZE,
     TEXT,
@@ -35,9 +33,9 @@ from tests.unit.models import (  # noqa: E402
     ask,
     device,
     maker,
-    one_of_the_ranks,
     stock_of,
 )
+from tests.unit.ranks import ranks_must_answer  # noqa: E402
 from tests.unit.tape import Eager, Tape  # noqa: E402
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -94,20 +92,7 @@ def test_recorded_steps_know_the_random_tokens_of_others(family: Callable[[str],
 
 
 def test_two_ranks_with_recorded_steps_answer_like_one(family: Callable[[str], Family], tmp_path: Path) -> None:
-    of, some = family("gemma2"), slice(1, 4)
-    work = {str(of.path): [(one.prompt, []) for one in of.asked[some]]}
-    (tmp_path / "work").write_text(json.dumps(work))
-    given = (2, f"file://{tmp_path / 'meeting'}", str(tmp_path / "work"))
-    with (
-        spawn(one_of_the_ranks, 0, *given, str(tmp_path / "0"), True, within=110) as first,
-        spawn(one_of_the_ranks, 1, *given, str(tmp_path / "1"), True, within=110) as second,
-    ):
-        first.join()
-        second.join()
-        assert (first.exitcode, second.exitcode) == (0, 0)
-    expected = {str(of.path): of.answers[some]}
-    assert json.loads((tmp_path / "0").read_text()) == expected
-    assert json.loads((tmp_path / "1").read_text()) == expected
+    ranks_must_answer(2, [family("gemma2")], tmp_path, slice(1, 4), is_recording=True)
 
 
 # ── forms ────────────────────────────────────────────────────────────────────────────────────────────────────────────
