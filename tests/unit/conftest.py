@@ -1,6 +1,7 @@
 """What unit tests share besides what every test gets."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,9 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def family(tmp_path_factory: pytest.TempPathFactory) -> "Callable[[str], Family]":
-    """A tiny model by its name, made once, in a folder of its own."""
+def family(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Family]":
+    """A tiny model by its name, and by what is other than usual, made once, in a folder of its own."""
     from tests.unit.models import made  # here, because it needs torch
 
-    folder = tmp_path_factory.mktemp("models")
-    return functools.cache(lambda name: made(name, folder / name))
+    folder, number = tmp_path_factory.mktemp("models"), itertools.count()
+    return functools.cache(lambda name, **changes: made(name, folder / f"{name} {next(number)}", **changes))

@@ -6,7 +6,6 @@ Without torch or transformers, whoever imports this is skipped: it comes before 
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -119,13 +118,16 @@ def longest(asked: Sequence[Asked]) -> int:
     return max(len(one.prompt) for one in asked) + COUNT
 
 
-def made(name: str, path: Path) -> Family:
-    """A model with random parameters, in `path`, and the answers to requests that begin alike, and differ."""
+def made(name: str, path: Path, **changes: Any) -> Family:
+    """A model with random parameters, in `path`, and the answers to requests that begin alike, and differ.
+
+    `changes` are of its text's configuration.
+    """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    stock = stock_of(name)
+    stock = stock_of(name, **changes)
     stock.save_pretrained(path)
     chance = random.Random(7)
     images: dict[bytes, dict[str, torch.Tensor]] = {}
@@ -157,7 +159,7 @@ def device(of: Family, **options: Any) -> TorchDevice:
     return TorchDevice(of.path, **(given | options))
 
 
-def stock_of(name: str) -> Any:
+def stock_of(name: str, **changes: Any) -> Any:
     kind: Any
     if name in VISION:
         special = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 129}
@@ -165,14 +167,19 @@ def stock_of(name: str) -> Any:
         kind, options = transformers.AutoModelForImageTextToText, {**VISION[name], **special, "initializer_range": 0.3}
         if name == "llava":
             del options["image_token_id"]
+        options["text_config"] = {**options["text_config"], **changes}
     else:
-        kind, options = transformers.AutoModelForCausalLM, {**SHAPE, **TEXT[name]}
+        kind, options = transformers.AutoModelForCausalLM, {**SHAPE, **TEXT[name], **changes}
     stock = kind.from_config(transformers.AutoConfig.for_model(name, **options)).eval()
     if TEXT.get(name, {}).get("tie_word_embeddings") or name.startswith(
         "gemma"
     ):  # or it would say the same word again and again
         with torch.no_grad():
             stock.get_input_embeddings().weight.mul_(0.1)
+    with torch.no_grad():
+        for own, parameter in stock.named_parameters():
+            if own.endswith("_proj.bias"):  # or they would be zeros
+                parameter.normal_(0, 0.3)
     return stock
 
 
@@ -305,30 +312,3 @@ def _submit(number: int, asked: Asked, params: Interned[SamplingParams]) -> Subm
         inputs = Inputs(counts, items, np.array(positions, np.int32), np.array(lengths, np.int32))
     priority = -(number % 3)  # so that some are put aside for others
     return Submit(0, number, np.array(asked.prompt, np.int32), params, priority, inputs=inputs)
-
-
-def one_of_the_ranks(rank: int, size: int, meeting: str, work: str, told: str, is_recording: bool = False) -> None:
-    """A process that answers as one rank, and writes down what."""
-    from penstock.engine.sharding import Ranks
-    from tests.unit.models import VISION
-    from tests.unit.tape import Eager
-
-    torch.set_num_threads(1)
-    ranks = Ranks(rank, size, meeting)
-    found = {}
-    for path, raw in json.loads(Path(work).read_text()).items():
-        asked = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs]) for prompt, inputs in raw]
-        images = torch.load(Path(path) / "images.pt") if Path(path).name in VISION else {}
-        device = TorchDevice(
-            path,
-            slots=4,
-            ranks=ranks,
-            block_size=BLOCK_SIZE,
-            blocks=-(-longest(asked) // BLOCK_SIZE),
-            open_item=opener(images),
-            threads=1,
-            recorder=Eager() if is_recording else None,
-        )
-        found[path] = ask(device, asked, budget=10).answers
-    Path(told).write_text(json.dumps(found))
-    ranks.close()

@@ -1,6 +1,5 @@
 """Recorded steps of decoding: what they answer is what steps that are not recorded answer, whatever pads them."""
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.unit.models import BLOCK_SIZE, TEXT, VISION, Family, ask, batch_of_rows, device, one_of_the_ranks, stock_of
+from tests.unit.models import BLOCK_SIZE, TEXT, VISION, Family, ask, batch_of_rows, device, stock_of
 
 # isort: split
 import torch
@@ -24,7 +23,7 @@ from penstock.engine.decode import Decoding, Form, Forms
 from penstock.engine.model import load
 from penstock.engine.sharding import Ranks
 from penstock.engine.worker import recorder_of
-from tests.conftest import spawn
+from tests.unit.ranks import ranks_must_answer
 from tests.unit.tape import Eager, Tape
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -75,20 +74,7 @@ def test_recorded_steps_know_the_random_tokens_of_others(family: Callable[[str],
 
 
 def test_two_ranks_with_recorded_steps_answer_like_one(family: Callable[[str], Family], tmp_path: Path) -> None:
-    of, some = family("gemma2"), slice(1, 4)
-    work = {str(of.path): [(one.prompt, []) for one in of.asked[some]]}
-    (tmp_path / "work").write_text(json.dumps(work))
-    given = (2, f"file://{tmp_path / 'meeting'}", str(tmp_path / "work"))
-    with (
-        spawn(one_of_the_ranks, 0, *given, str(tmp_path / "0"), True, within=110) as first,
-        spawn(one_of_the_ranks, 1, *given, str(tmp_path / "1"), True, within=110) as second,
-    ):
-        first.join()
-        second.join()
-        assert (first.exitcode, second.exitcode) == (0, 0)
-    expected = {str(of.path): of.answers[some]}
-    assert json.loads((tmp_path / "0").read_text()) == expected
-    assert json.loads((tmp_path / "1").read_text()) == expected
+    ranks_must_answer(2, [family("gemma2")], tmp_path, slice(1, 4), is_recording=True)
 
 
 # ── forms ────────────────────────────────────────────────────────────────────────────────────────────────────────────

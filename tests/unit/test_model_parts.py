@@ -21,7 +21,8 @@ from penstock.engine.attention import Manner, Memory, Paged, Shape
 from penstock.engine.backend import CPU_SHARE, TorchDevice
 from penstock.engine.batch import Tokens
 from penstock.engine.model import TEXT, VISION, load
-from penstock.engine.sharding import Ranks, Slice, shard
+from penstock.engine.sharding import Ranks, shard
+from penstock.engine.slices import Heads
 
 CPU = torch.device("cpu")
 SIZE, HEADS, SHARED = 8, 6, 2  # of a head, of queries, of keys
@@ -86,39 +87,15 @@ def test_tokens_are_remembered_however_many_they_become() -> None:
     assert tokens.read(slots, positions).tolist() == [4, 77, 78, 399, 88]
 
 
-# ── slices ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize(("dimension", "parts"), [(-1, 1), (-2, 1), (-2, 2)])
-def test_what_the_ranks_have_is_together_the_whole(size: int, dimension: int, parts: int) -> None:
-    whole = torch.randn(3, 8, 12)
-    cuts = [Slice(dimension, rank, size, parts) for rank in range(size)]
-    pieces = [cut.of(whole, list(whole.shape)) for cut in cuts]
-    assert all(list(piece.shape) == cut.shape(whole.shape, "x") for piece, cut in zip(pieces, cuts, strict=True))
-    each = [piece.chunk(parts, dimension) for piece in pieces]
-    together = [piece for part in zip(*each, strict=True) for piece in part]
-    assert torch.equal(torch.cat(together, dimension), whole)
-
-
-def test_a_vocabulary_that_is_not_even_is_filled_with_zeros() -> None:
-    whole = torch.ones(7, 3)
-    pieces = [Slice(-2, rank, 4, is_padded=True).of(whole, [7, 3]) for rank in range(4)]
-    assert [len(piece) for piece in pieces] == [2, 2, 2, 2]
-    assert torch.cat(pieces).sum(1).tolist() == [3.0] * 7 + [0.0]
-
-
-def test_what_cannot_be_cut_evenly_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"layers\.0\.up: 9 cannot be cut for 2 ranks"):
-        Slice(-2, 0, 2).shape(torch.Size([9, 4]), "layers.0.up")
-
-
+# ── plans ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_plan_that_wants_what_nobody_knows_is_refused() -> None:
     ranks = Ranks()
     ranks.size = 2
     with torch.device("meta"):
         model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(4, 4)])})
     with pytest.raises(ValueError, match=r"layers\.\*: .* wants 'diagonal'; known are all_reduce, colwise"):
-        shard(model, {"layers.*": "diagonal"}, ranks)
-    assert shard(model, {"elsewhere": "diagonal"}, ranks) == {}
+        shard(model, {"layers.*": "diagonal"}, ranks, Heads(2, 2))
+    assert shard(model, {"elsewhere": "diagonal"}, ranks, Heads(2, 2)) == {}
 
 
 def test_every_style_of_the_plans_of_these_families_is_known() -> None:
@@ -163,9 +140,21 @@ def test_a_name_that_is_no_directory_is_refused(tmp_path: Path) -> None:
 
 def test_heads_that_cannot_be_shared_are_refused(llama: Path) -> None:
     ranks = Ranks()
-    ranks.size = 4
-    with pytest.raises(ValueError, match="num_key_value_heads is 2, which cannot be cut for 4 ranks"):
+    ranks.size = 3
+    wrong = "num_attention_heads is 4 and num_key_value_heads 2, which cannot be cut for 3 ranks: use 2"
+    with pytest.raises(ValueError, match=wrong):
         load(llama, ranks, CPU)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_keeps_one_head_where_there_are_fewer_than_ranks(
+    rank: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ranks, "add_up", lambda _, tensor: tensor)  # the others are not there
+    ranks = Ranks()
+    ranks.size, ranks.rank = 4, rank
+    ours = load(llama, ranks, CPU)
+    assert set(ours.shapes.values()) == {Shape(1, 16, 16)}
 
 
 def test_parameters_that_are_missing_or_have_another_shape_are_named(broken: Path) -> None:

@@ -1,14 +1,12 @@
 """The real device: what it answers is what transformers answers, token for token, however the work is cut."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.unit.models import TEXT, VISION, Asked, Family, Shown, ask, device, one_of_the_ranks, opener
+from tests.unit.models import TEXT, VISION, Asked, Family, Shown, ask, device, opener
 
 # isort: split
 import torch
@@ -20,7 +18,6 @@ from penstock.engine.model import load
 from penstock.engine.protocol import FinishReason
 from penstock.engine.sharding import Ranks
 from penstock.tensor import Item
-from tests.conftest import spawn
 
 
 @pytest.mark.parametrize("name", [*TEXT, *VISION])
@@ -63,34 +60,6 @@ def test_logits_are_those_of_transformers(name: str, family: Callable[[str], Fam
         found = theirs(torch.tensor([of.asked[3].prompt]), output_hidden_states=True)
     ours = load(of.path, Ranks(), torch.device("cpu"))
     torch.testing.assert_close(ours.logits(found.hidden_states[-1][0]), found.logits[0])
-
-
-def some_of(all_of_them: list[Any]) -> list[Any]:
-    """Two ranks wait for each other, which on a busy machine takes its time."""
-    return all_of_them[1:4]
-
-
-def test_two_ranks_answer_like_one(family: Callable[[str], Family], tmp_path: Path) -> None:
-    """Each rank has half of every layer. Both plan the same steps, and both know what was sampled, as rank 0 chose."""
-    families = [family(name) for name in [*TEXT, *VISION]]
-    work = {}
-    for of in families:
-        torch.save(of.images, of.path / "images.pt")
-        work[str(of.path)] = [
-            (one.prompt, [(key.decode(), *place) for key, *place in one.inputs]) for one in some_of(of.asked)
-        ]
-    (tmp_path / "work").write_text(json.dumps(work))
-    given = (2, f"file://{tmp_path / 'meeting'}", str(tmp_path / "work"))
-    with (
-        spawn(one_of_the_ranks, 0, *given, str(tmp_path / "0"), within=110) as first,
-        spawn(one_of_the_ranks, 1, *given, str(tmp_path / "1"), within=110) as second,
-    ):
-        first.join()
-        second.join()
-        assert (first.exitcode, second.exitcode) == (0, 0)
-    expected = {str(of.path): some_of(of.answers) for of in families}
-    assert json.loads((tmp_path / "0").read_text()) == expected
-    assert json.loads((tmp_path / "1").read_text()) == expected
 
 
 # ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from penstock.engine import weights
 from penstock.engine.attention import NAME, Decode, Memory, Paged, Probe, Shape
 from penstock.engine.directory import VISION
 from penstock.engine.sharding import Ranks, shard
+from penstock.engine.slices import Heads
 
 TEXT = (
     "gemma2",
@@ -89,16 +90,14 @@ def load(path: Path, ranks: Ranks, device: torch.device, dtype: torch.dtype | No
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     require_supported(config)
     text = config.get_text_config()
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if getattr(text, name) % ranks.size:
-            raise ValueError(f"{name} is {getattr(text, name)}, which cannot be cut for {ranks.size} ranks: use fewer")
+    heads = Heads(text.num_attention_heads, text.num_key_value_heads)
     chosen = dtype or config.dtype or torch.float32
     kind: Any = AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
     own = {"text_config": NAME, "vision_config": "sdpa"} if config.model_type in VISION else NAME
     with torch.device("meta"):
         stock = kind.from_config(config, dtype=chosen, attn_implementation=own)
     stock.eval().requires_grad_(False)
-    slices = shard(stock, stock.tp_plan, ranks)
+    slices = shard(stock, stock.tp_plan, ranks, heads)
     weights.rebuild_buffers(stock, device)
     weights.load(stock, path, slices, device)
     return Model(stock, ranks, device)

@@ -1,7 +1,7 @@
 """Models on several ranks: which slice of each parameter a rank has, and where the ranks add up what they have.
 
 The model's own plan says which layers are cut, and how. Every tensor is a plain one: a layer that is cut is the same
-layer, only narrower. Leaves to `weights` to read the slices.
+layer, only narrower. Leaves to `slices` where they begin and end, to `weights` to read them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from penstock.engine.slices import FIRST_ONLY, Heads, Slice, share, within
+
+ALIGNED = 8  # columns, or rows: the arithmetic of some devices and of experts wants 16 bytes, of two-byte numbers
+KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")  # layers whose outputs are heads, or, of the last, inputs
 
 
 class Ranks:
@@ -73,50 +77,12 @@ class Ranks:
         return int(tensor)
 
 
-class Slice(NamedTuple):
-    """A rank's part of a parameter, in one dimension, counted from the last."""
-
-    dimension: int
-    rank: int
-    size: int  # how many ranks there are
-    parts: int = 1  # that stand one after the other in this dimension, each to be cut
-    is_padded: bool = False  # with zeros, so that all ranks have as much
-
-    def ranges(self, length: int) -> list[tuple[int, int]]:
-        """From where to where, of a dimension that long."""
-        part = length // self.parts
-        each = -(-part // self.size) if self.is_padded else part // self.size
-        begins = [number * part + self.rank * each for number in range(self.parts)]
-        return [(min(begin, length), min(begin + each, length)) for begin in begins]
-
-    def shape(self, whole: torch.Size, name: str) -> list[int]:
-        length = whole[self.dimension]
-        if length % (self.parts * self.size) and not self.is_padded:
-            raise ValueError(f"{name}: {length} cannot be cut for {self.size} ranks: use fewer")
-        cut = list(whole)
-        cut[self.dimension] = -(-length // self.size)
-        return cut
-
-    def of(self, source: Any, shape: list[int]) -> Tensor:
-        """The part, of a tensor, or of one in a file, of that shape."""
-        before = (slice(None),) * (len(shape) + self.dimension)
-        ranges = self.ranges(shape[self.dimension])
-        pieces = [source[(*before, slice(begin, end))] for begin, end in ranges]
-        piece: Tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dimension)
-        missing = -(-shape[self.dimension] // self.size) - piece.shape[self.dimension]
-        if self.is_padded and missing:
-            piece = F.pad(piece, [0, 0] * (-self.dimension - 1) + [0, missing])
-        return piece
-
-
-FIRST_ONLY = Slice(-1, 0, 0)  # the bias of a sum: one rank adds it, the others add zeros
-
-
-def shard(model: nn.Module, plan: dict[str, str], ranks: Ranks) -> dict[str, Slice]:
+def shard(model: nn.Module, plan: dict[str, str], ranks: Ranks, heads: Heads) -> dict[str, Slice]:
     """Cuts a model that is on the meta device. Returns the slice of each parameter that has one.
 
-    Raises ValueError where the plan has a style that is not known here, or something cannot be cut evenly.
+    Raises ValueError where the plan has a style that is not known here, or there are too few heads.
     """
+    heads.require(ranks.size)
     slices: dict[str, Slice] = {}
     if ranks.size == 1:
         return slices
@@ -131,7 +97,7 @@ def shard(model: nn.Module, plan: dict[str, str], ranks: Ranks) -> dict[str, Sli
     for name in names:
         wanted = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if wanted is not None:
-            STYLES[wanted](_Cut(model, modules, ranks, slices), name)
+            STYLES[wanted](_Cut(model, modules, ranks, heads, slices), name)
     return slices
 
 
@@ -141,16 +107,30 @@ class _Cut(NamedTuple):
     model: nn.Module
     modules: dict[str, nn.Module]
     ranks: Ranks
+    heads: Heads
     slices: dict[str, Slice]
 
-    def parameter(self, name: str, dimension: int, parts: int = 1, is_padded: bool = False) -> None:
+    def parameter(self, name: str, dimension: int, parts: int = 1) -> None:
+        """`parts` stand one after the other in this dimension, each to be cut."""
         owner, _, own = name.rpartition(".")
         module = self.modules[owner]
         whole = module._parameters.get(own)
         if whole is not None:
-            cut = Slice(dimension, self.ranks.rank, self.ranks.size, parts, is_padded)
-            module._parameters[own] = nn.Parameter(whole.new_empty(cut.shape(whole.shape, name)), requires_grad=False)
+            cut = self._slice(owner.rpartition(".")[2], dimension, whole.shape[dimension], parts)
+            module._parameters[own] = nn.Parameter(whole.new_empty(cut.shape(whole.shape)), requires_grad=False)
             self.slices[name] = cut
+
+    def _slice(self, layer: str, dimension: int, length: int, parts: int) -> Slice:
+        rank, size = self.ranks.rank, self.ranks.size
+        if layer in KEYS:
+            return self.heads.of_keys(dimension, length, rank, size)
+        if layer in QUERIES:
+            return self.heads.of_queries(dimension, length, rank, size)
+        part = length // parts
+        begin, width = share(part, rank, size, ALIGNED)
+        begin, end = within(begin, width, part)
+        ranges = tuple((number * part + begin, number * part + end) for number in range(parts))
+        return Slice(dimension, length, ranges, width)
 
     def after(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
         self.modules[name].register_forward_hook(lambda _module, _inputs, outcome: change(outcome))
@@ -159,12 +139,12 @@ class _Cut(NamedTuple):
         self.after(name, self.ranks.add_up)
 
 
-def _colwise(cut: _Cut, name: str, parts: int = 1, is_padded: bool = False) -> None:
+def _colwise(cut: _Cut, name: str, parts: int = 1) -> None:
     if name not in cut.modules:  # a parameter: the outputs are its last dimension but one
         cut.parameter(name, -2, parts)
         return
-    cut.parameter(f"{name}.weight", -2, parts, is_padded)
-    cut.parameter(f"{name}.bias", -1, parts, is_padded)
+    cut.parameter(f"{name}.weight", -2, parts)
+    cut.parameter(f"{name}.bias", -1, parts)
 
 
 def _packed_colwise(cut: _Cut, name: str) -> None:
@@ -174,7 +154,7 @@ def _packed_colwise(cut: _Cut, name: str) -> None:
 def _colwise_gather_output(cut: _Cut, name: str) -> None:
     module: Any = cut.modules[name]
     whole = module.out_features
-    _colwise(cut, name, is_padded=True)
+    _colwise(cut, name)
     cut.after(name, lambda outcome: cut.ranks.gather(outcome)[..., :whole])
 
 
@@ -190,16 +170,17 @@ def _rowwise(cut: _Cut, name: str) -> None:
 
 def _rowwise_split_input(cut: _Cut, name: str) -> None:
     _rowwise(cut, name)
+    part = cut.slices[f"{name}.weight"]
 
     def split(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (inputs[0].chunk(cut.ranks.size, dim=-1)[cut.ranks.rank], *inputs[1:])
+        return (part.of(inputs[0], inputs[0].shape, name), *inputs[1:])
 
     cut.modules[name].register_forward_pre_hook(split)
 
 
 def _embedding_rowwise(cut: _Cut, name: str) -> None:
     """Each rank knows some of the ids, and has zeros for the others."""
-    cut.parameter(f"{name}.weight", -2, is_padded=True)
+    cut.parameter(f"{name}.weight", -2)
     embedding: Any = cut.modules[name]
     each = embedding.weight.shape[0]
     embedding.padding_idx = None  # for who trains; it may be another rank's

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from penstock.engine.sharding import FIRST_ONLY, Slice
+from penstock.engine.slices import FIRST_ONLY, Slice
 
 INDEX = "model.safetensors.index.json"
 ALONE = "model.safetensors"
@@ -51,7 +51,7 @@ class Files:
 
     def read(self, name: str, part: Slice | None) -> Tensor:
         source = self._files[self._file_of[name]].get_slice(name)
-        whole: Tensor = source[...] if part is None else part.of(source, source.get_shape())
+        whole: Tensor = source[...] if part is None else part.of(source, source.get_shape(), name)
         return whole
 
 
@@ -107,14 +107,14 @@ def _merged(
     """A parameter of which the file has the pieces: experts, most often, each of them to be cut as the whole."""
     part = slices.get(name)
     only_put_together = all(isinstance(one, (MergeModulelist, Concatenate)) for one in converter.operations)
-    cut_first = part is not None and only_put_together and part.parts in (1, len(converter.source_patterns))
-    own = part._replace(parts=1) if part is not None and cut_first else None
+    cut_first = part is not None and only_put_together and len(part.ranges) in (1, len(converter.source_patterns))
+    own = part.first() if part is not None and cut_first else None
     for pattern, sources in keys.items():
         converter.collected_tensors[pattern] = [files.read(key, own) for key in sources]
     for target, tensor in converter.convert(name, model=model, config=model.config).items():
         tensor = tensor[0] if isinstance(tensor, list) else tensor
         cut = slices.get(target)
-        yield target, tensor if cut is None or cut_first else cut.of(tensor, list(tensor.shape))
+        yield target, tensor if cut is None or cut_first else cut.of(tensor, tensor.shape, target)
 
 
 def _tied(model: Any, name: str, source: str, slices: dict[str, Slice]) -> Tensor:
@@ -125,7 +125,7 @@ def _tied(model: Any, name: str, source: str, slices: dict[str, Slice]) -> Tenso
         return tensor
     if mine is None or theirs is not None:
         raise ValueError(f"{name} is the same as {source}, and the plan cuts them differently")
-    return mine.of(tensor, list(tensor.shape))
+    return mine.of(tensor, tensor.shape, name)
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor, wanted: dict[str, Tensor], device: torch.device) -> None:
