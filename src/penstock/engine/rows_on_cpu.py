@@ -34,6 +34,11 @@ class Rows(NamedTuple):
     firsts: Index
     lengths: Index
 
+    @property
+    def positions(self) -> int:
+        """Of all rows together."""
+        return int((self.lengths - self.firsts).sum())
+
 
 def rows_of(batch: Batch, window: int | None) -> Rows:
     lengths = batch.lengths
@@ -53,22 +58,17 @@ class Memory:
         """The first rows of `query` [tokens, heads, size] attend, and so many of `attended` are what comes of it."""
         count = rows.lengths.size
         keys, values = self._layers[layer]
-        asked = (
-            *(_numbers(query[:count]), keys, values, _numbers(attended[:count]), *rows),
-            *(
-                self._block_size,
-                how.scale,
-                how.softcap or 0.0,
-                None if how.sinks is None else how.sinks.float().numpy(),
-            ),
-        )
-        positions = int((rows.lengths - rows.firsts).sum())
-        products = positions * query.shape[1] * (keys.shape[2] + values.shape[2])
-        parts = max(1, min(torch.get_num_threads(), products // WORTH_A_THREAD))
+        sinks = None if how.sinks is None else how.sinks.float().numpy()
+        vectors = (_numbers(query[:count]), keys, values, _numbers(attended[:count]))
+        asked = (*vectors, *rows, self._block_size, how.scale, how.softcap or 0.0, sinks)
+        threads, parts = torch.get_num_threads(), 1
+        if threads > 1:
+            products = rows.positions * query.shape[1] * (keys.shape[2] + values.shape[2])
+            parts = max(1, min(threads, products // WORTH_A_THREAD))
         if parts == 1:
             return _native.attend(*asked)
         if self._others is None:
-            self._others = ThreadPoolExecutor(torch.get_num_threads() - 1, "attention")
+            self._others = ThreadPoolExecutor(threads - 1, "attention")
         others = [self._others.submit(_native.attend, *asked, part, parts) for part in range(1, parts)]
         _native.attend(*asked, 0, parts)
         for other in others:

@@ -46,6 +46,7 @@ class Threads:
 
 def found(most: int, compute: Callable[[int], object], ranks: Ranks) -> Threads:
     """`compute` a step of so many tokens, which all ranks do together."""
+    most = ranks.least(most)
     short, long = (_least(most, partial(compute, tokens), ranks) for tokens in TRIED)
     if most > 1:
         event("threads", short_steps=short, long_steps=long, of=most)
