@@ -32,18 +32,10 @@ def table() -> str:
     """What README shows."""
     lines = ["| | ours | theirs | ratio | whose | `scripts/bench` |", "|---|---|---|---|---|---|"]
     for row in HEADLINES["rows"]:
-        ours, theirs = f"{row['ours']} {row['unit']}{later(row)}", row["theirs"]
+        ours, theirs = f"{row['ours']} {row['unit']}", row["theirs"]
         _, commit, bench = HEADLINES["sources"][row["source"]]["entry"].split(" · ")
         lines.append(f"| {row['what']} | {ours} | {theirs} | {ratio(row)} | {row['baseline']} | `{bench}`, {commit} |")
     return "\n".join(lines)
-
-
-def later(row: dict[str, Any]) -> str:
-    """What it took at a later commit, if that was measured without the baseline."""
-    if "later" not in row:
-        return ""
-    _, commit, _ = HEADLINES["sources"][row["later"]["source"]]["entry"].split(" · ")
-    return f"; {row['later']['ours']} at {commit}, without theirs"
 
 
 def drawings() -> dict[str, str]:

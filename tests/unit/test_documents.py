@@ -170,9 +170,6 @@ def test_every_headline_stands_in_the_entry_of_the_ledger_that_it_names() -> Non
         (row, row[key]) for row in headlines["rows"] for key in ("ours", "theirs", "times", "ratio") if key in row
     ]
     figures += [
-        (row["later"] | {"what": row["what"]}, row["later"]["ours"]) for row in headlines["rows"] if "later" in row
-    ]
-    figures += [
         (chart, figure) for chart in headlines["charts"] for _, bars in chart["groups"] for figure in bars.values()
     ]
     assert len(figures) > 100
