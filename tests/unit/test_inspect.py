@@ -123,7 +123,7 @@ def test_who_waits_for_somebody_who_waits_is_told_with_the_whole_chain() -> None
         spawn(pass_on, source, to, answers, "middle"),
         spawn(receive_until_killed, answers, "begin"),
     ):
-        text = eventually(said("stuck", "receiver 'begin'"), within=20)
+        text = eventually(said("stuck", "receiver 'begin'", "receiver 0 'end'"), within=20)
         first, second = text.index("sender 'middle'"), text.index("and itself waits for room in ring 'to'")
         assert text.index("for records of ring 'answers' since") < first < second < text.index("receiver 0 'end'")
         assert "sent last" in text
