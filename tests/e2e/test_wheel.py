@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -77,9 +78,28 @@ def test_the_source_distribution_has_what_is_needed_and_nothing_twice(sdist: Pat
 
 
 def test_an_older_machine_can_load_what_is_compiled() -> None:
-    """Nothing is compiled for the processor that happens to be here."""
+    """Nothing is compiled for the processor that happens to be here; one file is for some, and asks which they are."""
     flags = (ROOT / "CMakeLists.txt").read_text()
-    assert not re.search(r"-m(arch|tune|cpu)=|-mavx|-msse|-ffast-math", flags)
+    found = re.findall(r"^.*(?:-m(?:arch|tune|cpu)=|-mavx|-mfma|-msse|-ffast-math).*$", flags, re.MULTILINE)
+    assert found == ["    list(APPEND PENSTOCK_AVX2 -mavx2 -mfma)"]
+    assert re.findall(r"^.*PENSTOCK_AVX2}.*$", flags, re.MULTILINE) == [
+        'set_source_files_properties(native/attend_avx2.cpp PROPERTIES COMPILE_OPTIONS "${PENSTOCK_AVX2}")'
+    ]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86-64 alone")
+@pytest.mark.parametrize("optimized", ["-O0", "-O3"])
+def test_what_is_compiled_for_some_processors_has_nothing_that_a_linker_could_take_for_all(
+    optimized: str, tmp_path: Path
+) -> None:
+    compiler = os.environ.get("CXX", "g++")
+    source, target = ROOT / "native" / "attend_avx2.cpp", tmp_path / "attend.o"
+    options = ("-std=c++20", optimized, "-mavx2", "-mfma", "-c", source, "-o", target)
+    done = run(compiler, *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = run("nm", "--demangle", "--extern-only", "--defined-only", target, folder=tmp_path).stdout
+    assert [line.split()[1] for line in shown.splitlines()] == ["T"], shown
+    assert "attend_with_avx2" in shown
 
 
 def test_the_wheel_installs_into_an_empty_environment_and_works_there(wheel: Path, tmp_path: Path) -> None:
