@@ -5,6 +5,9 @@ Leaves to `batch` which tokens a step computes and where their keys and values l
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -50,8 +53,8 @@ class Memory:
         self.block_size = block_size
         self.layers = {
             layer: (
-                torch.zeros(blocks * block_size, shape.heads, shape.key_size, dtype=dtype, device=device),
-                torch.zeros(blocks * block_size, shape.heads, shape.value_size, dtype=dtype, device=device),
+                _zeros((blocks * block_size, shape.heads, shape.key_size), dtype, device),
+                _zeros((blocks * block_size, shape.heads, shape.value_size), dtype, device),
             )
             for layer, shape in shapes.items()
         }
@@ -70,6 +73,17 @@ class Memory:
     def nbytes_of_block(shapes: dict[int, Shape], block_size: int, dtype: torch.dtype) -> int:
         sizes = (shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values())
         return sum(sizes) * block_size * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU pages come when they are written to, and large ones where there are any: a process that has few of them
+    has ended soon, and until then nobody hears of its death."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python, that knows of one size only
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class Manner(NamedTuple):
