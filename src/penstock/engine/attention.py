@@ -200,7 +200,7 @@ def pieces(batch: Batch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
     and which of these places are meant."""
     block_size = batch.block_size
     lengths = batch.lengths
-    first = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+    first = batch.firsts(window)
     first_block = first // block_size
     block_counts = -(-lengths // block_size) - first_block
     order = np.argsort(block_counts, kind="stable")

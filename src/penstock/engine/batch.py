@@ -39,6 +39,10 @@ class Batch(NamedTuple):
     chunks: tuple[Chunk, ...]
     last: Index  # the tokens whose outcome is sampled, in the order of `Schedule.sampled`
 
+    def firsts(self, window: int | None) -> Index:
+        """Of the rows that compute one token: the first position that each sees, where it sees so many."""
+        return np.zeros_like(self.lengths) if window is None else np.maximum(self.lengths - window, 0)
+
 
 def batch_of(schedule: Schedule) -> Batch:
     """The step that the schedule has applied."""

@@ -41,9 +41,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(batch: Batch, window: int | None) -> Rows:
-    lengths = batch.lengths
-    firsts = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
-    return Rows(batch.table, firsts, lengths)
+    return Rows(batch.table, batch.firsts(window), batch.lengths)
 
 
 class Memory:

@@ -33,15 +33,13 @@ class Threads:
 
     def __init__(self, short: int, long: int) -> None:
         self._short, self._long = short, long
-        self._now = 0
         self.use(1)
 
     def use(self, tokens: int) -> None:
         """A step of so many tokens comes next."""
         wanted = self._short if tokens <= SHORT else self._long
-        if wanted != self._now:
+        if wanted != torch.get_num_threads():
             torch.set_num_threads(wanted)
-            self._now = wanted
 
 
 def found(most: int, compute: Callable[[int], object], ranks: Ranks) -> Threads:
@@ -72,13 +70,9 @@ def _microseconds(threads: int, compute: Callable[[], object], ranks: Ranks) -> 
     """Of the slowest rank, as the others wait for it."""
     torch.set_num_threads(threads)
     compute()  # the first time costs more
-    least = None
-    for _ in range(TIMES):
+    spent: list[int] = []
+    while len(spent) < TIMES and (not spent or min(spent) < LONG):
         began = time.monotonic_ns()
         compute()
-        spent = -ranks.least(-((time.monotonic_ns() - began) // 1000))
-        least = spent if least is None else min(least, spent)
-        if least >= LONG:
-            break
-    assert least is not None, "it has been tried"
-    return least
+        spent.append(-ranks.least(-((time.monotonic_ns() - began) // 1000)))
+    return min(spent)
