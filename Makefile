@@ -7,7 +7,7 @@ VENV   := .venv
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 # An editable install: Python files are seen as they are, so only these ask for a new one; the folders, because the install
 # knows which modules there are.
-BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard native/*.h native/*.cpp) \
+BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.h native/*.cpp) \
     $(sort $(dir $(wildcard src/penstock/*.py src/penstock/*/*.py src/penstock/*/*/*.py)))
 
 .DEFAULT_GOAL := help
@@ -48,7 +48,7 @@ clean:
 # stamp-X: penstock[X] is installed and its core is as new as the sources.
 $(VENV)/stamp-%: $(VENV)/stamp-backend $(BUILT_FROM)
 	@echo "installing penstock[$*] into $(VENV) (the first time takes a minute)" >&2
-	@$(PIP) install --no-build-isolation --editable '.[$*]'
+	@$(PIP) install --no-build-isolation --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
 # The build backend lives in the venv too: with build isolation every install would compile everything again.
