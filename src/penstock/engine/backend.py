@@ -89,6 +89,7 @@ class TorchDevice:
             self._decoding = Decoding(self._model, self._memory, recorder, slots, planes)
             self._decoding.prepare()
 
+    @torch.inference_mode()  # all of it: a tensor that is made or grown here may be written nowhere else
     def launch(self, schedule: Schedule, step: Step) -> TorchFlight:
         """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""
         self._follow(schedule, step)
@@ -96,16 +97,15 @@ class TorchDevice:
         if not batch.slots.size:
             return TorchFlight(_NOBODY, schedule.sampled, None, {})
         self._threads.use(batch.slots.size)
-        with torch.inference_mode():
-            hidden, failed = self._compute(batch)
-            if not batch.last.size:
-                return TorchFlight(_NOBODY, schedule.sampled, None, failed)
-            logits = self._model.logits(hidden[moved(batch.last, self._device)])
-            slots = schedule.sampled
-            chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
-            ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
-            self._ranks.from_first(ids)
-            self._tokens.write(slots, schedule.computed[slots], ids)
+        hidden, failed = self._compute(batch)
+        if not batch.last.size:
+            return TorchFlight(_NOBODY, schedule.sampled, None, failed)
+        logits = self._model.logits(hidden[moved(batch.last, self._device)])
+        slots = schedule.sampled
+        chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
+        ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
+        self._ranks.from_first(ids)
+        self._tokens.write(slots, schedule.computed[slots], ids)
         return TorchFlight(ids, slots, chosen, failed)
 
     def _follow(self, schedule: Schedule, step: Step) -> None:
