@@ -136,7 +136,7 @@ def made(name: str, path: Path, **changes: Any) -> Family:
     images: dict[bytes, dict[str, torch.Tensor]] = {}
     if name in VISION:
         asked = [_with_images(name, chance, images, count) for count in (0, 1, 2, 1, 2)]
-        prompt, inputs = asked[2]
+        prompt, inputs, _ = asked[2]
         asked.append(Asked([*prompt, 9, 10], inputs))
     else:
         same = _words(chance, 13)
