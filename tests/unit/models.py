@@ -289,7 +289,9 @@ def ask(
 ) -> Told:
     """Gives requests to the scheduler, one after the other, and its steps to the device, until all have ended."""
     schedule = Schedule(slots, device.blocks, device.block_size)
-    config = SchedulerConfig(max_model_len=longest(asked), token_budget=budget, has_overlap=depth > 1)
+    config = SchedulerConfig(
+        max_model_len=longest(asked), token_budget=budget, has_overlap=depth > 1, most_short=device.most_short
+    )
     scheduler, plan = Scheduler(schedule, config), Plan(schedule)
     temperature = 0.0 if seed is None else 1.0
     params = SamplingParams(ignore_eos=True, temperature=temperature, seed=seed)

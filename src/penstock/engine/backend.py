@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock._native import memory_available
 from penstock.engine import model as models
+from penstock.engine import rope
 from penstock.engine.attention import Memory, Paged, Probe
 from penstock.engine.batch import Batch, Tokens, batch_of, moved
 from penstock.engine.decode import Decoding, Recorder
@@ -69,6 +70,8 @@ class TorchDevice:
         self._device = where
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
         self.vocabulary: int = self._model.vocab_size
+        self.most_short = self._model.most_short
+        self._prompt_lengths = np.zeros(slots, np.intp)
         self._threads = Threads(most, most) if threads or where.type != "cpu" else self._found_threads(most)
         self.block_size = block_size
         spare = 0 if recorder is None else 1  # the block that is nobody's
@@ -127,6 +130,7 @@ class TorchDevice:
                         sample=int(schedule.samples[slot]),
                     )
                 self._tokens.join(slot, schedule.prompts[slot])
+                self._prompt_lengths[slot] = schedule.prompts[slot].size
                 if self._images is not None:
                     self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
 
@@ -139,6 +143,8 @@ class TorchDevice:
         if self._images is not None:
             positions = self._images.positions(batch)
             embeds, failed = self._images.embeds(batch, ids)
+        if self.most_short is not None:
+            positions = rope.told(positions, batch, self._prompt_lengths[batch.rows], self.most_short)
         if embeds is None and self._decoding is not None:
             hidden = self._decoding.hidden(batch, ids, positions)
             if hidden is not None:

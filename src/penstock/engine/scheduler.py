@@ -46,6 +46,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...] = ()
     has_prefix_cache: bool = True  # False: blocks are shared only within a request
     has_overlap: bool = True  # a step is planned while the one before it runs
+    most_short: int | None = None  # prompts of more tokens share no blocks with those of fewer; None: all share
 
 
 class Stats(NamedTuple):
@@ -109,7 +110,9 @@ class Scheduler:
             raise Refused(409, f"request {number[1]} of server {number[0]} is open already")
         self._arrivals += 1
         inputs, keys = inputs_of(submit.inputs, length, self._arrivals)
-        salt = b"s" + submit.salt if self._config.has_prefix_cache else b"%d" % self._arrivals
+        most_short = self._config.most_short
+        kind = b"s" if most_short is None or length <= most_short else b"l"
+        salt = kind + submit.salt if self._config.has_prefix_cache else b"%d" % self._arrivals
         request = Request(
             *number,
             np.array(submit.prompt, np.int32),
