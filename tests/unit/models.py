@@ -121,10 +121,10 @@ def longest(asked: Sequence[Asked]) -> int:
     return max(len(one.prompt) + one.tokens for one in asked)
 
 
-def made(name: str, path: Path, **changes: Any) -> Family:
+def made(name: str, path: Path, *, asked: Sequence[Asked] = (), **changes: Any) -> Family:
     """A model with random parameters, in `path`, and the answers to requests that begin alike, and differ.
 
-    `changes` are of its text's configuration.
+    `asked`: to these. `changes` are of its text's configuration.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -134,7 +134,9 @@ def made(name: str, path: Path, **changes: Any) -> Family:
     stock.save_pretrained(path)
     chance = random.Random(7)
     images: dict[bytes, dict[str, torch.Tensor]] = {}
-    if name in VISION:
+    if asked:
+        asked = list(asked)
+    elif name in VISION:
         asked = [_with_images(name, chance, images, count) for count in (0, 1, 2, 1, 2)]
         prompt, inputs, _ = asked[2]
         asked.append(Asked([*prompt, 9, 10], inputs))
