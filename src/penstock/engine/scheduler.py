@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from penstock._native import BlockCache
+from penstock.engine.ending import require_choice
 from penstock.engine.plan import Plan
 from penstock.engine.progress import Progress
 from penstock.engine.protocol import Ints, Step, StepDone, Submit
@@ -106,6 +107,10 @@ class Scheduler:
             raise Refused(400, f"expected a prompt of 1 to {most - 1} tokens, got {length}")
         if submit.prompt.ndim != 1 or submit.prompt.min() < 0 or submit.prompt.max() >= self._config.vocabulary:
             raise Refused(400, f"expected ids from 0 to {self._config.vocabulary - 1} in the prompt")
+        try:
+            require_choice(submit.params.value, self._config.eos_ids, self._config.vocabulary)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
         if number in self._requests:
             raise Refused(409, f"request {number[1]} of server {number[0]} is open already")
         self._arrivals += 1
