@@ -352,6 +352,7 @@ async def bodies_that_make_no_sense_are_refused(tree: Served) -> None:
         json.dumps({"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(8_000)), 1)}).encode(),
         json.dumps({"prompt": "x", "allowed_token_ids": list(range(15_000))}).encode(),
         json.dumps({"prompt": "x", "allowed_token_ids": [5_000]}).encode(),
+        b'{"prompt": "x", "allowed_token_ids": [5, 6], "stop_token_ids": [5, 6], "min_tokens": 2}',
         json.dumps({"prompt": "x", "logprobs": 21}).encode(),
     ):
         assert len(said) < MOST_BODY

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -31,6 +32,7 @@ from penstock.tensor import Item  # noqa: E402
 VOCABULARY, IMAGE, BEFORE, AFTER = 131, 130, 128, 127  # ids: of an image's place, and of what stands around it
 WORDS = range(3, 120)
 COUNT = 12  # tokens of an answer
+ROUNDING = 1e-3  # of the spread of logits: two that are nearer than that are as likely
 BLOCK_SIZE = 4
 
 SHAPE: dict[str, Any] = {
@@ -97,6 +99,7 @@ class Asked(NamedTuple):
 
     prompt: list[int]
     inputs: list[tuple[bytes | None, int, int]]
+    tokens: int = COUNT  # of its answer
 
 
 class Family(NamedTuple):
@@ -115,13 +118,13 @@ class Family(NamedTuple):
 
 
 def longest(asked: Sequence[Asked]) -> int:
-    return max(len(one.prompt) for one in asked) + COUNT
+    return max(len(one.prompt) + one.tokens for one in asked)
 
 
-def made(name: str, path: Path, **changes: Any) -> Family:
+def made(name: str, path: Path, *, asked: Sequence[Asked] = (), **changes: Any) -> Family:
     """A model with random parameters, in `path`, and the answers to requests that begin alike, and differ.
 
-    `changes` are of its text's configuration.
+    `asked`: to these. `changes` are of its text's configuration.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -131,9 +134,11 @@ def made(name: str, path: Path, **changes: Any) -> Family:
     stock.save_pretrained(path)
     chance = random.Random(7)
     images: dict[bytes, dict[str, torch.Tensor]] = {}
-    if name in VISION:
+    if asked:
+        asked = list(asked)
+    elif name in VISION:
         asked = [_with_images(name, chance, images, count) for count in (0, 1, 2, 1, 2)]
-        prompt, inputs = asked[2]
+        prompt, inputs, _ = asked[2]
         asked.append(Asked([*prompt, 9, 10], inputs))
     else:
         same = _words(chance, 13)
@@ -225,7 +230,7 @@ def _answer(stock: Any, asked: Asked, images: dict[bytes, dict[str, torch.Tensor
     whole = stock.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=COUNT,
+        max_new_tokens=asked.tokens,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
@@ -233,6 +238,19 @@ def _answer(stock: Any, asked: Asked, images: dict[bytes, dict[str, torch.Tensor
     )
     answer: list[int] = whole[0, ids.shape[1] :].tolist()
     return answer
+
+
+def must_be_greedy(path: Path, asked: Sequence[Asked], answers: Sequence[Sequence[int]]) -> None:
+    """Each id is the likeliest of all after what came before it, as transformers computes it in one call for each
+    request: but for rounding, it is what `generate` would answer, and found in less time."""
+    stock = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for number, (one, answer) in enumerate(zip(asked, answers, strict=True)):
+        assert len(answer) == one.tokens, f"request {number}: {len(answer)} of {one.tokens} tokens"
+        with torch.inference_mode():
+            logits = stock(torch.tensor([[*one.prompt, *answer[:-1]]])).logits[0, len(one.prompt) - 1 :]
+        less = logits.max(dim=-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        wrong = (less > ROUNDING * logits.std()).nonzero()[:, 0].tolist()
+        assert not wrong, f"request {number}: prompt of {len(one.prompt)}, wrong ids at {wrong[:5]} of its answer"
 
 
 class Shown:
@@ -273,10 +291,12 @@ def ask(
 ) -> Told:
     """Gives requests to the scheduler, one after the other, and its steps to the device, until all have ended."""
     schedule = Schedule(slots, device.blocks, device.block_size)
-    config = SchedulerConfig(max_model_len=longest(asked), token_budget=budget, has_overlap=depth > 1)
+    config = SchedulerConfig(
+        max_model_len=longest(asked), token_budget=budget, has_overlap=depth > 1, most_short=device.most_short
+    )
     scheduler, plan = Scheduler(schedule, config), Plan(schedule)
     temperature = 0.0 if seed is None else 1.0
-    params = Interned(SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=temperature, seed=seed))
+    params = SamplingParams(ignore_eos=True, temperature=temperature, seed=seed)
     answers: list[list[int]] = [[] for _ in asked]
     flights: deque[Any] = deque()
     reasons: dict[int, FinishReason] = {}
@@ -299,11 +319,13 @@ def ask(
             for slot, token in zip(rows.tolist(), sampled.ids.tolist(), strict=True):
                 answers[requests[slot]].append(token)
             scheduler.done(done)
-    answers = [answer[:COUNT] for answer in answers]  # one more was computed before its end was seen
+    answers = [
+        answer[: one.tokens] for one, answer in zip(asked, answers, strict=True)
+    ]  # one more was computed before its end was seen
     return Told(answers, reasons, scheduler.stats)
 
 
-def _submit(number: int, asked: Asked, params: Interned[SamplingParams]) -> Submit:
+def _submit(number: int, asked: Asked, params: SamplingParams) -> Submit:
     inputs = None
     if asked.inputs:
         keys, positions, lengths = zip(*asked.inputs, strict=True)
@@ -311,4 +333,5 @@ def _submit(number: int, asked: Asked, params: Interned[SamplingParams]) -> Subm
         items = tuple(Item(key, b"", Part(b"")) for key in keys)
         inputs = Inputs(counts, items, np.array(positions, np.int32), np.array(lengths, np.int32))
     priority = -(number % 3)  # so that some are put aside for others
-    return Submit(0, number, np.array(asked.prompt, np.int32), params, priority, inputs=inputs)
+    own = Interned(msgspec.structs.replace(params, max_tokens=asked.tokens))
+    return Submit(0, number, np.array(asked.prompt, np.int32), own, priority, inputs=inputs)

@@ -96,19 +96,23 @@ class Threads(Ranks):
 
 def threads_must_answer(size: int, of: Family) -> None:
     """As transformers did, each of them, to the first requests."""
-    asked, answered = of.asked[:4], of.answers[:4]
+    assert answers_of_threads(size, of, of.asked[:4]) == [of.answers[:4]] * size
+
+
+def answers_of_threads(size: int, of: Family, asked: Sequence[Asked], **options: Any) -> list[list[list[int]]]:
+    """Of each rank. `options` are the device's, and the budget of a step."""
+    budget = options.pop("budget", 6)
     said, barrier = [None] * size, threading.Barrier(size, timeout=60)
     ranks = [Threads(rank, said, barrier) for rank in range(size)]
-    devices = [device(of, ranks=one) for one in ranks]
+    devices = [device(of, ranks=one, **options) for one in ranks]
 
     def answers(rank: int) -> list[list[int]]:
         ranks[rank].is_running = True
         try:
-            return ask(devices[rank], asked).answers
+            return ask(devices[rank], asked, budget=budget).answers
         except Exception:
             barrier.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        found = list(pool.map(answers, range(size)))
-    assert found == [answered] * size
+        return list(pool.map(answers, range(size)))

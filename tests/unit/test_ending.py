@@ -1,11 +1,12 @@
 """What ends a sample by its ids or its length."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.engine.ending import BUCKETS, Ended, Endings
+from penstock.engine.ending import BUCKETS, Ended, Endings, require_choice
 from penstock.engine.protocol import FinishReason, SamplingParams
 
 EOS, OTHER_EOS = 2, 7
@@ -134,3 +135,30 @@ def test_many_slots_together_end_as_each_would_alone(seed: int) -> None:
     assert len(found) > 16
     for slot, end in found.items():
         assert end == when(every[slot], streams[slot], 10 + slot)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"allowed_token_ids": (50, -1)}, r"an id below 50 at \$.allowed_token_ids"),
+        ({"allowed_token_ids": (EOS, OTHER_EOS), "min_tokens": 3}, "min_tokens is 3: all 2 are end ids"),
+        ({"allowed_token_ids": (9, EOS), "stop_token_ids": (9,), "min_tokens": 1}, "that does not end the answer"),
+        ({"allowed_token_ids": (9, 99), "stop_token_ids": (9,), "min_tokens": 1}, "that does not end the answer"),
+    ],
+)
+def test_ids_of_which_none_may_come_first_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        require_choice(SamplingParams(**given), (EOS, OTHER_EOS), 50)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"min_tokens": 3, "stop_token_ids": (9,)},
+        {"allowed_token_ids": (EOS, OTHER_EOS)},
+        {"allowed_token_ids": (EOS,), "min_tokens": 3, "ignore_eos": True},
+        {"allowed_token_ids": (9, 8), "stop_token_ids": (9,), "min_tokens": 3},
+    ],
+)
+def test_ids_of_which_one_may_come_first_pass(given: dict[str, Any]) -> None:
+    require_choice(SamplingParams(**given), (EOS, OTHER_EOS), 50)

@@ -133,7 +133,7 @@ def test_an_image_is_opened_by_no_sample_that_finds_its_blocks(name: str, family
 
 def test_an_image_without_a_key_is_kept_for_its_request_alone(family: Callable[[str], Family]) -> None:
     of = family("llava")
-    prompt, inputs = of.asked[2]
+    prompt, inputs, _ = of.asked[2]
     value = of.images[inputs[0][0]]
     opened: list[Item] = []
 
@@ -185,7 +185,7 @@ def test_who_sends_what_is_no_image_to_the_model_fails(family: Callable[[str], F
 
 def test_who_sends_another_image_than_there_is_room_for_fails(family: Callable[[str], Family]) -> None:
     of = family("llava")
-    prompt, inputs = of.asked[1]
+    prompt, inputs, _ = of.asked[1]
     key, position, length = inputs[0]
     less = Asked(prompt[: position + 1] + prompt[position + 2 :], [(key, position, length - 1)])
     assert ask(device(of), [less, of.asked[0]]).failed == {0}

@@ -404,6 +404,11 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
             400,
             "within a prompt of 12 tokens, got 9 at 9",
         ),
+        (
+            Submit(0, 1, np.array([3], np.int32), Interned(SamplingParams(min_tokens=1, allowed_token_ids=(EOS,)))),
+            400,
+            "allowed_token_ids that does not end the answer, as min_tokens is 1",
+        ),
     ):
         with pytest.raises(Refused, match=why) as refused:
             one.scheduler.submit(wrong)

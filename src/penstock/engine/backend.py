@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock._native import memory_available
 from penstock.engine import model as models
+from penstock.engine import rope
 from penstock.engine.attention import Memory, Paged, Probe
 from penstock.engine.batch import Batch, Tokens, batch_of, moved
 from penstock.engine.decode import Decoding, Recorder
@@ -69,6 +70,8 @@ class TorchDevice:
         self._device = where
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
         self.vocabulary: int = self._model.vocab_size
+        self.most_short = self._model.most_short
+        self._prompt_lengths = np.zeros(slots, np.intp)
         self._threads = Threads(most, most) if threads or where.type != "cpu" else self._found_threads(most)
         self.block_size = block_size
         spare = 0 if recorder is None else 1  # the block that is nobody's
@@ -89,6 +92,7 @@ class TorchDevice:
             self._decoding = Decoding(self._model, self._memory, recorder, slots, planes)
             self._decoding.prepare()
 
+    @torch.inference_mode()  # all of it: a tensor that is made or grown here may be written nowhere else
     def launch(self, schedule: Schedule, step: Step) -> TorchFlight:
         """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""
         self._follow(schedule, step)
@@ -96,16 +100,15 @@ class TorchDevice:
         if not batch.slots.size:
             return TorchFlight(_NOBODY, schedule.sampled, None, {})
         self._threads.use(batch.slots.size)
-        with torch.inference_mode():
-            hidden, failed = self._compute(batch)
-            if not batch.last.size:
-                return TorchFlight(_NOBODY, schedule.sampled, None, failed)
-            logits = self._model.logits(hidden[moved(batch.last, self._device)])
-            slots = schedule.sampled
-            chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
-            ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
-            self._ranks.from_first(ids)
-            self._tokens.write(slots, schedule.computed[slots], ids)
+        hidden, failed = self._compute(batch)
+        if not batch.last.size:
+            return TorchFlight(_NOBODY, schedule.sampled, None, failed)
+        logits = self._model.logits(hidden[moved(batch.last, self._device)])
+        slots = schedule.sampled
+        chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
+        ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
+        self._ranks.from_first(ids)
+        self._tokens.write(slots, schedule.computed[slots], ids)
         return TorchFlight(ids, slots, chosen, failed)
 
     def _follow(self, schedule: Schedule, step: Step) -> None:
@@ -127,6 +130,7 @@ class TorchDevice:
                         sample=int(schedule.samples[slot]),
                     )
                 self._tokens.join(slot, schedule.prompts[slot])
+                self._prompt_lengths[slot] = schedule.prompts[slot].size
                 if self._images is not None:
                     self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
 
@@ -139,6 +143,8 @@ class TorchDevice:
         if self._images is not None:
             positions = self._images.positions(batch)
             embeds, failed = self._images.embeds(batch, ids)
+        if self.most_short is not None:
+            positions = rope.told(positions, batch, self._prompt_lengths[batch.rows], self.most_short)
         if embeds is None and self._decoding is not None:
             hidden = self._decoding.hidden(batch, ids, positions)
             if hidden is not None:

@@ -54,14 +54,15 @@ def run(tree: Tree, me: Member) -> None:
     core.close()
 
 
-def _scheduler_config(config: EngineConfig, vocabulary: int) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConfig:
     return SchedulerConfig(
         max_model_len=config.max_model_len,
         token_budget=config.token_budget,
-        vocabulary=vocabulary,
+        vocabulary=min(one.vocabulary for one in ready),
         eos_ids=config.end_ids,
         has_prefix_cache=config.prefix_caching,
         has_overlap=config.overlap,
+        most_short=ready[0].most_short,
     )
 
 
@@ -89,10 +90,9 @@ class Core:
             return
         room = [one.blocks for one in ready]
         blocks = min(room if config.blocks is None else [*room, config.blocks])
-        vocabulary = min(one.vocabulary for one in ready)
         schedule = Schedule(config.slots, blocks, config.block_size, config.most_blocks)
         self._await_receivers()
-        self._scheduler = Scheduler(schedule, _scheduler_config(config, vocabulary))
+        self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
         self._leader: Leader[Step, Whole] = Leader(schedule)
         self._leading = Leading(self._steps, self._leader)
         self._plan = Plan(schedule)

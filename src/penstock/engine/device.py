@@ -55,5 +55,9 @@ class Device(Protocol):
     def vocabulary(self) -> int:
         """Ids of prompts are below that."""
 
+    @property
+    def most_short(self) -> int | None:
+        """Prompts of more tokens have other keys, from the first one on, than shorter ones (see `rope`); None: none."""
+
     def launch(self, schedule: Schedule, step: Step) -> Flight:
         """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""

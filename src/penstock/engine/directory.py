@@ -24,8 +24,12 @@ SAID_IN = ("generation_config.json", "config.json")  # the first that names an e
 def completed(config: EngineConfig) -> EngineConfig:
     """With the end ids that the model names, besides those that were given, and no longer than it knows."""
     if config.simulated is not None:
-        found = () if config.simulated.end_id is None else (config.simulated.end_id,)
-        return msgspec.structs.replace(config, end_ids=tuple(sorted({*config.end_ids, *found})))
+        simulated = config.simulated
+        found = () if simulated.end_id is None else (simulated.end_id,)
+        if config.model and _tokenizer_of(config).exists():  # or its answers would have ids that mean nothing
+            known = tokenizer_of(config).get_vocab_size()
+            simulated = msgspec.structs.replace(simulated, vocabulary=min(simulated.vocabulary, known))
+        return msgspec.structs.replace(config, simulated=simulated, end_ids=tuple(sorted({*config.end_ids, *found})))
     directory = Path(config.model)
     if not directory.is_dir():
         raise ValueError(f"model is the directory of a model, not {config.model!r}")

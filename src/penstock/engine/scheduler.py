@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from penstock._native import BlockCache
+from penstock.engine.ending import require_choice
 from penstock.engine.plan import Plan
 from penstock.engine.progress import Progress
 from penstock.engine.protocol import Ints, Step, StepDone, Submit
@@ -46,6 +47,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...] = ()
     has_prefix_cache: bool = True  # False: blocks are shared only within a request
     has_overlap: bool = True  # a step is planned while the one before it runs
+    most_short: int | None = None  # prompts of more tokens share no blocks with those of fewer; None: all share
 
 
 class Stats(NamedTuple):
@@ -105,11 +107,17 @@ class Scheduler:
             raise Refused(400, f"expected a prompt of 1 to {most - 1} tokens, got {length}")
         if submit.prompt.ndim != 1 or submit.prompt.min() < 0 or submit.prompt.max() >= self._config.vocabulary:
             raise Refused(400, f"expected ids from 0 to {self._config.vocabulary - 1} in the prompt")
+        try:
+            require_choice(submit.params.value, self._config.eos_ids, self._config.vocabulary)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
         if number in self._requests:
             raise Refused(409, f"request {number[1]} of server {number[0]} is open already")
         self._arrivals += 1
         inputs, keys = inputs_of(submit.inputs, length, self._arrivals)
-        salt = b"s" + submit.salt if self._config.has_prefix_cache else b"%d" % self._arrivals
+        most_short = self._config.most_short
+        kind = b"s" if most_short is None or length <= most_short else b"l"
+        salt = kind + submit.salt if self._config.has_prefix_cache else b"%d" % self._arrivals
         request = Request(
             *number,
             np.array(submit.prompt, np.int32),

@@ -160,9 +160,8 @@ class Images:
             return None, failed
         self._make_room()
         where = moved(np.concatenate(places), ids.device)
-        with torch.inference_mode():
-            embeds = self._model.embeds(ids).clone()
-            embeds[where] = torch.cat(pieces).to(embeds.dtype)
+        embeds = self._model.embeds(ids).clone()
+        embeds[where] = torch.cat(pieces).to(embeds.dtype)
         return embeds, failed
 
     def _rows_before_their_ends(self, batch: Batch) -> list[tuple[int, int, int, int]]:
@@ -191,7 +190,6 @@ class Images:
         self._nbytes += encoded.nbytes
         return encoded
 
-    @torch.inference_mode()
     def _encode(self, found: Mapping[str, Tensor]) -> Tensor:
         model = self._model
         given: dict[str, Any] = {

@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from penstock.engine.board import Board
 from penstock.engine.client import Client
 from penstock.engine.config import EngineConfig
+from penstock.engine.ending import require_choice
 from penstock.engine.logs import event
 from penstock.engine.protocol import SamplingParams, Style
 from penstock.engine.stream import EngineError, Stream
@@ -191,11 +192,10 @@ class Api:
     ) -> Answer:
         for prompt in prompts:
             self._require_room(prompt.ids, params, param)
-        if params.allowed_token_ids and min(params.allowed_token_ids) >= self._reader.words.most_ids:
-            message = (
-                f"expected an id below {self._reader.words.most_ids} at $.allowed_token_ids, as one must be allowed"
-            )
-            raise ApiError(400, message, param="allowed_token_ids")
+        try:
+            require_choice(params, self._config.end_ids, self._reader.words.most_ids)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="allowed_token_ids") from None
         pace = Pace(self._row, request.state.began)
         short, name = NAMES[style]
         said: dict[str, Any] = {"id": f"{short}-{secrets.token_hex(12)}", "object": name, "created": int(time.time())}

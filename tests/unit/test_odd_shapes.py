@@ -1,0 +1,126 @@
+"""Models of shapes that are nobody's: random heads, windows, biases, ties and positions, answered as by transformers.
+
+`PENSTOCK_FULL=1` has all of them; otherwise some do, each with fewer requests.
+"""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# First: where torch is missing, this skips the rest.
+from tests.unit.models import TEXT, WORDS, Asked, Family, ask, device, made
+
+# isort: split
+from penstock.engine import rows_on_cpu
+from tests.unit.ranks import answers_of_threads
+from tests.unit.tape import Tape
+from tests.unit.test_rope import FACTORS, SHORT
+
+IS_WHOLE = os.environ.get("PENSTOCK_FULL") == "1"
+MODELS = 14
+NUMBERS = range(MODELS) if IS_WHOLE else (0, 4, 8, 11)
+REQUESTS = 10 if IS_WHOLE else 6
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")  # each of them twice
+
+
+def odd_shape(number: int) -> tuple[str, dict[str, Any]]:
+    """A family, and what is other than usual. The same for the same number."""
+    chance = random.Random(number)
+    name, kind = chance.choice(list(TEXT)), KINDS[number % len(KINDS)]
+    key_heads = chance.choice((1, 2, 3))
+    heads = max(2, key_heads * chance.choice((1, 2, 3, 5)))  # or two ranks would have too few
+    size = chance.choice((8, 12, 16, 20))
+    shape: dict[str, Any] = {
+        "num_key_value_heads": key_heads,
+        "num_attention_heads": heads,
+        "head_dim": size,
+        "hidden_size": heads * (size if name == "qwen2_moe" else chance.choice((8, 12, 20))),
+        "intermediate_size": chance.randint(33, 97),
+        "num_hidden_layers": chance.randint(1, 3),
+        "vocab_size": chance.randint(max(WORDS) + 1, 180),
+        "tie_word_embeddings": chance.random() < 0.5,
+        "rope_parameters": rope(chance, kind, size),
+    }
+    if name in ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"):
+        shape["attention_bias"] = chance.random() < 0.5
+    if name == "llama":
+        shape["mlp_bias"] = chance.random() < 0.5
+    if name in ("mistral", "mixtral", "gemma2", "gemma3_text"):
+        shape["sliding_window"] = chance.randint(3, 30)
+    if name in ("qwen2", "qwen3"):
+        layers = shape["num_hidden_layers"]
+        shape |= {"use_sliding_window": True, "sliding_window": chance.randint(3, 30)}
+        shape["layer_types"] = [chance.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+    if name == "gemma3_text":
+        shape["layer_types"] = ["full_attention", "sliding_attention", "full_attention"][: shape["num_hidden_layers"]]
+        sliding = {"rope_type": "default", "rope_theta": 1e3}
+        shape["rope_parameters"] = {"full_attention": shape["rope_parameters"], "sliding_attention": sliding}
+    if name == "gemma2":
+        shape["final_logit_softcapping"] = chance.choice((None, 5.0))
+    if name == "mixtral":
+        shape["intermediate_size"] = 4 * chance.randint(5, 15)  # the product of experts wants lines of 16 bytes
+    if name.endswith("_moe"):
+        shape["moe_intermediate_size"] = 4 * chance.randint(3, 10)
+        shape["norm_topk_prob"] = chance.random() < 0.5
+    return name, shape
+
+
+def rope(chance: random.Random, kind: str, size: int) -> dict[str, Any]:
+    """Of heads of this size."""
+    theta = {"rope_type": kind, "rope_theta": chance.choice((1e3, 1e4, 1e6))}
+    longer = [1.0 + 3 * chance.random() * at for at in range(size // 2)]
+    more: dict[str, dict[str, Any]] = {
+        "linear": {"factor": 2.5},
+        "dynamic": {"factor": 2.0},
+        "yarn": FACTORS,
+        "llama3": {**FACTORS, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "longrope": {**FACTORS, "short_factor": [1.0] * (size // 2), "long_factor": longer},
+        "proportional": {"partial_rotary_factor": 0.5},
+    }
+    return theta | more.get(kind, {})
+
+
+def requests_of(number: int) -> list[Asked]:
+    """They begin alike, and so share blocks; some are longer than any window, and than what longrope calls short."""
+    chance = random.Random(number)
+    beginning = chance.choices(WORDS, k=80)
+    requests = [Asked(beginning[: 2 * SHORT + 1], [], 20), Asked(beginning[:SHORT], [], 30)]
+    while len(requests) < REQUESTS:
+        same, own = chance.randint(0, 60), chance.randint(1, 20)
+        requests.append(Asked(beginning[:same] + chance.choices(WORDS, k=own), [], chance.randint(1, 40)))
+    return requests
+
+
+def odd(number: int, path: Path) -> Family:
+    name, shape = odd_shape(number)
+    of = made(name, path, asked=requests_of(number), **shape)
+    assert len({tuple(answer) for answer in of.answers}) > REQUESTS / 2, "these prompts show nothing"
+    return of
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_model_of_any_shape_answers_as_transformers_does(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In company and alone, in chunks, after preemption, from blocks of others; on two ranks, recorded, gathered."""
+    of, chance = odd(number, tmp_path), random.Random(number)
+    for budget in (chance.randint(4, 12), 64):
+        told = ask(device(of), of.asked, budget=budget)
+        assert told.answers == of.answers
+        assert told.stats.preemptions > 0 and told.stats.cached_tokens > 0
+    roomy = device(of, blocks=64, block_size=chance.choice((3, 8, 16)))
+    assert [ask(roomy, [one], slots=1, budget=16).answers[0] for one in of.asked] == of.answers
+    assert answers_of_threads(2, of, of.asked, budget=16) == [of.answers] * 2
+    assert ask(device(of, recorder=Tape()), of.asked).answers == of.answers
+    monkeypatch.setattr(rows_on_cpu, "DTYPES", ())
+    assert ask(device(of), of.asked).answers == of.answers
+
+
+def test_all_kinds_of_positions_and_all_families_are_among_the_odd_shapes() -> None:
+    shapes = [odd_shape(number) for number in range(MODELS)]
+    assert {KINDS[number % len(KINDS)] for number in range(MODELS)} == set(KINDS)
+    assert len({name for name, _ in shapes}) >= 6
+    assert {shape["tie_word_embeddings"] for _, shape in shapes} == {False, True}
