@@ -91,8 +91,8 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--output", metavar="FILE", default="-", help="or {prompt, ids, …sampling}; here their answers"
     )
-    generate.add_argument("--max-tokens", metavar="N", type=positive, default=16, help="of each answer (16)")
-    generate.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0: always the likeliest (0)")
+    generate.add_argument("--max-tokens", metavar="N", type=positive, help="of each answer (the model's, or 16)")
+    generate.add_argument("--temperature", metavar="T", type=float, help="0: always the likeliest (the model's, or 0)")
     generate.add_argument("--seed", metavar="N", type=int, help="of each answer")
     generate.add_argument("--at-once", metavar="N", type=positive, default=1024, help="open requests, at most (1024)")
     generate.set_defaults(run=run_generate)
@@ -240,8 +240,9 @@ def run_generate(options: argparse.Namespace) -> int:
 
     try:
         config = engine_arguments.engine_config(options)
-        asked = {"max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed}
-        return generate.run(config, options.prompts, options.output, asked, options.at_once)
+        asked = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return generate.run(config, options.prompts, options.output, given, options.at_once)
     except (ValueError, TypeError, OSError) as error:
         print(f"penstock generate: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
 
 SAID = (
     *("model", "data_parallel", "tensor_parallel", "output_processors", "device", "dtype", "threads"),
-    *("cuda_graphs", "slots", "max_model_len", "log_format"),
+    *("cuda_graphs", "slots", "max_model_len", "generation_config", "log_format"),
 )
 
 
@@ -34,6 +34,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4096,
         help="of prompt and answer (4096, or what the model knows)",
+    )
+    add(
+        "--generation-config",
+        choices=["auto", "vllm"],
+        default="auto",
+        help="where sampling defaults come from; auto: generation_config.json of the model, vllm: neutral ones (auto)",
     )
     add("--device-model", choices=["real", "simulated"], default="real", help="compute, or wait (real)")
     add("--step-ms", metavar="MS", type=float, default=5.0, help="of a simulated step (5)")

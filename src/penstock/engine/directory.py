@@ -13,16 +13,24 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, SamplingDefaults
 from penstock.engine.logs import event
 from penstock.engine.text import Vocabulary, vocabulary_of
 
 VISION = ("idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "smolvlm")  # kinds of models that take images
-SAID_IN = ("generation_config.json", "config.json")  # the first that names an end id
+GENERATION = "generation_config.json"
+SAID_IN = (GENERATION, "config.json")  # the first that names an end id
+SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in generation_config.json
+    **{name: name for name in SamplingDefaults.__struct_fields__},
+    "max_tokens": "max_new_tokens",
+}
 
 
 def completed(config: EngineConfig) -> EngineConfig:
-    """With the end ids that the model names, besides those that were given, and no longer than it knows."""
+    """With the end ids and the sampling defaults that the model names, and no longer than it knows.
+
+    Raises ValueError.
+    """
     if config.simulated is not None:
         found = () if config.simulated.end_id is None else (config.simulated.end_id,)
         return msgspec.structs.replace(config, end_ids=tuple(sorted({*config.end_ids, *found})))
@@ -36,7 +44,21 @@ def completed(config: EngineConfig) -> EngineConfig:
         config,
         end_ids=tuple(sorted(end_ids)),
         max_model_len=min(config.max_model_len, longest or config.max_model_len),
+        sampling_defaults=sampling_defaults(directory) if config.generation_config == "auto" else SamplingDefaults(),
     )
+
+
+def sampling_defaults(directory: Path) -> SamplingDefaults:
+    """The model's own, by generation_config.json. As in vLLM, `do_sample` is not one of them. Raises ValueError."""
+    path = directory / GENERATION
+    if not path.exists():
+        return SamplingDefaults()
+    whole, _ = parts(path)
+    given = {name: whole.get(theirs) for name, theirs in SAMPLING_FIELDS.items()}
+    if given["top_k"] == -1:  # as some files name "all"
+        given["top_k"] = 0
+    with _expected(f"{path} (--generation-config vllm does without it)"):
+        return msgspec.convert(given, SamplingDefaults)
 
 
 def takes_images(config: EngineConfig) -> bool:
