@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
+from penstock.engine.config import MAX_MODEL_LEN, SHIPPED, EngineConfig, SimulatedDevice
+from penstock.engine.directory import require_length
 
 SAID = (
     *("model", "data_parallel", "tensor_parallel", "output_processors", "device", "dtype", "threads"),
@@ -32,8 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--max-model-len",
         metavar="N",
         type=int,
-        default=4096,
-        help="of prompt and answer (4096, or what the model knows)",
+        help=f"of prompt and answer (what the model knows, at most {MAX_MODEL_LEN})",
     )
     add(
         "--generation-config",
@@ -49,6 +49,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 def engine_config(options: argparse.Namespace, *more: str) -> EngineConfig:
     """`more`: what else is said of it on this command line. Raises ValueError, TypeError."""
     said = {name: getattr(options, name) for name in (*SAID, *more)}
+    if options.max_model_len is None:
+        said["max_model_len"] = MAX_MODEL_LEN
     if options.device_model == "simulated":
         return EngineConfig(simulated=SimulatedDevice(step_seconds=options.step_ms / 1e3), **said)
-    return EngineConfig(**{**said, "model": options.model or SHIPPED})
+    config = EngineConfig(**{**said, "model": options.model or SHIPPED})
+    if options.max_model_len is not None:
+        require_length(config)
+    return config

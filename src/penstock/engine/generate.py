@@ -19,6 +19,7 @@ from penstock.engine.client import Client
 from penstock.engine.config import EngineConfig
 from penstock.engine.directory import completed, tokenizer_of
 from penstock.engine.launch import Launcher, TreeFailed
+from penstock.engine.preflight import require_startable
 from penstock.engine.protocol import SamplingParams
 from penstock.engine.stream import EngineError
 
@@ -60,6 +61,7 @@ def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any
     """
     logs.begin("launcher", config.log_format)
     config = completed(config)
+    require_startable(config)
     defaults = {**GREEDY, **config.sampling_defaults.given, **defaults}
     with contextlib.ExitStack() as files:
         lines = sys.stdin.buffer if prompts == "-" else files.enter_context(open(prompts, "rb"))
