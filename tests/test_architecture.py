@@ -11,7 +11,7 @@ NATIVE = ROOT / "native"
 
 # From the bottom up: a layer imports itself and what is below it. What shares a line may import each other.
 LAYERS = [
-    {"errors"},
+    {"errors", "installing"},
     {"_native"},
     {"memory"},
     {"channel"},

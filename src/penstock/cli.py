@@ -26,6 +26,7 @@ from penstock import _native, inspect
 from penstock.engine import arguments as engine_arguments
 from penstock.errors import LayoutMismatch
 from penstock.inspect import in_seconds, in_units
+from penstock.installing import how_to_install
 from penstock.load import arguments as load_arguments
 from penstock.load.arguments import above_0
 from penstock.memory import Ticket
@@ -91,8 +92,8 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--output", metavar="FILE", default="-", help="or {prompt, ids, …sampling}; here their answers"
     )
-    generate.add_argument("--max-tokens", metavar="N", type=positive, default=16, help="of each answer (16)")
-    generate.add_argument("--temperature", metavar="T", type=float, default=0.0, help="0: always the likeliest (0)")
+    generate.add_argument("--max-tokens", metavar="N", type=positive, help="of each answer (the model's, or 16)")
+    generate.add_argument("--temperature", metavar="T", type=float, help="0: always the likeliest (the model's, or 0)")
     generate.add_argument("--seed", metavar="N", type=int, help="of each answer")
     generate.add_argument("--at-once", metavar="N", type=positive, default=1024, help="open requests, at most (1024)")
     generate.set_defaults(run=run_generate)
@@ -240,11 +241,19 @@ def run_generate(options: argparse.Namespace) -> int:
 
     try:
         config = engine_arguments.engine_config(options)
-        asked = {"max_tokens": options.max_tokens, "temperature": options.temperature, "seed": options.seed}
-        return generate.run(config, options.prompts, options.output, asked, options.at_once)
+        asked = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
+        given = {name: value for name, value in asked.items() if value is not None}
+        return generate.run(config, options.prompts, options.output, given, options.at_once)
+    except ImportError as error:
+        print(f"penstock generate: {missing(error, 'engine')}", file=sys.stderr)
+        return 2
     except (ValueError, TypeError, OSError) as error:
         print(f"penstock generate: {error}", file=sys.stderr)
         return 2
+
+
+def missing(error: ImportError, extra: str) -> str:
+    return f"{error}: {how_to_install(extra)}"
 
 
 # ── serve ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -254,7 +263,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
         return command.run(arguments.engine_config(options), arguments.server_options(options))
     except ImportError as error:
-        print(f"penstock serve: {error}: pip install 'penstock[engine]'", file=sys.stderr)
+        print(f"penstock serve: {missing(error, 'engine')}", file=sys.stderr)
         return 2
     except (ValueError, TypeError, OSError) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
@@ -266,7 +275,7 @@ def run_top(options: argparse.Namespace) -> int:
     try:
         from penstock.top import command
     except ImportError as error:
-        print(f"penstock top: {error}: pip install 'penstock[engine]'", file=sys.stderr)
+        print(f"penstock top: {missing(error, 'engine')}", file=sys.stderr)
         return 2
     return command.run(
         command.Options(
@@ -288,7 +297,7 @@ def run_bench_serve(options: argparse.Namespace) -> int:
 
         return command.run(options)
     except ImportError as error:
-        print(f"penstock bench serve: {error}: pip install 'penstock[load]'", file=sys.stderr)
+        print(f"penstock bench serve: {missing(error, 'load')}", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"penstock bench serve: {error}", file=sys.stderr)
     return 2

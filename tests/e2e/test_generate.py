@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from penstock.engine.config import SimulatedDevice
+from penstock.engine.config import SHIPPED, SimulatedDevice
 from penstock.engine.simulated import Rule
 
 COMMAND = [sys.executable, "-m", "penstock", "generate"]
@@ -112,3 +114,18 @@ def test_a_group_that_dies_costs_no_answer(tmp_path: Path) -> None:
         written = [json.loads(line) for line in answers.read_text().splitlines()]
         assert [one["index"] for one in written] == list(range(40))
         assert all(len(one["ids"]) == 40 and "error" not in one for one in written)
+
+
+def test_sampling_defaults_of_the_model_are_used_and_said_once(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = tmp_path / "model"
+    shutil.copytree(SHIPPED, model)
+    said = {"eos_token_id": 1, "temperature": 5.0, "top_k": 1, "max_new_tokens": 5}
+    (model / "generation_config.json").write_text(json.dumps(said))
+    lines = '[9, 8, 7]\n{"ids": [9, 8, 7], "temperature": 0, "ignore_eos": true}\n{"ids": [9, 8, 7], "max_tokens": 3}\n'
+    status, answers, err = generate(lines, str(model))
+    assert status == 0, err
+    assert len(answers[1]["ids"]) == 5 and answers[0]["ids"] == answers[1]["ids"][: len(answers[0]["ids"])]
+    assert answers[2]["ids"] == answers[0]["ids"][:3]  # with top_k 1 the temperature changes nothing
+    (line,) = [line for line in err.splitlines() if "default sampling parameters" in line]
+    assert "temperature=5 top_k=1 max_tokens=5" in line and "--generation-config vllm" in line

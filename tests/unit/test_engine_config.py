@@ -41,6 +41,7 @@ def test_what_is_said_stays_as_it_is() -> None:
         ({"blocks": 0, "model": "m"}, "blocks is between 1 and"),
         ({"threads": 0, "model": "m"}, "threads is between 1 and"),
         ({"end_ids": (3, -1), "model": "m"}, "end_ids are numbers of tokens, not -1"),
+        ({"generation_config": "hf", "model": "m"}, "generation_config is 'auto' or 'vllm', not 'hf'"),
         ({"log_format": "xml", "model": "m"}, "log_format is 'text' or 'json', not 'xml'"),
         ({"speed": 1, "model": "m"}, "speed"),
     ],

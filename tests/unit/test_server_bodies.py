@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("starlette")
 
+from penstock.engine.config import SamplingDefaults
 from penstock.engine.protocol import SamplingParams
 from penstock.engine.stream import EngineError
 from penstock.server.bodies import DECODERS, Chat, Completion, Conversation, Tokenize, decoded
@@ -29,6 +30,19 @@ def chat(**said: Any) -> Chat:
 def test_what_is_not_said_is_what_openai_says_it_is() -> None:
     assert completion().sampling() == SamplingParams(max_tokens=16)
     assert chat().sampling() == SamplingParams(max_tokens=None)
+
+
+def test_defaults_of_the_model_are_used_where_a_request_gives_none() -> None:
+    defaults = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, max_tokens=100)
+    of_the_model = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
+    assert chat().sampling(defaults) == SamplingParams(max_tokens=100, **of_the_model)
+    assert chat(max_tokens=200, top_p=1).sampling(defaults) == SamplingParams(
+        max_tokens=200, **{**of_the_model, "top_p": 1.0}
+    )
+    # A completion has OpenAI's own default of 16 tokens, as in vLLM.
+    assert completion(temperature=0).sampling(defaults) == SamplingParams(
+        max_tokens=16, **{**of_the_model, "temperature": 0.0}
+    )
 
 
 def test_null_is_not_said_and_what_is_not_known_is_passed_over() -> None:

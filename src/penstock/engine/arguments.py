@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
+from penstock.engine.config import MAX_MODEL_LEN, SHIPPED, EngineConfig, SimulatedDevice
+from penstock.engine.directory import require_length
 
 SAID = (
     *("model", "data_parallel", "tensor_parallel", "output_processors", "device", "dtype", "threads"),
-    *("cuda_graphs", "slots", "max_model_len", "log_format"),
+    *("cuda_graphs", "slots", "max_model_len", "generation_config", "log_format"),
 )
 
 
@@ -32,8 +33,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--max-model-len",
         metavar="N",
         type=int,
-        default=4096,
-        help="of prompt and answer (4096, or what the model knows)",
+        help=f"of prompt and answer (what the model knows, at most {MAX_MODEL_LEN})",
+    )
+    add(
+        "--generation-config",
+        choices=["auto", "vllm"],
+        default="auto",
+        help="where sampling defaults come from; auto: generation_config.json of the model, vllm: neutral ones (auto)",
     )
     add("--device-model", choices=["real", "simulated"], default="real", help="compute, or wait (real)")
     add("--step-ms", metavar="MS", type=float, default=5.0, help="of a simulated step (5)")
@@ -43,6 +49,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 def engine_config(options: argparse.Namespace, *more: str) -> EngineConfig:
     """`more`: what else is said of it on this command line. Raises ValueError, TypeError."""
     said = {name: getattr(options, name) for name in (*SAID, *more)}
+    if options.max_model_len is None:
+        said["max_model_len"] = MAX_MODEL_LEN
     if options.device_model == "simulated":
         return EngineConfig(simulated=SimulatedDevice(step_seconds=options.step_ms / 1e3), **said)
-    return EngineConfig(**{**said, "model": options.model or SHIPPED})
+    config = EngineConfig(**{**said, "model": options.model or SHIPPED})
+    if options.max_model_len is not None:
+        require_length(config)
+    return config

@@ -19,6 +19,7 @@ from penstock.engine import model as models
 from penstock.engine import rope
 from penstock.engine.attention import Memory, Paged, Probe
 from penstock.engine.batch import Batch, Tokens, batch_of, moved
+from penstock.engine.config import require_dtype
 from penstock.engine.decode import Decoding, Recorder
 from penstock.engine.device import Sampled, failures
 from penstock.engine.protocol import FinishReason, SamplingParams, Step
@@ -31,7 +32,6 @@ from penstock.tensor import Incoming
 
 CPU_SHARE = 0.3  # of the memory that is available
 CUDA_SHARE = 0.9  # of what is free when the model is there
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NOBODY = torch.zeros(0, dtype=torch.int32)
 
 
@@ -220,14 +220,12 @@ def _params_of(schedule: Schedule, slot: int) -> SamplingParams:
     return params.value
 
 
+def _dtype(name: str) -> torch.dtype | None:
+    """None: the model's own."""
+    require_dtype(name)
+    return None if name == "auto" else getattr(torch, name)
+
+
 def _drawn(*numbers: int) -> int:
     """A seed for who has none: another for every request."""
     return zlib.crc32(",".join(map(str, numbers)).encode())
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    if name == "auto":
-        return None
-    if name not in DTYPES:
-        raise ValueError(f"dtype is auto, {', '.join(DTYPES)}, not {name!r}")
-    return DTYPES[name]

@@ -5,15 +5,19 @@ Leaves to the command line how it is said, and to each process what it makes of 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.engine.protocol import MOST_SLOTS
+from penstock.engine.protocol import MOST_SLOTS, SamplingParams
 
 SHIPPED = str(Path(__file__).parent.parent / "shipped" / "penstock-shapes")  # so that there is always a model to serve
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = re.compile(r"cpu|cuda(:\d+)?")
 MOST_LANES = 64  # of an inbox; native/layout.h
+MAX_MODEL_LEN = 4096
 _MANY = (1 << 31) - 1
 
 
@@ -42,6 +46,25 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
             _within(self, "end_id", int, 0, self.vocabulary - 1)
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters of requests that do not give them. None: the default of `SamplingParams`."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        SamplingParams(**self.given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A tree of processes. Times are in seconds."""
 
@@ -62,9 +85,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16  # tokens
     blocks: int | None = None  # of the cache; None: as many as can be filled, and the device has room for
     token_budget: int = 2048  # tokens that one step computes, at most
-    max_model_len: int = 4096  # tokens of a prompt and its answer; never more than the model has positions for
+    max_model_len: int = MAX_MODEL_LEN  # tokens of a prompt and its answer; never more than the model has positions for
     prefix_caching: bool = True
     end_ids: tuple[int, ...] = ()  # besides those that the model's own files name
+    generation_config: str = "auto"  # sampling defaults are those of generation_config.json; "vllm": neutral ones
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # of requests; read from the model by `completed`
     store_nbytes: int = 0  # of the store for images; 0: there is none
 
     start_timeout: float = 600.0  # until a group serves
@@ -96,6 +121,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         for end_id in self.end_ids:
             if end_id < 0:
                 raise ValueError(f"end_ids are numbers of tokens, not {end_id!r}")
+        require_dtype(self.dtype)
+        if not DEVICES.fullmatch(self.device):
+            raise ValueError(f"device is cpu, cuda, or cuda:N for the device of that number, not {self.device!r}")
+        if self.generation_config not in ("auto", "vllm"):
+            raise ValueError(f"generation_config is 'auto' or 'vllm', not {self.generation_config!r}")
         if self.log_format not in ("text", "json"):
             raise ValueError(f"log_format is 'text' or 'json', not {self.log_format!r}")
         if self.simulated is None and not self.model:
@@ -117,6 +147,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def most_blocks(self) -> int:
         """Of one sample."""
         return -(-self.max_model_len // self.block_size)
+
+
+def require_dtype(name: str) -> None:
+    """Raises ValueError."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {', '.join(DTYPES)}, not {name!r}")
 
 
 def _within(struct: Any, name: str, kind: type, low: float, high: float) -> None:

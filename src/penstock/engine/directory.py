@@ -13,16 +13,25 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, SamplingDefaults
+from penstock.engine.families import VISION
 from penstock.engine.logs import event
 from penstock.engine.text import Vocabulary, vocabulary_of
 
-VISION = ("idefics3", "llava", "qwen2_5_vl", "qwen2_vl", "smolvlm")  # kinds of models that take images
-SAID_IN = ("generation_config.json", "config.json")  # the first that names an end id
+GENERATION = "generation_config.json"
+INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"  # of weights: in several files, or in one
+SAID_IN = (GENERATION, "config.json")  # the first that names an end id
+SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in generation_config.json
+    **{name: name for name in SamplingDefaults.__struct_fields__},
+    "max_tokens": "max_new_tokens",
+}
 
 
 def completed(config: EngineConfig) -> EngineConfig:
-    """With the end ids that the model names, besides those that were given, and no longer than it knows."""
+    """With the end ids and the sampling defaults that the model names, and no longer than it knows.
+
+    Raises ValueError.
+    """
     if config.simulated is not None:
         simulated = config.simulated
         found = () if simulated.end_id is None else (simulated.end_id,)
@@ -35,12 +44,42 @@ def completed(config: EngineConfig) -> EngineConfig:
         raise ValueError(f"model is the directory of a model, not {config.model!r}")
     end: int | list[int] | None = _said(directory, "eos_token_id", SAID_IN, int | list[int])
     end_ids = {*config.end_ids, *(end if isinstance(end, list) else () if end is None else (end,))}
-    longest: int | None = _said(directory, "max_position_embeddings", SAID_IN[-1:], int)
+    longest = _longest(directory)
     return msgspec.structs.replace(
         config,
         end_ids=tuple(sorted(end_ids)),
         max_model_len=min(config.max_model_len, longest or config.max_model_len),
+        sampling_defaults=sampling_defaults(directory) if config.generation_config == "auto" else SamplingDefaults(),
     )
+
+
+def require_length(config: EngineConfig) -> None:
+    """Of a length that a user gives. Raises ValueError where the model knows fewer positions."""
+    longest = _longest(Path(config.model))
+    if longest is not None and config.max_model_len > longest:
+        raise ValueError(
+            f"User-specified max_model_len ({config.max_model_len}) is greater than the model's "
+            f"(max_position_embeddings={longest} in {config.model}/config.json): --max-model-len {longest} or less"
+        )
+
+
+def _longest(directory: Path) -> int | None:
+    """None: its files do not say."""
+    longest: int | None = _said(directory, "max_position_embeddings", SAID_IN[-1:], int)
+    return longest
+
+
+def sampling_defaults(directory: Path) -> SamplingDefaults:
+    """The model's own, by generation_config.json. As in vLLM, `do_sample` is not one of them. Raises ValueError."""
+    path = directory / GENERATION
+    if not path.exists():
+        return SamplingDefaults()
+    whole, _ = parts(path)
+    given = {name: whole.get(theirs) for name, theirs in SAMPLING_FIELDS.items()}
+    if given["top_k"] == -1:  # as some files name "all"
+        given["top_k"] = 0
+    with expected(f"{path} (--generation-config vllm does without it)"):
+        return msgspec.convert(given, SamplingDefaults)
 
 
 def takes_images(config: EngineConfig) -> bool:
@@ -56,8 +95,8 @@ def vocabulary(config: EngineConfig, tokenizer: Any = None) -> Vocabulary:
     """A model without a tokenizer answers in ids alone. `tokenizer`: the model's, where it has been read already."""
     if config.simulated is not None and not config.model:
         return Vocabulary([b" %d" % one for one in range(config.simulated.vocabulary)])
-    if tokenizer is None and not _tokenizer_of(config).exists():
-        event("model without a tokenizer", logging.WARNING, missing=_tokenizer_of(config))
+    if tokenizer is None and not tokenizer_path(config).exists():
+        event("model without a tokenizer", logging.WARNING, missing=tokenizer_path(config))
         return Vocabulary([])
     return vocabulary_of(tokenizer_of(config) if tokenizer is None else tokenizer)
 
@@ -66,13 +105,13 @@ def tokenizer_of(config: EngineConfig) -> Any:
     """Raises ValueError where the model has none."""
     from tokenizers import Tokenizer
 
-    path = _tokenizer_of(config)
+    path = tokenizer_path(config)
     if not path.exists():
         raise ValueError(f"there is no {path}: the model has no tokenizer")
     return Tokenizer.from_file(str(path))
 
 
-def _tokenizer_of(config: EngineConfig) -> Path:
+def tokenizer_path(config: EngineConfig) -> Path:
     return Path(config.model) / "tokenizer.json"
 
 
@@ -85,20 +124,20 @@ def _said(directory: Path, name: str, files: Iterable[str], kind: Any) -> Any:
             continue
         for part in parts(path):
             if part.get(name) is not None:
-                with _expected(f"{name} of {path}"):
+                with expected(f"{name} of {path}"):
                     return msgspec.convert(part[name], kind)
     return None
 
 
 def parts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What one of a model's files says of it all, and of its part for text. Raises ValueError."""
-    with _expected(str(path)):
+    with expected(str(path)):
         whole = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         return whole, msgspec.convert(whole.get("text_config") or {}, dict[str, Any])
 
 
 @contextlib.contextmanager
-def _expected(what: str) -> Iterator[None]:
+def expected(what: str) -> Iterator[None]:
     try:
         yield
     except msgspec.DecodeError as error:

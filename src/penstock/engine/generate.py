@@ -19,10 +19,12 @@ from penstock.engine.client import Client
 from penstock.engine.config import EngineConfig
 from penstock.engine.directory import completed, tokenizer_of
 from penstock.engine.launch import Launcher, TreeFailed
+from penstock.engine.preflight import require_startable
 from penstock.engine.protocol import SamplingParams
 from penstock.engine.stream import EngineError
 
 ATTEMPTS = 3  # at a request whose group dies: it may have been another one's doing
+GREEDY = {"temperature": 0.0}  # where neither a line, nor the command, nor the model gives a temperature
 PAUSE = 0.2  # seconds; in which the launcher hears of that, too
 
 Tokenise = Callable[[str], list[int]]
@@ -52,12 +54,15 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
 
 def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any], at_once: int) -> int:
-    """Files are names, or `-`. 0: all were answered; 1: some were not, and their lines say why.
+    """Files are names, or `-`. Returns 0 if all were answered, and 1 if some were not, whose lines say why.
 
+    `defaults` are sampling parameters of lines that do not give them; they replace the model's own.
     Raises ValueError where a line is no prompt, and OSError.
     """
     logs.begin("launcher", config.log_format)
-    completed(config)  # that there is such a model is asked first
+    config = completed(config)
+    require_startable(config)
+    defaults = {**GREEDY, **config.sampling_defaults.given, **defaults}
     with contextlib.ExitStack() as files:
         lines = sys.stdin.buffer if prompts == "-" else files.enter_context(open(prompts, "rb"))
         asked = list(_asked(lines, config, defaults))

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from penstock import Missing
-from penstock.engine.directory import VISION
+from penstock.engine.families import VISION
 from penstock.errors import PenstockError
 from penstock.tensor import Item, Outgoing, Scope, key_of
 

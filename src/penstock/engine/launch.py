@@ -19,7 +19,7 @@ from penstock.engine import core, worker
 from penstock.engine.board import Board, Life
 from penstock.engine.child import Child
 from penstock.engine.config import EngineConfig
-from penstock.engine.directory import completed
+from penstock.engine.directory import GENERATION, completed
 from penstock.engine.logs import event
 from penstock.engine.protocol import Stop
 from penstock.engine.tree import Member, Tree, places
@@ -30,6 +30,7 @@ BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0)  # seconds before the next start, after so 
 CALM = 30.0  # seconds from a start; who ends before has served, perhaps, but each such end after another counts, too
 STOP_TIMEOUT = 5.0  # seconds; who has not ended by then is killed
 MOURNED, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends that follow from another one's, which says more
+NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
 LOOK_AGAIN = 0.01  # seconds; at the board, while the tree starts or drains
 
 Run = Callable[[Tree, Member], None]
@@ -183,6 +184,10 @@ class Launcher:
     def start(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._look_who_is_stopped)
+        config = self.tree.config
+        if config.sampling_defaults.given:
+            source, given = f"{config.model}/{GENERATION}", config.sampling_defaults.given
+            event("default sampling parameters", source=source, **given, neutral_ones=NEUTRAL_ONES)
         for unit in self.units:
             unit.start()
 

@@ -14,21 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from penstock.engine import rope, weights
 from penstock.engine.attention import NAME, Decode, Memory, Paged, Probe, Shape
-from penstock.engine.directory import VISION
+from penstock.engine.families import VISION, require_family
 from penstock.engine.sharding import Ranks, shard
 from penstock.engine.slices import Heads
-
-TEXT = (
-    "gemma2",
-    "gemma3_text",
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-)
 
 
 class Model:
@@ -107,9 +95,5 @@ def load(path: Path, ranks: Ranks, device: torch.device, dtype: torch.dtype | No
 
 
 def require_supported(config: Any) -> None:
-    if config.model_type not in TEXT + VISION:
-        raise ValueError(
-            f"{config.model_type!r} is not supported; these are: {', '.join(TEXT)}; with images: {', '.join(VISION)}"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{config.model_type!r}: quantized weights are not supported")
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    require_family(config.model_type, config.architectures or (), is_quantized)

@@ -6,11 +6,11 @@ Zeros change nothing: what they add to a sum is nothing. Leaves to `sharding` wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+if TYPE_CHECKING:  # heads are counted without torch, before a process starts
+    import torch
+    from torch import Tensor
 
 
 class Slice(NamedTuple):
@@ -33,6 +33,9 @@ class Slice(NamedTuple):
 
     def of(self, source: Any, shape: Sequence[int], name: str) -> Tensor:
         """The part, of a tensor, or of one in a file, of that shape. Raises ValueError where that is another length."""
+        import torch
+        import torch.nn.functional as F
+
         if shape[self.dimension] != self.length:
             at = len(shape) + self.dimension
             raise ValueError(f"{name}: expected {self.length} in dimension {at}, got a shape of {tuple(shape)}")

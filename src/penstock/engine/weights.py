@@ -25,10 +25,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from penstock.engine.directory import ALONE, INDEX
 from penstock.engine.slices import FIRST_ONLY, Slice
-
-INDEX = "model.safetensors.index.json"
-ALONE = "model.safetensors"
 
 
 class Files:

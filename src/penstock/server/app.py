@@ -152,7 +152,7 @@ class Api:
         async with self._body(request) as body:
             asked = await self._aside(request, body, lambda: decoded(body, Chat))
             self._require_model(asked.model)
-            params = asked.sampling()
+            params = asked.sampling(self._config.sampling_defaults)
             is_answered = asked.add_generation_prompt is not False
             options = asked.chat_template_kwargs or {}
             said = await self._aside(request, body, lambda: Conversation.of(asked.messages))
@@ -173,7 +173,7 @@ class Api:
         async with self._body(request) as body:
             asked = await self._aside(request, body, lambda: decoded(body, Completion))
             self._require_model(asked.model)
-            params = asked.sampling()
+            params = asked.sampling(self._config.sampling_defaults)
             said = await self._aside(request, body, asked.prompts)
             prompts = []
             for prompt in said:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from penstock.engine.config import SamplingDefaults
 from penstock.engine.protocol import SamplingParams
 from penstock.server.counting import MOST_NBYTES, MOST_VALUES, require_little
 from penstock.server.cutting import LONG, cut
@@ -25,6 +26,7 @@ MOST_STOPS = 64
 MOST_CHARACTERS = 1024  # of one of them, and of what a client is called
 MOST_IDS = 1024  # with a bias, or that stop
 MOST_LOGPROBS = 20  # besides the sampled token
+NEUTRAL = SamplingDefaults()
 TOKENS_OF_A_COMPLETION = 16  # where none are said; a chat may go on as long as the model can
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -88,13 +90,14 @@ class Sampling(msgspec.Struct, kw_only=True):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def params(self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
         """Raises ApiError for what makes no sense, or is not supported."""
         _refuse(self)
         if self.response_format is not None and self.response_format.type != "text":
             message = f"expected 'text', got {self.response_format.type!r} at $.response_format.type"
             raise ApiError(400, message, param="response_format.type")
-        given: dict[str, Any] = {name: getattr(self, name) for name in _ALIKE if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in _ALIKE if getattr(self, name) is not None}
+        given = {**defaults.given, **given, "max_tokens": max_tokens, "logprobs": logprobs}
         if given.get("top_k") == -1:  # as others say it
             given["top_k"] = 0
         for name in ("stop_token_ids", "allowed_token_ids"):
@@ -105,7 +108,7 @@ class Sampling(msgspec.Struct, kw_only=True):
         if self.logit_bias is not None:
             given["logit_bias"] = tuple(self.logit_bias.items())
         try:
-            return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+            return SamplingParams(**given)
         except ValueError as error:
             words = str(error).split(" ")
             known = [word for word in (words[1], "stop") if word in SamplingParams.__struct_fields__]
@@ -127,10 +130,10 @@ class Completion(Sampling, kw_only=True):
     suffix: Unsupported = None
     best_of: int | None = None
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(400, "best_of is not supported: ask for n", param="best_of")
-        return self.params(self.max_tokens or TOKENS_OF_A_COMPLETION, self.logprobs)
+        return self.params(self.max_tokens or TOKENS_OF_A_COMPLETION, self.logprobs, defaults)
 
     def prompts(self) -> list[str | list[int]]:
         """Raises ApiError where they are of several kinds, or none."""
@@ -183,11 +186,13 @@ class Chat(Sampling, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "expected logprobs: true with top_logprobs", param="top_logprobs")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.params(most, (self.top_logprobs or 0) if self.logprobs else None)
+        if most is None:
+            most = defaults.max_tokens
+        return self.params(most, (self.top_logprobs or 0) if self.logprobs else None, defaults)
 
 
 class Conversation(NamedTuple):

@@ -14,8 +14,10 @@ import socket
 
 from penstock.engine import logs
 from penstock.engine.config import EngineConfig
+from penstock.engine.directory import completed
 from penstock.engine.launch import Launcher, TreeFailed
 from penstock.engine.logs import event
+from penstock.engine.preflight import require_startable, require_tokenizer
 from penstock.engine.tree import Member
 from penstock.server.notice import Notice, served_name
 from penstock.server.options import ServerOptions
@@ -24,7 +26,14 @@ from penstock.server.tally import Row, Tally
 
 
 def run(config: EngineConfig, options: ServerOptions) -> int:
-    """0: it has ended as it was told to. 1: it could not go on. Raises OSError where it cannot listen, ValueError."""
+    """Returns 0 if it has ended as it was told to, and 1 if it could not go on.
+
+    What can be known before a process starts is checked first, the port last: raises ValueError, ImportError, OSError.
+    """
+    config = completed(config)
+    require_startable(config)
+    if config.simulated is None:
+        require_tokenizer(config)
     logs.begin("launcher", config.log_format)
     with contextlib.closing(listen(options)) as listener:
         return asyncio.run(_run(config, options, listener))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gc
 import logging
@@ -58,8 +59,18 @@ def listen(options: ServerOptions) -> socket.socket:
     """The socket from which all server processes take connections.
 
     One socket with one queue, and not one each (SO_REUSEPORT): who is idle takes the next connection, one that waits
-    in the queue does not go with a process that dies, and none is given to a process that is stopped. Raises OSError.
+    in the queue does not go with a process that dies, and none is given to a process that is stopped. Raises OSError,
+    which names host and port.
     """
+    try:
+        return _listener(options)
+    except OSError as error:
+        hint = ": another --port, or 0 for one that is free" if error.errno == errno.EADDRINUSE else ""
+        text = f"cannot listen on port {options.port} of {options.host!r}: {error.strerror or error}{hint}"
+        raise OSError(error.errno, text) from None
+
+
+def _listener(options: ServerOptions) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(
         options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

@@ -1,0 +1,86 @@
+"""How many CUDA devices a worker will find: what the driver and torch's files say, without importing torch.
+
+What cannot be known is None, and never 0: the worker finds out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+# In a process of its own, as a driver that has been initialised keeps memory and descriptors.
+ASK_DRIVER = """
+import ctypes
+try:
+    driver = ctypes.CDLL("libcuda.so.1")
+except OSError as error:
+    print("absent" if "cannot open shared object file: No such file" in str(error) else error)
+else:
+    count = ctypes.c_int()
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    print(status, count.value)
+"""
+PATIENCE = 20.0  # seconds; for the driver's answer
+NO_DEVICE, STUB_LIBRARY = 100, 34  # CUDA_ERROR_…: the two that say that there is none
+
+
+class TorchBuild(NamedTuple):
+    """An installed torch, by its own version.py."""
+
+    version: str
+    cuda: str | None  # the version of CUDA that it was built for; None: it cannot use one
+    hip: str | None  # of ROCm, whose devices torch calls "cuda", too
+
+
+class Devices(NamedTuple):
+    number: int | None  # None: not known
+    reason: str
+
+
+def torch_build() -> TorchBuild | None:
+    """None: torch is not installed. Raises OSError and others where its version.py cannot be read."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    said = runpy.run_path(str(Path(spec.origin).parent / "version.py"))
+    return TorchBuild(str(said["__version__"]), said.get("cuda"), said.get("hip"))
+
+
+def cuda_devices() -> Devices:
+    try:
+        build = torch_build()
+    except Exception as error:  # whatever another package's file does
+        return Devices(None, f"torch's version.py: {error}")
+    if build is None:
+        return Devices(None, "torch is not installed")
+    if build.hip is not None:
+        return Devices(None, f"torch {build.version} is built for ROCm {build.hip}")
+    if build.cuda is None:
+        return Devices(0, f"torch {build.version} is built without CUDA")
+    return _asked_of_driver()
+
+
+def _asked_of_driver() -> Devices:
+    command = [sys.executable, "-I", "-S", "-c", ASK_DRIVER]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Devices(None, f"the driver could not be asked: {error}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    where = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+    said = done.stdout.split()
+    if said == ["absent"]:
+        return Devices(0, "there is no NVIDIA driver (libcuda.so.1)")
+    if done.returncode != 0 or len(said) != 2 or not all(one.isdecimal() for one in said):
+        return Devices(None, f"the driver: {done.stdout.strip() or f'exit status {done.returncode}'}")
+    status, count = map(int, said)
+    if status in (NO_DEVICE, STUB_LIBRARY):
+        return Devices(0, f"the driver finds no device{where}")
+    if status != 0:
+        return Devices(None, f"the driver answers with error {status}")
+    return Devices(count, f"the driver finds {count} device{'' if count == 1 else 's'}{where}")

@@ -1,0 +1,155 @@
+"""What can be known before a process starts: whether the model's files, its family, the options and the device fit.
+
+Neither torch nor transformers is imported, so that a mistake is named within a second. What cannot be known here is
+left to the process that finds it out: uncertain is not "no".
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.cuda_devices import cuda_devices
+from penstock.engine.directory import ALONE, INDEX, expected, parts, tokenizer_path
+from penstock.engine.families import require_family
+from penstock.engine.slices import Heads
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")  # of a model that is computed
+OTHER_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json", "preprocessor_config.json")
+MOST_HEADER_NBYTES = 100 << 20  # as safetensors itself allows
+POINTER = b"version https://git-lfs"
+
+
+def require_startable(config: EngineConfig) -> None:
+    """Of a configuration that is `completed`. Raises ValueError, ImportError and OSError for what can never work."""
+    if config.simulated is None:
+        require_packages(PACKAGES)
+        require_model(config)
+    require_blocks(config)
+    if config.simulated is None and config.device.startswith("cuda"):
+        require_cuda(config)
+
+
+def require_packages(names: Iterable[str]) -> None:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"a model needs {' and '.join(missing)}, not installed here")
+
+
+# ── the model ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def require_model(config: EngineConfig) -> None:
+    directory = Path(config.model)
+    path = directory / "config.json"
+    if not path.exists():
+        raise ValueError(f"there is no {path}: expected the directory of a model, with its config.json")
+    whole, text = parts(path)
+    require_family(
+        str(whole.get("model_type")),
+        _convert(whole.get("architectures") or [], list[str], f"architectures of {path}"),
+        whole.get("quantization_config") is not None,
+    )
+    _require_heads(text or whole, config.tensor_parallel)
+    require_weights(directory)
+    for name in OTHER_FILES:
+        if (directory / name).exists():
+            parts(directory / name)
+
+
+def _require_heads(text: Mapping[str, Any], ranks: int) -> None:
+    """Where config.json leaves them out, transformers has defaults of each family: the worker knows."""
+    queries, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    if isinstance(queries, int) and isinstance(keys, int) and queries > 0 and keys > 0:
+        Heads(queries, keys).require(ranks)
+
+
+def require_weights(directory: Path) -> None:
+    """That all files of weights are there, and as long as their headers say."""
+    index = directory / INDEX
+    if index.exists():
+        whole, _ = parts(index)
+        files = sorted(set(_convert(whole.get("weight_map"), dict[str, str], f"weight_map of {index}").values()))
+        missing = [name for name in files if not (directory / name).exists()]
+        if missing:
+            raise ValueError(
+                f"{directory}: {len(missing)} of {len(files)} files of {INDEX} are not there, {missing[0]} the first"
+            )
+    elif (directory / ALONE).exists():
+        files = [ALONE]
+    else:
+        raise ValueError(f"{directory}: no {ALONE} and no {INDEX}: only weights in safetensors are read")
+    for name in files:
+        _require_whole(directory / name)
+
+
+def _require_whole(path: Path) -> None:
+    with open(path, "rb") as file:
+        begin = file.read(max(8, len(POINTER)))
+        if begin == POINTER:
+            raise ValueError(f"{path} is a pointer of Git LFS, and not the file: git lfs pull")
+        header_nbytes, nbytes = int.from_bytes(begin[:8], "little"), path.stat().st_size
+        if len(begin) < 8 or header_nbytes > MOST_HEADER_NBYTES:
+            raise ValueError(f"{path} is not a file of safetensors")
+        file.seek(8)
+        header = file.read(header_nbytes)
+    expected = 8 + header_nbytes
+    if len(header) == header_nbytes:
+        try:
+            tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{path} is not a file of safetensors: {error}") from None
+        expected += max((one.data_offsets[1] for one in tensors.values()), default=0)
+    if nbytes < expected:
+        raise ValueError(f"{path} is cut off: it has {nbytes} bytes of {expected}")
+
+
+class _Tensor(msgspec.Struct):
+    """Of a header of safetensors; its metadata has no offsets."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def require_tokenizer(config: EngineConfig) -> None:
+    """A server makes ids of text. Whether the tokenizer's library can use the file, only reading all of it says."""
+    path = tokenizer_path(config)
+    if not path.exists():
+        raise ValueError(f"there is no {path}: a server needs the model's tokenizer")
+    with expected(str(path)):
+        msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
+
+
+class _Tokenizer(msgspec.Struct):
+    """Of a file of the tokenizers library. Its words are not decoded, as there may be hundreds of thousands."""
+
+    model: dict[str, msgspec.Raw]
+
+
+def _convert(value: Any, kind: Any, what: str) -> Any:
+    with expected(what):
+        return msgspec.convert(value, kind)
+
+
+# ── options and devices ──────────────────────────────────────────────────────────────────────────────────────────────
+def require_blocks(config: EngineConfig) -> None:
+    """That one request of the greatest length fits into the cache."""
+    blocks = config.blocks if config.simulated is None else min(config.blocks or 1 << 31, config.simulated.blocks)
+    if blocks is not None and blocks < config.most_blocks:
+        raise ValueError(
+            f"the model's max seq len ({config.max_model_len}) is larger than the maximum number of tokens that can be "
+            f"stored in KV cache ({blocks * config.block_size}): "
+            f"--blocks {config.most_blocks} or more, or --max-model-len {blocks * config.block_size} or less"
+        )
+
+
+def require_cuda(config: EngineConfig) -> None:
+    ranks = config.data_parallel * config.tensor_parallel
+    devices = cuda_devices()
+    wanted = ranks if config.device == "cuda" else int(config.device.removeprefix("cuda:")) + 1
+    if devices.number is not None and devices.number < wanted:
+        workers = f"{ranks} workers need {ranks}" if config.device == "cuda" else f"it is the device number {wanted}"
+        text = "no CUDA device can be used" if devices.number == 0 else workers
+        raise ValueError(f"--device {config.device}: {text}: {devices.reason}; --device cpu does without")

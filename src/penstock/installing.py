@@ -1,0 +1,27 @@
+"""What to type where a package is missing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from importlib import metadata
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra into this environment: from the clone that Penstock was installed from, or by
+    its name, where it was no clone."""
+    option, source = _source()
+    return f"{shlex.quote(sys.executable)} -m pip install {option}{shlex.quote(f'{source}[{extra}]')}"
+
+
+def _source() -> tuple[str, str]:
+    """An option of pip, and what it installs."""
+    try:
+        said = json.loads(metadata.distribution("penstock").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        said = {}
+    url = str(said.get("url", ""))
+    if not url.startswith("file://") or "dir_info" not in said:  # of an index, or a wheel
+        return "", "penstock"
+    return "--editable " if said["dir_info"].get("editable") else "", url.removeprefix("file://")
