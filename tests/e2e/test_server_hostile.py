@@ -255,6 +255,21 @@ async def what_is_no_http_is_refused_in_words(tree: Served) -> None:
         assert refused.status == 400 and refused.error["type"] == "invalid_request_error", pieces[:60]
 
 
+async def a_request_names_exactly_one_host_since_http_1_1(tree: Served) -> None:
+    """Two readers of one request must not disagree about its host."""
+    for head in (
+        b"GET /health HTTP/1.1\r\n",
+        b"GET /health HTTP/1.1\r\nhost: x\r\nhost: x\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nhost: y\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 4000\r\n",
+    ):
+        refused = await answer(tree, head + b"\r\n" + ASKED + MODELS)
+        assert refused.status == 400 and "Host" in refused.error["message"], head
+    assert (await answer(tree, b"GET /health HTTP/1.0\r\n\r\n")).status == 200
+    found = await answers(tree, MODELS + b"GET /health HTTP/1.1\r\n\r\n" + MODELS)
+    assert 400 in [one.status for one in found] and len(found) <= 2
+
+
 async def a_length_that_is_not_the_bodys_costs_that_connection_alone(tree: Served) -> None:
     short = await answer(tree, HEAD + b"content-length: 3\r\n\r\n" + ASKED)  # the rest begins no request
     assert short.status == 400 and short.error
@@ -381,6 +396,7 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     methods_that_a_route_has_not_are_named_with_those_it_has,
     a_head_is_told_how_long_the_answer_would_be,
     what_is_no_http_is_refused_in_words,
+    a_request_names_exactly_one_host_since_http_1_1,
     a_length_that_is_not_the_bodys_costs_that_connection_alone,
     who_is_refused_before_its_body_was_there_hears_of_it,
     who_is_refused_and_wants_an_end_hears_of_it_first,
