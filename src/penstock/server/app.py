@@ -18,10 +18,11 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.board import Board
 from penstock.engine.client import Client
@@ -29,10 +30,12 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.logs import event
 from penstock.engine.protocol import SamplingParams, Style
 from penstock.engine.stream import EngineError, Stream
-from penstock.server import openapi
+from penstock.server import bodies, openapi
 from penstock.server.bodies import Chat, Completion, Conversation, Sampling, Tokenize, decoded
 from penstock.server.dashboard import Dashboard
 from penstock.server.errors import ApiError, Gone
+from penstock.server.fields import HEADER as IGNORED_FIELDS
+from penstock.server.fields import UnknownFields
 from penstock.server.health import Health
 from penstock.server.images import Prompt
 from penstock.server.metrics import Metrics
@@ -49,6 +52,7 @@ NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl",
 
 Answer: TypeAlias = Response | Events
 T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 class Api:
@@ -73,6 +77,7 @@ class Api:
         self._metrics = Metrics(tally, board)
         self._health = Health(tally, board, me)
         self._dashboard = Dashboard()
+        self._unknown_fields = UnknownFields(name for names in bodies.FIELDS.values() for name in names)
         self._name = served_name(config, options)
         self._started = int(time.time())
         self._reading_nbytes = 0  # of bodies that have begun to come
@@ -92,7 +97,8 @@ class Api:
             Route("/health/live", self._health.live),
             Route("/health/ready", self._health.ready),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+        middleware = [Middleware(ResponseHeaders)]
+        return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _unknown})
 
     # ── who may ask, and how much ──
     def require_key(self, request: Request) -> None:
@@ -141,6 +147,14 @@ class Api:
             return work()
         return await unless_gone(request.receive, self._reader.in_a_thread(work))
 
+    async def _decoded(self, request: Request, body: bytearray, kind: type[BodyT]) -> BodyT:
+        unknown: list[str] = []
+        asked = await self._aside(request, body, lambda: decoded(body, kind, unknown))
+        if unknown:
+            described = self._unknown_fields.describe(unknown, path=request.url.path)
+            request.state.headers.append((IGNORED_FIELDS.encode(), described.encode()))
+        return asked
+
     def _require_model(self, name: str | None) -> None:
         if name is not None and name not in (self._name, self._config.model):
             message = f"there is no model {name!r} here, but {self._name!r}"
@@ -149,13 +163,11 @@ class Api:
     # ── what is generated ──
     async def _chat(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._aside(request, body, lambda: decoded(body, Chat))
+            asked = await self._decoded(request, body, Chat)
             self._require_model(asked.model)
             params = asked.sampling()
-            is_answered = asked.add_generation_prompt is not False
-            options = asked.chat_template_kwargs or {}
             said = await self._aside(request, body, lambda: Conversation.of(asked.messages))
-            prompt = await self._prompt(request, said, is_answered, options)
+            prompt = await self._prompt(request, said, asked.template_options, asked)
             asked.messages = []  # images are long, and it may take long to answer
         try:
             return await self._generate(request, Style.CHAT, asked, params, [prompt], "messages")
@@ -163,20 +175,23 @@ class Api:
             prompt.release()
             raise
 
-    async def _prompt(self, request: Request, said: Conversation, is_answered: bool, options: dict[str, Any]) -> Prompt:
+    async def _prompt(
+        self, request: Request, said: Conversation, options: dict[str, Any], asked: Chat | Tokenize
+    ) -> Prompt:
         """To be released, unless a request gets it."""
-        reading = self._reader.conversation(said, is_answered, options)
+        is_answered, add_special = asked.add_generation_prompt is not False, asked.add_special_tokens is True
+        reading = self._reader.conversation(said, is_answered, options, add_special)
         return await (unless_gone(request.receive, reading) if said.images else reading)
 
     async def _completions(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._aside(request, body, lambda: decoded(body, Completion))
+            asked = await self._decoded(request, body, Completion)
             self._require_model(asked.model)
             params = asked.sampling()
             said = await self._aside(request, body, asked.prompts)
             prompts = []
             for prompt in said:
-                prompts.append(Prompt(await self._reader.ids(prompt)))
+                prompts.append(Prompt(await self._reader.ids(prompt, asked.add_special_tokens is not False)))
                 await asyncio.sleep(0)  # each takes up to 1 ms, and others go on in between
         return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
 
@@ -189,6 +204,7 @@ class Api:
         prompts: Sequence[Prompt],
         param: str,
     ) -> Answer:
+        prompts = [self._truncated(prompt, asked, params) for prompt in prompts]
         for prompt in prompts:
             self._require_room(prompt.ids, params, param)
         if params.allowed_token_ids and min(params.allowed_token_ids) >= self._reader.words.most_ids:
@@ -211,6 +227,31 @@ class Api:
         stream = await self._submit(asked, params, prompts[0], (style, head + nothing_yet))
         return Events(stream, head, asked.includes_usage, pace)
 
+    def _truncated(self, prompt: Prompt, asked: Sampling, params: SamplingParams) -> Prompt:
+        """With as many of its ids as `truncate_prompt_tokens` leaves: the last ones, unless `truncation_side` is right.
+
+        -1 leaves as many as the model and `max_tokens` have room for. Raises ApiError.
+        """
+        tokens = asked.truncate_prompt_tokens
+        if tokens is None:
+            return prompt
+        name, room = "truncate_prompt_tokens", self._config.max_model_len - (params.max_tokens or 1)
+        if tokens > room or room < 1:
+            message = (
+                f"expected at most {max(0, room)} tokens, as the model has {self._config.max_model_len} and the answer "
+                f"may take {params.max_tokens or 1}, got {tokens} at $.{name}"
+            )
+            raise ApiError(400, message, param=name)
+        kept = room if tokens == -1 else tokens
+        if kept >= len(prompt.ids):
+            return prompt
+        if prompt.items:
+            raise ApiError(
+                400, f"a prompt with images cannot be truncated, and has {len(prompt.ids)} tokens", param=name
+            )
+        is_from_left = asked.truncation_side != "right"
+        return prompt._replace(ids=prompt.ids[len(prompt.ids) - kept :] if is_from_left else prompt.ids[:kept])
+
     def _require_room(self, ids: list[int], params: SamplingParams, param: str) -> None:
         most = self._config.max_model_len
         if not 1 <= len(ids) < most:
@@ -227,6 +268,7 @@ class Api:
             scope=prompt.scope,
             priority=asked.priority or 0,
             client=asked.user or "",
+            salt=(asked.cache_salt or "").encode(),
             announce=announce,
         )
 
@@ -258,13 +300,13 @@ class Api:
     # ── what is known ──
     async def _tokenize(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._aside(request, body, lambda: decoded(body, Tokenize))
+            asked = await self._decoded(request, body, Tokenize)
             self._require_model(asked.model)
             what = await self._aside(request, body, asked.what)
             if isinstance(what, str):
-                ids = await self._reader.ids(what, asked.add_special_tokens)
+                ids = await self._reader.ids(what, asked.add_special_tokens is not False)
             else:
-                prompt = await self._prompt(request, what, asked.add_generation_prompt, {})
+                prompt = await self._prompt(request, what, asked.chat_template_kwargs or {}, asked)
                 prompt.release()
                 ids = prompt.ids
         return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
@@ -292,6 +334,24 @@ class Api:
     def count(self, route: str, status: int) -> None:
         if route in ROUTES:
             self._row[self._row.answered(route, status)] += 1
+
+
+class ResponseHeaders:
+    """Adds to each answer the headers that were put into `request.state.headers` before it began."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: list[tuple[bytes, bytes]] = []
+        scope.setdefault("state", {})["headers"] = headers
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *headers]
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
 
 
 class Endpoint:
