@@ -6,9 +6,11 @@ A field that is null is one that was not given. Leaves to `fields` what becomes 
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+import msgspec.inspect
 
 from penstock.engine.protocol import SamplingParams
 from penstock.server.counting import MOST_NBYTES, MOST_VALUES, require_little
@@ -280,11 +282,35 @@ def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str]
 
 def _decode(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T:
     """Raises WRONG, ApiError."""
-    found: T = DECODERS[kind].decode(body)
+    try:
+        found: T = DECODERS[kind].decode(body)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+        found = DECODERS[kind].decode(_with_whole_numbers(body, kind))
     names = check_fields(body, FIELDS[kind])
     if unknown is not None:
         unknown[:] = names
     return found
+
+
+def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> bytes:
+    """The body with 10.0 written as 10, as JSON knows one kind of number, wherever a field wants a whole one."""
+    said: dict[str, Any] = msgspec.json.decode(body)
+    for name in _whole_numbers(kind) & said.keys():
+        value = said[name]
+        if isinstance(value, float) and value.is_integer():
+            said[name] = int(value)
+    return msgspec.json.encode(said)
+
+
+@functools.cache
+def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Fields whose values are whole numbers, or nothing."""
+    fields = msgspec.inspect.type_info(kind).fields  # type: ignore[attr-defined]
+    kinds = {field.encode_name: {type(one) for one in getattr(field.type, "types", (field.type,))} for field in fields}
+    optional = {msgspec.inspect.IntType, msgspec.inspect.NoneType}
+    return frozenset(name for name, found in kinds.items() if msgspec.inspect.IntType in found <= optional)
 
 
 def _is_whole_with(found: msgspec.Struct, urls: dict[str, str]) -> bool:
