@@ -146,6 +146,24 @@ async def samples_and_prompts_have_choices_of_their_own(tree: Served) -> None:
     assert list(texts.values()) == want[:2]
 
 
+async def several_prompts_are_streamed_with_the_indices_of_a_whole_answer(tree: Served) -> None:
+    prompts = ["one", "another", "third"]
+    asked = {"model": "simulated", "prompt": prompts, "max_tokens": 4, "n": 2}
+    stream = await tree.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    texts, ends = dict.fromkeys(range(6), ""), []
+    *events, last = [event async for event in stream]
+    for event in events:
+        (choice,) = event.choices
+        texts[choice.index] += choice.text
+        ends += [choice.index] if choice.finish_reason else []
+    assert list(texts.values()) == [tree.answer(prompt, 4, sample) for prompt in prompts for sample in range(2)]
+    assert sorted(ends) == list(range(6)) and len({event.id for event in events}) == 1
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (15, 24)
+    with refused("BadRequestError") as caught:
+        await tree.client.completions.create(**{**asked, "prompt": ["one", "x" * 5000]}, stream=True)
+    assert caught.value.param == "prompt"
+
+
 async def ids_are_a_prompt_too(tree: Served) -> None:
     done = await tree.client.completions.create(model="simulated", prompt=[*b"hello"], max_tokens=3)
     assert done.choices[0].text == tree.answer("hello", 3)
@@ -217,7 +235,6 @@ async def what_makes_no_sense_is_refused_with_its_field(tree: Served) -> None:
         ({"prompt": [1000]}, "prompt"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
-        ({"stream": True, "prompt": ["a", "b"]}, "prompt"),
     ):
         with refused("BadRequestError") as caught:
             await tree.client.completions.create(**{"model": "simulated", "prompt": "x", **options})
@@ -372,6 +389,7 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     a_stream_says_the_same_and_then_its_usage,
     a_chat_is_streamed_with_its_role_first,
     samples_and_prompts_have_choices_of_their_own,
+    several_prompts_are_streamed_with_the_indices_of_a_whole_answer,
     ids_are_a_prompt_too,
     a_stop_string_across_tokens_is_not_shown,
     a_truncated_prompt_is_its_end_or_its_beginning,

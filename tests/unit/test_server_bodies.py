@@ -220,6 +220,11 @@ def test_who_is_refused_for_now_is_told_when_to_come_again() -> None:
     assert "retry-after" not in ApiError.of(EngineError(400, "too long")).response().headers
 
 
+def test_an_error_that_is_not_the_clients_doing_names_its_request() -> None:
+    assert ApiError.of(EngineError(503, "gone"), "abc").message == "gone (request abc)"
+    assert ApiError.of(EngineError(400, "too long"), "abc").message == "too long"
+
+
 def test_what_is_said_of_something_long_is_short_and_begins_and_ends_as_it_would() -> None:
     with pytest.raises(ApiError) as caught:
         chat(messages=[{"role": "x" * 100_000, "content": ""}])

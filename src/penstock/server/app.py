@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
+import functools
 import hmac
 import logging
-import secrets
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -19,10 +20,11 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from penstock.engine.board import Board
 from penstock.engine.client import Client
@@ -41,12 +43,16 @@ from penstock.server.images import Prompt
 from penstock.server.metrics import Metrics
 from penstock.server.notice import served_name
 from penstock.server.options import ServerOptions
+from penstock.server.request_ids import HEADER as REQUEST_ID
+from penstock.server.request_ids import RequestIds, is_valid
 from penstock.server.tally import ROUTES, Row, Tally
-from penstock.server.telling import Choice, Events, Pace, gathered, unless_gone, usage_of
+from penstock.server.telling import Batch, Choice, Events, Pace, engine_failed, gathered, unless_gone, usage_of
 from penstock.server.words import Reader
 
 LONG = 64 << 10  # bytes of a body: most are decoded in a fraction of 1 ms; longer ones by a thread, as the loop goes on
 BODIES_AT_ONCE = 8  # of the longest: what a process keeps of requests that have not come as a whole
+MAX_PATH = 256  # characters of a path whose nearest route is looked for
+MAX_SHARE = 2  # the prompts of one request take at most 1/MAX_SHARE of all slots at a time
 CLIENT_GONE = 499  # in the tally: nobody is told
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
 
@@ -79,6 +85,7 @@ class Api:
         self._dashboard = Dashboard()
         self._unknown_fields = UnknownFields(name for names in bodies.FIELDS.values() for name in names)
         self._name = served_name(config, options)
+        self._paths: list[str] = []  # of the routes
         self._started = int(time.time())
         self._reading_nbytes = 0  # of bodies that have begun to come
 
@@ -97,8 +104,19 @@ class Api:
             Route("/health/live", self._health.live),
             Route("/health/ready", self._health.ready),
         ]
-        middleware = [Middleware(ResponseHeaders)]
-        return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _unknown})
+        self._paths = [route.path.replace(":path", "") for route in routes]
+        middleware = [Middleware(RequestIds), *cors(self._options)]
+        return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: self._no_route})
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "registered for no other"
+        path, headers = request.url.path, error.headers
+        if error.status_code == 405 and headers is not None:
+            message = f"{request.method} {path} is not allowed: expected {headers['Allow']}"
+        else:
+            nearest = difflib.get_close_matches(path[:MAX_PATH], self._paths, 1)
+            message = f"there is no route {path}" + (f": the nearest is {nearest[0]}" if nearest else "")
+        return ApiError(error.status_code, message, headers=headers).response()
 
     # ── who may ask, and how much ──
     def require_key(self, request: Request) -> None:
@@ -151,7 +169,8 @@ class Api:
         unknown: list[str] = []
         asked = await self._aside(request, body, lambda: decoded(body, kind, unknown))
         if unknown:
-            described = self._unknown_fields.describe(unknown, path=request.url.path)
+            context = {"path": request.url.path, "request_id": request.state.request_id}
+            described = self._unknown_fields.describe(unknown, **context)
             request.state.headers.append((IGNORED_FIELDS.encode(), described.encode()))
         return asked
 
@@ -214,18 +233,43 @@ class Api:
             raise ApiError(400, message, param="allowed_token_ids")
         pace = Pace(self._row, request.state.began)
         short, name = NAMES[style]
-        said: dict[str, Any] = {"id": f"{short}-{secrets.token_hex(12)}", "object": name, "created": int(time.time())}
+        if asked.request_id is not None and not request.state.is_named:
+            if not is_valid(asked.request_id):  # a line's end after it, which its pattern lets pass
+                raise ApiError(400, "expected printable characters at $.request_id", param="request_id")
+            request.state.request_id = asked.request_id
+        request_id: str = request.state.request_id
+        said: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
         said["model"] = asked.model or self._name
         if not asked.stream:
-            return await unless_gone(request.receive, self._whole(style, asked, params, prompts, said, pace))
-        if len(prompts) > 1:
-            raise ApiError(400, "expected one prompt with stream: true", param="prompt")
+            batch = self._batch(asked, params, prompts)
+            return await unless_gone(request.receive, self._whole(style, batch, params, len(prompts), said, pace))
         if style == Style.CHAT:
             said["object"] += ".chunk"
         head = msgspec.json.encode(said)[:-1]
         nothing_yet = b',"usage":null' if asked.includes_usage else b""
-        stream = await self._submit(asked, params, prompts[0], (style, head + nothing_yet))
-        return Events(stream, head, asked.includes_usage, pace)
+        batch = self._batch(asked, params, prompts, (style, head + nothing_yet))
+        return Events(batch, head, asked.includes_usage, pace, request_id)
+
+    def _batch(
+        self,
+        asked: Sampling,
+        params: SamplingParams,
+        prompts: Sequence[Prompt],
+        announce: tuple[Style, bytes] | None = None,
+    ) -> Batch:
+        slots = self._config.slots * self._config.data_parallel
+        submits = [
+            functools.partial(
+                self._submit, asked, params, prompt, None if announce is None else (*announce, index * params.n)
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+        def release() -> None:
+            for prompt in prompts:
+                prompt.release()
+
+        return Batch(submits, max(1, slots // MAX_SHARE // params.n), release)
 
     def _truncated(self, prompt: Prompt, asked: Sampling, params: SamplingParams) -> Prompt:
         """With as many of its ids as `truncate_prompt_tokens` leaves: the last ones, unless `truncation_side` is right.
@@ -259,7 +303,7 @@ class Api:
             raise ApiError(400, message, param=param, code="context_length_exceeded" if ids else None)
 
     async def _submit(
-        self, asked: Sampling, params: SamplingParams, prompt: Prompt, announce: tuple[Style, bytes] | None = None
+        self, asked: Sampling, params: SamplingParams, prompt: Prompt, announce: tuple[Style, bytes, int] | None
     ) -> Stream:
         return await self._client.submit(
             prompt.ids,
@@ -275,26 +319,22 @@ class Api:
     async def _whole(
         self,
         style: Style,
-        asked: Sampling,
+        batch: Batch,
         params: SamplingParams,
-        prompts: Sequence[Prompt],
+        prompts: int,
         said: dict[str, Any],
         pace: Pace,
     ) -> Response:
-        async with contextlib.AsyncExitStack() as stack:
-            streams = []
-            for prompt in prompts:
-                streams.append(await stack.enter_async_context(await self._submit(asked, params, prompt)))
-            found = await asyncio.gather(*(gathered(stream, params.n, pace) for stream in streams))
+        choices = await gathered(batch, prompts, params.n, pace)
         vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
         tell = Choice.of_chat if style == Style.CHAT else Choice.of_completion
         said["choices"] = []
-        for index, choice in enumerate(choice for one in found for choice in one):
+        for index, choice in enumerate(choices):
             if index:
                 await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
             said["choices"].append(tell(choice, index, vocabulary))
-        said["usage"] = usage_of(*streams)
-        pace.end(*streams)
+        said["usage"] = usage_of(*batch.streams)
+        pace.end(*batch.streams)
         return _json(said)
 
     # ── what is known ──
@@ -336,24 +376,6 @@ class Api:
             self._row[self._row.answered(route, status)] += 1
 
 
-class ResponseHeaders:
-    """Adds to each answer the headers that were put into `request.state.headers` before it began."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers: list[tuple[bytes, bytes]] = []
-        scope.setdefault("state", {})["headers"] = headers
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *headers]
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
-
-
 class Endpoint:
     """A route. Whoever has no key, asks too much or what makes no sense is told so in OpenAI's form."""
 
@@ -383,21 +405,35 @@ class Endpoint:
             except ApiError as error:
                 refused = error
             except EngineError as error:
-                refused = ApiError.of(error)
+                refused = engine_failed(error, request.state.request_id)
             except (Gone, ClientDisconnect):
                 return CLIENT_GONE
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
-                event("request failed", logging.ERROR, route=self._route, error=what, trace=traceback.format_exc())
-                refused = ApiError(500, "the server has failed; its log says how")
+                request_id = request.state.request_id
+                trace = traceback.format_exc()
+                event(
+                    "request failed", logging.ERROR, request_id=request_id, route=self._route, error=what, trace=trace
+                )
+                refused = ApiError(500, f"the server has failed; its log says how, of request {request_id}")
         await refused.response()(scope, receive, send)
         return refused.status
 
 
-async def _unknown(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for no other"
-    message = f"{error.detail}: {request.method} {request.url.path}"
-    return ApiError(error.status_code, message, headers=error.headers).response()
+def cors(options: ServerOptions) -> list[Middleware]:
+    """What lets pages of other origins ask; none are allowed unless they are named."""
+    if not options.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+            expose_headers=(REQUEST_ID, IGNORED_FIELDS, "retry-after"),
+        )
+    ]
 
 
 def _too_long(most: int) -> ApiError:

@@ -18,6 +18,7 @@ from penstock.server.cutting import LONG, cut
 from penstock.server.errors import ApiError, of_a_body
 from penstock.server.fields import check_fields
 from penstock.server.images import Named
+from penstock.server.request_ids import PATTERN
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -39,6 +40,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]  # as a key; a pattern wou
 NUMBERS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_CHARACTERS)]
+RequestId = Annotated[str, msgspec.Meta(pattern=PATTERN)]
 # In a message, where a value would change the prompt.
 Unsupported = Annotated[Any, msgspec.Meta(extra_json_schema={"enum": [None, False, 0, "", [], {}]})]
 
@@ -79,6 +81,7 @@ class Sampling(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Id | None = None
+    request_id: RequestId | None = None
     cache_salt: Salt | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] | None = None
     truncation_side: Literal["left", "right"] | None = None

@@ -100,7 +100,6 @@ IGNORED: frozenset[str] = frozenset(
         *("data_parallel_rank", "guided_decoding_backend", "guided_whitespace_pattern", "include_reasoning"),
         *(
             "length_penalty",
-            "request_id",
             "return_cached_tokens_details",
             "return_mm_kwargs",
             "return_token_offsets",
