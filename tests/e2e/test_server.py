@@ -146,6 +146,24 @@ async def samples_and_prompts_have_choices_of_their_own(tree: Served) -> None:
     assert list(texts.values()) == want[:2]
 
 
+async def several_prompts_are_streamed_with_the_indices_of_a_whole_answer(tree: Served) -> None:
+    prompts = ["one", "another", "third"]
+    asked = {"model": "simulated", "prompt": prompts, "max_tokens": 4, "n": 2}
+    stream = await tree.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    texts, ends = dict.fromkeys(range(6), ""), []
+    *events, last = [event async for event in stream]
+    for event in events:
+        (choice,) = event.choices
+        texts[choice.index] += choice.text
+        ends += [choice.index] if choice.finish_reason else []
+    assert list(texts.values()) == [tree.answer(prompt, 4, sample) for prompt in prompts for sample in range(2)]
+    assert sorted(ends) == list(range(6)) and len({event.id for event in events}) == 1
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (15, 24)
+    with refused("BadRequestError") as caught:
+        await tree.client.completions.create(**{**asked, "prompt": ["one", "x" * 5000]}, stream=True)
+    assert caught.value.param == "prompt"
+
+
 async def ids_are_a_prompt_too(tree: Served) -> None:
     done = await tree.client.completions.create(model="simulated", prompt=[*b"hello"], max_tokens=3)
     assert done.choices[0].text == tree.answer("hello", 3)
@@ -164,6 +182,47 @@ async def a_stop_string_across_tokens_is_not_shown(tree: Served) -> None:
     assert events[-1].choices[0].finish_reason == "stop"
 
 
+async def a_truncated_prompt_is_its_end_or_its_beginning(tree: Served) -> None:
+    prompt = "hello world"
+    for options, want in (
+        ({"truncate_prompt_tokens": 5}, "world"),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, "hello"),
+        ({"truncate_prompt_tokens": 11}, prompt),
+        ({"truncate_prompt_tokens": -1}, prompt),
+        ({"truncate_prompt_tokens": None}, prompt),
+    ):
+        done = await tree.client.completions.create(model="simulated", prompt=prompt, max_tokens=3, extra_body=options)
+        assert done.choices[0].text == tree.answer(want, 3), options
+        assert done.usage.prompt_tokens == len(want)
+    long = "x" * 5000
+    done = await tree.client.completions.create(
+        model="simulated", prompt=long, max_tokens=6, extra_body={"truncate_prompt_tokens": -1}
+    )
+    assert done.usage.prompt_tokens == 4090 and done.choices[0].text == tree.answer(long[:4090], 6)
+    for tokens, most in ((4096, 16), (4081, 16), (1, 5000), (-1, 4096), (-2, 16)):
+        with refused("BadRequestError") as caught:
+            await tree.client.completions.create(
+                model="simulated", prompt=long, max_tokens=most, extra_body={"truncate_prompt_tokens": tokens}
+            )
+        assert caught.value.param == "truncate_prompt_tokens", (tokens, most)
+
+
+async def prompts_share_a_cache_only_with_those_of_the_same_salt(tree: Served) -> None:
+    async def cached(**options: Any) -> int:
+        done = await tree.client.completions.create(
+            model="simulated", prompt="salted " * 20, max_tokens=1, extra_body=options
+        )
+        found: int = done.usage.prompt_tokens_details.cached_tokens
+        return found
+
+    for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}):
+        assert await cached(**salt) == 0
+        assert await cached(**salt) == 128
+    with refused("BadRequestError") as caught:
+        await cached(cache_salt="")
+    assert caught.value.param == "cache_salt"
+
+
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
 async def what_makes_no_sense_is_refused_with_its_field(tree: Served) -> None:
     for options, param in (
@@ -176,11 +235,31 @@ async def what_makes_no_sense_is_refused_with_its_field(tree: Served) -> None:
         ({"prompt": [1000]}, "prompt"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
-        ({"stream": True, "prompt": ["a", "b"]}, "prompt"),
     ):
         with refused("BadRequestError") as caught:
             await tree.client.completions.create(**{"model": "simulated", "prompt": "x", **options})
         assert (caught.value.type, caught.value.param) == ("invalid_request_error", param), options
+
+
+async def fields_that_change_the_answer_are_refused_and_unknown_ones_are_named(tree: Served) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    for field in ({"regex": "a+"}, {"bad_words": ["a"]}, {"prompt_embeds": "AAAA"}, {"tool_choice": "required"}):
+        for create in (
+            lambda field: tree.client.completions.create(model="simulated", prompt="x", extra_body=field),
+            lambda field: tree.client.chat.completions.create(model="simulated", messages=messages, extra_body=field),
+        ):
+            with refused("BadRequestError") as caught:
+                await create(field)
+            assert caught.value.param == next(iter(field))
+    for stream in (False, True):
+        raw = await tree.client.chat.completions.with_raw_response.create(
+            model="simulated", messages=messages, stream=stream, max_tokens=2, extra_body={"bad_word": ["a"], "zz": 1}
+        )
+        assert raw.headers["x-ignored-fields"] == "bad_word (did you mean bad_words?), zz"
+        raw = await tree.client.chat.completions.with_raw_response.create(
+            model="simulated", messages=messages, stream=stream, max_tokens=2, tool_choice="none", store=True
+        )
+        assert "x-ignored-fields" not in raw.headers
 
 
 async def an_image_is_refused_by_a_device_that_sees_nothing(tree: Served) -> None:
@@ -310,9 +389,13 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     a_stream_says_the_same_and_then_its_usage,
     a_chat_is_streamed_with_its_role_first,
     samples_and_prompts_have_choices_of_their_own,
+    several_prompts_are_streamed_with_the_indices_of_a_whole_answer,
     ids_are_a_prompt_too,
     a_stop_string_across_tokens_is_not_shown,
+    a_truncated_prompt_is_its_end_or_its_beginning,
+    prompts_share_a_cache_only_with_those_of_the_same_salt,
     what_makes_no_sense_is_refused_with_its_field,
+    fields_that_change_the_answer_are_refused_and_unknown_ones_are_named,
     an_image_is_refused_by_a_device_that_sees_nothing,
     another_model_another_key_and_too_much_are_refused,
     more_than_may_be_open_are_told_to_come_again,

@@ -228,6 +228,47 @@ async def methods_that_a_route_has_not_are_named_with_those_it_has(tree: Served)
         assert set(refused.headers["allow"].split(", ")) == allowed, (method, path)
 
 
+async def a_path_without_a_route_is_answered_with_the_nearest(tree: Served) -> None:
+    for path, nearest in (
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/v1/model", "/v1/models"),
+        ("/tokenise", "/tokenize"),
+        ("/" + "x" * 5000, None),
+    ):
+        refused = await answer(tree, closing(f"POST {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()))
+        assert (refused.status, refused.error["type"]) == (404, "not_found_error")
+        message = refused.error["message"]
+        assert path[:900] in message and message.endswith(f": the nearest is {nearest}") == (nearest is not None)
+
+
+async def an_answer_has_the_id_of_its_request(tree: Served) -> None:
+    async def ask(request: bytes, more: bytes) -> Answer:
+        return await answer(tree, closing(request).replace(b"\r\nhost: x\r\n", b"\r\nhost: x\r\n" + more, 1))
+
+    for request, status in (
+        (MODELS, 200),
+        (sized(ASKED), 200),
+        (sized(b"{}"), 400),
+        (MODELS.replace(KEY.encode(), b"wrong"), 401),
+        (MODELS.replace(b"/v1/models", b"/v1/nowhere"), 404),
+        (MODELS.replace(b"GET", b"PUT"), 405),
+    ):
+        first, second = await ask(request, b""), await ask(request, b"")
+        assert first.status == status and len({one.headers["x-request-id"] for one in (first, second)}) == 2
+        assert (await ask(request, b"X-Request-Id: mine/1\r\n")).headers["x-request-id"] == "mine/1"
+        for odd in (b"a b", b"x" * 129, b"\xc3\xa4", b""):
+            named = (await ask(request, b"x-request-id: " + odd + b"\r\n")).headers["x-request-id"]
+            assert re.fullmatch("[0-9a-f]{24}", named), odd
+    body = sized(json.dumps({"prompt": "x", "max_tokens": 1, "request_id": "of-the-body"}).encode())
+    assert json.loads((await ask(body, b"")).body)["id"] == "cmpl-of-the-body"
+    assert json.loads((await ask(body, b"x-request-id: mine\r\n")).body)["id"] == "cmpl-mine"
+    for odd in ("a\r\nset-cookie: b", "a\n", ""):
+        refused = await ask(sized(json.dumps({"prompt": "x", "request_id": odd}).encode()), b"")
+        assert (refused.status, refused.error["param"]) == (400, "request_id")
+
+
 async def a_head_is_told_how_long_the_answer_would_be(tree: Served) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
     writer.write(closing(MODELS.replace(b"GET", b"HEAD")))
@@ -253,6 +294,21 @@ async def what_is_no_http_is_refused_in_words(tree: Served) -> None:
     ):
         refused = await answer(tree, pieces)
         assert refused.status == 400 and refused.error["type"] == "invalid_request_error", pieces[:60]
+
+
+async def a_request_names_exactly_one_host_since_http_1_1(tree: Served) -> None:
+    """Two readers of one request must not disagree about its host."""
+    for head in (
+        b"GET /health HTTP/1.1\r\n",
+        b"GET /health HTTP/1.1\r\nhost: x\r\nhost: x\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nhost: y\r\n",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 4000\r\n",
+    ):
+        refused = await answer(tree, head + b"\r\n" + ASKED + MODELS)
+        assert refused.status == 400 and "Host" in refused.error["message"], head
+    assert (await answer(tree, b"GET /health HTTP/1.0\r\n\r\n")).status == 200
+    found = await answers(tree, MODELS + b"GET /health HTTP/1.1\r\n\r\n" + MODELS)
+    assert 400 in [one.status for one in found] and len(found) <= 2
 
 
 async def a_length_that_is_not_the_bodys_costs_that_connection_alone(tree: Served) -> None:
@@ -380,8 +436,11 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     pipelined_requests_are_answered_in_their_order,
     a_client_that_goes_takes_all_its_requests_with_it,
     methods_that_a_route_has_not_are_named_with_those_it_has,
+    a_path_without_a_route_is_answered_with_the_nearest,
+    an_answer_has_the_id_of_its_request,
     a_head_is_told_how_long_the_answer_would_be,
     what_is_no_http_is_refused_in_words,
+    a_request_names_exactly_one_host_since_http_1_1,
     a_length_that_is_not_the_bodys_costs_that_connection_alone,
     who_is_refused_before_its_body_was_there_hears_of_it,
     who_is_refused_and_wants_an_end_hears_of_it_first,
@@ -410,3 +469,27 @@ def test_on_one_tree() -> None:
             assert servers == {child.pid for child in tree.children() if child.member.kind == "server"}
 
     asyncio.run(all_scenes())
+
+
+def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
+    def asked(origin: str, method: str = "GET") -> bytes:
+        head = f"{method} /v1/models HTTP/1.1\r\nhost: x\r\norigin: {origin}\r\n"
+        more = "access-control-request-method: POST\r\naccess-control-request-headers: authorization\r\n"
+        return closing(f"{head}{more if method == 'OPTIONS' else AUTHORIZED}\r\n".encode())
+
+    async def scene() -> None:
+        async with served({"allowed_origins": ("https://a.example",)}, api_servers=1) as tree:
+            for origin, is_allowed in (("https://a.example", True), ("https://b.example", False)):
+                for method in ("GET", "OPTIONS"):
+                    found = await answer(tree, asked(origin, method))
+                    allowed = found.headers.get("access-control-allow-origin")
+                    assert allowed == (origin if is_allowed else None), (origin, method)
+                    assert found.status == (200 if is_allowed or method == "GET" else 400)
+                    assert found.headers["x-request-id"]
+            exposed = (await answer(tree, asked("https://a.example"))).headers["access-control-expose-headers"]
+            assert "x-request-id" in exposed
+        async with served(api_servers=1) as tree:
+            assert (await answer(tree, asked("https://a.example", "OPTIONS"))).status == 405
+            assert "access-control-allow-origin" not in (await answer(tree, asked("https://a.example"))).headers
+
+    asyncio.run(scene())

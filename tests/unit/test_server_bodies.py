@@ -71,9 +71,23 @@ def test_a_chat_says_some_of_it_in_its_own_way() -> None:
     assert chat(logprobs=False).sampling().logprobs is None
 
 
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    found = completion(max_tokens=10.0, n=2.0, seed=-5.0, top_k=1e1, logprobs=3.0, min_tokens=0.0).sampling()
+    assert found == SamplingParams(max_tokens=10, n=2, seed=-5, top_k=10, logprobs=3)
+    assert chat(max_completion_tokens=3.0, top_logprobs=2.0, logprobs=True).sampling().max_tokens == 3
+    assert type(found.max_tokens) is int
+    long = completion(prompt="x" * 200_000, max_tokens=10.0)
+    assert long.max_tokens == 10 and len(long.prompts()[0]) == 200_000
+
+
 @pytest.mark.parametrize(
     ("said", "param", "words"),
     [
+        ({"max_tokens": 10.5}, "max_tokens", "expected int"),
+        ({"max_tokens": 0.0}, "max_tokens", ">= 1"),
+        ({"max_tokens": 1e300}, "max_tokens", "expected int"),
+        ({"max_tokens": 10.0, "n": "5"}, "n", "expected int"),
+        ({"max_tokens": "10.0"}, "max_tokens", "expected int"),
         ({"max_tokens": "5"}, "max_tokens", "expected int"),
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"temperature": 1e7}, "temperature", "<= 1000000"),
@@ -218,6 +232,11 @@ def test_who_is_refused_for_now_is_told_when_to_come_again() -> None:
         assert ApiError(status, "x").response().headers["retry-after"] == "1"
     assert "retry-after" not in ApiError(400, "x").response().headers
     assert "retry-after" not in ApiError.of(EngineError(400, "too long")).response().headers
+
+
+def test_an_error_that_is_not_the_clients_doing_names_its_request() -> None:
+    assert ApiError.of(EngineError(503, "gone"), "abc").message == "gone (request abc)"
+    assert ApiError.of(EngineError(400, "too long"), "abc").message == "too long"
 
 
 def test_what_is_said_of_something_long_is_short_and_begins_and_ends_as_it_would() -> None:

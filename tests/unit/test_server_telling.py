@@ -1,6 +1,7 @@
 """How answers go out, and what is counted of them, without a process or a socket."""
 
 import asyncio
+import functools
 import json
 import re
 from collections.abc import Callable, Coroutine
@@ -20,7 +21,7 @@ from penstock.server.errors import Gone
 from penstock.server.metrics import Metrics
 from penstock.server.options import ServerOptions
 from penstock.server.tally import SECONDS, Row, Tally
-from penstock.server.telling import Choice, Events, Pace, gathered, unless_gone
+from penstock.server.telling import Batch, Choice, Events, Pace, gathered, unless_gone
 
 
 def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -65,6 +66,13 @@ def answer(*pieces: Piece, error: EngineError | None = None, samples: int = 1) -
     return stream, aborted
 
 
+def batch_of(*streams: Stream, max_open: int = 8) -> Batch:
+    async def submitted(stream: Stream) -> Stream:
+        return stream
+
+    return Batch([functools.partial(submitted, stream) for stream in streams], max_open, lambda: None)
+
+
 # ── a client that goes ───────────────────────────────────────────────────────────────────────────────────────────────
 @in_a_loop
 async def test_work_is_cancelled_when_the_client_goes_and_nobody_is_left() -> None:
@@ -103,7 +111,7 @@ async def test_work_that_is_done_gives_what_it_gives_and_its_error_is_its_own() 
 async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> None:
     connection = Connection()
     stream, _ = answer(Piece(0, b"data: 1\n\n", [1], FinishReason.STOP, None, 3))
-    await Events(stream, b'{"id":"x"', True, Pace(row(), 0.0))({}, connection.receive, connection.send)
+    await Events(batch_of(stream), b'{"id":"x"', True, Pace(row(), 0.0), "abc")({}, connection.receive, connection.send)
     first, usage, done, rest = connection.body.split(b"\n\n")
     assert (first, done, rest) == (b"data: 1", b"data: [DONE]", b"")
     said = json.loads(usage.removeprefix(b"data: "))
@@ -117,13 +125,13 @@ async def test_an_error_before_the_first_piece_is_raised_and_a_later_one_is_an_e
     connection = Connection()
     stream, _ = answer(error=EngineError(400, "too long"))
     with pytest.raises(EngineError, match="too long"):
-        await Events(stream, b"{", False, Pace(row(), 0.0))({}, connection.receive, connection.send)
+        await Events(batch_of(stream), b"{", False, Pace(row(), 0.0), "abc")({}, connection.receive, connection.send)
     assert connection.sent == []
     stream, _ = answer(Piece(0, b"data: 1\n\n", [1]), error=EngineError(503, "it died"))
-    await Events(stream, b"{", True, Pace(row(), 0.0))({}, connection.receive, connection.send)
+    await Events(batch_of(stream), b"{", True, Pace(row(), 0.0), "abc")({}, connection.receive, connection.send)
     first, error, rest = connection.body.split(b"\n\n")
     assert (first, rest) == (b"data: 1", b"")
-    assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "it died"
+    assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "it died (request abc)"
 
 
 @in_a_loop
@@ -132,8 +140,55 @@ async def test_a_client_that_goes_aborts_its_stream() -> None:
     stream, aborted = answer(Piece(0, b"data: 1\n\n", [1]))
     asyncio.get_running_loop().call_later(0.01, connection.gone.set)
     with pytest.raises(Gone):
-        await Events(stream, b"{", False, Pace(row(), 0.0))({}, connection.receive, connection.send)
+        await Events(batch_of(stream), b"{", False, Pace(row(), 0.0), "abc")({}, connection.receive, connection.send)
     assert aborted == [stream] and connection.body == b"data: 1\n\n"
+
+
+@in_a_loop
+async def test_the_answers_of_several_prompts_are_one_answer() -> None:
+    first, _ = answer(Piece(0, b"data: 1\n\n", [1], FinishReason.STOP))
+    second, _ = answer(Piece(0, b"data: 2\n\n", [2]), Piece(0, b"data: 3\n\n", [3], FinishReason.STOP))
+    connection = Connection()
+    events = Events(batch_of(first, second, max_open=1), b'{"id":"x"', True, Pace(row(), 0.0), "abc")
+    await events({}, connection.receive, connection.send)
+    *lines, usage, done, rest = connection.body.split(b"\n\n")
+    assert lines == [b"data: 1", b"data: 2", b"data: 3"]
+    assert json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"] == 3
+    assert (done, rest) == (b"data: [DONE]", b"") and len(asyncio.all_tasks()) <= 2
+
+
+@in_a_loop
+async def test_at_most_so_many_prompts_of_a_request_are_open() -> None:
+    open_now = most = 0
+
+    class Watched(Stream):
+        async def __aexit__(self, *error: object) -> None:
+            nonlocal open_now
+            open_now -= 1
+            await super().__aexit__(*error)
+
+    async def submit(number: int) -> Stream:
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        stream = Watched(number, 0, 1, 3, 1)
+        stream.begin(lambda _: None, None)
+        asyncio.get_running_loop().call_later(0.001, stream.add, Piece(0, b"%d" % number, [1], FinishReason.STOP))
+        return stream
+
+    batch = Batch([functools.partial(submit, number) for number in range(20)], 3, lambda: None)
+    choices = await gathered(batch, 20, 1, Pace(row(), 0.0))
+    assert [choice.of_completion(0, None)["text"] for choice in choices] == [str(number) for number in range(20)]
+    assert (most, open_now) == (3, 0)
+
+
+@in_a_loop
+async def test_when_one_prompt_fails_the_others_are_aborted() -> None:
+    whole, aborted = answer(Piece(0, b"data: 1\n\n", [1]))
+    failed, _ = answer(error=EngineError(503, "it died"))
+    with pytest.raises(EngineError, match="it died"):
+        await gathered(batch_of(whole, failed), 2, 1, Pace(row(), 0.0))
+    assert aborted == [whole] and len(asyncio.all_tasks()) <= 2
 
 
 # ── whole ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -145,7 +200,7 @@ async def test_pieces_are_gathered_by_sample() -> None:
         Piece(1, b"c", [3], FinishReason.LENGTH),
     )
     stream, _ = answer(*pieces, samples=2)
-    first, second = await gathered(stream, 2, Pace(row(), 0.0))
+    first, second = await gathered(batch_of(stream), 1, 2, Pace(row(), 0.0))
     said = first.of_chat(0, None)
     assert said["message"] == {"role": "assistant", "content": "é"} and said["logprobs"] is None
     assert (said["finish_reason"], said["stop_reason"]) == ("stop", "x")

@@ -18,6 +18,7 @@ from penstock.engine.arguments import SAID
 from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.server import arguments
 from penstock.server.errors import ApiError
+from penstock.server.options import ServerOptions
 from penstock.server.words import LONG, BytesWords, Reader, _most_ids, words_of
 
 SIMULATED = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
@@ -119,6 +120,20 @@ def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeyp
     assert told[2].simulated == SimulatedDevice(step_seconds=0.002)
 
 
+def test_origins_are_named_as_vllm_has_it_or_with_commas_between_them() -> None:
+    def options_of(*options: str) -> ServerOptions:
+        parser = argparse.ArgumentParser()
+        arguments.add(parser)
+        return arguments.server_options(parser.parse_args(list(options)))
+
+    assert options_of().allowed_origins == () and options_of().allowed_methods == ("*",)
+    for said in ('["https://a.example", "http://b:1"]', "https://a.example,http://b:1"):
+        found = options_of("--allowed-origins", said, "--allowed-methods", "GET", "--allow-credentials")
+        assert found.allowed_origins == ("https://a.example", "http://b:1")
+        assert found.allowed_methods == ("GET",) and found.allow_credentials
+    assert options_of("--allowed-origins", "*").allowed_origins == ("*",)
+
+
 def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         simulated = ("--device-model", "simulated")
@@ -130,6 +145,8 @@ def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> Non
             (("/nowhere", "--port", "0"), "not '/nowhere'"),
             ((*simulated, "--allowed-local-media-path", "/nowhere"), "media_folders are folders, not '/nowhere'"),
             ((*simulated, "--allowed-media-domains", "a.org,http://b.org"), "expected a host as in example.org"),
+            ((*simulated, "--allowed-origins", "https://a.example/"), "not 'https://a.example/'"),
+            ((*simulated, "--allowed-origins", "*", "--allow-credentials"), "needs allowed_origins by name"),
             ((*simulated, "--max-images", "0"), "count is 1 or more, not 0"),
             ((*simulated, "--image-store-mb", "-1"), "store_nbytes is between"),
         ):

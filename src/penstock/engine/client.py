@@ -123,11 +123,11 @@ class Client:
         priority: int = 0,
         client: str = "",
         salt: bytes = b"",
-        announce: tuple[Style, bytes] | None = None,
+        announce: tuple[Style, bytes, int] | None = None,
         timeout: float | None = None,
     ) -> Stream:
-        """Sends a request to a group. `announce`: the style of the answer, and the head of each of its lines;
-        `timeout`: from now until the end of the answer.
+        """Sends a request to a group. `announce`: the style of the answer, the head of each of its lines, and
+        the index of its first choice; `timeout`: from now until the end of the answer.
 
         What stands in the prompt instead of text: `values` are put into the store beside the loop, and held there
         until the stream is over; `items` are there already, or inline. `scope` holds them: one of `outgoing`, which is
@@ -159,7 +159,7 @@ class Client:
         priority: int,
         client: str,
         salt: bytes,
-        announce: tuple[Style, bytes] | None,
+        announce: tuple[Style, bytes, int] | None,
         deadline: float,
     ) -> Stream:
         ids = np.ascontiguousarray(prompt, np.int32)
@@ -239,10 +239,12 @@ class Client:
         self._tell("abort", stream, self._send(self._cores[stream.group], abort, stream))
         self._take_back(stream)
 
-    async def _announce(self, stream: Stream, style: Style, head: bytes = b"", *, deadline: float = math.inf) -> None:
+    async def _announce(
+        self, stream: Stream, style: Style, head: bytes = b"", first_index: int = 0, *, deadline: float = math.inf
+    ) -> None:
         outputs = self._outputs[stream.group]
         told = outputs[stream.request % len(outputs)] if outputs else self._cores[stream.group]
-        await self._send(told, Announce(self._me.index, stream.request, style, head), stream, deadline)
+        await self._send(told, Announce(self._me.index, stream.request, style, head, first_index), stream, deadline)
 
     def _take_back(self, stream: Stream) -> None:
         """What was announced may never come: nobody is to wait for it."""

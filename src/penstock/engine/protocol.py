@@ -129,6 +129,7 @@ class Announce(msgspec.Struct, array_like=True, frozen=True):
     request: Number
     style: Style
     head: bytes = b""  # what each chunk of it begins with
+    first_index: Natural = 0  # of its choices: several requests may be one answer
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):

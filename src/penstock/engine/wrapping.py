@@ -35,7 +35,7 @@ class Wrapping:
     def __init__(self, announce: Announce, sample: int) -> None:
         """`head` is a JSON object without its last brace, and has one field at least."""
         self.is_chat = announce.style == Style.CHAT
-        self._start = b'data: %b,"choices":[{"index":%d,' % (announce.head, sample)
+        self._start = b'data: %b,"choices":[{"index":%d,' % (announce.head, announce.first_index + sample)
         self.front = self._start + (b'"delta":{"content":"' if self.is_chat else b'"text":"')
         self.told = (b'"}' if self.is_chat else b'"') + LOGPROBS
         self.back = self.told + b"null" + MIDDLE

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
+import functools
 import hmac
 import logging
-import secrets
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,26 +33,33 @@ from penstock.engine.ending import require_choice
 from penstock.engine.logs import event
 from penstock.engine.protocol import SamplingParams, Style
 from penstock.engine.stream import EngineError, Stream
-from penstock.server import openapi
+from penstock.server import bodies, openapi
 from penstock.server.bodies import Chat, Completion, Conversation, Sampling, Tokenize, decoded
 from penstock.server.dashboard import Dashboard
 from penstock.server.errors import ApiError, Gone
+from penstock.server.fields import HEADER as IGNORED_FIELDS
+from penstock.server.fields import UnknownFields
 from penstock.server.health import Health
 from penstock.server.images import Prompt
 from penstock.server.metrics import Metrics
 from penstock.server.notice import served_name
 from penstock.server.options import ServerOptions
+from penstock.server.request_ids import HEADER as REQUEST_ID
+from penstock.server.request_ids import RequestIds, is_valid
 from penstock.server.tally import ROUTES, Row, Tally
-from penstock.server.telling import Choice, Events, Pace, gathered, unless_gone, usage_of
+from penstock.server.telling import Batch, Choice, Events, Pace, engine_failed, gathered, unless_gone, usage_of
 from penstock.server.words import Reader
 
 LONG = 64 << 10  # bytes of a body: most are decoded in a fraction of 1 ms; longer ones by a thread, as the loop goes on
 BODIES_AT_ONCE = 8  # of the longest: what a process keeps of requests that have not come as a whole
+MAX_PATH = 256  # characters of a path whose nearest route is looked for
+MAX_SHARE = 2  # the prompts of one request take at most 1/MAX_SHARE of all slots at a time
 CLIENT_GONE = 499  # in the tally: nobody is told
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
 
 Answer: TypeAlias = Response | Events
 T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 class Api:
@@ -74,7 +84,9 @@ class Api:
         self._metrics = Metrics(tally, board)
         self._health = Health(tally, board, me)
         self._dashboard = Dashboard()
+        self._unknown_fields = UnknownFields(name for names in bodies.FIELDS.values() for name in names)
         self._name = served_name(config, options)
+        self._paths: list[str] = []  # of the routes
         self._started = int(time.time())
         self._reading_nbytes = 0  # of bodies that have begun to come
 
@@ -93,7 +105,19 @@ class Api:
             Route("/health/live", self._health.live),
             Route("/health/ready", self._health.ready),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _unknown})
+        self._paths = [route.path.replace(":path", "") for route in routes]
+        middleware = [Middleware(RequestIds), *cors(self._options)]
+        return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: self._no_route})
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "registered for no other"
+        path, headers = request.url.path, error.headers
+        if error.status_code == 405 and headers is not None:
+            message = f"{request.method} {path} is not allowed: expected {headers['Allow']}"
+        else:
+            nearest = difflib.get_close_matches(path[:MAX_PATH], self._paths, 1)
+            message = f"there is no route {path}" + (f": the nearest is {nearest[0]}" if nearest else "")
+        return ApiError(error.status_code, message, headers=headers).response()
 
     # ── who may ask, and how much ──
     def require_key(self, request: Request) -> None:
@@ -142,6 +166,15 @@ class Api:
             return work()
         return await unless_gone(request.receive, self._reader.in_a_thread(work))
 
+    async def _decoded(self, request: Request, body: bytearray, kind: type[BodyT]) -> BodyT:
+        unknown: list[str] = []
+        asked = await self._aside(request, body, lambda: decoded(body, kind, unknown))
+        if unknown:
+            context = {"path": request.url.path, "request_id": request.state.request_id}
+            described = self._unknown_fields.describe(unknown, **context)
+            request.state.headers.append((IGNORED_FIELDS.encode(), described.encode()))
+        return asked
+
     def _require_model(self, name: str | None) -> None:
         if name is not None and name not in (self._name, self._config.model):
             message = f"there is no model {name!r} here, but {self._name!r}"
@@ -150,13 +183,11 @@ class Api:
     # ── what is generated ──
     async def _chat(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._aside(request, body, lambda: decoded(body, Chat))
+            asked = await self._decoded(request, body, Chat)
             self._require_model(asked.model)
             params = asked.sampling(self._config.sampling_defaults)
-            is_answered = asked.add_generation_prompt is not False
-            options = asked.chat_template_kwargs or {}
             said = await self._aside(request, body, lambda: Conversation.of(asked.messages))
-            prompt = await self._prompt(request, said, is_answered, options)
+            prompt = await self._prompt(request, said, asked.template_options, asked)
             asked.messages = []  # images are long, and it may take long to answer
         try:
             return await self._generate(request, Style.CHAT, asked, params, [prompt], "messages")
@@ -164,20 +195,23 @@ class Api:
             prompt.release()
             raise
 
-    async def _prompt(self, request: Request, said: Conversation, is_answered: bool, options: dict[str, Any]) -> Prompt:
+    async def _prompt(
+        self, request: Request, said: Conversation, options: dict[str, Any], asked: Chat | Tokenize
+    ) -> Prompt:
         """To be released, unless a request gets it."""
-        reading = self._reader.conversation(said, is_answered, options)
+        is_answered, add_special = asked.add_generation_prompt is not False, asked.add_special_tokens is True
+        reading = self._reader.conversation(said, is_answered, options, add_special)
         return await (unless_gone(request.receive, reading) if said.images else reading)
 
     async def _completions(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._aside(request, body, lambda: decoded(body, Completion))
+            asked = await self._decoded(request, body, Completion)
             self._require_model(asked.model)
             params = asked.sampling(self._config.sampling_defaults)
             said = await self._aside(request, body, asked.prompts)
             prompts = []
             for prompt in said:
-                prompts.append(Prompt(await self._reader.ids(prompt)))
+                prompts.append(Prompt(await self._reader.ids(prompt, asked.add_special_tokens is not False)))
                 await asyncio.sleep(0)  # each takes up to 1 ms, and others go on in between
         return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
 
@@ -190,6 +224,7 @@ class Api:
         prompts: Sequence[Prompt],
         param: str,
     ) -> Answer:
+        prompts = [self._truncated(prompt, asked, params) for prompt in prompts]
         for prompt in prompts:
             self._require_room(prompt.ids, params, param)
         try:
@@ -198,18 +233,68 @@ class Api:
             raise ApiError(400, str(error), param="allowed_token_ids") from None
         pace = Pace(self._row, request.state.began)
         short, name = NAMES[style]
-        said: dict[str, Any] = {"id": f"{short}-{secrets.token_hex(12)}", "object": name, "created": int(time.time())}
+        if asked.request_id is not None and not request.state.is_named:
+            if not is_valid(asked.request_id):  # a line's end after it, which its pattern lets pass
+                raise ApiError(400, "expected printable characters at $.request_id", param="request_id")
+            request.state.request_id = asked.request_id
+        request_id: str = request.state.request_id
+        said: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
         said["model"] = asked.model or self._name
         if not asked.stream:
-            return await unless_gone(request.receive, self._whole(style, asked, params, prompts, said, pace))
-        if len(prompts) > 1:
-            raise ApiError(400, "expected one prompt with stream: true", param="prompt")
+            batch = self._batch(asked, params, prompts)
+            return await unless_gone(request.receive, self._whole(style, batch, params, len(prompts), said, pace))
         if style == Style.CHAT:
             said["object"] += ".chunk"
         head = msgspec.json.encode(said)[:-1]
         nothing_yet = b',"usage":null' if asked.includes_usage else b""
-        stream = await self._submit(asked, params, prompts[0], (style, head + nothing_yet))
-        return Events(stream, head, asked.includes_usage, pace)
+        batch = self._batch(asked, params, prompts, (style, head + nothing_yet))
+        return Events(batch, head, asked.includes_usage, pace, request_id)
+
+    def _batch(
+        self,
+        asked: Sampling,
+        params: SamplingParams,
+        prompts: Sequence[Prompt],
+        announce: tuple[Style, bytes] | None = None,
+    ) -> Batch:
+        slots = self._config.slots * self._config.data_parallel
+        submits = [
+            functools.partial(
+                self._submit, asked, params, prompt, None if announce is None else (*announce, index * params.n)
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+        def release() -> None:
+            for prompt in prompts:
+                prompt.release()
+
+        return Batch(submits, max(1, slots // MAX_SHARE // params.n), release)
+
+    def _truncated(self, prompt: Prompt, asked: Sampling, params: SamplingParams) -> Prompt:
+        """With as many of its ids as `truncate_prompt_tokens` leaves: the last ones, unless `truncation_side` is right.
+
+        -1 leaves as many as the model and `max_tokens` have room for. Raises ApiError.
+        """
+        tokens = asked.truncate_prompt_tokens
+        if tokens is None:
+            return prompt
+        name, room = "truncate_prompt_tokens", self._config.max_model_len - (params.max_tokens or 1)
+        if tokens > room or room < 1:
+            message = (
+                f"expected at most {max(0, room)} tokens, as the model has {self._config.max_model_len} and the answer "
+                f"may take {params.max_tokens or 1}, got {tokens} at $.{name}"
+            )
+            raise ApiError(400, message, param=name)
+        kept = room if tokens == -1 else tokens
+        if kept >= len(prompt.ids):
+            return prompt
+        if prompt.items:
+            raise ApiError(
+                400, f"a prompt with images cannot be truncated, and has {len(prompt.ids)} tokens", param=name
+            )
+        is_from_left = asked.truncation_side != "right"
+        return prompt._replace(ids=prompt.ids[len(prompt.ids) - kept :] if is_from_left else prompt.ids[:kept])
 
     def _require_room(self, ids: list[int], params: SamplingParams, param: str) -> None:
         most = self._config.max_model_len
@@ -218,7 +303,7 @@ class Api:
             raise ApiError(400, message, param=param, code="context_length_exceeded" if ids else None)
 
     async def _submit(
-        self, asked: Sampling, params: SamplingParams, prompt: Prompt, announce: tuple[Style, bytes] | None = None
+        self, asked: Sampling, params: SamplingParams, prompt: Prompt, announce: tuple[Style, bytes, int] | None
     ) -> Stream:
         return await self._client.submit(
             prompt.ids,
@@ -227,44 +312,41 @@ class Api:
             scope=prompt.scope,
             priority=asked.priority or 0,
             client=asked.user or "",
+            salt=(asked.cache_salt or "").encode(),
             announce=announce,
         )
 
     async def _whole(
         self,
         style: Style,
-        asked: Sampling,
+        batch: Batch,
         params: SamplingParams,
-        prompts: Sequence[Prompt],
+        prompts: int,
         said: dict[str, Any],
         pace: Pace,
     ) -> Response:
-        async with contextlib.AsyncExitStack() as stack:
-            streams = []
-            for prompt in prompts:
-                streams.append(await stack.enter_async_context(await self._submit(asked, params, prompt)))
-            found = await asyncio.gather(*(gathered(stream, params.n, pace) for stream in streams))
+        choices = await gathered(batch, prompts, params.n, pace)
         vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
         tell = Choice.of_chat if style == Style.CHAT else Choice.of_completion
         said["choices"] = []
-        for index, choice in enumerate(choice for one in found for choice in one):
+        for index, choice in enumerate(choices):
             if index:
                 await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
             said["choices"].append(tell(choice, index, vocabulary))
-        said["usage"] = usage_of(*streams)
-        pace.end(*streams)
+        said["usage"] = usage_of(*batch.streams)
+        pace.end(*batch.streams)
         return _json(said)
 
     # ── what is known ──
     async def _tokenize(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._aside(request, body, lambda: decoded(body, Tokenize))
+            asked = await self._decoded(request, body, Tokenize)
             self._require_model(asked.model)
             what = await self._aside(request, body, asked.what)
             if isinstance(what, str):
-                ids = await self._reader.ids(what, asked.add_special_tokens)
+                ids = await self._reader.ids(what, asked.add_special_tokens is not False)
             else:
-                prompt = await self._prompt(request, what, asked.add_generation_prompt, {})
+                prompt = await self._prompt(request, what, asked.chat_template_kwargs or {}, asked)
                 prompt.release()
                 ids = prompt.ids
         return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
@@ -323,21 +405,35 @@ class Endpoint:
             except ApiError as error:
                 refused = error
             except EngineError as error:
-                refused = ApiError.of(error)
+                refused = engine_failed(error, request.state.request_id)
             except (Gone, ClientDisconnect):
                 return CLIENT_GONE
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
-                event("request failed", logging.ERROR, route=self._route, error=what, trace=traceback.format_exc())
-                refused = ApiError(500, "the server has failed; its log says how")
+                request_id = request.state.request_id
+                trace = traceback.format_exc()
+                event(
+                    "request failed", logging.ERROR, request_id=request_id, route=self._route, error=what, trace=trace
+                )
+                refused = ApiError(500, f"the server has failed; its log says how, of request {request_id}")
         await refused.response()(scope, receive, send)
         return refused.status
 
 
-async def _unknown(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "registered for no other"
-    message = f"{error.detail}: {request.method} {request.url.path}"
-    return ApiError(error.status_code, message, headers=error.headers).response()
+def cors(options: ServerOptions) -> list[Middleware]:
+    """What lets pages of other origins ask; none are allowed unless they are named."""
+    if not options.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+            expose_headers=(REQUEST_ID, IGNORED_FIELDS, "retry-after"),
+        )
+    ]
 
 
 def _too_long(most: int) -> ApiError:

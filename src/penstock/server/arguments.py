@@ -45,12 +45,29 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="clients may name images on them by http:// and https:// URLs (none)",
     )
+    for name, meaning in (
+        ("origins", "Origins of pages that may ask from a browser, or * (default: none)"),
+        ("methods", "Methods that they may use (default: *)"),
+        ("headers", "Headers that they may send (default: *)"),
+    ):
+        add(f"--allowed-{name}", metavar="NAME,…", type=listed, action="extend", default=[], help=meaning)
+    add("--allow-credentials", action="store_true", help="Pages of these origins may send credentials (default: no)")
     add(
         "--patience", metavar="SECONDS", type=float, default=30.0, help="with a client that takes or sends nothing (30)"
     )
     add("--drain-timeout", metavar="SECONDS", type=float, default=30.0, help="for what is open, at the end (30)")
     add("--blocks", metavar="N", type=int, help="of the cache (as many as can be filled)")
     add("--token-budget", metavar="N", type=int, default=2048, help="of a step (2048)")
+
+
+def listed(text: str) -> list[str]:
+    """Names with commas between them, or a list in JSON as vLLM has it."""
+    if not text.startswith("["):
+        return text.split(",")
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(f"a list in JSON, or names with commas between them: {error}") from None
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
@@ -77,5 +94,9 @@ def server_options(options: argparse.Namespace) -> ServerOptions:
             count=options.max_images, nbytes=options.max_image_mb << 20, pixels=options.max_image_megapixels * 10**6
         ),
         media_folders=tuple(options.allowed_local_media_path),
+        allowed_origins=tuple(options.allowed_origins),
+        allowed_methods=tuple(options.allowed_methods) or ("*",),
+        allowed_headers=tuple(options.allowed_headers) or ("*",),
+        allow_credentials=options.allow_credentials,
         media_hosts=tuple(host for said in options.allowed_media_domains for host in said.split(",")),
     )

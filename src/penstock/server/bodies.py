@@ -1,6 +1,7 @@
-"""What the bodies of requests may say: the fields that are understood, with their types. Others are passed over.
+"""What the bodies of requests may say: the fields that are honoured, with their types.
 
-A field that is null is one that was not given. Leaves to `SamplingParams` which numbers make sense.
+A field that is null is one that was not given. Leaves to `fields` what becomes of any other field, and to
+`SamplingParams` which numbers make sense.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ import functools
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+import msgspec.inspect
 
 from penstock.engine.config import SamplingDefaults
 from penstock.engine.protocol import SamplingParams
 from penstock.server.counting import MOST_NBYTES, MOST_VALUES, require_little
 from penstock.server.cutting import LONG, cut
 from penstock.server.errors import ApiError, of_a_body
+from penstock.server.fields import check_fields
 from penstock.server.images import Named
+from penstock.server.request_ids import PATTERN
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -37,7 +41,9 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]  # as a key; a pattern would be a call of `re` for each
 NUMBERS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
-# What must not be passed over: an answer without it would be another one than was asked for.
+Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_CHARACTERS)]
+RequestId = Annotated[str, msgspec.Meta(pattern=PATTERN)]
+# In a message, where a value would change the prompt.
 Unsupported = Annotated[Any, msgspec.Meta(extra_json_schema={"enum": [None, False, 0, "", [], {}]})]
 
 
@@ -77,14 +83,12 @@ class Sampling(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Id | None = None
+    request_id: RequestId | None = None
+    cache_salt: Salt | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
-    use_beam_search: Unsupported = None
-    prompt_logprobs: Unsupported = None
 
     @property
     def includes_usage(self) -> bool:
@@ -92,7 +96,6 @@ class Sampling(msgspec.Struct, kw_only=True):
 
     def params(self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
         """Raises ApiError for what makes no sense, or is not supported."""
-        _refuse(self)
         if self.response_format is not None and self.response_format.type != "text":
             message = f"expected 'text', got {self.response_format.type!r} at $.response_format.type"
             raise ApiError(400, message, param="response_format.type")
@@ -126,8 +129,6 @@ _ALIKE = (
 class Completion(Sampling, kw_only=True):
     prompt: str | Annotated[list[str | Id | list[Id]], msgspec.Meta(max_length=MOST_PARTS)]
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
-    echo: Unsupported = None
-    suffix: Unsupported = None
     best_of: int | None = None
 
     def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
@@ -168,6 +169,8 @@ class Message(msgspec.Struct):
     content: str | list[TextPart | ImagePart] | None = None
     name: str | None = None
     tool_calls: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
 
 
 class Chat(Sampling, kw_only=True):
@@ -175,24 +178,24 @@ class Chat(Sampling, kw_only=True):
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: Unsupported = None
-    functions: Unsupported = None
-    modalities: list[Literal["text"]] | None = None
-    audio: Unsupported = None
-    web_search_options: Unsupported = None
-    documents: Unsupported = None
-    chat_template: Unsupported = None
-    continue_final_message: Unsupported = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "expected logprobs: true with top_logprobs", param="top_logprobs")
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if most is None:
             most = defaults.max_tokens
         return self.params(most, (self.top_logprobs or 0) if self.logprobs else None, defaults)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is told besides the messages; `reasoning_effort` as vLLM tells it."""
+        effort = self.reasoning_effort
+        told = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return {**told, **(self.chat_template_kwargs or {})}
 
 
 class Conversation(NamedTuple):
@@ -209,9 +212,10 @@ class Conversation(NamedTuple):
     def of(cls, messages: list[Message]) -> Conversation:
         found = cls([], [])
         for place, message in enumerate(messages):
-            if message.tool_calls:
-                where = f"messages[{place}].tool_calls"
-                raise ApiError(400, f"tools are not supported, and were called at $.{where}", param=where)
+            for name in ("tool_calls", "function_call", "audio"):
+                if getattr(message, name):
+                    where = f"messages[{place}].{name}"
+                    raise ApiError(400, f"{name} is not supported: expected nothing at $.{where}", param=where)
             content: Any = message.content or ""
             if not isinstance(content, str):
                 parts = enumerate(content)
@@ -234,8 +238,9 @@ class Tokenize(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def what(self) -> str | Conversation:
         """Raises ApiError."""
@@ -247,37 +252,73 @@ class Tokenize(msgspec.Struct, kw_only=True):
 DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (Completion, Chat, Tokenize)
 }
+FIELDS: dict[type[msgspec.Struct], frozenset[str]] = {
+    kind: frozenset((*kind.__struct_fields__, *(f"stream_options.{name}" for name in StreamOptions.__struct_fields__)))
+    for kind in DECODERS
+}
 
 WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-def decoded(body: bytes | bytearray, kind: type[T]) -> T:
-    """Raises ApiError."""
+def decoded(body: bytes | bytearray, kind: type[T], unknown: list[str] | None = None) -> T:
+    """Names of unknown fields are appended to `unknown`. Raises ApiError."""
     if len(body) > LONG:
-        found = _decoded_in_parts(body, kind)
+        found = _decoded_in_parts(body, kind, unknown)
         if found is not None:
             return found
         require_little(body)
     try:
-        whole: T = DECODERS[kind].decode(body)
+        return _decode(body, kind, unknown)
     except WRONG as error:
         raise of_a_body(error) from None
-    return whole
 
 
-def _decoded_in_parts(body: bytes | bytearray, kind: type[T]) -> T | None:
+def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T | None:
     """None: it is to be decoded in one, as there is nothing to cut out, or as what is wrong is told with its place."""
     short, urls = cut(body)
     if not urls:
         return None
     require_little(short)
     try:
-        found: T = DECODERS[kind].decode(short)
+        found = _decode(short, kind, unknown)
     except WRONG as error:
         if len(body) <= MOST_NBYTES:
             return None
         raise of_a_body(error, "long images not counted") from None
     return found if _is_whole_with(found, urls) else None
+
+
+def _decode(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T:
+    """Raises WRONG, ApiError."""
+    try:
+        found: T = DECODERS[kind].decode(body)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+        found = DECODERS[kind].decode(_with_whole_numbers(body, kind))
+    names = check_fields(body, FIELDS[kind])
+    if unknown is not None:
+        unknown[:] = names
+    return found
+
+
+def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> bytes:
+    """The body with 10.0 written as 10, as JSON knows one kind of number, wherever a field wants a whole one."""
+    said: dict[str, Any] = msgspec.json.decode(body)
+    for name in _whole_numbers(kind) & said.keys():
+        value = said[name]
+        if isinstance(value, float) and value.is_integer():
+            said[name] = int(value)
+    return msgspec.json.encode(said)
+
+
+@functools.cache
+def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Fields whose values are whole numbers, or nothing."""
+    fields = msgspec.inspect.type_info(kind).fields  # type: ignore[attr-defined]
+    kinds = {field.encode_name: {type(one) for one in getattr(field.type, "types", (field.type,))} for field in fields}
+    optional = {msgspec.inspect.IntType, msgspec.inspect.NoneType}
+    return frozenset(name for name, found in kinds.items() if msgspec.inspect.IntType in found <= optional)
 
 
 def _is_whole_with(found: msgspec.Struct, urls: dict[str, str]) -> bool:
@@ -289,14 +330,3 @@ def _is_whole_with(found: msgspec.Struct, urls: dict[str, str]) -> bool:
                 if isinstance(part, ImagePart):
                     part.image_url.url = urls.pop(part.image_url.url, part.image_url.url)
     return not urls
-
-
-def _refuse(body: msgspec.Struct) -> None:
-    for name in _unsupported(type(body)):
-        if getattr(body, name):
-            raise ApiError(400, f"{name} is not supported", param=name)
-
-
-@functools.cache
-def _unsupported(kind: type[msgspec.Struct]) -> list[str]:
-    return [one.name for one in msgspec.structs.fields(kind) if one.type is Unsupported]

@@ -91,14 +91,22 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        if len(self.pipeline) <= MOST_AHEAD:  # else the connection ends when this piece has been read
+        if self._is_over or len(self.pipeline) > MOST_AHEAD:  # then the connection ends when this piece has been read
+            return
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts != 1 and self.parser.get_http_version() == "1.1":
+            self.refuse(ApiError(400, f"expected one Host header in a request of HTTP/1.1, got {hosts}"))
+        else:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._body_nbytes += len(body)
-        super().on_body(body)
+        if not self._is_over:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_over:
+            return
         self._is_in_message = False
         self._raw_nbytes = 0
         super().on_message_complete()

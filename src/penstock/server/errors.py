@@ -51,8 +51,10 @@ class ApiError(Exception):
         self.headers = headers
 
     @classmethod
-    def of(cls, error: EngineError) -> ApiError:
-        return cls(error.status, error.reason)
+    def of(cls, error: EngineError, request_id: str = "") -> ApiError:
+        """`request_id`: under which the log has it, where it is not the client's doing."""
+        is_ours = error.status >= 500 and request_id
+        return cls(error.status, f"{error.reason} (request {request_id})" if is_ours else error.reason)
 
     @property
     def body(self) -> bytes:

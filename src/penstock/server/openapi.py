@@ -1,6 +1,7 @@
 """`/openapi.json`: what can be asked here and what is answered, as an OpenAPI document.
 
-What may be asked is read off the structs that decode it; a range that stands there is refused and documented alike.
+What may be asked is read off the structs that decode it and the tables of `fields`; what stands there is refused and
+documented alike.
 Leaves to `shapes` what answers look like.
 """
 
@@ -15,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import penstock
-from penstock.server import shapes
-from penstock.server.bodies import Chat, Completion, Tokenize
+from penstock.server import fields, shapes
+from penstock.server.bodies import DECODERS, Chat, Completion, Tokenize
 from penstock.server.errors import RETRIED
 from penstock.server.rates import Seen
 
@@ -52,12 +53,15 @@ def route(has_keys: bool) -> Route:
 def documented(has_keys: bool) -> dict[str, Any]:
     kinds = (Chat, Completion, Tokenize, Seen, *shapes.ALL)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
+    for kind in DECODERS:
+        schemas[kind.__name__]["properties"].update(fields.properties())
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Penstock",
             "version": penstock.__version__,
-            "description": "OpenAI's API. Fields that are not named here are passed over.",
+            "description": "OpenAI's API. Fields that are not named here are ignored; the answer names them in its "
+            f"header {fields.HEADER}.",
         },
         "paths": _paths(has_keys),
         "components": {

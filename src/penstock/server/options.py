@@ -6,11 +6,14 @@ Leaves to `EngineConfig` everything behind the server.
 from __future__ import annotations
 
 import os
+import re
 
 import msgspec
 
 from penstock.engine.images import ImageLimits
 from penstock.server.fetching import Host
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +27,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     image_limits: ImageLimits = ImageLimits()
     media_folders: tuple[str, ...] = ()  # clients may name images beneath them by file:// URLs; none: no files
     media_hosts: tuple[str, ...] = ()  # clients may name images on them by http:// and https:// URLs; none: on no host
+    allowed_origins: tuple[str, ...] = ()  # of pages that may ask from a browser, or "*"; none: only this server's own
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -41,3 +48,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"media_folders are folders, not {folder!r}")
         for host in self.media_hosts:
             Host.of(host)
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"allowed_origins are as in https://example.org:8443, or '*', not {origin!r}")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ValueError(
+                "allow_credentials needs allowed_origins by name: with '*' any page could ask as its reader"
+            )

@@ -1,18 +1,21 @@
 """Answers on their way to a client: as events, while they come, or whole.
 
-Lines that are ready-made are passed on as they are. Leaves to `app` which requests they answer.
+Lines that are ready-made are passed on as they are. Leaves to `app` which prompts they answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from penstock.engine.logs import event
 from penstock.engine.protocol import FinishReason, Logprobs
 from penstock.engine.stream import EngineError, Piece, Stream
 from penstock.engine.text import Vocabulary
@@ -24,6 +27,13 @@ T = TypeVar("T")
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 DONE = b"data: [DONE]\n\n"
+
+
+def engine_failed(error: EngineError, request_id: str) -> ApiError:
+    """What a client is told of it. What is not its own doing is logged under the same id."""
+    if error.status >= 500:
+        event("request failed", logging.WARNING, request_id=request_id, status=error.status, error=error.reason)
+    return ApiError.of(error, request_id)
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -55,13 +65,13 @@ class Pace:
     def __init__(self, row: Row, began: float) -> None:
         self._row = row
         self._began = began
-        self._last: dict[tuple[int, int], float] = {}  # by request and sample
+        self._last: dict[tuple[int, int], float] = {}  # by prompt and sample
 
-    def piece(self, request: int, piece: Piece) -> None:
+    def piece(self, prompt: int, piece: Piece) -> None:
         many = len(piece.ids)
         if not many:
             return
-        now, whose = time.monotonic(), (request, piece.sample)
+        now, whose = time.monotonic(), (prompt, piece.sample)
         if whose in self._last:
             self._row.between.add((now - self._last[whose]) / many, many)
         elif not self._last:
@@ -88,6 +98,62 @@ def usage_of(*streams: Stream) -> dict[str, Any]:
     }
 
 
+# ── the prompts of a request ─────────────────────────────────────────────────────────────────────────────────────────
+class Batch:
+    """The prompts of one request in the engine, at most `max_open` of them at a time: what is left is for others."""
+
+    def __init__(
+        self, submits: Sequence[Callable[[], Awaitable[Stream]]], max_open: int, release: Callable[[], None]
+    ) -> None:
+        """`release` lets go of what stands in the prompts instead of text, also of those that are never submitted."""
+        self.streams: list[Stream] = []  # of the prompts that have been submitted
+        self.release = release
+        self._submits = submits
+        self._room = asyncio.Semaphore(max_open)
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The number of a prompt, and what is new of its answer. All are aborted when this ends, in whatever way.
+
+        Raises EngineError.
+        """
+        if len(self._submits) == 1:
+            async with contextlib.aclosing(self._answer(0)) as only:
+                async for piece in only:
+                    yield 0, piece
+            return
+        queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(1)
+        pumps = [asyncio.ensure_future(self._pump(prompt, queue)) for prompt in range(len(self._submits))]
+        left = len(pumps)
+        try:
+            while left:
+                prompt, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield prompt, item
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _answer(self, prompt: int) -> AsyncGenerator[Piece, None]:
+        async with self._room, await self._submits[prompt]() as stream:
+            self.streams.append(stream)
+            async for piece in stream:
+                yield piece
+
+    async def _pump(self, prompt: int, queue: asyncio.Queue[tuple[int, Piece | Exception | None]]) -> None:
+        try:
+            async with contextlib.aclosing(self._answer(prompt)) as pieces:
+                async for piece in pieces:
+                    await queue.put((prompt, piece))
+            await queue.put((prompt, None))
+        except Exception as error:
+            await queue.put((prompt, error))
+
+
 # ── as it comes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class Events:
     """An answer whose pieces are finished lines. What goes wrong before the first one is raised; later it is an event.
@@ -95,39 +161,42 @@ class Events:
     A client that reads slowly holds up its own answer only: the stream keeps what it has not taken, up to a bound.
     """
 
-    def __init__(self, stream: Stream, head: bytes, includes_usage: bool, pace: Pace) -> None:
+    def __init__(self, batch: Batch, head: bytes, includes_usage: bool, pace: Pace, request_id: str) -> None:
         self.status_code = 200  # of the answer as a whole: it may go wrong after this has been said
-        self._stream = stream
+        self._batch = batch
         self._head = head
         self._includes_usage = includes_usage
         self._pace = pace
+        self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._stream:
+        try:
             last = await unless_gone(receive, self._tell(send))
-        self._pace.end(self._stream)
+        finally:
+            self._batch.release()
+        self._pace.end(*self._batch.streams)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _tell(self, send: Send) -> bytes:
         """Everything but the last event, which it returns."""
-        stream, pace, request = self._stream, self._pace, self._stream.request
         has_begun = False
         try:
-            async for piece in stream:
-                pace.piece(request, piece)
-                if not has_begun:
-                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                    has_begun = True
-                if piece.utf8:
-                    await send({"type": "http.response.body", "body": piece.utf8, "more_body": True})
+            async with contextlib.aclosing(self._batch.pieces()) as pieces:
+                async for prompt, piece in pieces:
+                    self._pace.piece(prompt, piece)
+                    if not has_begun:
+                        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                        has_begun = True
+                    if piece.utf8:
+                        await send({"type": "http.response.body", "body": piece.utf8, "more_body": True})
         except EngineError as error:
             if not has_begun:
                 raise
             self.status_code = error.status
-            return b"data: %b\n\n" % ApiError.of(error).body
+            return b"data: %b\n\n" % engine_failed(error, self._request_id).body
         if not self._includes_usage:
             return DONE
-        usage = msgspec.json.encode(usage_of(stream))
+        usage = msgspec.json.encode(usage_of(*self._batch.streams))
         return b'data: %b,"choices":[],"usage":%b}\n\n' % (self._head, usage) + DONE
 
 
@@ -202,10 +271,11 @@ def likely(found: Logprobs) -> Iterator[list[tuple[int, float]]]:
         at += count
 
 
-async def gathered(stream: Stream, samples: int, pace: Pace) -> list[Choice]:
-    """Raises EngineError where the answer does not come to its end."""
-    choices = [Choice() for _ in range(samples)]
-    async for piece in stream:
-        pace.piece(stream.request, piece)
-        choices[piece.sample].add(piece)
+async def gathered(batch: Batch, prompts: int, samples: int, pace: Pace) -> list[Choice]:
+    """Those of the first prompt, then those of the next. Raises EngineError where one does not come to its end."""
+    choices = [Choice() for _ in range(prompts * samples)]
+    async with contextlib.aclosing(batch.pieces()) as pieces:
+        async for prompt, piece in pieces:
+            pace.piece(prompt, piece)
+            choices[prompt * samples + piece.sample].add(piece)
     return choices

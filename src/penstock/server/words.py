@@ -103,14 +103,16 @@ class Reader:
         if self._images is not None:
             self._images.close()
 
-    async def conversation(self, said: Conversation, is_answered: bool, options: dict[str, Any]) -> Prompt:
+    async def conversation(
+        self, said: Conversation, is_answered: bool, options: dict[str, Any], add_special: bool = False
+    ) -> Prompt:
         """To be released, unless a request gets it. Raises ApiError."""
         if said.images and self._images is None:
             where = said.images[0].where
             raise ApiError(400, f"expected text, got an image at $.{where}: this model takes none", param=where)
         work = functools.partial(self.words.chat, said.messages, is_answered, options)
         text = work() if said.parts <= MANY else await self.in_a_thread(work)
-        ids = await self.ids(text, add_special=False)
+        ids = await self.ids(text, add_special)
         if not said.images or self._images is None:
             return Prompt(ids)
         return await self._images.prompt(ids, said.images)
