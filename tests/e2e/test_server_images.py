@@ -24,6 +24,7 @@ from tests.crash.test_engine_images import held  # noqa: E402
 from tests.e2e.test_server import Served, served  # noqa: E402
 from tests.engine import START  # noqa: E402
 from tests.unit.sights import Sight  # noqa: E402
+from tests.unit.test_engine_encoded_image import scans_of_nothing  # noqa: E402
 from tests.unit.test_images import picture  # noqa: E402
 from tests.unit.test_server_fetching import Elsewhere, bare, whole  # noqa: E402
 from tests.unit.test_server_images import named, part, plain, text  # noqa: E402
@@ -130,6 +131,7 @@ async def what_is_no_image_for_us_is_refused_with_its_place(tree: Seeing) -> Non
         (named(f"file://{tree.sight.path}/open/../config.json"), 400, "not beneath"),
         (named(f"file://{tree.sight.path}/open/one.txt"), 400, "no image that can be read"),
         (part(bytes(300_000)), 413, "at most 200000 bytes"),
+        (part(scans_of_nothing(400), "image/jpeg"), 400, "2000 x 2000 has 400 scans, which are 1600000000"),
     ):
         with pytest.raises(openai.APIStatusError, match=words) as caught:
             await tree.chat(good, text("a"), image)

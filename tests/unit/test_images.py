@@ -3,6 +3,7 @@
 import asyncio
 import io
 import struct
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.engine import images  # noqa: E402
 from penstock.engine.images import ImageLimits, ImageRefused, Images  # noqa: E402
 from penstock.tensor import Incoming, Outgoing  # noqa: E402
 from tests.unit.models import VISION, stock_of  # noqa: E402
+from tests.unit.test_engine_encoded_image import scans_of_nothing  # noqa: E402
 
 TILES: dict[str, Any] = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
 PATCHES: dict[str, Any] = {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 1024}}
@@ -160,6 +162,52 @@ def test_a_thin_image_is_refused_before_its_short_side_is_made_as_long_as_others
             with pytest.raises(ImageRefused, match=f"at most 100 times as long .* this one is {width} x {height}"):
                 load(loader, scope, picture(width, height))
         assert load(loader, scope, picture(200, 2))
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, outgoing, limits = model_in(tmp_path), Outgoing(None), ImageLimits(pixels=200 * 200)
+    with Images(model, outgoing, threads=1, limits=limits) as loader, outgoing.scope() as scope:
+        assert load(loader, scope, scans_of_nothing(32, side=200))
+        monkeypatch.setattr(images, "_decoded", None)
+        expected = "at most 1280000 pixels, this one of 200 x 200 has 33 scans, which are 1320000"
+        with pytest.raises(ImageRefused, match=expected) as caught:
+            load(loader, scope, scans_of_nothing(33, side=200))
+        assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("mode", ["RGB", "CMYK"])
+def test_a_progressive_jpeg_of_as_many_pixels_as_are_allowed_is_taken(mode: str, tmp_path: Path) -> None:
+    raw, outgoing, limits = io.BytesIO(), Outgoing(None), ImageLimits(pixels=200 * 200)
+    pillow.new(mode, (200, 200)).save(raw, "JPEG", progressive=True)
+    with Images(model_in(tmp_path), outgoing, threads=1, limits=limits) as loader, outgoing.scope() as scope:
+        assert load(loader, scope, raw.getvalue())[0].tokens == 4
+
+
+def test_a_small_image_does_not_wait_for_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, has_begun, goes_on = images._decoded, threading.Event(), threading.Event()
+
+    def slowly(encoded: Any) -> Any:
+        if encoded.work > images.LARGE_PIXELS:
+            has_begun.set()
+            assert goes_on.wait(10), "the small one was not loaded meanwhile"
+        return decode(encoded)
+
+    monkeypatch.setattr(images, "_decoded", slowly)
+    monkeypatch.setattr(images, "LARGE_PIXELS", 10_000)
+    outgoing = Outgoing(None)
+
+    async def run(loader: Images) -> None:
+        with outgoing.scope() as first, outgoing.scope() as second:
+            large = [asyncio.ensure_future(loader.load(picture(200, 200, seed=seed), first)) for seed in range(3)]
+            await asyncio.to_thread(has_begun.wait, 10)
+            assert (await loader.load(picture(), second)).tokens == 4
+            large[1].cancel()  # its client has gone
+            goes_on.set()
+            done = await asyncio.gather(*large, return_exceptions=True)
+            assert [isinstance(one, images.Loaded) for one in done] == [True, False, True]
+
+    with Images(model_in(tmp_path), outgoing, threads=1) as loader:
+        asyncio.run(run(loader))
 
 
 def test_an_image_that_is_made_a_square_is_as_large_as_that(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ NOTICE = Notice(
 
 def zero(kind: type[Any], /, **numbers: Any) -> Any:
     """All numbers are 0, but those that are given."""
-    kinds = {int: 0, float: 0.0, str: "", bool: False}
+    kinds = {int: 0, float: 0.0, str: "", bool: False, int | None: None}
     found = {one.name: kinds.get(one.type, ()) for one in msgspec.structs.fields(kind)}
     return kind(**{**found, **numbers})
 

@@ -5,12 +5,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from penstock import Pool
 from penstock.engine.board import Board, Life
 from penstock.engine.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol import Stop
 from penstock.engine.tree import Tree
+from penstock.inspect import private_nbytes_of
 from penstock.server.moment import Process
 from penstock.server.notice import Notice
 from penstock.server.options import ServerOptions
@@ -74,7 +77,9 @@ def test_a_process_starts_serves_dies_and_comes_again(laid: Laid) -> None:
     ]
     laid.board.live(1, Life(1, os.getpid()))
     worker = watch.take().processes[2]
-    assert looked(worker) == ("worker 0.0", "starting", 1) and worker.rss_nbytes > 1 << 20 and worker.cpu_seconds > 0
+    assert (
+        looked(worker) == ("worker 0.0", "starting", 1) and worker.private_nbytes > 1 << 20 and worker.cpu_seconds > 0
+    )
     laid.board.row(0)[Board.SERVING] = 1
     assert looked(watch.take().processes[2]) == ("worker 0.0", "serves", 1)
     laid.board.live(1, Life(1, 0))
@@ -89,6 +94,27 @@ def test_a_process_starts_serves_dies_and_comes_again(laid: Laid) -> None:
     assert looked(watch.take().processes[5]) == ("server 0", "serves", 3)
     laid.board.drain()
     assert looked(watch.take().processes[5]) == ("server 0", "draining", 3) and watch.take().is_draining
+
+
+def test_memory_that_is_shared_is_counted_once_and_in_no_process(laid: Laid) -> None:
+    assert laid.tree.store is not None
+    laid.board.live(1, Life(1, os.getpid()))
+    moment = Watch(os.getpid()).take()
+    assert moment.processes[2].private_nbytes is not None and moment.processes[1].private_nbytes is None
+    assert laid.tree.store.segment_nbytes + laid.tree.board.nbytes + laid.tally_page.nbytes < moment.shared_nbytes < 64 << 20
+
+
+def test_private_memory_is_without_what_others_may_map() -> None:
+    most = 64 << 20
+    with Pool.create(most) as pool, pool.take(most - (1 << 20)) as lease:
+        before = private_nbytes_of(os.getpid())
+        np.frombuffer(lease, np.uint8)[:] = 1  # this process has all its pages
+        shared = private_nbytes_of(os.getpid())
+        own = np.ones(most, np.uint8)
+        after = private_nbytes_of(os.getpid())
+    assert before is not None and shared is not None and after is not None and own.all()
+    assert shared - before < most // 4 and after - shared > most * 3 // 4
+    assert private_nbytes_of(1 << 22) is None, "there is no such process"
 
 
 def test_channels_and_the_store_tell_what_went_through_and_who_is_behind(laid: Laid) -> None:

@@ -52,6 +52,18 @@ def shown(width: int, height: int, name: str = "m", is_terminal: bool = True, **
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
 
 
+def test_memory_of_each_process_is_its_own_and_what_is_shared_stands_once() -> None:
+    found, _ = seen()
+    known = zero(Process, role="core", pid=1, state="serves", private_nbytes=3 << 20)
+    gone = zero(Process, role="core", index=1, state="gone", private_nbytes=None)
+    moment = msgspec.structs.replace(found.moment, processes=(known, gone), shared_nbytes=5 << 30)
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(drawn(Seen(moment, None), History(), console))
+    rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["shared", "5.0", "GiB"] in rows
+    assert [row[-2:] for row in rows if row[:1] == ["core"]] == [["3.0", "MiB"], ["–", "–"]]
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("height", [8, 15, 24, 40, 100])
 def test_it_is_never_larger_than_the_terminal(width: int, height: int) -> None:

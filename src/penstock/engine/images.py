@@ -4,20 +4,20 @@
     loaded.item, loaded.tokens                    for `Client.submit(…, items=…, scope=scope)`
 
 An image is known by its bytes and by what is made of them: one that has been made is found by its key and not even
-decoded. Leaves to the model's own processor what is made of an image, to the scope how long it is held, and to `places`
-where its tokens stand in a prompt.
+decoded. How much work an image is stands in its headers. It has a bound, so what a thread has begun ends soon; and
+large ones are decoded by threads of their own, so small ones do not wait for them. Leaves to the model's own processor
+what is made of an image, to the scope how long it is held, and to `places` where its tokens stand in a prompt.
 """
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import hashlib
 import io
 import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +25,16 @@ import msgspec
 import numpy as np
 
 from penstock import Missing
+from penstock.engine.encoded_image import UPRIGHT, EncodedImage
 from penstock.engine.families import VISION
+from penstock.engine.turns import Turns
 from penstock.errors import PenstockError
 from penstock.tensor import Item, Outgoing, Scope, key_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 TILED = ("idefics3", "smolvlm")  # what these see of an image stands in several places of the prompt
+MAX_PASSES = 32  # over as many pixels as are allowed, for each component: ordinary progressive JPEGs take up to 24
+LARGE_PIXELS, LARGE_NBYTES = 4_000_000, 2 << 20  # from here on it takes a thread 0.1 s and more
 MOST_RATIO = 100  # of an image's sides: processors make the short one as long as they want it, and the long one with it
 
 
@@ -92,17 +96,22 @@ class Images:
         self.is_tiled = config.model_type in TILED
         self._is_squared = config.model_type == "llava" and getattr(self._processor, "do_pad", False)
         self._salt = _fingerprint(self._processor) + salt
-        self._threads = ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), "images")
+        threads = threads or len(os.sched_getaffinity(0))
+        self._small, self._large = Turns(threads, "images"), Turns(threads, "large images")
 
     async def load(self, raw: bytes | Callable[[], bytes], scope: Scope) -> Loaded:
-        """`raw`: or what reads it, in the same thread. Blocks nobody's loop. The scope holds the image.
+        """`raw`: or what reads it, in a thread. Blocks nobody's loop. The scope, one for each request, holds the image.
 
-        Raises ImageRefused, what reading it raises, and ClosedError if the scope has been released meanwhile.
+        Cancelled, it is dropped if it has not begun. Raises ImageRefused, what reading it raises, and ClosedError if
+        the scope has been released meanwhile.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.load_now, raw, scope)
+        loaded = await self._small.run(scope, functools.partial(self._load_small, raw, scope))
+        if isinstance(loaded, Loaded):
+            return loaded
+        return await self._large.run(scope, functools.partial(self._load_encoded, *loaded, scope))
 
-    def load_now(self, raw: bytes | Callable[[], bytes], scope: Scope) -> Loaded:
-        """In this thread."""
+    def _load_small(self, raw: bytes | Callable[[], bytes], scope: Scope) -> Loaded | tuple[bytes, EncodedImage]:
+        """The image, or the key of one that is large, and what is to be decoded."""
         if not isinstance(raw, bytes):
             raw = raw()
         if len(raw) > self.limits.nbytes:
@@ -111,7 +120,13 @@ class Images:
         found = self._find(key, scope)
         if found is not None:
             return found
-        made = self._make(raw)
+        encoded = self._parse(raw)
+        if encoded.work > LARGE_PIXELS or len(encoded.data) > LARGE_NBYTES:
+            return key, encoded
+        return self._load_encoded(key, encoded, scope)
+
+    def _load_encoded(self, key: bytes, encoded: EncodedImage, scope: Scope) -> Loaded:
+        made = self._make(encoded)
         if self._most_tokens is not None and made["tokens"] > self._most_tokens:
             raise ImageRefused(
                 400, f"this model has at most {self._most_tokens} tokens, and the image takes {made['tokens']}"
@@ -128,8 +143,29 @@ class Images:
             pass
         return None
 
-    def _make(self, raw: bytes) -> dict[str, Any]:
-        picture = _decoded(raw, self.limits.pixels, self._is_squared)
+    def _parse(self, raw: bytes) -> EncodedImage:
+        """Raises ImageRefused where decoding it, or what it becomes when it is made a square, would be too much."""
+        try:
+            encoded = EncodedImage.parse(raw)
+        except ValueError as error:
+            raise _unreadable(error) from None
+        sides = width, height = encoded.width, encoded.height
+        if self._is_squared:
+            width = height = max(sides)
+        most = self.limits.pixels
+        if width * height > most:
+            said = f"this one has {width} x {height} = {width * height}"
+            raise ImageRefused(413, f"an image has at most {most} pixels, {said}")
+        if max(sides) > MOST_RATIO * min(sides):
+            said = f"this one is {sides[0]} x {sides[1]}"
+            raise ImageRefused(400, f"an image is at most {MOST_RATIO} times as long as it is wide, {said}")
+        if encoded.work > MAX_PASSES * most:
+            said = f"this one of {sides[0]} x {sides[1]} has {encoded.scans} scans, which are {encoded.work}"
+            raise ImageRefused(400, f"the scans of an image pass over at most {MAX_PASSES * most} pixels, {said}")
+        return encoded
+
+    def _make(self, encoded: EncodedImage) -> dict[str, Any]:
+        picture = _decoded(encoded)
         try:
             made = self._processor(images=picture, return_tensors="np")
             shape = _tiles(made)
@@ -142,7 +178,8 @@ class Images:
 
     def close(self) -> None:
         """Waits for what is being made."""
-        self._threads.shutdown(cancel_futures=True)
+        self._small.close()
+        self._large.close()
 
     def __enter__(self) -> Images:
         return self
@@ -162,29 +199,33 @@ def _tiles(made: Mapping[str, Any]) -> tuple[int, int]:
     return int(np.asarray(rows).reshape(-1)[0]), int(np.asarray(columns).reshape(-1)[0])
 
 
-def _decoded(raw: bytes, most_pixels: int, is_squared: bool) -> Any:
-    """As RGB. Its size is looked at before anything is unpacked: what it has, or has when it `is_squared`."""
-    from PIL import Image, ImageOps
+def _decoded(encoded: EncodedImage) -> Any:
+    """As RGB, upright."""
+    from PIL import Image
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # we look at that ourselves
-            picture = Image.open(io.BytesIO(raw), formats=FORMATS)
-        width, height = picture.size
-        if is_squared:
-            width = height = max(width, height)
-        is_small = width * height <= most_pixels
-        is_plain = max(picture.size) <= MOST_RATIO * min(picture.size)
-        if is_small and is_plain:
-            return ImageOps.exif_transpose(picture).convert("RGB")
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # its size has been looked at
+            picture = Image.open(io.BytesIO(encoded.data), formats=(encoded.format,))
+        if picture.size != (encoded.width, encoded.height):
+            raise ValueError(f"its headers promise {encoded.width} x {encoded.height}, not {picture.size}")
+        upright = picture.convert("RGB")
     except Image.DecompressionBombError as error:
-        raise ImageRefused(413, f"an image has at most {most_pixels} pixels: {error}") from None
+        raise ImageRefused(413, f"an image has fewer pixels than Pillow warns of: {error}") from None
     except Exception as error:  # whatever its decoder stumbles on
-        raise ImageRefused(400, f"no image that can be read as {', '.join(FORMATS)}: {error}") from None
-    size = f"{width} x {height}"
-    if is_small:
-        raise ImageRefused(400, f"an image is at most {MOST_RATIO} times as long as it is wide, this one is {size}")
-    raise ImageRefused(413, f"an image has at most {most_pixels} pixels, this one has {size} = {width * height}")
+        raise _unreadable(error) from None
+    return upright if encoded.orientation == UPRIGHT else upright.transpose(_turned(encoded.orientation))
+
+
+def _turned(orientation: int) -> Any:
+    from PIL.Image import Transpose
+
+    ways = [Transpose.FLIP_LEFT_RIGHT, Transpose.ROTATE_180, Transpose.FLIP_TOP_BOTTOM, Transpose.TRANSPOSE]
+    return [*ways, Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90][orientation - 2]
+
+
+def _unreadable(why: Exception) -> ImageRefused:
+    return ImageRefused(400, f"no image that can be read as {', '.join(FORMATS)}: {why}")
 
 
 # ── what a family makes of an image ──────────────────────────────────────────────────────────────────────────────────

@@ -5,7 +5,7 @@
 """
 
 from penstock.inspect.finding import NotFound, holders_of_segments, look
-from penstock.inspect.processes import Process, all_processes, process_of
+from penstock.inspect.processes import Process, all_processes, private_nbytes_of, process_of
 from penstock.inspect.segments import Json
 from penstock.inspect.showing import show
 from penstock.inspect.tables import Table, tables_of
@@ -23,6 +23,7 @@ __all__ = [
     "in_seconds",
     "in_units",
     "look",
+    "private_nbytes_of",
     "process_of",
     "show",
     "tables_of",

@@ -18,7 +18,7 @@ class Process(msgspec.Struct, frozen=True):
     incarnation: int  # 0: none has been started; 1: this is the first
     state: str  # starting, serves, draining, stopped, gone
     cpu_seconds: float
-    rss_nbytes: int
+    private_nbytes: int | None  # memory that only this process has; None: there is none now, or the kernel does not say
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -101,6 +101,7 @@ class Moment(msgspec.Struct, frozen=True):
     time: float  # seconds since 1970
     notice: Notice
     is_draining: bool
+    shared_nbytes: int  # memory of all segments, which is there once, however many processes have it
     processes: tuple[Process, ...]
     channels: tuple[Channel, ...]
     stores: tuple[Store, ...]

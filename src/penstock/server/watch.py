@@ -16,7 +16,7 @@ from penstock import PenstockError
 from penstock.engine.board import Board, Life
 from penstock.engine.board import Row as GroupRow
 from penstock.engine.tree import Member
-from penstock.inspect import Json, process_of
+from penstock.inspect import Json, private_nbytes_of, process_of
 from penstock.inspect.segments import Place, descriptors_of, page_at, snapshot_of
 from penstock.server.moment import Channel, Group, Holder, Moment, Process, Server, Store
 from penstock.server.notice import NAME, Notice
@@ -40,6 +40,7 @@ class Watch:
         self._start = _start_of(pid)
         self._pages: dict[str, tuple[int, Place]] = {}
         self._others: list[tuple[int, Place]] = []
+        self._raw_nbytes = 0  # of segments that are neither channels nor pools, which never grow
         seen: set[Place] = set()
         try:
             for number, place in descriptors_of(pid):
@@ -52,7 +53,9 @@ class Watch:
                 seen.add(place)
                 if told["kind"] != RAW:
                     self._others.append((number, place))
-                elif told["name"] in PAGES:
+                    continue
+                self._raw_nbytes += told["claimed_nbytes"]
+                if told["name"] in PAGES:
                     self._pages[told["name"]] = number, place
         except (OSError, PenstockError, ValueError) as error:
             raise NoServer(f"process {pid} cannot be looked into: {error}") from None
@@ -81,6 +84,7 @@ class Watch:
             time=time.time(),
             notice=notice,
             is_draining=board.is_draining,
+            shared_nbytes=self._raw_nbytes + sum(one["claimed_nbytes"] for one in told),
             processes=tuple(_processes(notice, board, tally)),
             channels=tuple(_channel(one) for one in told if "senders" in one),
             stores=tuple(_store(one) for one in told if "store" in one),
@@ -114,10 +118,10 @@ def _process(member: Member, life: Life, otherwise: str) -> Process:
     found = process_of(life.pid) if life.pid else None
     if found is None or found.state == "Z":
         state = "gone" if life.incarnation else "starting"
-        return Process(member.kind, member.group, member.index, 0, life.incarnation, state, 0.0, 0)
+        return Process(member.kind, member.group, member.index, 0, life.incarnation, state, 0.0, None)
     state = "stopped" if found.state in "Tt" else otherwise
-    used, rss = found.cpu_seconds, found.rss_nbytes
-    return Process(member.kind, member.group, member.index, life.pid, life.incarnation, state, used, rss)
+    used, private = found.cpu_seconds, private_nbytes_of(life.pid)
+    return Process(member.kind, member.group, member.index, life.pid, life.incarnation, state, used, private)
 
 
 # ── segments ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -48,7 +48,7 @@ def drawn(seen: Seen, history: History, console: Console, gone: str = "") -> Ren
     above += curves(history, width) + steps(rates, width)
     left = (console.height - 1 if console.is_terminal else 1000) - len(above)
     tables = [
-        (("process", "pid", "state", "restarts", "CPU", "memory"), processes(seen)),
+        (("process", "pid", "state", "restarts", "CPU", "own memory"), processes(seen)),
         (("channel", "kind", "messages/s", "bytes/s", "behind", "slowest", "sleeps/s", "sender waits"), channels(seen)),
         (("store", "kept", "hits", "hits/s", "keys held", "evicted", "held by"), stores(seen)),
     ]
@@ -176,18 +176,21 @@ def figure(line: Text, number: str, what: str, style: str = "") -> None:
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def processes(seen: Seen) -> list[tuple[Text, ...]]:
+    """The first row is what all of them share: it is shown also where there is no room for the last."""
     cpu = seen.rates.cpu if seen.rates is not None else [None] * len(seen.moment.processes)
-    return [
+    shared = (Text("shared", style=DIM), *(Text() for _ in range(4)), Text(in_units(seen.moment.shared_nbytes)))
+    rows = [
         (
             Text(one.title),
             Text(str(one.pid or UNKNOWN)),
             Text(one.state, style=STATES[one.state]),
             restarts(one),
             Text(UNKNOWN if share is None or not one.pid else f"{share:.0%}"),
-            Text(in_units(one.rss_nbytes) if one.pid else UNKNOWN),
+            Text(UNKNOWN if one.private_nbytes is None else in_units(one.private_nbytes)),
         )
         for one, share in zip(seen.moment.processes, cpu, strict=True)
     ]
+    return [shared, *rows]
 
 
 def restarts(process: Process) -> Text:
