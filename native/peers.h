@@ -86,8 +86,9 @@ class Watcher {
     void loop();
     void start();                                                      // mutex_ is held
     std::string scan(Attachment* attachment, std::vector<u64>& gone);  // mutex_ is held; returns as watch() does
-    void scan_all();                                                   // mutex_ is held
-    void reap_or_retry(Attachment* attachment, u64 identity);          // mutex_ is held
+    std::map<u64, Watched>::iterator unwatch(std::map<u64, Watched>::iterator at);  // mutex_ is held
+    void scan_all();                                                                // mutex_ is held
+    void reap_or_retry(Attachment* attachment, u64 identity);                       // mutex_ is held
     std::mutex mutex_;
     std::set<Attachment*> all_;
     int pipe_[2] = {-1, -1};
@@ -536,6 +537,13 @@ inline std::string Watcher::watch(Attachment* attachment) {
     return why;
 }
 
+inline std::map<u64, Watcher::Watched>::iterator Watcher::unwatch(std::map<u64, Watched>::iterator at) {
+    // Closing would not take it out of epoll while a child of fork() has a copy: it would be ready for ever.
+    ::epoll_ctl(epoll_, EPOLL_CTL_DEL, at->second.pidfd, nullptr);
+    ::close(at->second.pidfd);
+    return watched_.erase(at);
+}
+
 inline void Watcher::forget(Attachment* attachment) {
     std::lock_guard guard(mutex_);
     all_.erase(attachment);
@@ -545,8 +553,7 @@ inline void Watcher::forget(Attachment* attachment) {
             ++at;
             continue;
         }
-        ::close(at->second.pidfd);  // closing takes it out of epoll
-        at = watched_.erase(at);
+        at = unwatch(at);
     }
 }
 
@@ -578,8 +585,7 @@ inline void Watcher::loop() {
                 attachment->note_how(found->first, how);
                 reap_or_retry(attachment, found->first);
             }
-            ::close(found->second.pidfd);
-            watched_.erase(found);
+            unwatch(found);
         }
         if (must_scan) scan_all();
         must_retry = must_retry_;
