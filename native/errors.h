@@ -60,10 +60,17 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
 // "pidfd_open: Too many open files (RLIMIT_NOFILE is 256): raise it"
 inline std::string describe_failure(const char* call, int error) {
     std::string text = format("%s: %s", call, std::strerror(error));
-    rlimit limit{};
-    if (error == EMFILE && ::getrlimit(RLIMIT_NOFILE, &limit) == 0)
-        text += format(" (RLIMIT_NOFILE is %llu): raise it", static_cast<unsigned long long>(limit.rlim_cur));
+    auto limit_of = [](int resource) {
+        rlimit limit{};
+        bool is_limited =
+            ::getrlimit(static_cast<__rlimit_resource_t>(resource), &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+        return is_limited ? format("%llu", static_cast<unsigned long long>(limit.rlim_cur)) : std::string("unlimited");
+    };
+    if (error == EMFILE) text += format(" (RLIMIT_NOFILE is %s): raise it", limit_of(RLIMIT_NOFILE).c_str());
     if (error == ENFILE) text += " (on this machine, fs.file-max): raise it";
+    if (error == EAGAIN)
+        text += format(" (RLIMIT_NPROC is %s; pids.max of the control group counts too): raise it",
+                       limit_of(RLIMIT_NPROC).c_str());
     if (error == ENOSYS || error == EPERM) text += ": the kernel, or a seccomp filter, does not allow it";
     return text;
 }

@@ -444,9 +444,8 @@ inline Watcher& Watcher::instance() {
 
 inline void Watcher::start() {
     if (is_started_) return;
-    auto require = [this](bool is_done, const char* call) {
-        if (is_done) return;
-        int failed = errno;
+    auto require = [this](int failed, const char* call) {
+        if (failed == 0) return;
         for (int* fd : {&epoll_, &pipe_[0], &pipe_[1]}) {
             if (*fd >= 0) ::close(*fd);
             *fd = -1;
@@ -454,21 +453,27 @@ inline void Watcher::start() {
         throw Error(Fault::os, "deaths of peers cannot be watched: " + describe_failure(call, failed));
     };
     epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
-    require(epoll_ >= 0, "epoll_create1");
-    require(::pipe2(pipe_, O_NONBLOCK | O_CLOEXEC) == 0, "pipe2");
+    require(epoll_ < 0 ? errno : 0, "epoll_create1");
+    require(::pipe2(pipe_, O_NONBLOCK | O_CLOEXEC) != 0 ? errno : 0, "pipe2");
     struct stat status{};
-    require(::fstat(pipe_[1], &status) == 0, "fstat");
+    require(::fstat(pipe_[1], &status) != 0 ? errno : 0, "fstat");
     pipe_inode_ = status.st_ino;
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u64 = 0;
-    require(::epoll_ctl(epoll_, EPOLL_CTL_ADD, pipe_[0], &event) == 0, "epoll_ctl");
-    is_started_ = true;
+    require(::epoll_ctl(epoll_, EPOLL_CTL_ADD, pipe_[0], &event) != 0 ? errno : 0, "epoll_ctl");
     sigset_t all, before;
     sigfillset(&all);
     ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
-    std::thread([this] { loop(); }).detach();
+    int failed = 0;
+    try {
+        std::thread([this] { loop(); }).detach();
+    } catch (const std::system_error& error) {
+        failed = error.code().value();
+    }
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    require(failed, "pthread_create");
+    is_started_ = true;
 }
 
 inline std::pair<int, u64> Watcher::pipe() {
@@ -569,6 +574,7 @@ inline void Watcher::loop() {
     for (bool must_retry = false;;) {
         epoll_event events[16];
         int n = ::epoll_wait(epoll_, events, 16, must_retry ? RETRY_MS : -1);
+        if (n < 0 && errno != EINTR) ::usleep(RETRY_MS * 1000);
         std::lock_guard guard(mutex_);
         bool must_scan = n <= 0;
         for (int i = 0; i < n; ++i) {
