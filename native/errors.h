@@ -60,10 +60,9 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
 // "pidfd_open: Too many open files (RLIMIT_NOFILE is 256): raise it"
 inline std::string describe_failure(const char* call, int error) {
     std::string text = format("%s: %s", call, std::strerror(error));
-    auto limit_of = [](int resource) {
+    auto limit_of = [](decltype(RLIMIT_NOFILE) resource) {
         rlimit limit{};
-        bool is_limited =
-            ::getrlimit(static_cast<__rlimit_resource_t>(resource), &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+        bool is_limited = ::getrlimit(resource, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
         return is_limited ? format("%llu", static_cast<unsigned long long>(limit.rlim_cur)) : std::string("unlimited");
     };
     if (error == EMFILE) text += format(" (RLIMIT_NOFILE is %s): raise it", limit_of(RLIMIT_NOFILE).c_str());
