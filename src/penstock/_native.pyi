@@ -10,9 +10,9 @@ import numpy.typing
 from typing_extensions import Buffer
 
 
-LAYOUT_VERSION: int = 3
+LAYOUT_VERSION: int = 4
 
-LAYOUT_FINGERPRINT: int = 2870956374
+LAYOUT_FINGERPRINT: int = 2412080337
 
 MAX_PEERS: int = 128
 
