@@ -22,9 +22,11 @@ struct Waited {
 };
 
 // One thread at a time in an end. A second one waits its turn without the interpreter, or is told that it would block.
+// The thread whose turn it is runs Python nowhere but in check_signals(), between two attempts, where nothing of the
+// end is half done: so a handler may use the end again, and close it.
 class Turn {
    public:
-    Turn(std::timed_mutex& mutex, u64 deadline, bool may_wait, const char* name) : lock_(mutex, std::try_to_lock) {
+    Turn(EndMutex& mutex, u64 deadline, bool may_wait, const char* name) : lock_(mutex, std::try_to_lock) {
         while (!lock_.owns_lock()) {
             if (!may_wait) throw Error(Fault::would_block, format("another thread is using this end of '%s'", name));
             {
@@ -38,7 +40,7 @@ class Turn {
     }
 
    private:
-    std::unique_lock<std::timed_mutex> lock_;
+    std::unique_lock<EndMutex> lock_;
 };
 
 // What is to be sent: anything with a buffer, or a list or tuple of such.
@@ -264,20 +266,24 @@ enum class As { copy, view, frame };  // frame: a copy, but what lies in the poo
 nb::object receive(const std::shared_ptr<Receiver>& receiver, nb::handle timeout, bool may_wait, As as) {
     u64 deadline = may_wait ? deadline_of(timeout) : 0;
     receiver->channel().require_ours();
-    Turn turn(receiver->mutex(), deadline, may_wait, receiver->name());
-    Found found;
-    if (!find_loop(*receiver, may_wait, deadline, found)) return nb::none();
-    if (as == As::copy || (as == As::frame && !found.is_spilled)) return copy_out(*receiver, found);
-    nb::object made = nb::cast(new Lease, nb::rv_policy::take_ownership);
-    Lease* lease = nb::inst_ptr<Lease>(made);
-    lease->by = receiver->channel().by;
-    lease->at = const_cast<u8*>(found.at);
-    lease->lane = found.lane;
-    lease->id = receiver->lease(found);
-    if (found.is_spilled)
-        lease->extent = found.extent;
-    else
-        lease->receiver = receiver, lease->extent.nbytes = found.nbytes;
+    auto lease = std::make_unique<Lease>();
+    {
+        Turn turn(receiver->mutex(), deadline, may_wait, receiver->name());
+        Found found;
+        if (!find_loop(*receiver, may_wait, deadline, found)) return nb::none();
+        if (as == As::copy || (as == As::frame && !found.is_spilled)) return copy_out(*receiver, found);
+        lease->by = receiver->channel().by;
+        lease->at = const_cast<u8*>(found.at);
+        lease->lane = found.lane;
+        lease->id = receiver->lease(found);
+        if (found.is_spilled)
+            lease->extent = found.extent;
+        else
+            lease->receiver = receiver, lease->extent.nbytes = found.nbytes;
+    }
+    // Not in turn: making an object may collect garbage, and so run Python.
+    nb::object made = nb::cast(lease.get(), nb::rv_policy::take_ownership);
+    (void)lease.release();
     return made;
 }
 
