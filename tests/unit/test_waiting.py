@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import signal
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -409,6 +410,81 @@ def test_a_signal_handler_may_send_from_the_end_in_which_its_thread_waits() -> N
         assert other.hear() == "ClosedError"
         assert other.hear() == "[b'x', b'x', b'x', b'h']"
         assert other.end() == 0
+
+
+# ── the end of a program ─────────────────────────────────────────────────────────────────────────────────────────────
+DAEMONS = {
+    "receives and sends": """
+        def receive():
+            while True:
+                receiver.receive()
+        def send():
+            while True:
+                sender.send(b"x" * 100)
+        calls = receive, send
+    """,
+    "sends and receives what is long": """
+        def receive():
+            while True:
+                receiver.receive()
+        def send():
+            while True:
+                sender.send(b"x" * 200_000)
+        calls = receive, send
+    """,
+    "receives views": """
+        def receive():
+            while True:
+                receiver.receive_view().release()
+        def send():
+            while True:
+                with sender.reserve(100) as room: pass
+        calls = receive, send
+    """,
+    "waits for long": "calls = (receiver.receive,)",
+    "waits its turn": "calls = receiver.receive, receiver.receive",
+    "puts": """
+        store = penstock.Store.create(1 << 20)
+        def put():
+            while True:
+                store.put(bytes(32), b"x" * 200_000).release()
+                store.clear()
+        calls = (put,)
+    """,
+    "takes": """
+        pool = penstock.Pool.create(1 << 20)
+        held = pool.take(1 << 20)
+        calls = (lambda: pool.take(1, timeout=30),)
+    """,
+}
+ENDING = """
+    import random
+    ring = penstock.open_ring()
+    sender, receiver = ring.sender(), ring.receiver()
+    class Closer:
+        def __init__(self, *ends):
+            self.ends = ends
+        def __del__(self):  # when modules are taken down, long after daemon threads have been stopped
+            for end in self.ends:
+                end.close()
+    {closer}
+    {calls}
+    for call in calls:
+        threading.Thread(target=call, daemon=True).start()
+    time.sleep(0.1 + random.random() / 100)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("closer", ["", "closer = Closer(sender, receiver)"], ids=["", "closed at the end"])
+@pytest.mark.parametrize("kind", DAEMONS)
+def test_a_program_ends_with_its_own_status_while_daemon_threads_of_its_are_inside_calls(
+    kind: str, closer: str
+) -> None:
+    source = ENDING.format(calls=textwrap.indent(textwrap.dedent(DAEMONS[kind]), "    ").lstrip(), closer=closer)
+    for _ in range(2):
+        with program(source) as other:
+            assert other.end() == 3
 
 
 # ── several threads in one end ───────────────────────────────────────────────────────────────────────────────────────
