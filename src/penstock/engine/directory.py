@@ -35,7 +35,7 @@ def completed(config: EngineConfig) -> EngineConfig:
     if config.simulated is not None:
         simulated = config.simulated
         found = () if simulated.end_id is None else (simulated.end_id,)
-        if config.model and _tokenizer_of(config).exists():  # or its answers would have ids that mean nothing
+        if config.model and tokenizer_path(config).exists():  # or its answers would have ids that mean nothing
             known = tokenizer_of(config).get_vocab_size()
             simulated = msgspec.structs.replace(simulated, vocabulary=min(simulated.vocabulary, known))
         return msgspec.structs.replace(config, simulated=simulated, end_ids=tuple(sorted({*config.end_ids, *found})))
