@@ -18,7 +18,7 @@ RECEIVER = {"receive.found", "receive.opened", "receive.copied", "receive.releas
 WAITER = {"wait.parked", "wait.woken"}
 PEER = {"join.claimed", "close.begun", "leave.begun"}
 COMING = {"receiver.claimed"}
-REAPER = {"reap.begun", "reap.half"}
+REAPER = {"reap.begun", "reap.half", "reap.marked"}
 
 # Who passes what. A channel's pool grows; the other one is claimed at once.
 REACHED = {
@@ -31,7 +31,7 @@ REACHED = {
     ("pool", "lender"): TAKER | {"share.half"} | PEER - {"close.begun"},
     ("pool", "borrower"): {"open.half", "block.locked", "release.last"}
     | PEER - {"close.begun"}
-    | REAPER - {"reap.half"},
+    | REAPER - {"reap.half", "reap.marked"},
 }
 ONCE = PEER | COMING | {"pool.claiming"} | REAPER
 CASES = [
