@@ -66,8 +66,8 @@ def attach(where: Ticket | str | int, *, messages: _Messages) -> MessageChannel:
 def attach(
     where: Ticket | str | int, *, messages: _Messages | None = None
 ) -> Channel | MessageChannel | Pool | CudaPool | Segment:
-    """What a ticket, or an inherited descriptor (which is taken over, unless it is refused), leads to: a channel, a pool (perhaps of device
-    memory) or a segment.
+    """What a ticket, or an inherited descriptor (which is taken over, unless it is refused), leads to: a channel, a
+    pool (perhaps of device memory) or a segment.
 
     messages: the classes that the channel carries. Raises LayoutMismatch, which says how they differ, if it carries
     others.
