@@ -121,10 +121,12 @@ def longest(asked: Sequence[Asked]) -> int:
     return max(len(one.prompt) + one.tokens for one in asked)
 
 
-def made(name: str, path: Path, *, asked: Sequence[Asked] = (), **changes: Any) -> Family:
+def made(
+    name: str, path: Path, *, asked: Sequence[Asked] = (), dtype: torch.dtype = torch.float32, **changes: Any
+) -> Family:
     """A model with random parameters, in `path`, and the answers to requests that begin alike, and differ.
 
-    `asked`: to these. `changes` are of its text's configuration.
+    `asked`: to these; `dtype`: in which it answers. `changes` are of its text's configuration.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -132,6 +134,8 @@ def made(name: str, path: Path, *, asked: Sequence[Asked] = (), **changes: Any) 
     torch.manual_seed(0)
     stock = stock_of(name, **changes)
     stock.save_pretrained(path)
+    if dtype != torch.float32:  # not stock.to(dtype), by which frequencies would be rounded, too
+        stock = type(stock).from_pretrained(path, dtype=dtype).eval()
     chance = random.Random(7)
     images: dict[bytes, dict[str, torch.Tensor]] = {}
     if asked:
