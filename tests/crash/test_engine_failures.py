@@ -225,4 +225,5 @@ def test_who_dies_again_and_again_starts_after_longer_pauses() -> None:
     assert pauses(1, False, 1000.0) == [0.0]
     assert pauses(6, False, 5.0) == [0.0, 0.1, 0.5, 1.0, 2.0, 2.0]  # it has served each time
     assert pauses(2, False, 1000.0) == [0.0, 0.0]
-    assert pauses(2, True, 5.0) == [0.1, 0.5]  # it has not
+    assert pauses(10, True, 5.0) == [0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]  # it has not
+    assert pauses(1, False, 1000.0) == [0.0]

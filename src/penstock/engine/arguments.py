@@ -6,10 +6,11 @@ import argparse
 
 from penstock.engine.config import MAX_MODEL_LEN, SHIPPED, EngineConfig, SimulatedDevice
 from penstock.engine.directory import require_length
+from penstock.engine.logs import LEVELS
 
 SAID = (
     *("model", "data_parallel", "tensor_parallel", "output_processors", "device", "dtype", "threads"),
-    *("cuda_graphs", "slots", "max_model_len", "generation_config", "log_format"),
+    *("cuda_graphs", "slots", "max_model_len", "generation_config", "log_format", "log_level"),
 )
 
 
@@ -44,6 +45,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--device-model", choices=["real", "simulated"], default="real", help="compute, or wait (real)")
     add("--step-ms", metavar="MS", type=float, default=5.0, help="of a simulated step (5)")
     add("--log-format", choices=["text", "json"], default="text")
+    add("--log-level", choices=LEVELS, default="info", help="events below it are not logged (info)")
 
 
 def engine_config(options: argparse.Namespace, *more: str) -> EngineConfig:

@@ -40,6 +40,8 @@ class Board:
     IDLE_NS = 9  # and in which it ran none, though there were requests to be continued
     COMPUTED = 10  # tokens of prompts
     SAMPLED = 11  # tokens of answers
+    # The launcher's, which writes it when all of the group have ended.
+    FAILED_STARTS = 12  # in a row: how often the group has ended before it served
 
     def __init__(self, segment: penstock.Segment, *, writable: bool = False) -> None:
         self._words: memoryview[int] = segment.view(writable=writable).cast("Q")

@@ -14,12 +14,14 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from typing import NamedTuple, NoReturn
 
+from penstock import PeerDied
 from penstock.engine import logs
 from penstock.engine.logs import event
 from penstock.engine.tree import Member, Tree
@@ -27,6 +29,35 @@ from penstock.engine.tree import Member, Tree
 PR_SET_PDEATHSIG = 1
 ASKED_TO_END = {signal.SIGINT, signal.SIGTERM}
 WORDS_NBYTES = 4096
+CANNOT_START = 2  # exit status: another attempt would meet the same
+# Of files, options, packages and memory; and torch's, which is no MemoryError, and nothing here imports torch.
+LASTING = (
+    *(ValueError, TypeError, ImportError, NotImplementedError, MemoryError),
+    *(FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError),
+)
+OUT_OF_MEMORY = "OutOfMemoryError"
+
+
+class CannotStart(Exception):
+    """What a process needs in order to serve is not there, and will not be at the next attempt."""
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Around what a process does before it serves. Raises CannotStart for errors that another attempt would meet."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, LASTING) or type(error).__name__ == OUT_OF_MEMORY:
+            raise CannotStart(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise
+
+
+class End(NamedTuple):
+    """Of a process."""
+
+    how: str
+    is_lasting: bool = False  # it could not start, and cannot at the next attempt
 
 
 @dataclass
@@ -53,7 +84,13 @@ class Child:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         words_out.close()
         assert process.pid is not None, "it has been started"
-        return cls(member, process.pid, os.pidfd_open(process.pid), process, words_in)
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError:  # a process that cannot be watched may not live
+            process.kill()
+            process.join()
+            raise
+        return cls(member, process.pid, pidfd, process, words_in)
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -74,8 +111,8 @@ class Child:
             loop = asyncio.get_running_loop()
             self._end_of_patience = loop.call_later(patience, self.signal, signal.SIGKILL)
 
-    def bury(self) -> str:
-        """Of a process that has ended: how, in words."""
+    def bury(self) -> End:
+        """Of a process that has ended."""
         if self._end_of_patience is not None:
             self._end_of_patience.cancel()
         self._process.join()
@@ -87,7 +124,7 @@ class Child:
         self._last_words.close()
         self._process.close()
         os.close(self.pidfd)
-        return how
+        return End(how, code == CANNOT_START)
 
 
 def live(run: Callable[[Tree, Member], None], last_words: Connection, parent: int, tree: Tree, member: Member) -> None:
@@ -100,15 +137,26 @@ def live(run: Callable[[Tree, Member], None], last_words: Connection, parent: in
     if member.kind != "server":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED_TO_END)
-    logs.begin(str(member), tree.config.log_format)
+    logs.begin(str(member), tree.config.log_format, tree.config.log_level)
     try:
         run(tree, member)
+    except CannotStart as error:
+        event("process cannot start", logging.ERROR, error=error)
+        event("process cannot start", logging.DEBUG, trace=traceback.format_exc())
+        _die(last_words, str(error), CANNOT_START)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        event("process failed", logging.ERROR, error=what, trace=traceback.format_exc())
-        last_words.send_bytes(what.encode()[:WORDS_NBYTES])
-        sys.stderr.flush()
-        os._exit(1)  # it has died, and not closed its ends in peace: a broadcast whose sender has closed is over
+        # The death of another is told by that one: where this one was meanwhile explains nothing.
+        trace = {} if isinstance(error, PeerDied) else {"trace": traceback.format_exc()}
+        event("process failed", logging.ERROR, error=what, **trace)
+        _die(last_words, what, 1)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # its work is done and its ends are closed; taking torch down takes seconds where processors are short
+
+
+def _die(last_words: Connection, what: str, status: int) -> NoReturn:
+    """It has died, and not closed its ends in peace: a broadcast whose sender has closed is over."""
+    last_words.send_bytes(what.encode()[:WORDS_NBYTES])
+    sys.stderr.flush()
+    os._exit(status)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.engine.logs import LEVELS
 from penstock.engine.protocol import MOST_SLOTS, SamplingParams
 
 SHIPPED = str(Path(__file__).parent.parent / "shipped" / "penstock-shapes")  # so that there is always a model to serve
@@ -96,6 +97,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout: float = 30.0  # until a step's result is in, or somebody takes what is sent to it
     drain_timeout: float = 30.0  # until open requests are answered, when the tree is to end
     log_format: str = "text"  # or "json"
+    log_level: str = "info"  # events below it are not logged; "debug" has the trace of what could not start
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -128,6 +130,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"generation_config is 'auto' or 'vllm', not {self.generation_config!r}")
         if self.log_format not in ("text", "json"):
             raise ValueError(f"log_format is 'text' or 'json', not {self.log_format!r}")
+        if self.log_level not in LEVELS:
+            raise ValueError(f"log_level is {', '.join(LEVELS)}, not {self.log_level!r}")
         if self.simulated is None and not self.model:
             raise ValueError("model is the directory of a model, or simulated says how to do without one")
         if self.token_budget < self.slots:

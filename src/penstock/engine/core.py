@@ -18,6 +18,7 @@ from penstock import DecodeError, PeerDied, Timeout
 from penstock.codec.follow import Leader, Leading, Lost
 from penstock.engine.answers import OutputState
 from penstock.engine.board import Board
+from penstock.engine.child import starting
 from penstock.engine.config import EngineConfig
 from penstock.engine.directory import vocabulary
 from penstock.engine.logs import event
@@ -47,8 +48,9 @@ MOST_TAKEN_IN = 256  # messages between two steps, so that a flood of requests d
 
 
 def run(tree: Tree, me: Member) -> None:
-    core = Core(tree, me)
-    core.start()
+    with starting():
+        core = Core(tree, me)
+        core.start()
     gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
     core.run()
     core.close()

@@ -108,7 +108,10 @@ def tokenizer_of(config: EngineConfig) -> Any:
     path = tokenizer_path(config)
     if not path.exists():
         raise ValueError(f"there is no {path}: the model has no tokenizer")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no narrower one
+        raise ValueError(f"{path} is no tokenizer: {error}") from None
 
 
 def tokenizer_path(config: EngineConfig) -> Path:

@@ -59,7 +59,7 @@ def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any
     `defaults` are sampling parameters of lines that do not give them; they replace the model's own.
     Raises ValueError where a line is no prompt, and OSError.
     """
-    logs.begin("launcher", config.log_format)
+    logs.begin("launcher", config.log_format, config.log_level)
     config = completed(config)
     require_startable(config)
     defaults = {**GREEDY, **config.sampling_defaults.given, **defaults}

@@ -17,17 +17,17 @@ from collections.abc import Callable
 from penstock import ChannelError, MessageSender, PeerDied
 from penstock.engine import core, worker
 from penstock.engine.board import Board, Life
-from penstock.engine.child import Child
+from penstock.engine.child import Child, End
 from penstock.engine.config import EngineConfig
 from penstock.engine.directory import GENERATION, completed
 from penstock.engine.logs import event
 from penstock.engine.protocol import Stop
 from penstock.engine.tree import Member, Tree, places
 
-QUICK = 1.0  # seconds; who lives no longer, or a group that never served, has failed to start …
-MOST_FAILURES = 3  # … and so often in a row is enough
-BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0)  # seconds before the next start, after so many failures; the last for all more
-CALM = 30.0  # seconds from a start; who ends before has served, perhaps, but each such end after another counts, too
+MOST_FAILURES = 3  # starts in a row of a unit that has never served; one that has is started again without end
+BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before the next start, after so many failed ones …
+MOST_SHORT_LIVES = 4  # … and after so many more short lives of units that served
+CALM = 30.0  # seconds from a start: a shorter life is a short one
 STOP_TIMEOUT = 5.0  # seconds; who has not ended by then is killed
 MOURNED, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends that follow from another one's, which says more
 NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
@@ -49,10 +49,11 @@ class Unit:
         self._parts = parts  # kind, index, and what it runs
         self._incarnation = 0
         self._started = 0.0
+        self._has_served = False  # in any incarnation
         self._failures = 0  # in a row: it has not served
         self._short_lives = 0  # in a row
         self._is_broken = False  # somebody has died, and the others are being killed
-        self._first: tuple[Member, str] | None = None  # who has died, and how: the others follow from that
+        self._first: tuple[str, End] | None = None  # who has died, and how: the others follow from that
         self._again: asyncio.TimerHandle | None = None
         self.children: dict[int, Child] = {}  # by pidfd
 
@@ -77,14 +78,22 @@ class Unit:
         self._first = None
         self._incarnation += 1
         self._started = time.monotonic()
+        try:
+            self._start_all()
+        except OSError as error:  # no memory, descriptors or processes left
+            event("unit could not be started", logging.ERROR, unit=self.name, error=str(error))
+            self._first = self.name, End(f"could not be started: {error}")
+            self._break(is_failure=True)
+            if not self.children:
+                self._all_ended()
+
+    def _start_all(self) -> None:
+        """Raises OSError."""
         if self.is_group and self._launcher.tree.config.tensor_parallel > 1:
             self._launcher.tree.meetings[self._group] = _meeting()
         for kind, index, run in self._parts:
             member = Member(kind, self._group, index, self._incarnation)
-            try:
-                child = Child.start(member, run, self._launcher.tree)
-            except OSError as error:  # no memory, descriptors or processes left: another attempt would meet the same
-                return self._launcher.fail(f"{member} could not be started: {error}")
+            child = Child.start(member, run, self._launcher.tree)
             self.children[child.pidfd] = child
             self._launcher.tell_life(child.member, child.pid)
             asyncio.get_running_loop().add_reader(child.pidfd, self._ended, child)
@@ -103,23 +112,23 @@ class Unit:
     def _ended(self, child: Child) -> None:
         asyncio.get_running_loop().remove_reader(child.pidfd)
         del self.children[child.pidfd]
-        how, is_ours = child.bury(), self._is_broken
+        end, is_ours, was_loading = child.bury(), self._is_broken, self.is_loading
         self._launcher.tell_life(child.member, 0)
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
-        event("process ended", level, child=str(child.member), child_pid=child.pid, how=how)
+        event("process ended", level, child=str(child.member), child_pid=child.pid, how=end.how)
         self._launcher.bury(child.member)
         if not self._is_broken and not self._launcher.is_stopping:
-            self._break()
-        if self._first is None or (MOURNED in self._first[1] and MOURNED not in how and how != KILLED):
-            self._first = child.member, how
+            self._break(is_failure=was_loading)
+        if self._first is None or (MOURNED in self._first[1].how and MOURNED not in end.how and end.how != KILLED):
+            self._first = str(child.member), end
         if not self.children:
             self._all_ended()
 
-    def _break(self) -> None:
+    def _break(self, is_failure: bool) -> None:
+        """`is_failure`: it has not served in this incarnation."""
         self._is_broken = True
-        is_failure = time.monotonic() - self._started < QUICK
+        self._has_served |= not is_failure
         if self.is_group:
-            is_failure = self.is_loading
             self._launcher.board.row(self._group)[Board.SERVING] = 0
         self._count_end(is_failure, time.monotonic() - self._started)
         self.signal(signal.SIGKILL)
@@ -131,19 +140,25 @@ class Unit:
     @property
     def _pause(self) -> float:
         """Before the next start."""
-        return BACK_OFF[min(max(self._failures, self._short_lives - 1, 0), len(BACK_OFF) - 1)]
+        short_lives = min(max(self._short_lives - 1, 0), MOST_SHORT_LIVES)
+        return BACK_OFF[max(min(self._failures, len(BACK_OFF) - 1), short_lives)]
 
     def _all_ended(self) -> None:
         if self.is_group:
             self._launcher.board.begin(self._group)
+            self._launcher.board.row(self._group)[Board.FAILED_STARTS] = self._failures
+        else:
+            self._launcher.count_failed_starts(self._parts[0][1], self._failures)
+        assert self._first is not None, "all have ended, and none was the first"
+        who, end = self._first
         if self._launcher.is_stopping:
             self._launcher.look_who_is_left()
-        elif self._failures >= MOST_FAILURES:
-            assert self._first is not None, "all have ended, and nobody was the first"
-            who, how = self._first
-            self._launcher.fail(f"{who} ended {self._failures} times before it served, the last time: {how}")
+        elif end.is_lasting and not self._has_served:
+            self._launcher.fail(f"{who} cannot start: {end.how}")
+        elif self._failures >= MOST_FAILURES and not self._has_served:
+            self._launcher.fail(f"{who} ended {self._failures} times before it served, the last time: {end.how}")
         elif not self._launcher.has_failed:
-            event("unit starts again", unit=self.name, after=self._pause)
+            event("unit starts again", unit=self.name, after=self._pause, failed_starts=self._failures)
             self._again = asyncio.get_running_loop().call_later(self._pause, self.start)
 
 
@@ -192,15 +207,14 @@ class Launcher:
             unit.start()
 
     async def serving(self, timeout: float | None = None) -> None:
-        """Until all groups serve. Raises TreeFailed, and TimeoutError."""
+        """Until all groups and servers serve. Raises TreeFailed, and TimeoutError."""
         timeout = self.tree.config.start_timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
-        rows = self.board.rows
-        while not all(row[Board.SERVING] for row in rows):
+        while late := [unit.name for unit in self.units if unit.is_loading]:
             if self._failure is not None:
                 raise self._failure
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"the groups do not all serve within {timeout:g} s")
+                raise TimeoutError(f"{', '.join(late)}: not serving within {timeout:g} s")
             await asyncio.sleep(LOOK_AGAIN)
 
     async def run(self) -> None:
@@ -271,6 +285,9 @@ class Launcher:
 
     def bury(self, member: Member) -> None:
         """For whoever keeps something of a process that has ended."""
+
+    def count_failed_starts(self, index: int, number: int) -> None:
+        """For whoever is told how often in a row a server has ended before it served."""
 
     def is_server_loading(self, index: int) -> bool:
         """For whoever is told by servers when they serve."""

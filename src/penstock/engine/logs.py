@@ -19,13 +19,16 @@ def event(name: str, level: int = logging.INFO, **fields: object) -> None:
     LOGGER.log(level, name, extra={"fields": fields})
 
 
-def begin(process: str, log_format: str) -> None:
-    """From now on the events of this process go to its standard error."""
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def begin(process: str, log_format: str, level: str = "info") -> None:
+    """From now on the events of this process, of this level and above, go to its standard error."""
     lines = logging.StreamHandler(sys.stderr)
     lines.setFormatter((Json if log_format == "json" else Text)(process))
     LOGGER.handlers[:] = [lines]
     LOGGER.propagate = False
-    LOGGER.setLevel(logging.INFO)
+    LOGGER.setLevel(level.upper())
 
 
 class _Lines(logging.Formatter):

@@ -18,6 +18,7 @@ from penstock import DecodeError, EndOfChannel, PeerDied, Timeout, WouldBlock
 from penstock.codec import MessageReceiver
 from penstock.codec.follow import Follower, Following
 from penstock.engine.answers import OutputState
+from penstock.engine.child import starting
 from penstock.engine.directory import vocabulary
 from penstock.engine.logs import event
 from penstock.engine.outbox import TOO_SLOW, Outbox
@@ -32,7 +33,8 @@ ToCore: TypeAlias = Halt | Abort
 
 
 def run(tree: Tree, me: Member) -> None:
-    output = Output(tree, me, vocabulary(tree.config))
+    with starting():
+        output = Output(tree, me, vocabulary(tree.config))
     gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
     while output.turn():
         pass

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from penstock import EndOfChannel, Timeout
 from penstock.codec.follow import Follower, Following
 from penstock.engine.board import Board
+from penstock.engine.child import starting
 from penstock.engine.config import EngineConfig
 from penstock.engine.device import Device, Flight
 from penstock.engine.logs import event
@@ -34,7 +35,8 @@ LOOK_AGAIN = 0.0002  # seconds; at a flight of which nobody knows when it will e
 
 
 def run(tree: Tree, me: Member) -> None:
-    device = device_of(tree, me)
+    with starting():
+        device = device_of(tree, me)
     worker = Worker(tree, me, device)
     gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
     worker.run()

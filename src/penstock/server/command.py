@@ -34,7 +34,7 @@ def run(config: EngineConfig, options: ServerOptions) -> int:
     require_startable(config)
     if config.simulated is None:
         require_tokenizer(config)
-    logs.begin("launcher", config.log_format)
+    logs.begin("launcher", config.log_format, config.log_level)
     with contextlib.closing(listen(options)) as listener:
         return asyncio.run(_run(config, options, listener))
 
@@ -70,6 +70,9 @@ class Serving(Launcher):
         if member.kind == "server":
             row = self.rows[member.index]
             row[Row.SERVING] = row[Row.OPEN] = 0
+
+    def count_failed_starts(self, index: int, number: int) -> None:
+        self.rows[index][Row.FAILED_STARTS] = number
 
     def is_server_loading(self, index: int) -> bool:
         return self.rows[index][Row.SERVING] == 0

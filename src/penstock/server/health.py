@@ -36,7 +36,13 @@ class Health:
 
     async def whole(self, request: Request) -> Response:
         servers = [
-            {"server": number, "pid": row[Row.PID], "serves": row[Row.SERVING] == 1, "open": row[Row.OPEN]}
+            {
+                "server": number,
+                "pid": row[Row.PID],
+                "serves": row[Row.SERVING] == 1,
+                "open": row[Row.OPEN],
+                "failed_starts": 0 if row[Row.SERVING] else row[Row.FAILED_STARTS],
+            }
             for number, row in enumerate(self._tally.rows)
         ]
         groups = [
@@ -48,6 +54,7 @@ class Health:
                 "waiting": row[Board.WAITING],
                 "free_blocks": row[Board.FREE_BLOCKS],
                 "steps": row[Board.STEPS],
+                "failed_starts": 0 if row[Board.SERVING] else row[Board.FAILED_STARTS],
             }
             for number, row in enumerate(self._groups)
         ]

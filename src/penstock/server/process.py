@@ -26,6 +26,7 @@ import uvicorn
 
 import penstock
 from penstock.engine.board import Board
+from penstock.engine.child import starting
 from penstock.engine.client import Client
 from penstock.engine.logs import LOGGER
 from penstock.engine.tree import Member, Tree
@@ -115,8 +116,9 @@ async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
     tally, board = Tally(shared.tally, tree.config.api_servers, writable=True), Board(tree.board)
     row = tally.rows[me.index]
     row[Row.PID], row[Row.SERVING], row[Row.OPEN] = os.getpid(), 0, 0
-    words = words_of(tree.config)
-    images = image_reader(tree.config, shared.options, tree.store, words.tokenizer)
+    with starting():
+        words = words_of(tree.config)
+        images = image_reader(tree.config, shared.options, tree.store, words.tokenizer)
     with contextlib.closing(Reader(tree.config, words, images)) as reader:
         async with Client(tree, me) as client:
             api = Api(tree.config, shared.options, client, reader, tally, board, me.index)
@@ -152,7 +154,8 @@ class Server(uvicorn.Server):
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._row[Row.SERVING] = 0
+        if self._row[Row.SERVING]:
+            self._row[Row.SERVING] = 2
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

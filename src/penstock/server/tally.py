@@ -45,11 +45,12 @@ class Row:
     """Of one server process: `row[Row.OPEN] += 1`."""
 
     PID = 0
-    SERVING = 1  # 1: it takes connections
+    SERVING = 1  # 1: it takes connections; 2: no more, and it answers what is open
     OPEN = 2  # requests
     PROMPT_TOKENS = 3
     CACHED_TOKENS = 4
     COMPLETION_TOKENS = 5
+    FAILED_STARTS = 6  # in a row: how often this server has ended before it served. The launcher's
     ANSWERED = 8  # from here on: by route and status
     LATENCIES = ANSWERED + len(ROUTES) * len(STATUSES)
     WORDS = LATENCIES + 3 * Latency.WORDS

@@ -1,0 +1,249 @@
+"""Processes that die, or cannot be made, while they start: before their unit has ever served, and after it has."""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from penstock.engine import launch, worker
+from penstock.engine.board import Board
+from penstock.engine.child import CannotStart, Child, starting
+from penstock.engine.config import SHIPPED, EngineConfig
+from penstock.engine.launch import Launcher, TreeFailed
+from penstock.engine.tree import Member, Tree
+from penstock.server.command import Serving
+from penstock.server.options import ServerOptions
+from penstock.server.process import listen
+from tests.command import serving
+from tests.e2e.test_server import Served, posted
+from tests.engine import START, Running, told
+
+Life = Callable[[Tree, Member], None]
+FAILED = 5  # starts in a row, which is more than a unit has that has never served
+SOON = (0.0, *[0.02] * 8)  # seconds before another start
+
+
+# ── lives ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def is_killed_while_it_starts_again(tree: Tree, me: Member) -> None:
+    if 1 < me.incarnation <= 1 + FAILED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    worker.run(tree, me)
+
+
+def is_killed_after_a_while(tree: Tree, me: Member) -> None:
+    time.sleep(1.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def has_no_memory(tree: Tree, me: Member) -> None:
+    with starting():
+        raise MemoryError("no room for keys and values:\n0.5 MiB left")
+
+
+def wait_for_the_end(tree: Tree, me: Member) -> None:
+    time.sleep(600)
+
+
+@contextlib.asynccontextmanager
+async def tree_with(unit: int, kind: str, life: Life, **options: Any) -> AsyncIterator[Served]:
+    """Groups and servers, of which processes of that kind in that unit live this life. Started, and may not serve."""
+    config = EngineConfig(simulated=told(), max_model_len=4096, **options)
+    asked = ServerOptions(port=0)
+    with contextlib.closing(listen(asked)) as listener:
+        port = listener.getsockname()[1]
+        launcher = Serving(config, asked, listener)
+        parts = launcher.units[unit]._parts
+        parts[:] = [(*one[:2], life) if one[0] == kind else one for one in parts]
+        try:
+            launcher.start()
+            yield Served(launcher, port)
+        finally:
+            await launcher.stop()
+
+
+# ── units that have served ───────────────────────────────────────────────────────────────────────────────────────────
+def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "BACK_OFF", SOON)
+
+    async def health(tree: Served) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = json.loads((await tree.get("/health"))[1])["groups"]
+        return groups
+
+    async def scene() -> None:
+        async with tree_with(0, "worker", is_killed_while_it_starts_again, data_parallel=2) as tree:
+            await tree.launcher.serving(START)
+            next(one for one in tree.children() if one.member == Member("worker", 0, 0, 1)).signal(signal.SIGKILL)
+            counted = set()
+            while tree.number(Board.SERVING, 0) != 2 + FAILED:
+                assert not tree.launcher.has_failed
+                group, other = await health(tree)
+                counted.add(group["failed_starts"])
+                assert other["serves"] and other["failed_starts"] == 0
+                await asyncio.sleep(0.01)
+            assert counted >= {2, 3, 4}, counted
+            await tree.launcher.serving(START)
+            assert (await health(tree))[0]["failed_starts"] == 0
+
+    asyncio.run(scene())
+
+
+def test_a_server_that_has_served_and_is_killed_at_once_each_time_is_started_until_it_serves_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "BACK_OFF", SOON)
+
+    async def scene() -> None:
+        async with tree_with(0, "worker", worker.run) as tree:
+            await tree.launcher.serving(START)
+            for _ in range(FAILED):
+                pid = tree.child("server").pid
+                tree.child("server").signal(signal.SIGKILL)
+                await tree.until(lambda pid=pid: [one for one in tree.children() if is_another_server(one, pid)], START)
+                assert not tree.launcher.has_failed
+            await tree.launcher.serving(START)
+            assert json.loads((await tree.get("/health"))[1])["servers"][0]["failed_starts"] == 0
+
+    asyncio.run(scene())
+
+
+def is_another_server(child: Child, pid: int) -> bool:
+    return child.member.kind == "server" and child.pid != pid
+
+
+@pytest.mark.parametrize("has_served", [True, False])
+def test_a_unit_for_which_there_is_no_descriptor_is_tried_again(
+    has_served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "BACK_OFF", SOON)
+    start, failed = Child.start, []
+
+    def fail(member: Member, run: Life, tree: Tree) -> Child:
+        if member.kind == "worker" and len(failed) < FAILED:
+            failed.append(member)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return start(member, run, tree)
+
+    async def scene() -> None:
+        launcher = Launcher(EngineConfig(simulated=told()))
+        try:
+            if has_served:
+                launcher.start()
+                await launcher.serving(START)
+                monkeypatch.setattr(Child, "start", fail)
+                Running(launcher).child("core").signal(signal.SIGKILL)
+                await Running(launcher).until(lambda: launcher.board.row(0)[Board.SERVING] == 2 + FAILED, START)
+                assert len(failed) == FAILED
+            else:
+                monkeypatch.setattr(Child, "start", fail)
+                launcher.start()
+                with pytest.raises(TreeFailed, match=r"group 0 ended 3 times .* could not be started: .*Too many open"):
+                    await launcher.serving(START)
+        finally:
+            await launcher.stop()
+
+    asyncio.run(scene())
+
+
+def test_a_process_that_cannot_be_watched_does_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = []
+
+    def fail(pid: int) -> int:
+        pids.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    tree = Tree.lay(EngineConfig(simulated=told()))
+    with contextlib.closing(tree), pytest.raises(OSError, match="Too many open files"):
+        Child.start(Member("worker", 0, 0, 1), wait_for_the_end, tree)
+    (pid,) = pids
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+# ── units that never served ──────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("unit", "kind", "life", "reason"),
+    [
+        (0, "worker", is_killed_after_a_while, r"worker 0\.0 #3 ended 3 times before it served, .*: killed by SIGKILL"),
+        (1, "server", is_killed_after_a_while, r"server 0\.0 #3 ended 3 times before it served, .*: killed by SIGKILL"),
+        (0, "worker", has_no_memory, r"worker 0\.0 #1 cannot start: MemoryError: no room .* values: 0\.5 MiB left"),
+        (1, "server", has_no_memory, r"server 0\.0 #1 cannot start: MemoryError: no room"),
+    ],
+)
+def test_a_unit_that_never_serves_ends_the_tree_with_its_reason(unit: int, kind: str, life: Life, reason: str) -> None:
+    async def scene() -> None:
+        async with tree_with(unit, kind, life) as tree:
+            with pytest.raises(TreeFailed, match=reason):
+                await tree.launcher.serving(START)
+
+    asyncio.run(scene())
+
+
+def test_a_tree_whose_servers_do_not_serve_is_not_said_to_serve() -> None:
+    async def scene() -> None:
+        async with tree_with(1, "server", wait_for_the_end) as tree:
+            await tree.until(lambda: tree.number(Board.SERVING) == 1, START)
+            with pytest.raises(TimeoutError, match=r"server 0: not serving within 0\.5 s"):
+                await tree.launcher.serving(0.5)
+
+    asyncio.run(scene())
+
+
+def test_errors_that_another_attempt_would_meet_are_told_from_others() -> None:
+    for error, is_lasting in (
+        (ValueError("x"), True),
+        (FileNotFoundError(errno.ENOENT, "x"), True),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"), True),
+        (RuntimeError("connection reset by peer"), False),
+        (OSError(errno.EMFILE, "x"), False),
+    ):
+        with pytest.raises(CannotStart if is_lasting else type(error)), starting():
+            raise error
+
+
+def test_a_tokenizer_that_its_library_refuses_ends_the_command_with_a_reason_and_no_trace(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = tmp_path / "model"
+    shutil.copytree(SHIPPED, model)
+    (model / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "Unheard of"}}')
+    command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stderr
+    assert "cannot start: ValueError:" in done.stderr and f"{model}/tokenizer.json is no tokenizer" in done.stderr
+    assert "event=serving " not in done.stderr and "trace=" not in done.stderr and "#2" not in done.stderr
+
+
+# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_server_that_hears_sigterm_before_the_launcher_answers_what_is_open() -> None:
+    """An init system sends it to all processes of a service."""
+    with serving("--device-model", "simulated", "--step-ms", "5") as (process, port):
+        with socket.create_connection(("127.0.0.1", port), 30) as client:
+            client.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+            pid = json.loads(client.recv(65536).partition(b"\r\n\r\n")[2])["pid"]
+        with socket.create_connection(("127.0.0.1", port), 30) as client:
+            client.sendall(posted("/v1/completions", {"prompt": "x", "max_tokens": 300, "stream": True}))
+            got = client.recv(65536)
+            os.kill(pid, signal.SIGTERM)
+            time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            while b"[DONE]" not in got:
+                more = client.recv(65536)
+                assert more, "the answer has been cut off"
+                got += more
+        process.wait(20)
