@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import penstock
 from penstock import _native, inspect
+from penstock.argument_parser import ArgumentParser
 from penstock.engine import arguments as engine_arguments
 from penstock.errors import LayoutMismatch
 from penstock.inspect import in_seconds, in_units
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="penstock", description="The data plane of an inference engine.")
+    found = ArgumentParser(prog="penstock", description="The data plane of an inference engine.")
     found.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
     commands = found.add_subparsers(title="commands", metavar="COMMAND", required=True)
 

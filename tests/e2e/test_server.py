@@ -262,6 +262,20 @@ async def fields_that_change_the_answer_are_refused_and_unknown_ones_are_named(t
         assert "x-ignored-fields" not in raw.headers
 
 
+async def a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(tree: Served) -> None:
+    for prompt, tokens in (("x" * 4096, "4096"), ("x" * 5000, "at least 5000"), ([1] * 4097, "4097")):
+        for stream in (False, True):
+            with refused("BadRequestError") as caught:
+                await tree.client.completions.create(model="simulated", prompt=prompt, max_tokens=10, stream=stream)
+            assert caught.value.code == "context_length_exceeded"
+            words = "This model's maximum context length is 4096 tokens. However, you requested"
+            assert words in caught.value.message and f"({tokens} in the prompt, 10 in the comp" in caught.value.message
+    with refused("BadRequestError") as caught:
+        messages = [{"role": "user", "content": "x" * 5000}]
+        await tree.client.chat.completions.create(model="simulated", messages=messages)
+    assert "maximum context length is 4096 tokens" in caught.value.message and caught.value.param == "messages"
+
+
 async def an_image_is_refused_by_a_device_that_sees_nothing(tree: Served) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, image]}]
@@ -396,6 +410,7 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     prompts_share_a_cache_only_with_those_of_the_same_salt,
     what_makes_no_sense_is_refused_with_its_field,
     fields_that_change_the_answer_are_refused_and_unknown_ones_are_named,
+    a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for,
     an_image_is_refused_by_a_device_that_sees_nothing,
     another_model_another_key_and_too_much_are_refused,
     more_than_may_be_open_are_told_to_come_again,

@@ -141,7 +141,7 @@ async def what_is_no_image_for_us_is_refused_with_its_place(tree: Seeing) -> Non
     with pytest.raises(openai.BadRequestError, match="at most 3 images") as caught:
         await tree.chat(*[good] * 4)
     assert caught.value.param == "messages[0].content[3]"
-    with pytest.raises(openai.BadRequestError, match="expected a prompt of 1 to 479 tokens") as caught:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 480 tokens") as caught:
         await tree.chat(text("x" * 1000), good)
     assert caught.value.code == "context_length_exceeded"
 

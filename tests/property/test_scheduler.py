@@ -3,19 +3,30 @@
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
-from tests.property.device import Core, Users, answer
+from penstock.codec import Interned
+from penstock.engine.protocol import SamplingParams, Submit
+from penstock.engine.scheduler import SLOT_SHARE
+from tests.property.device import EOS, VOCABULARY, Core, Users, answer
 
 SEEDS = 12
 MEMORY = {"scarce": 15, "little": 24, "plenty": 120}  # blocks; the longest request needs 15
 
 
 def run(
-    seed: int, blocks: int, *, calm: bool = False, failing: float = 0.0, requests: int = 25, **config: bool
+    seed: int,
+    blocks: int,
+    *,
+    calm: bool = False,
+    failing: float = 0.0,
+    requests: int = 25,
+    slots: int = 6,
+    **config: bool,
 ) -> Core:
     chance = random.Random(seed)
-    core = Core(random.Random(seed), blocks, failing=failing, **config)
+    core = Core(random.Random(seed), blocks, slots, failing=failing, **config)
     users = Users(random.Random(seed))  # the same ones, whatever the core does
     while users.number < requests:
         if chance.random() < 0.5:
@@ -74,3 +85,64 @@ def test_without_the_prefix_cache_only_samples_of_one_request_share_blocks(seed:
     assert core.shared
     cached = core.scheduler.stats.cached_tokens
     assert 0 < cached < run(seed, MEMORY["plenty"], calm=True).scheduler.stats.cached_tokens
+
+
+# ── slots ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+SLOTS = 2 * SLOT_SHARE
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+def test_where_slots_are_kept_for_small_clients_everybody_reads_its_own_and_nothing_is_left(memory: str) -> None:
+    for seed in range(SEEDS // 2):
+        core = run(seed, MEMORY[memory], failing=0.002, requests=40, slots=SLOTS)
+        for one, got in core.got.items():
+            told = answer(core.submits[one[:2]], one[2])
+            assert got == told if core.ended[one] == "done" else got == told[: len(got)], (seed, one)
+
+
+def asking(number: int, client: str, chance: random.Random, n: int = 1) -> Submit:
+    prompt = np.array([chance.randrange(EOS + 1, VOCABULARY) for _ in range(chance.randint(1, 6))], np.int32)
+    params = SamplingParams(n=n, seed=chance.randrange(100), max_tokens=50)
+    return Submit(0, number, prompt, Interned(params), client=client)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_one_who_asks_for_little_has_a_slot_at_once_whatever_others_ask_for(seed: int) -> None:
+    chance = random.Random(seed)
+    core = Core(random.Random(seed), 1000, SLOTS, token_budget=400)
+    clients = (("bulk",), ("bulk", "more"), ("",))[seed % 3]
+    number = most = 0
+    for _ in range(60):
+        # There is always more than can run: of clients that are named, or of one request without a client.
+        while core.scheduler.open_requests < (1 if clients == ("",) else SLOTS):
+            number += 1
+            n = 200 if clients == ("",) else chance.choice((1, 8, 30))
+            core.submit(asking(number, chance.choice(clients), chance, n=n))
+        core.begin()
+        core.finish()
+        most = max(most, core.schedule.rows.size)
+        if chance.random() < 0.3 and not any(owner[1] > 1 << 20 for owner in core.owners.values()):
+            number += 1
+            core.submit(asking(number + (1 << 20), chance.choice(("small", "")), chance))
+            core.begin()
+            assert any(owner[1] > 1 << 20 for owner in core.owners.values()), "it waits for a slot"
+            core.finish()
+    assert most >= SLOTS - SLOT_SHARE, "slots are idle"
+    for one in {owner[:2] for owner in core.open_samples()}:
+        core.abort(*one)
+    core.drain()
+
+
+@pytest.mark.parametrize("client", ["", "only"])
+def test_all_slots_are_used_but_those_that_are_kept_from_a_large_client(client: str) -> None:
+    chance = random.Random(1)
+    core = Core(random.Random(1), 1000, SLOTS, token_budget=400)
+    for number in range(2 * SLOTS):
+        core.submit(asking(number, client, chance))
+    for _ in range(3):
+        core.begin()
+        core.finish()
+    kept = SLOTS // SLOT_SHARE if client else 0
+    assert core.schedule.rows.size >= SLOTS - kept - 3, "some have ended by chance"
+    assert kept == 0 or core.schedule.rows.size <= SLOTS - kept
+    core.drain()

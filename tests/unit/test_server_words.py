@@ -17,7 +17,7 @@ from penstock.engine import directory
 from penstock.engine.arguments import SAID
 from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.server import arguments
-from penstock.server.errors import ApiError
+from penstock.server.errors import ApiError, Limit
 from penstock.server.options import ServerOptions
 from penstock.server.words import LONG, BytesWords, Reader, _most_ids, words_of
 
@@ -44,6 +44,28 @@ def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
             asyncio.get_running_loop().call_later(0.01, words.loop_goes_on.set)
             assert len(await asking) == LONG + 1
             assert await reader.ids("abc") == [97, 98, 99]  # a short one is done at once
+
+    asyncio.run(scene())
+
+
+def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized() -> None:
+    class Untouched(BytesWords):
+        encode = pytest.fail
+
+    async def scene() -> None:
+        with contextlib.closing(Reader(SIMULATED, Untouched(200))) as reader:
+            for completion, words in (
+                (16, "you requested at least 7000000 tokens (at least 7000000 in the prompt, 16 in the completion)"),
+                (None, "your prompt resulted in at least 7000000 tokens"),
+            ):
+                with pytest.raises(ApiError) as caught:
+                    await reader.ids("x" * 7_000_000, limit=Limit(4095, "prompt", completion))
+                assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+                assert caught.value.message.startswith("This model's maximum context length is 4096 tokens. However, ")
+                assert words in caught.value.message
+        with contextlib.closing(Reader(SIMULATED, BytesWords(200))) as reader:
+            assert len(await reader.ids("x" * 5000, limit=Limit(5000, "prompt", 16))) == 5000
+            assert len(await reader.ids("x" * 5000)) == 5000
 
     asyncio.run(scene())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
 MOST_ABSENT = 4096  # clients without a request whose counts are remembered
@@ -54,12 +55,16 @@ class Queue(Generic[OneT]):
             heapq.heappush(self._priorities, one.priority)
         level.push(one, self._served[client])
 
-    def first(self) -> OneT | None:
-        """Who is next. It stays here until `take`."""
+    def first(self, blocked: Collection[str] = ()) -> OneT | None:
+        """Who is next, of the clients that are not `blocked`. It stays here until `take`."""
         while self._priorities:
-            one = self._levels[self._priorities[0]].first(self._served)
+            level = self._levels[self._priorities[0]]
+            one = level.first(self._served, blocked)
             if one is not None:
                 return one
+            if not level.is_empty:  # all of these are blocked
+                others = (self._levels[priority] for priority in sorted(self._priorities)[1:])
+                return next(filter(None, (level.first(self._served, blocked) for level in others)), None)
             del self._levels[heapq.heappop(self._priorities)]
         return None
 
@@ -112,8 +117,13 @@ class _Level(Generic[OneT]):
             heapq.heappush(self._heap, (served, self._pushes, one.client))
         queue.append(one)
 
-    def first(self, counts: dict[str, int]) -> OneT | None:
-        while self._heap:
+    @property
+    def is_empty(self) -> bool:
+        return not self._heap
+
+    def first(self, counts: dict[str, int], blocked: Collection[str] = ()) -> OneT | None:
+        found, passed = None, []
+        while self._heap and found is None:
             served, pushed, client = self._heap[0]
             queue = self._queues[client]
             while queue and not queue[0].is_waiting:
@@ -123,6 +133,10 @@ class _Level(Generic[OneT]):
                 del self._queues[client]
             elif counts[client] > served:
                 heapq.heapreplace(self._heap, (counts[client], pushed, client))
+            elif client in blocked:
+                passed.append(heapq.heappop(self._heap))
             else:
-                return queue[0]
-        return None
+                found = queue[0]
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found

@@ -9,7 +9,11 @@ Who is sampled to its length in a step that is in flight computes nothing more, 
 Nobody is preempted but for somebody better: of a better priority, or of the same and here for longer. So the best one
 always comes on, and with it in the end everybody; who is short of a block and has nobody worse beside it, waits. One of
 `ELDER_EVERY` that are let in is whoever has been here longest, and it is not preempted for others; so no priority and
-no client can starve another. Among those of one priority the `queue` is fair to clients.
+no client can starve another. Among those of one priority the `queue` is fair to clients by tokens.
+
+Slots are shared as well, as their owners keep them for the whole of long answers: a large client, one that has
+1/SLOT_SHARE of them, lets the samples of smaller ones go first and leaves the last 1/SLOT_SHARE to them. Requests
+without a client are each one of their own in this, so that many small ones may have all slots.
 
 Leaves to the plan how a step is written, to the cache which block is which, and to `progress` what steps have sampled.
 """
@@ -35,6 +39,7 @@ ELDER_EVERY = 8
 ELDER = -(1 << 40)  # a priority that no request has
 MOST_PRIORITY = 1 << 31
 AHEAD = 2  # blocks are given up to a half of one before they are needed: to many at once, and not in every step
+SLOT_SHARE = 16  # a client with one slot in so many is large, and one in so many is kept for those that are not
 SPARE = 100  # a newcomer leaves one block in so many to those who run; it would soon be preempted for them
 
 
@@ -87,6 +92,9 @@ class Scheduler:
         self._aside: list[tuple[tuple[int, int, int], Sample]] = []  # a heap, by rank
         self._forking: dict[int, Request] = {}  # by slot of the first sample; the others wait for its prompt's blocks
         self._turns = 0  # how many were let in
+        self._reserve = slots // SLOT_SHARE  # slots; none where there are few
+        self._slots_of: dict[str, int] = {}  # how many each client has that is named
+        self._large: set[str] = set()  # those of them that are large
         self._refused: tuple[Sample, int, bool] | None = None  # who did not fit, and into what
         # ── who has a slot ──
         self._progress = Progress(schedule, self.cache, self._queue, config.max_model_len, config.eos_ids)
@@ -238,6 +246,7 @@ class Scheduler:
             self._prefilling.discard(slot)
             sample.slot = None
             sample.request.slots.discard(slot)
+            self._count_slot(sample.request.client, -1)
         self._leaving.clear()
 
     def _preempt(self, plan: Plan, sample: Sample) -> None:
@@ -252,7 +261,7 @@ class Scheduler:
 
     def _make_way(self, plan: Plan) -> list[Sample]:
         """Preempts those of worse priority for the one to be let in next, if that helps."""
-        sample = self._next()
+        sample = self._next(plan.free_slots)
         if sample is None or self._is_elders_turn or (sample.slot is None and not plan.free_slots):
             return []
         wanted = self._blocks_for(sample) + self._spare - self.cache.free
@@ -337,21 +346,54 @@ class Scheduler:
     def _spare(self) -> int:
         return self.cache.blocks // SPARE
 
-    def _next(self) -> Sample | None:
+    def _next(self, free_slots: int) -> Sample | None:
         """Who is to be let in next: nobody else is, before it fits."""
-        while self._aside and not self._aside[0][1].is_aside:
-            heapq.heappop(self._aside)
-        again = self._aside[0][1] if self._aside else None
+        small, large = self._first_aside()
         if self._is_elders_turn:
             eldest = min((one for _, one in self._aside if one.is_aside), key=_age, default=None)
             oldest = self._queue.oldest()
-            if oldest is None or (eldest is not None and eldest.request.arrival < oldest.arrival):
+            if oldest is not None and (eldest is None or eldest.request.arrival >= oldest.arrival):
+                eldest = oldest.samples[0]
+            if eldest is None or free_slots > self._reserve or not self._is_large(eldest):
                 return eldest
-            return oldest.samples[0]
-        first = self._queue.first()
-        if first is None or (again is not None and again.request.priority <= first.priority):
-            return again
-        return first.samples[0]
+        first = self._queue.first(() if free_slots > self._reserve else self._large)
+        if first is not None and (small is None or first.priority < small.request.priority):
+            small = first.samples[0]
+        if large is None or free_slots <= self._reserve:
+            return small
+        return large if small is None or large.request.priority < small.request.priority else small
+
+    def _first_aside(self) -> tuple[Sample | None, Sample | None]:
+        """The best that is put aside: of those who are not large, or need no slot; and of the others."""
+        small, large = None, []
+        while self._aside and small is None:
+            sample = self._aside[0][1]
+            if not sample.is_aside:
+                heapq.heappop(self._aside)
+            elif self._is_large(sample):
+                large.append(heapq.heappop(self._aside))
+            else:
+                small = sample
+        for entry in large:
+            heapq.heappush(self._aside, entry)
+        return small, large[0][1] if large else None
+
+    def _is_large(self, sample: Sample) -> bool:
+        """It wants a slot, and its client has a large share of them."""
+        request = sample.request
+        slots = self._slots_of.get(request.client, 0) if request.client else len(request.slots)
+        return sample.slot is None and 0 < self._reserve <= slots
+
+    def _count_slot(self, client: str, change: int) -> None:
+        if not client:
+            return
+        slots = self._slots_of[client] = self._slots_of.get(client, 0) + change
+        if not slots:
+            del self._slots_of[client]
+        if 0 < self._reserve <= slots:
+            self._large.add(client)
+        else:
+            self._large.discard(client)
 
     def _known(self, sample: Sample) -> int:
         return sample.request.prompt.size if sample.slot is None else self._progress.ids(sample.slot)
@@ -361,7 +403,7 @@ class Scheduler:
 
     def _let_in(self, plan: Plan, budget: int, rows: int) -> None:
         while budget > 0:
-            sample = self._next()
+            sample = self._next(plan.free_slots)
             if sample is None or (sample.slot is None and not plan.free_slots):
                 return
             before = sample, self.cache.free, rows > 0
@@ -421,18 +463,25 @@ class Scheduler:
         sample.slot = slot
         self._progress.join(slot, sample)
         request.slots.add(slot)
-        if sample.index == 0 and len(request.samples) > 1:
+        self._count_slot(request.client, 1)
+        if sample.index:
+            self._put_aside(request, sample.index + 1)
+        elif len(request.samples) > 1:
             self._forking[slot] = request
             if request.prompt.size <= self._size:
                 self._fork(slot)
 
     def _fork(self, slot: int) -> None:
         """The blocks of the prompt that the other samples can share are there, or will never be."""
-        request = self._forking.pop(slot)
-        for sample in request.samples[1:]:
+        self._put_aside(self._forking.pop(slot), 1)
+
+    def _put_aside(self, request: Request, index: int) -> None:
+        """The next of its samples, from this one on, waits for a slot; when it has one, the next after it does."""
+        for sample in request.samples[index:]:
             if not sample.is_ended:
                 sample.is_aside = True
                 heapq.heappush(self._aside, (sample.rank, sample))
+                return
 
     # ── what comes of it ──
     def sent(self, step: Step) -> None:

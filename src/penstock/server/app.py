@@ -36,7 +36,7 @@ from penstock.engine.stream import EngineError, Stream
 from penstock.server import bodies, openapi
 from penstock.server.bodies import Chat, Completion, Conversation, Sampling, Tokenize, decoded
 from penstock.server.dashboard import Dashboard
-from penstock.server.errors import ApiError, Gone
+from penstock.server.errors import ApiError, Gone, Limit, context_length_exceeded
 from penstock.server.fields import HEADER as IGNORED_FIELDS
 from penstock.server.fields import UnknownFields
 from penstock.server.health import Health
@@ -187,7 +187,8 @@ class Api:
             self._require_model(asked.model)
             params = asked.sampling(self._config.sampling_defaults)
             said = await self._aside(request, body, lambda: Conversation.of(asked.messages))
-            prompt = await self._prompt(request, said, asked.template_options, asked)
+            limit = self._limit(asked, params, "messages")
+            prompt = await self._prompt(request, said, asked.template_options, asked, limit)
             asked.messages = []  # images are long, and it may take long to answer
         try:
             return await self._generate(request, Style.CHAT, asked, params, [prompt], "messages")
@@ -196,11 +197,16 @@ class Api:
             raise
 
     async def _prompt(
-        self, request: Request, said: Conversation, options: dict[str, Any], asked: Chat | Tokenize
+        self,
+        request: Request,
+        said: Conversation,
+        options: dict[str, Any],
+        asked: Chat | Tokenize,
+        limit: Limit | None = None,
     ) -> Prompt:
         """To be released, unless a request gets it."""
         is_answered, add_special = asked.add_generation_prompt is not False, asked.add_special_tokens is True
-        reading = self._reader.conversation(said, is_answered, options, add_special)
+        reading = self._reader.conversation(said, is_answered, options, add_special, limit)
         return await (unless_gone(request.receive, reading) if said.images else reading)
 
     async def _completions(self, request: Request) -> Answer:
@@ -209,9 +215,9 @@ class Api:
             self._require_model(asked.model)
             params = asked.sampling(self._config.sampling_defaults)
             said = await self._aside(request, body, asked.prompts)
-            prompts = []
+            prompts, limit = [], self._limit(asked, params, "prompt")
             for prompt in said:
-                prompts.append(Prompt(await self._reader.ids(prompt, asked.add_special_tokens is not False)))
+                prompts.append(Prompt(await self._reader.ids(prompt, asked.add_special_tokens is not False, limit)))
                 await asyncio.sleep(0)  # each takes up to 1 ms, and others go on in between
         return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
 
@@ -297,10 +303,18 @@ class Api:
         return prompt._replace(ids=prompt.ids[len(prompt.ids) - kept :] if is_from_left else prompt.ids[:kept])
 
     def _require_room(self, ids: list[int], params: SamplingParams, param: str) -> None:
+        """A prompt that leaves no room for a token of its answer is too long."""
         most = self._config.max_model_len
-        if not 1 <= len(ids) < most:
-            message = f"expected a prompt of 1 to {most - 1} tokens, got {len(ids)}"
-            raise ApiError(400, message, param=param, code="context_length_exceeded" if ids else None)
+        if not ids:
+            raise ApiError(400, f"expected a prompt of 1 to {most - 1} tokens, got none", param=param)
+        if len(ids) >= most:
+            raise context_length_exceeded(most, len(ids), Limit(most - 1, param, params.max_tokens))
+
+    def _limit(self, asked: Sampling, params: SamplingParams, param: str) -> Limit | None:
+        """None: a longer prompt is cut."""
+        if asked.truncate_prompt_tokens is not None:
+            return None
+        return Limit(self._config.max_model_len - 1, param, params.max_tokens)
 
     async def _submit(
         self, asked: Sampling, params: SamplingParams, prompt: Prompt, announce: tuple[Style, bytes, int] | None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 from starlette.responses import Response
@@ -84,3 +85,26 @@ def of_a_body(error: Exception, how_counted: str = "") -> ApiError:
         path = f"{path}.{missing[1]}".removeprefix(".")
     where = f"$.{path}" if path and not path.startswith("[") else f"${path}"
     return ApiError(400, f"{what[:1].lower()}{what[1:]} at {where}", param=path or None)
+
+
+class Limit(NamedTuple):
+    """What a prompt may have."""
+
+    tokens: int
+    param: str  # the field that it stands in
+    completion: int | None  # tokens that are asked for besides; None: as many as fit
+
+
+def context_length_exceeded(max_model_len: int, tokens: int | str, limit: Limit) -> ApiError:
+    """In OpenAI's and vLLM's words, which clients look for to shorten a conversation and ask again."""
+    if limit.completion is None:
+        asked, way_out = f"your {limit.param} resulted in {tokens} tokens", limit.param
+    else:
+        total = tokens + limit.completion if isinstance(tokens, int) else tokens
+        asked = f"you requested {total} tokens ({tokens} in the {limit.param}, {limit.completion} in the completion)"
+        way_out = f"{limit.param} or completion"
+    message = (
+        f"This model's maximum context length is {max_model_len} tokens. However, {asked}. "
+        f"Please reduce the length of the {way_out}."
+    )
+    return ApiError(400, message, param=limit.param, code="context_length_exceeded")

@@ -24,7 +24,7 @@ from penstock.engine.logs import event
 from penstock.engine.places import Places
 from penstock.engine.schedule import Input
 from penstock.server import media
-from penstock.server.errors import ApiError
+from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.fetching import Fetcher, is_elsewhere
 from penstock.server.options import ServerOptions
 from penstock.tensor import Outgoing, Scope, Store
@@ -104,8 +104,9 @@ class ImageReader:
             for loaded in asyncio.as_completed(tasks):
                 tokens += (await loaded).tokens
                 if tokens > self._most_tokens:
-                    message = f"this model has at most {self._most_tokens} tokens, and the images take more"
-                    raise ApiError(400, message, param="messages", code="context_length_exceeded")
+                    raise context_length_exceeded(
+                        self._most_tokens, f"at least {tokens}", Limit(self._most_tokens - 1, "messages", None)
+                    )
             return [task.result() for task in tasks]
         finally:
             for task in tasks:

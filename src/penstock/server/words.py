@@ -17,8 +17,9 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.directory import parts, tokenizer_of, vocabulary
 from penstock.engine.text import Vocabulary
 from penstock.server.bodies import Conversation
-from penstock.server.errors import ApiError
+from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.images import ImageReader, Prompt
+from penstock.server.length_bound import length_bound
 from penstock.server.templates import Template, in_one
 
 T = TypeVar("T")
@@ -35,6 +36,9 @@ class Words(Protocol):
     tokenizer: Any  # of `tokenizers`; None: a text is its bytes
 
     def encode(self, text: str, add_special: bool) -> list[int]: ...
+
+    def min_tokens(self, text: str) -> int:
+        """How many ids a text has at least, found out much sooner than its ids."""
 
     def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
         """The prompt that a conversation is. Raises ApiError."""
@@ -56,6 +60,9 @@ class BytesWords:
     def encode(self, text: str, add_special: bool) -> list[int]:
         return [one % self.most_ids for one in text.encode()]
 
+    def min_tokens(self, text: str) -> int:
+        return len(text)
+
     def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
         said = "".join(f"{one['role']}: {in_one(one['content'])}\n" for one in messages)
         return f"{said}assistant:" if is_answered else said
@@ -65,6 +72,7 @@ class ModelWords:
     def __init__(self, config: EngineConfig) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is not cut among threads
         self.tokenizer = tokenizer_of(config)
+        self._bound = length_bound(Path(config.model) / "tokenizer.json")
         self._template = Template(Path(config.model))
         self.most_ids = _most_ids(config)
 
@@ -73,6 +81,9 @@ class ModelWords:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
         ids: list[int] = encoding.ids
         return ids
+
+    def min_tokens(self, text: str) -> int:
+        return 0 if self._bound is None else self._bound.min_tokens(text)
 
     def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
         return self._template.prompt(messages, is_answered, options)
@@ -104,7 +115,12 @@ class Reader:
             self._images.close()
 
     async def conversation(
-        self, said: Conversation, is_answered: bool, options: dict[str, Any], add_special: bool = False
+        self,
+        said: Conversation,
+        is_answered: bool,
+        options: dict[str, Any],
+        add_special: bool = False,
+        limit: Limit | None = None,
     ) -> Prompt:
         """To be released, unless a request gets it. Raises ApiError."""
         if said.images and self._images is None:
@@ -112,13 +128,13 @@ class Reader:
             raise ApiError(400, f"expected text, got an image at $.{where}: this model takes none", param=where)
         work = functools.partial(self.words.chat, said.messages, is_answered, options)
         text = work() if said.parts <= MANY else await self.in_a_thread(work)
-        ids = await self.ids(text, add_special)
+        ids = await self.ids(text, add_special, limit)
         if not said.images or self._images is None:
             return Prompt(ids)
         return await self._images.prompt(ids, said.images)
 
-    async def ids(self, prompt: str | list[int], add_special: bool = True) -> list[int]:
-        """Raises ApiError where they are none that the model could answer."""
+    async def ids(self, prompt: str | list[int], add_special: bool = True, limit: Limit | None = None) -> list[int]:
+        """Raises ApiError where they are none that the model could answer, or a text must have more than `limit`."""
         if not isinstance(prompt, str):
             looked_at = prompt[: self._config.max_model_len]  # a longer one is refused for its length
             if looked_at and max(looked_at) >= self.words.most_ids:
@@ -127,6 +143,10 @@ class Reader:
             return prompt
         if len(prompt) <= LONG:
             return self.words.encode(prompt, add_special)
+        if limit is not None:
+            tokens = await self.in_a_thread(lambda: self.words.min_tokens(prompt))
+            if tokens > limit.tokens:
+                raise context_length_exceeded(self._config.max_model_len, f"at least {tokens}", limit)
         return await self.in_a_thread(lambda: self.words.encode(prompt, add_special))
 
     async def vocabulary(self) -> Vocabulary:

@@ -1,0 +1,43 @@
+"""A parser of command lines that answers a misspelled word with the nearest one, and with its own command's usage."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Also of commands below a command, as these are made by the class of the parser above them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._options: list[str] = []  # before argparse adds its own
+        super().__init__(*args, **options)
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        self._options += action.option_strings
+        return action
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Refuses what is left over: the parser above knows neither this command's options nor its usage."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(options, self._options)}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if wrong:
+            message += _nearest([wrong[1]], re.findall(r"[\w-]+", wrong[2]))
+        super().error(message)
+
+
+def _nearest(words: Iterable[str], known: Sequence[str]) -> str:
+    nearest = [found for word in words for found in difflib.get_close_matches(word, known, 1)]
+    return f": did you mean {', '.join(nearest)}?" if nearest else ""
