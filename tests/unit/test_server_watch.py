@@ -101,7 +101,11 @@ def test_memory_that_is_shared_is_counted_once_and_in_no_process(laid: Laid) -> 
     laid.board.live(1, Life(1, os.getpid()))
     moment = Watch(os.getpid()).take()
     assert moment.processes[2].private_nbytes is not None and moment.processes[1].private_nbytes is None
-    assert laid.tree.store.segment_nbytes + laid.tree.board.nbytes + laid.tally_page.nbytes < moment.shared_nbytes < 64 << 20
+    assert (
+        laid.tree.store.segment_nbytes + laid.tree.board.nbytes + laid.tally_page.nbytes
+        < moment.shared_nbytes
+        < 64 << 20
+    )
 
 
 def test_private_memory_is_without_what_others_may_map() -> None:

@@ -34,6 +34,7 @@ from penstock.server.bodies import Chat, Completion, Conversation, Sampling, Tok
 from penstock.server.dashboard import Dashboard
 from penstock.server.errors import ApiError, Gone
 from penstock.server.health import Health
+from penstock.server.heap import Heap
 from penstock.server.images import Prompt
 from penstock.server.metrics import Metrics
 from penstock.server.notice import served_name
@@ -76,6 +77,7 @@ class Api:
         self._name = served_name(config, options)
         self._started = int(time.time())
         self._reading_nbytes = 0  # of bodies that have begun to come
+        self._heap = Heap()
 
     def app(self) -> Starlette:
         routes = [
@@ -134,6 +136,8 @@ class Api:
             yield got
         finally:
             self._reading_nbytes -= len(got)
+            if len(got) > LONG:
+                self._heap.was_used()
 
     async def _aside(self, request: Request, body: bytearray, work: Callable[[], T]) -> T:
         """What is made of a body: of a long one by a thread, unless the client goes meanwhile."""
@@ -166,7 +170,12 @@ class Api:
     async def _prompt(self, request: Request, said: Conversation, is_answered: bool, options: dict[str, Any]) -> Prompt:
         """To be released, unless a request gets it."""
         reading = self._reader.conversation(said, is_answered, options)
-        return await (unless_gone(request.receive, reading) if said.images else reading)
+        if not said.images:
+            return await reading
+        try:
+            return await unless_gone(request.receive, reading)
+        finally:
+            self._heap.was_used()
 
     async def _completions(self, request: Request) -> Answer:
         async with self._body(request) as body:
