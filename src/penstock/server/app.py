@@ -40,6 +40,7 @@ from penstock.server.errors import ApiError, Gone, Limit, context_length_exceede
 from penstock.server.fields import HEADER as IGNORED_FIELDS
 from penstock.server.fields import UnknownFields
 from penstock.server.health import Health
+from penstock.server.heap import Heap
 from penstock.server.images import Prompt
 from penstock.server.metrics import Metrics
 from penstock.server.notice import served_name
@@ -89,6 +90,7 @@ class Api:
         self._paths: list[str] = []  # of the routes
         self._started = int(time.time())
         self._reading_nbytes = 0  # of bodies that have begun to come
+        self._heap = Heap()
 
     def app(self) -> Starlette:
         routes = [
@@ -159,6 +161,8 @@ class Api:
             yield got
         finally:
             self._reading_nbytes -= len(got)
+            if len(got) > LONG:
+                self._heap.was_used()
 
     async def _aside(self, request: Request, body: bytearray, work: Callable[[], T]) -> T:
         """What is made of a body: of a long one by a thread, unless the client goes meanwhile."""
@@ -207,7 +211,12 @@ class Api:
         """To be released, unless a request gets it."""
         is_answered, add_special = asked.add_generation_prompt is not False, asked.add_special_tokens is True
         reading = self._reader.conversation(said, is_answered, options, add_special, limit)
-        return await (unless_gone(request.receive, reading) if said.images else reading)
+        if not said.images:
+            return await reading
+        try:
+            return await unless_gone(request.receive, reading)
+        finally:
+            self._heap.was_used()
 
     async def _completions(self, request: Request) -> Answer:
         async with self._body(request) as body:

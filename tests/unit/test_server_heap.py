@@ -1,0 +1,87 @@
+"""Memory that was freed and is still with the process: given back after something large, and again after the last."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from penstock.inspect import private_nbytes_of
+from penstock.server import heap
+from penstock.server.heap import Heap
+
+MB = 1 << 20
+
+
+def private() -> int:
+    found = private_nbytes_of(os.getpid())
+    assert found is not None
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + 10
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.01)
+
+
+class Cycle:
+    """What is freed by a collection only."""
+
+    def __init__(self, pieces: list[np.ndarray]) -> None:
+        self.pieces = pieces
+        self.me = self
+
+
+def fill_a_heap(kept: list[np.ndarray]) -> None:
+    """With 200 MB in pieces that glibc takes from a thread's heap, and one behind them that keeps it from its end."""
+    pieces = [np.ones(100_000, np.uint8) for _ in range(2000)]
+    kept.append(np.ones(100_000, np.uint8))
+    Cycle(pieces)
+
+
+@pytest.mark.skipif(Heap()._trim is None, reason="needs glibc")
+def test_what_was_freed_is_given_back_after_something_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "PAUSE", 0.01)
+
+    async def run() -> None:
+        ours, kept = Heap(), []
+        before = private()
+        thread = threading.Thread(target=fill_a_heap, args=(kept,))
+        thread.start()
+        thread.join()
+        assert private() - before > 150 * MB, "nothing is left to be given back"
+        ours.was_used()
+        await until(lambda: private() - before < 50 * MB)
+
+    asyncio.run(run())
+
+
+def test_it_is_given_back_once_more_after_the_last_use_and_then_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "PAUSE", 0.02)
+    done: list[int] = []
+
+    async def run() -> None:
+        ours = Heap()
+        ours._trim = done.append
+        ours.was_used()
+        await until(lambda: len(done) == 2)  # what was used when it was first done may not have ended
+        await asyncio.sleep(0.1)
+        assert len(done) == 2 and ours._alarm is None
+        ours.was_used()
+        await until(lambda: len(done) == 3)
+
+    asyncio.run(run())
+
+
+def test_another_c_library_is_left_alone() -> None:
+    async def run() -> None:
+        ours = Heap()
+        ours._trim = None
+        ours.was_used()
+        assert ours._alarm is None
+
+    asyncio.run(run())
