@@ -1,5 +1,8 @@
 // errors.h: how the core says that something went wrong, before anybody knows about Python.
 #pragma once
+#include <sys/resource.h>
+
+#include <cerrno>
 #include <cstdarg>
 #include <cstdio>
 #include <exception>
@@ -51,6 +54,17 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
     va_start(arguments, pattern);
     std::vsnprintf(text, sizeof text, pattern, arguments);
     va_end(arguments);
+    return text;
+}
+
+// "pidfd_open: Too many open files (RLIMIT_NOFILE is 256): raise it"
+inline std::string describe_failure(const char* call, int error) {
+    std::string text = format("%s: %s", call, std::strerror(error));
+    rlimit limit{};
+    if (error == EMFILE && ::getrlimit(RLIMIT_NOFILE, &limit) == 0)
+        text += format(" (RLIMIT_NOFILE is %llu): raise it", static_cast<unsigned long long>(limit.rlim_cur));
+    if (error == ENFILE) text += " (on this machine, fs.file-max): raise it";
+    if (error == ENOSYS || error == EPERM) text += ": the kernel, or a seccomp filter, does not allow it";
     return text;
 }
 

@@ -30,7 +30,7 @@ using i32 = std::int32_t;
 using i64 = std::int64_t;
 
 inline constexpr u64 MAGIC = 0x4b434f54534e4550;  // "PENSTOCK", little endian
-inline constexpr u32 LAYOUT_VERSION = 3;
+inline constexpr u32 LAYOUT_VERSION = 4;
 inline constexpr u64 PAGE = 4096;
 inline constexpr u32 MAX_PEERS = 128;
 inline constexpr u32 MAX_LANES = 64;      // one bit each in a u64
@@ -77,9 +77,10 @@ static_assert(sizeof(Shape) == 104);
 struct Header {
     u64 magic;
     u32 version;
-    u32 fingerprint;  // of the sizes of all structs below
-    u64 nonce;        // random: a ticket or ref of another segment does not fit
-    u64 pid_namespace;
+    u32 fingerprint;     // of the sizes of all structs below
+    u64 nonce;           // random: a ticket or ref of another segment does not fit
+    u64 pid_namespace;   // in which the peers' pids mean something
+    u64 time_namespace;  // in which their clocks and start times do
     u64 created_ns;
     u64 numa_node_plus_one;
     Shape shape;
