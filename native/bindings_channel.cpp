@@ -170,51 +170,40 @@ struct Reservation {
     u8* at = nullptr;
     u64 nbytes = 0;
     bool is_open = true;
-    bool is_given_up = false;  // aborted while views of it live: the room is free with the last of them
-    int exports = 0;
 
     Reservation(std::shared_ptr<Sender> sender, u8* at, u64 nbytes)
         : sender(std::move(sender)), at(at), nbytes(nbytes) {}
     Reservation(const Reservation&) = delete;
     Reservation& operator=(const Reservation&) = delete;
-    ~Reservation() {
-        if (is_open) drop();
-    }
+    ~Reservation() { abort(); }
     void commit() {
         if (!is_open) throw Error(Fault::closed, "the reservation has been committed or aborted");
-        if (exports != 0) {
-            PyErr_Format(PyExc_BufferError, "the reservation has %d views: drop them first", exports);
+        if (sender->views() != 0) {
+            PyErr_Format(PyExc_BufferError, "the reservation has %d views: drop them first", sender->views());
             throw nb::python_error();
         }
         is_open = false;
-        if (sender->is_closed()) throw Error(Fault::closed, "the sender was closed: the reservation is lost");
         sender->channel().require_ours();
         Turn turn(sender->mutex(), NEVER, true, sender->name());
+        if (sender->is_closed()) throw Error(Fault::closed, "the sender was closed: the reservation is lost");
         sender->commit();
     }
-    void abort() {
-        if (!is_open) return;
-        is_open = false;
-        if (exports != 0)
-            is_given_up = true;
-        else
-            drop();
+    // The room is free with the last view.
+    void abort() noexcept {
+        if (!std::exchange(is_open, false) || sender->is_closed()) return;
+        in_turn([&] { sender->abort(); });
     }
-    void view_dropped() {
-        if (--exports != 0 || !is_given_up) return;
-        is_given_up = false;
-        drop();
+    void view_dropped() noexcept {
+        if (sender->drop_view()) in_turn([&] { sender->finish_abort(); });
     }
 
    private:
-    void drop() noexcept {
-        is_open = false;
-        if (sender->is_closed() || !sender->channel().is_ours()) return;
-        {
-            nb::gil_scoped_release released;
-            std::lock_guard guard(sender->mutex());
-            sender->abort();
-        }
+    template <class Do>
+    void in_turn(Do&& what) {
+        if (!sender->channel().is_ours()) return;
+        nb::gil_scoped_release released;
+        std::lock_guard guard(sender->mutex());
+        what();
     }
 };
 int reservation_getbuffer(PyObject* self, Py_buffer* view, int flags) {
@@ -225,7 +214,7 @@ int reservation_getbuffer(PyObject* self, Py_buffer* view, int flags) {
         return -1;
     }
     if (PyBuffer_FillInfo(view, self, r->at, static_cast<Py_ssize_t>(r->nbytes), 0, flags) != 0) return -1;
-    ++r->exports;
+    r->sender->add_view();
     return 0;
 }
 void reservation_releasebuffer(PyObject* self, Py_buffer*) { nb::inst_ptr<Reservation>(self)->view_dropped(); }

@@ -38,10 +38,10 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
         end.state = EndState::dead;
         return word.compare_exchange_strong(seen, make_word(end), std::memory_order_acq_rel) || seen == make_word(end);
     };
-    auto close_it = [&](Shared<u64>& word) {
+    auto close_it = [&](Shared<u64>& word, EndState from) {
         u64 seen = word.load(std::memory_order_acquire);
         End end = end_of(seen);
-        if (end.slot != slot || end.peer_epoch != epoch || end.state != EndState::live) return;
+        if (end.slot != slot || end.peer_epoch != epoch || end.state != from) return;
         end.state = EndState::closed;
         word.compare_exchange_strong(seen, make_word(end), std::memory_order_acq_rel);
     };
@@ -82,9 +82,12 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
     for (u32 index = 0; index < g.shape.max_blocks; ++index)
         pool.give_back(index, slot, peer_epoch, dead_receivers, is_still, is_committed, blocks, nbytes);
     if (is_leaving && g.channel != 0) {
-        for (u32 r = 0; r < g.shape.receivers; ++r) close_it(by.segment().at<ReceiverSlot>(g.receivers)[r].word);
-        for (u32 i = 0; i < g.shape.lanes; ++i) close_it(by.segment().at<Lane>(g.lanes)[i].word);
+        for (u32 r = 0; r < g.shape.receivers; ++r)
+            close_it(by.segment().at<ReceiverSlot>(g.receivers)[r].word, EndState::live);
+        for (u32 i = 0; i < g.shape.lanes; ++i) close_it(by.segment().at<Lane>(g.lanes)[i].word, EndState::live);
     }
+    if (g.channel != 0)  // it closed in peace, and what could still write died with it
+        for (u32 i = 0; i < g.shape.lanes; ++i) close_it(by.segment().at<Lane>(g.lanes)[i].word, EndState::closing);
     // It may have died between giving a block back and saying so.
     if (ends_become == EndState::dead) pool.announce_return();
     if (ends_become != EndState::dead) return;

@@ -364,7 +364,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         }
         if (view.is_counted && ch_.lane(0).committed.load(std::memory_order_acquire) != view.position)
             return;  // read first
-        if (end.state == EndState::closed)
+        if (end.state == EndState::closed || end.state == EndState::closing)
             throw Error(Fault::end_of_channel, format("the sender of '%s' has closed", name()));
         view.is_told = true;
         view.sender_epoch = end.epoch;

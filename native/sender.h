@@ -27,9 +27,12 @@ class Sender {
                 throw Error(Fault::value,
                             format("'%s' has %u senders: there is no sender %d", name(), ch_.g.shape.lanes, index));
             End end = end_of(ch_.lane(i).word.load());
+            const char* how = end.state == EndState::closed    ? " and closed"
+                              : end.state == EndState::closing ? " and closed, but views of its reservation can still "
+                                                                 "write: drop them first"
+                                                               : "";
             throw Error(Fault::value,
-                        format("sender %u of '%s' is taken%s: %s", i, name(),
-                               end.state == EndState::closed ? " and closed" : "", ch_.describe(end).c_str()));
+                        format("sender %u of '%s' is taken%s: %s", i, name(), how, ch_.describe(end).c_str()));
         }
         lane_ = &ch_.lane(index_);
         lane_->ended.store(before, std::memory_order_release);
@@ -51,7 +54,7 @@ class Sender {
     const char* name() const { return ch_.name(); }
     u32 index() const { return index_; }
     Channel& channel() { return ch_; }
-    bool is_closed() const { return is_closed_.load(std::memory_order_relaxed); }
+    bool is_closed() const { return is_closing_.load(std::memory_order_relaxed); }
     // Receivers that were let in while this sender was there: they know nothing of what it sent before.
     u64 admissions() const { return admissions_.load(std::memory_order_relaxed); }
     bool is_overtaken() const { return is_overtaken_; }
@@ -156,11 +159,28 @@ class Sender {
         if (in_flight > lane_->waits.furthest_nbytes.load(relaxed))
             lane_->waits.furthest_nbytes.store(in_flight, relaxed);
     }
+    // The record will never be seen. A room that views can still write into is kept until the last of them is dropped:
+    // in the ring the next record would be overwritten, in the pool the next taker's block.
     void abort() {
         if (!is_reserved_) return;
+        is_given_up_.store(true, std::memory_order_seq_cst);
+        finish_abort();
+    }
+    // A view of the reservation, which can write. None is added once the reservation has been given up.
+    int views() const { return views_.load(std::memory_order_relaxed); }
+    void add_view() { views_.fetch_add(1, std::memory_order_seq_cst); }
+    // True: it was the last one, and the room has been given up meanwhile: call finish_abort().
+    bool drop_view() {
+        return views_.fetch_sub(1, std::memory_order_seq_cst) == 1 && is_given_up_.load(std::memory_order_seq_cst);
+    }
+    void finish_abort() {
+        if (!is_given_up_.load(std::memory_order_seq_cst) || views_.load(std::memory_order_seq_cst) != 0) return;
+        PENSTOCK_POINT("abort.begun");
+        is_given_up_.store(false, std::memory_order_seq_cst);
         is_reserved_ = false;
         if (static_cast<RecordKind>(record_.kind) == RecordKind::spilled)
             ch_.pool.release(spilled_.block, spilled_.generation);
+        if (is_closed_) let_go(EndState::closing);
     }
     // One record out of several parts. False: no room now.
     bool try_send(const Part* parts, size_t n, u64 total, u64 admissions = NEVER) {
@@ -255,19 +275,28 @@ class Sender {
         begin_close();
         if (!ch_.is_ours()) return;  // before the mutex: in a child its holder does not exist
         std::lock_guard guard(mutex_);
-        if (is_closed_.exchange(true)) return;
+        if (is_closed_) return;
         PENSTOCK_POINT("close.begun");
         abort();
-        u64 live = make_word({EndState::live, ch_.by->slot(), ch_.by->epoch(), epoch_});
-        lane_->word.compare_exchange_strong(
-            live, make_word({EndState::closed, ch_.by->slot(), ch_.by->epoch(), epoch_}), std::memory_order_acq_rel);
-        if (ch_.is_inbox()) ch_.head.ready.fetch_or(1ull << index_);
-        ch_.changed();
-        ch_.wake_receivers(ring_all(ch_.head.bell));
-        ch_.let_go();
+        is_closed_ = true;
+        if (is_reserved_) return become(EndState::live, EndState::closing);
+        let_go(EndState::live);
     }
 
    private:
+    void become(EndState from, EndState to) {
+        u64 word = make_word({from, ch_.by->slot(), ch_.by->epoch(), epoch_});
+        lane_->word.compare_exchange_strong(word, make_word({to, ch_.by->slot(), ch_.by->epoch(), epoch_}),
+                                            std::memory_order_acq_rel);
+        if (ch_.is_inbox()) ch_.head.ready.fetch_or(1ull << index_);
+        ch_.changed();
+        ch_.wake_receivers(ring_all(ch_.head.bell));
+    }
+    // From here on the lane may have another sender.
+    void let_go(EndState from) {
+        become(from, EndState::closed);
+        ch_.let_go();
+    }
     void require_open() {
         if (is_closing_.load(std::memory_order_relaxed))
             throw Error(Fault::closed, format("sender %u of '%s' is closed", index_, name()));
@@ -354,7 +383,8 @@ class Sender {
     u32 epoch_ = 0;
     Spinner spinner_;
     std::timed_mutex mutex_;
-    std::atomic<bool> is_closing_{false}, is_closed_{false};
+    std::atomic<bool> is_closing_{false};
+    bool is_closed_ = false;
     u64 committed_ = 0;
     u64 least_released_ = 0;
     u32 seen_changes_ = 0;
@@ -364,6 +394,8 @@ class Sender {
     std::vector<u32> told_;           // epochs of the dead receivers that the caller knows of
     // the reservation
     bool is_reserved_ = false;
+    std::atomic<int> views_{0};
+    std::atomic<bool> is_given_up_{false};
     bool waits_for_memory_ = false;
     u64 need_ = 0, skip_ = 0, nbytes_ = 0;
     u32 returns_seen_ = 0;

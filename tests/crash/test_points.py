@@ -17,23 +17,24 @@ TAKER = {"pool.locked", "pool.live", "pool.inserted", "block.locked"}
 RECEIVER = {"receive.found", "receive.opened", "receive.copied", "receive.released", "open.half", "block.locked"}
 WAITER = {"wait.parked", "wait.woken"}
 PEER = {"join.claimed", "close.begun", "leave.begun"}
+KEEPER = {"abort.begun"}  # has closed, and keeps room that a view can still write into
 COMING = {"receiver.claimed"}
 REAPER = {"reap.begun", "reap.half"}
 
 # Who passes what. A channel's pool grows; the other one is claimed at once.
 REACHED = {
-    ("ring", "sender"): SENDER - {"ready.set"} | TAKER | {"pool.claiming"} | WAITER | PEER,
+    ("ring", "sender"): SENDER - {"ready.set"} | TAKER | {"pool.claiming"} | WAITER | PEER | KEEPER,
     ("ring", "receiver"): RECEIVER | COMING | {"release.last"} | WAITER | PEER,
-    ("broadcast", "sender"): SENDER - {"ready.set"} | TAKER | {"pool.claiming"} | WAITER | PEER,
+    ("broadcast", "sender"): SENDER - {"ready.set"} | TAKER | {"pool.claiming"} | WAITER | PEER | KEEPER,
     ("broadcast", "receiver"): RECEIVER | COMING | {"release.last"} | WAITER | PEER | REAPER,
-    ("inbox", "sender"): SENDER | TAKER | WAITER | PEER | REAPER,
+    ("inbox", "sender"): SENDER | TAKER | WAITER | PEER | KEEPER | REAPER,
     ("inbox", "receiver"): RECEIVER | COMING | {"release.last"} | WAITER | PEER,
     ("pool", "lender"): TAKER | {"share.half"} | PEER - {"close.begun"},
     ("pool", "borrower"): {"open.half", "block.locked", "release.last"}
     | PEER - {"close.begun"}
     | REAPER - {"reap.half"},
 }
-ONCE = PEER | COMING | {"pool.claiming"} | REAPER
+ONCE = PEER | KEEPER | COMING | {"pool.claiming"} | REAPER
 CASES = [
     (style, role, point, countdown)
     for (style, role), points in REACHED.items()
@@ -52,7 +53,7 @@ def test_a_death_is_told_and_costs_nothing_but_the_dead(
     zygote: Zygote, style: str, role: str, point: str, countdown: int
 ) -> None:
     options: dict[str, Any] = {"point": point, "countdown": countdown}
-    if point in ("close.begun", "leave.begun"):
+    if point in ("close.begun", "abort.begun", "leave.begun"):
         options["closes_early"] = True
     if point in WAITER and role == "sender":
         options["pause"] = 0.0  # so that the ring is full, and it waits
@@ -62,9 +63,9 @@ def test_a_death_is_told_and_costs_nothing_but_the_dead(
         if point in REAPER:
             kill_until_it_reaps(scene, victim)
         gone_at = scene.bury(victim)
-        if point not in ("join.claimed", "leave.begun") and style != "pool":
+        if point not in ("join.claimed", "abort.begun", "leave.begun") and style != "pool":
             scene.must_be_told(victim, gone_at)
-        if point == "leave.begun" and role == scene.roles[0] and style != "inbox":
+        if point in ("abort.begun", "leave.begun") and role == scene.roles[0] and style != "inbox":
             # It had closed in peace before it died: this channel has ended, and they have gone home.
             for survivor in scene.others(role):
                 survivor.hear("seen")

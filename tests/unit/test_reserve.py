@@ -160,6 +160,73 @@ def test_closing_the_sender_aborts_and_a_late_commit_says_so() -> None:
             assert channel.snapshot()["pool"][0]["blocks"] == 0
 
 
+@pytest.mark.parametrize("nbytes", [1, 1000, 5000])
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["open", "aborted"])
+def test_a_view_that_outlives_its_sender_writes_over_no_other_record(nbytes: int, is_aborted: bool) -> None:
+    with penstock.open_inbox(2, capacity=4096, spill_nbytes=1 << 20) as inbox, inbox.receiver() as receiver:
+        first = inbox.sender(0, name="first")
+        room = first.reserve(nbytes)
+        view = memoryview(room)
+        if is_aborted:
+            room.abort()
+        first.close()
+        assert first.is_closed
+        with pytest.raises(ValueError, match=r"sender 0 .* closed, but views of its reservation .* 'first' \(pid"):
+            inbox.sender(0)
+        with inbox.sender(name="second") as second:
+            assert second.index == 1
+            second.send(b"A" * nbytes)
+            view[:] = b"B" * nbytes
+            assert receiver.receive(timeout=1) == b"A" * nbytes
+            assert inbox.snapshot()["pool"][0]["blocks"] == (1 if nbytes == 5000 else 0)
+        view.release()
+        assert inbox.snapshot()["pool"][0]["blocks"] == 0
+        with inbox.sender(0, name="third") as third:
+            third.send(b"C" * nbytes)
+            assert receiver.receive(timeout=1) == b"C" * nbytes
+        assert list(receiver) == []
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_view_that_outlives_its_sender_keeps_no_receiver_waiting(nbytes: int) -> None:
+    with ring() as (channel, sender, receiver):
+        sender.send(b"last")
+        view = memoryview(sender.reserve(nbytes))
+        sender.close()
+        assert list(receiver) == [b"last"]
+        assert [end["state"] for end in channel.snapshot()["senders"]] == ["closing"]
+        view.release()
+        assert [end["state"] for end in channel.snapshot()["senders"]] == ["closed"]
+        assert [peer.state for peer in channel.peers()].count("left") == 1
+
+
+@pytest.mark.parametrize("nbytes", [1000, 5000])
+def test_a_view_keeps_its_room_when_sender_and_reservation_are_dropped(nbytes: int) -> None:
+    with penstock.open_inbox(1, capacity=4096, spill_nbytes=1 << 20) as inbox, inbox.receiver() as receiver:
+        view = memoryview(inbox.sender().reserve(nbytes))
+        gc.collect()
+        with pytest.raises(ValueError, match="sender 0 of 'inbox' is taken"):
+            inbox.sender(0)
+        view[:] = b"B" * nbytes
+        view.release()
+        gc.collect()
+        with inbox.sender(0) as successor:
+            successor.send(b"A" * nbytes)
+            assert receiver.receive(timeout=1) == b"A" * nbytes
+
+
+def test_a_view_of_many_views_keeps_the_room_until_the_last_is_dropped() -> None:
+    with penstock.open_inbox(1, capacity=4096) as inbox, inbox.receiver():
+        with inbox.sender() as first:
+            views = [memoryview(first.reserve(100))]
+            views += [memoryview(views[0].obj) for _ in range(3)]
+        while views:
+            with pytest.raises(ValueError, match="drop them first"):
+                inbox.sender(0)
+            views.pop()
+        inbox.sender(0).close()
+
+
 @pytest.mark.parametrize("nbytes", [-1, 2**63, 2**64, 1.5, "5", None], ids=repr)
 def test_an_impossible_size_is_refused(nbytes: object) -> None:
     with ring() as (_, sender, receiver):
