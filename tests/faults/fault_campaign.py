@@ -58,7 +58,7 @@ class Outcome(msgspec.Struct):
     actors: int = 0
     errors: list[str] = []
     log: list[str] = []
-    counts: list[tuple[str, int, int]] = []  # kind, caller, how many calls
+    counts: list[tuple[str, int, list[int]]] = []  # kind, caller, how many calls after each step that made some
     left: dict[int, dict[str, int]] = {}
     seconds: float = 0.0
 
@@ -85,7 +85,7 @@ def play(interposer: Interposer, request: Request) -> Outcome:
         except Broken as broken:
             outcome.invariant, outcome.text = broken.invariant, broken.text
         outcome.fired, outcome.errors, outcome.log = stage.fired, stage.errors, stage.log
-        outcome.counts = [(kind, caller, count) for (kind, caller), count in stage.counts.items()]
+        outcome.counts = [(kind, caller, ends) for (kind, caller), ends in stage.counts.items()]
         outcome.left = {actor: dict(many) for actor, many in stage.left.items()}
     outcome.seconds = time.monotonic() - began
     return outcome
@@ -153,7 +153,7 @@ class Campaign:
     def __init__(self, library: Path, jobs: int = 2) -> None:
         self.workers = [Worker(library) for _ in range(jobs)]
         self.usual: dict[tuple[str, int], dict[int, dict[str, int]]] = {}
-        self.counts: dict[tuple[str, int], dict[tuple[str, int], int]] = {}
+        self.counts: dict[tuple[str, int], dict[tuple[str, int], list[int]]] = {}
 
     def close(self) -> None:
         for worker in self.workers:
@@ -205,12 +205,12 @@ class Campaign:
                     raise AssertionError(f"{case} breaks without a fault: {outcome.invariant}: {outcome.text}")
                 key = case.scene, case.victim
                 self.usual[key] = outcome.left
-                self.counts[key] = {(kind, caller): count for kind, caller, count in outcome.counts}
+                self.counts[key] = {(kind, caller): ends for kind, caller, ends in outcome.counts}
                 if case.victim == 0:
                     rest += [Case(case.scene, victim, None) for victim in range(1, outcome.actors)]
 
     def draw(self, seed: int, many: int) -> list[Case]:
-        """So many different cases: a scene and its victim, then a kind of call, then which of them and how it fails."""
+        """So many different cases: a scene and its victim, a kind of call, a step with such calls, one of these."""
         chance = random.Random(seed)
         places = sorted(place for place, counts in self.counts.items() if counts)
         cases: dict[Case, None] = {}
@@ -221,7 +221,9 @@ class Campaign:
             counts = self.counts[scene, victim]
             kinds = sorted(key for key in counts if errors_of(*key))
             kind, caller = chance.choice(kinds)
-            number = chance.randint(1, counts[kind, caller])
+            ends = [0, *counts[kind, caller]]
+            step = chance.randrange(1, len(ends))
+            number = chance.randint(ends[step - 1] + 1, ends[step])
             error = chance.choice(errors_of(kind, caller))
             times = chance.choices((1, 3, 1000), (8, 1, 1))[0]
             cases[Case(scene, victim, Fault(kind, caller, number, error, times))] = None

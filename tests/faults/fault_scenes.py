@@ -231,7 +231,9 @@ def open_ref(own: Own, ref: Any, number: int) -> None:
 
 
 def stop_within_take(own: Own) -> None:
-    _native.arm_point("pool.locked", "stop", 1)
+    if not hasattr(own, "has_stopped"):
+        _native.arm_point("pool.locked", "stop", 1)
+        own.has_stopped = True
     take(own, 5, 1000)
 
 
@@ -329,7 +331,7 @@ def passing(stage: Stage, of_long: bool, sends: Any = send, receives: Any = rece
     other.do(become_async_receiver if "receiver" in is_async else become_receiver)
     for number in range(3):
         waiting = other.start(receives, number)
-        time.sleep(0.002)
+        waiting.settle()
         maker.do(sends, number, LONG if of_long else SHORT)
         waiting.result(PROMPTLY)
     if receives is receive_view:
@@ -338,9 +340,7 @@ def passing(stage: Stage, of_long: bool, sends: Any = send, receives: Any = rece
     number = 3
     while True:  # as many as fit, and one more
         waiting = maker.start(sends, number, 3000)
-        time.sleep(0.002)
-        if not waiting.is_done():
-            time.sleep(0.01)
+        waiting.settle()
         if not waiting.is_done() or number > 20:
             break
         waiting.result()
@@ -397,7 +397,8 @@ def broadcast(stage: Stage) -> None:
     maker.do(become_sender)
     for number, nbytes in enumerate((SHORT, LONG)):
         waiting = [other.start(receive, number) for other in others]
-        time.sleep(0.002)
+        for one in waiting:
+            one.settle()
         maker.do(send, number, nbytes)
         for one in waiting:
             one.result(PROMPTLY)
@@ -413,7 +414,8 @@ def broadcast_async(stage: Stage) -> None:
     maker.do(become_sender)
     for number, nbytes in enumerate((LONG, SHORT)):
         waiting = [other.start(receive, number), looped.start(receive_in_loop, number)]
-        time.sleep(0.002)
+        for one in waiting:
+            one.settle()
         maker.do(send, number, nbytes)
         for one in waiting:
             one.result(PROMPTLY)
@@ -428,8 +430,8 @@ def inbox(stage: Stage) -> None:
         other.do(attach, ticket)
         other.do(become_sender)
     waiting = maker.start(receive_from_two, {1, 2, 3, 4})
+    waiting.settle()
     for number in (1, 3):
-        time.sleep(0.002)
         sends = [other.start(send, number + index, SHORT) for index, other in enumerate(others)]
         for one in sends:
             one.result()
@@ -445,7 +447,7 @@ def inbox_async(stage: Stage) -> None:
     other.do(become_sender)
     for number, nbytes in enumerate((SHORT, LONG)):
         waiting = maker.start(receive_in_loop, number)
-        time.sleep(0.002)
+        waiting.settle()
         other.do(send, number, nbytes)
         waiting.result(PROMPTLY)
 
@@ -466,7 +468,7 @@ def replaced(stage: Stage) -> None:
     maker.do(leave)
     maker.do(become_receiver)
     waiting = maker.start(receive, 9)
-    time.sleep(0.002)
+    waiting.settle()
     other.do(send, 9, SHORT)
     waiting.result(PROMPTLY)
 
@@ -525,7 +527,7 @@ def pool(stage: Stage) -> None:
     maker.do(take_all)
     other.do(let_go)
     waiting = other.start(take, 2)
-    time.sleep(0.002)
+    waiting.settle()
     maker.do(let_go)
     waiting.result(PROMPTLY)
     other.do(let_go)
@@ -563,7 +565,7 @@ def stopped_holder(stage: Stage) -> None:
             stops = other.start(stop_within_take)
         time.sleep(0.0005)
     waiting = maker.start(take, 1, 1000)
-    time.sleep(0.02)
+    time.sleep(0.01)
     is_early = waiting.is_done()
     os.kill(other.pid, signal.SIGCONT)
     if is_early:
@@ -612,7 +614,7 @@ def store_made(stage: Stage) -> None:
     maker, other = keeping(stage)
     maker.do(begin_make, 1)
     waiting = other.start(put, 1)
-    time.sleep(0.003)
+    waiting.settle()
     maker.do(commit_make, 1)
     waiting.result(PROMPTLY)
     other.do(verify_held, 1)
@@ -630,7 +632,7 @@ def sender_killed(stage: Stage) -> None:
     other.do(send, 0, SHORT)
     maker.do(receive, 0, within=PROMPTLY)
     waiting = maker.start(wait_for_death, other.pid)
-    time.sleep(0.003)
+    waiting.settle()
     other.kill()
     waiting.result(PROMPTLY)
 
@@ -643,7 +645,7 @@ def sender_killed_async(stage: Stage) -> None:
     other.do(attach, ticket)
     other.do(become_sender)
     waiting = maker.start(wait_for_death_in_loop, other.pid)
-    time.sleep(0.003)
+    waiting.settle()
     other.kill()
     waiting.result(PROMPTLY)
 
@@ -656,7 +658,7 @@ def receiver_killed(stage: Stage) -> None:
     other.do(attach, ticket)
     other.do(become_receiver)
     waiting = maker.start(send_until_death, other.pid)
-    time.sleep(0.005)
+    waiting.settle()
     other.kill()
     waiting.result(PROMPTLY)
 
@@ -672,7 +674,7 @@ def holder_killed(stage: Stage) -> None:
     doomed.do(take, 2)
     doomed.do(take, 3)
     waiting = maker.start(take, 4)
-    time.sleep(0.003)
+    waiting.settle()
     doomed.kill()
     waiting.result(PROMPTLY)
     maker.do(take_all)
@@ -687,7 +689,7 @@ def maker_killed(stage: Stage) -> None:
     maker, other = keeping(stage)
     other.do(begin_make, 1)
     waiting = maker.start(put, 1)
-    time.sleep(0.003)
+    waiting.settle()
     other.kill()
     waiting.result(PROMPTLY)
     maker.do(verify_held, 1)

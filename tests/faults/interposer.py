@@ -16,7 +16,8 @@ SOURCE = Path(__file__).with_name("interpose.c")
 CORE, PYTHON = 0, 1  # whose call it is; interpose.c
 
 # What each page of the manual (section 2) names, and EPERM or ENOSYS where a sandbox is known to answer that. Not ESRCH
-# of pidfd_open: that is how the kernel says that a process is gone, and it does not say so of one that lives.
+# of pidfd_open, nor ENOENT of stat: by these the kernel says that something is gone, and it does not say so of what is
+# there.
 ERRORS: dict[str, str] = {
     "pidfd_open": "EINVAL EMFILE ENFILE ENODEV ENOMEM EPERM ENOSYS",
     "openat": "EACCES EBUSY EINTR EINVAL ELOOP EMFILE ENFILE ENOENT ENOMEM ENXIO EOVERFLOW EPERM EAGAIN",
@@ -39,7 +40,7 @@ ERRORS: dict[str, str] = {
     "memfd_create": "EFAULT EINVAL EMFILE ENFILE ENOMEM EPERM",
     "eventfd": "EINVAL EMFILE ENFILE ENODEV ENOMEM",
     "fstat": "EBADF EFAULT ENOMEM EOVERFLOW",
-    "stat": "EACCES EFAULT ELOOP ENOENT ENOMEM ENOTDIR EOVERFLOW",
+    "stat": "EACCES EFAULT ELOOP ENOMEM ENOTDIR EOVERFLOW",
     "getrandom": "EAGAIN EFAULT EINTR EINVAL ENOSYS",
     "madvise": "EACCES EAGAIN EBADF EBUSY EFAULT EINVAL EIO ENOMEM EPERM",
     "mbind": "EFAULT EINVAL EIO ENOMEM EPERM",
@@ -116,9 +117,12 @@ class Interposer:
         """Nothing fails any longer; all is counted still."""
         self._native.faults_disarm()
 
-    def stop(self) -> dict[tuple[str, int], int]:
-        """Ends the counting. Returns how many calls of each kind there were, of the core's and of Python's."""
+    def stop(self) -> None:
+        """Ends the counting."""
         self._native.faults_stop()
+
+    def counts(self) -> dict[tuple[str, int], int]:
+        """How many calls of each kind there were until now, of the core's and of Python's."""
         counts = {
             (name, caller): self._native.faults_count(index, caller)
             for index, name in enumerate(self.kinds)

@@ -69,7 +69,7 @@ for _ in range(3):
 interposer.exempt(True)
 os.close(os.open("/dev/null", os.O_RDONLY))
 interposer.exempt(False)
-print(interposer.fired(), interposer.stop()["openat", PYTHON])
+print(interposer.fired(), interposer.counts()["openat", PYTHON])
 """
     environment = {**os.environ, "LD_PRELOAD": str(library)}
     said = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -88,12 +88,15 @@ def test_a_case_is_broken_when_an_actor_keeps_more_than_usual(campaign: Campaign
 
 
 def test_the_same_seed_draws_the_same_cases(campaign: Campaign) -> None:
-    campaign.counts = {("ring_short", 0): {("mmap", CORE): 9, ("openat", CORE): 50, ("openat", PYTHON): 50}}
+    campaign.counts = {
+        ("ring_short", 0): {("mmap", CORE): [1, 9], ("openat", CORE): [50], ("openat", PYTHON): [90, 91]}
+    }
     cases = campaign.draw(7, 100)
     assert cases == campaign.draw(7, 100) != campaign.draw(8, 100)
     assert len(set(cases)) == 100 and [Case.parse(case.name) for case in cases] == cases
     kinds = Counter((case.fault.kind, case.fault.caller) for case in cases if case.fault)
     assert set(kinds) == {("mmap", CORE), ("openat", CORE), ("openat", PYTHON)} and min(kinds.values()) > 10
+    assert Counter(case.fault.number > 90 for case in cases if case.fault and case.fault.caller == PYTHON)[True] > 5
 
 
 def test_a_director_that_dies_breaks_its_case_and_no_other(campaign: Campaign) -> None:
