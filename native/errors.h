@@ -69,13 +69,11 @@ inline std::string in_units(u64 nbytes) {
 
 // The limit behind the errno of a call that failed, with its value: " (RLIMIT_NOFILE is 256): raise it"; or nothing.
 inline std::string limit_behind(const char* call, int error) {
-    auto limited = [](int resource, const char* name, const char* other = "") {
+    auto limited = [](decltype(RLIMIT_NOFILE) resource, const char* name, const char* other = "") {
         rlimit limit{};
+        bool is_limited = ::getrlimit(resource, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
         std::string value = "unlimited";
-        if (::getrlimit(static_cast<__rlimit_resource>(resource), &limit) != 0)
-            value = "not known";
-        else if (limit.rlim_cur != RLIM_INFINITY)
-            value = format("%llu", static_cast<unsigned long long>(limit.rlim_cur));
+        if (is_limited) value = format("%llu", static_cast<unsigned long long>(limit.rlim_cur));
         return format(" (%s is %s%s): raise it", name, value.c_str(), other);
     };
     bool is_thread = std::strstr(call, "pthread_create") != nullptr, is_map = std::strstr(call, "mmap") != nullptr;

@@ -86,8 +86,9 @@ class Watcher {
     void loop();
     void start();                                                      // mutex_ is held
     std::string scan(Attachment* attachment, std::vector<u64>& gone);  // mutex_ is held; returns as watch() does
-    void scan_all();                                                   // mutex_ is held
-    void reap_or_retry(Attachment* attachment, u64 identity);          // mutex_ is held
+    std::map<u64, Watched>::iterator unwatch(std::map<u64, Watched>::iterator at);  // mutex_ is held
+    void scan_all();                                                                // mutex_ is held
+    void reap_or_retry(Attachment* attachment, u64 identity);                       // mutex_ is held
     std::mutex mutex_;
     std::set<Attachment*> all_;
     int pipe_[2] = {-1, -1};
@@ -449,31 +450,36 @@ inline Watcher& Watcher::instance() {
 
 inline void Watcher::start() {
     if (is_started_) return;
-    auto require = [this](bool is_done, const char* call) {
-        if (is_done) return;
-        int failed = errno;
+    auto require = [this](int failed, const char* call) {
+        if (failed == 0) return;
         for (int* fd : {&epoll_, &pipe_[0], &pipe_[1]}) {
             if (*fd >= 0) ::close(*fd);
             *fd = -1;
         }
-        throw Error(Fault::os, "deaths of peers cannot be watched: " + describe_failure(call, failed));
+        throw os_error("deaths of peers cannot be watched", call, failed);
     };
     epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
-    require(epoll_ >= 0, "epoll_create1");
-    require(::pipe2(pipe_, O_NONBLOCK | O_CLOEXEC) == 0, "pipe2");
+    require(epoll_ < 0 ? errno : 0, "epoll_create1");
+    require(::pipe2(pipe_, O_NONBLOCK | O_CLOEXEC) != 0 ? errno : 0, "pipe2");
     struct stat status{};
-    require(::fstat(pipe_[1], &status) == 0, "fstat");
+    require(::fstat(pipe_[1], &status) != 0 ? errno : 0, "fstat");
     pipe_inode_ = status.st_ino;
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u64 = 0;
-    require(::epoll_ctl(epoll_, EPOLL_CTL_ADD, pipe_[0], &event) == 0, "epoll_ctl");
-    is_started_ = true;
+    require(::epoll_ctl(epoll_, EPOLL_CTL_ADD, pipe_[0], &event) != 0 ? errno : 0, "epoll_ctl");
     sigset_t all, before;
     sigfillset(&all);
     ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
-    std::thread([this] { loop(); }).detach();
+    int failed = 0;
+    try {
+        std::thread([this] { loop(); }).detach();
+    } catch (const std::system_error& error) {
+        failed = error.code().value();
+    }
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    require(failed, "pthread_create");
+    is_started_ = true;
 }
 
 inline std::pair<int, u64> Watcher::pipe() {
@@ -542,6 +548,13 @@ inline std::string Watcher::watch(Attachment* attachment) {
     return why;
 }
 
+inline std::map<u64, Watcher::Watched>::iterator Watcher::unwatch(std::map<u64, Watched>::iterator at) {
+    // Closing would not take it out of epoll while a child of fork() has a copy: it would be ready for ever.
+    ::epoll_ctl(epoll_, EPOLL_CTL_DEL, at->second.pidfd, nullptr);
+    ::close(at->second.pidfd);
+    return watched_.erase(at);
+}
+
 inline void Watcher::forget(Attachment* attachment) {
     std::lock_guard guard(mutex_);
     all_.erase(attachment);
@@ -551,8 +564,7 @@ inline void Watcher::forget(Attachment* attachment) {
             ++at;
             continue;
         }
-        ::close(at->second.pidfd);  // closing takes it out of epoll
-        at = watched_.erase(at);
+        at = unwatch(at);
     }
 }
 
@@ -568,6 +580,7 @@ inline void Watcher::loop() {
     for (bool must_retry = false;;) {
         epoll_event events[16];
         int n = ::epoll_wait(epoll_, events, 16, must_retry ? RETRY_MS : -1);
+        if (n < 0 && errno != EINTR) ::usleep(RETRY_MS * 1000);
         std::lock_guard guard(mutex_);
         bool must_scan = n <= 0;
         for (int i = 0; i < n; ++i) {
@@ -584,8 +597,7 @@ inline void Watcher::loop() {
                 attachment->note_how(found->first, how);
                 reap_or_retry(attachment, found->first);
             }
-            ::close(found->second.pidfd);
-            watched_.erase(found);
+            unwatch(found);
         }
         if (must_scan) scan_all();
         must_retry = must_retry_;

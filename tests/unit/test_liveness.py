@@ -250,6 +250,36 @@ def test_a_proc_of_another_pid_namespace_is_refused() -> None:
     assert "OSError: /proc shows another pid namespace: pid 1 here is" in ended.stderr
 
 
+def test_a_process_without_a_thread_to_spare_is_refused_with_its_signals_as_before_and_may_try_again() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: it becomes a user for whom RLIMIT_NPROC counts")
+    source = """
+        most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+        os.setresuid(65534, 65534, 65534)
+        pool = penstock.Pool.create(4096)
+        resource.setrlimit(resource.RLIMIT_NPROC, (1, most))
+        before = len(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        for _ in range(3):
+            try:
+                pool.join()
+            except OSError as error:
+                say(error)
+        say(before == (len(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+        threads = len(os.listdir("/proc/self/task"))
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+        pool.join()
+        say(len(os.listdir("/proc/self/task")) - threads, [peer.state for peer in pool.peers()])
+    """
+    with program(source) as poor:
+        for _ in range(3):
+            assert poor.hear() == (
+                "deaths of peers cannot be watched: pthread_create: Resource temporarily unavailable "
+                "(RLIMIT_NPROC is 1; pids.max of the control group counts too): raise it"
+            )
+        assert poor.hear() == "True"
+        assert poor.hear() == "1 ['live']"
+
+
 def test_a_process_is_opened_by_its_pid_and_start_or_known_to_be_gone() -> None:
     pid, start = _native.process_identity()
     fd = _native.open_process(pid, start)

@@ -309,6 +309,35 @@ def test_peers_come_and_die_a_hundred_times_and_leave_nothing() -> None:
     assert [peer.state for peer in pool.peers()].count("live") == 1
 
 
+def test_the_watcher_sleeps_after_a_death_though_a_child_of_fork_has_copies_of_its_descriptors() -> None:
+    source = """
+        pool = penstock.Pool.attach(sys.argv[1], peer_name="parent")
+        pool.join()
+        hear()
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        say("forked")
+        hear()
+        wait_for(lambda: any(peer.state == "dead" for peer in pool.peers()))
+        before = time.process_time()
+        time.sleep(1)
+        say(time.process_time() - before)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    """
+    pool = Pool.create(4096)
+    with program(source, pool.ticket) as parent, program(PEER, pool.ticket, "victim") as victim:
+        victim.hear()
+        eventually(lambda: "parent" in named(pool))
+        parent.say("fork")
+        assert parent.hear() == "forked"
+        victim.kill()
+        parent.say("measure")
+        assert float(parent.hear()) < 0.3  # it was 0.8
+
+
 def test_the_watcher_is_one_thread_whatever_there_is_to_watch() -> None:
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))
