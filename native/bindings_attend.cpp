@@ -62,7 +62,7 @@ void attend_rows(const Vectors& queries, const Vectors& keys, const Vectors& val
     asked.sinks = sinks ? sinks->data() : nullptr;
     require(part < parts, "a part is below the number of parts");
     require_positions(asked, keys.shape(0) / block_size);
-    nb::gil_scoped_release released;
+    GilRelease released;
     std::vector<float> scratch(asked.scratch());
     attend(asked, first_pair(asked, part, parts), first_pair(asked, part + 1, parts), scratch.data());
 }

@@ -22,13 +22,15 @@ struct Waited {
 };
 
 // One thread at a time in an end. A second one waits its turn without the interpreter, or is told that it would block.
+// The thread whose turn it is runs Python nowhere but in check_signals(), between two attempts, where nothing of the
+// end is half done: so a handler may use the end again, and close it.
 class Turn {
    public:
-    Turn(std::timed_mutex& mutex, u64 deadline, bool may_wait, const char* name) : lock_(mutex, std::try_to_lock) {
+    Turn(EndMutex& mutex, u64 deadline, bool may_wait, const char* name) : lock_(mutex, std::try_to_lock) {
         while (!lock_.owns_lock()) {
             if (!may_wait) throw Error(Fault::would_block, format("another thread is using this end of '%s'", name));
             {
-                nb::gil_scoped_release released;
+                GilRelease released(&lock_);
                 lock_ = std::unique_lock(mutex, std::chrono::milliseconds(20));
             }
             check_signals();
@@ -37,8 +39,10 @@ class Turn {
         }
     }
 
+    std::unique_lock<EndMutex>* lock() { return &lock_; }
+
    private:
-    std::unique_lock<std::timed_mutex> lock_;
+    std::unique_lock<EndMutex> lock_;
 };
 
 // What is to be sent: anything with a buffer, or a list or tuple of such.
@@ -112,6 +116,7 @@ class Parts {
 };
 
 // ── sender ──
+// attempt(turn): whether it is over.
 template <class Try>
 bool send_loop(Sender& sender, nb::handle timeout, bool may_wait, Try&& attempt) {
     u64 deadline = may_wait ? deadline_of(timeout) : 0;
@@ -119,17 +124,17 @@ bool send_loop(Sender& sender, nb::handle timeout, bool may_wait, Try&& attempt)
     Turn turn(sender.mutex(), deadline, may_wait, sender.name());
     Waited waited{sender.channel().lane(sender.index()).waits};
     for (;;) {
-        if (attempt()) return true;
+        if (attempt(turn)) return true;
         if (!may_wait) return false;
         if (waited.started == 0) waited.started = now_ns();
         Woken woken;
         {
-            nb::gil_scoped_release released;
+            GilRelease released(turn.lock());
             woken = sender.wait(deadline);
         }
         if (woken == Woken::interrupted) check_signals();
         if (woken == Woken::deadline) {
-            if (attempt()) return true;
+            if (attempt(turn)) return true;
             throw sender.timeout(now_ns() - waited.started);
         }
     }
@@ -152,11 +157,11 @@ enum class Sent { yes, no_room, overtaken };
 Sent send(Sender& sender, nb::handle record, nb::handle timeout, bool may_wait, u64 admissions = NEVER) {
     Parts parts(record);
     bool is_sent = false;
-    bool is_over = send_loop(sender, timeout, may_wait, [&] {
+    bool is_over = send_loop(sender, timeout, may_wait, [&](Turn& turn) {
         if (parts.total < LONG_COPY) {
             is_sent = sender.try_send(parts.data(), parts.size(), parts.total, admissions);
         } else {
-            nb::gil_scoped_release released;
+            GilRelease released(turn.lock());
             is_sent = sender.try_send(parts.data(), parts.size(), parts.total, admissions);
         }
         return is_sent || sender.is_overtaken();
@@ -201,7 +206,7 @@ struct Reservation {
     template <class Do>
     void in_turn(Do&& what) {
         if (!sender->channel().is_ours()) return;
-        nb::gil_scoped_release released;
+        GilRelease released;
         std::lock_guard guard(sender->mutex());
         what();
     }
@@ -224,7 +229,7 @@ PyType_Slot reservation_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(res
 
 // ── receiver ──
 // Finds the next record, waiting if it may; false: none, and it may not wait.
-bool find_loop(Receiver& receiver, bool may_wait, u64 deadline, Found& found) {
+bool find_loop(Receiver& receiver, Turn& turn, bool may_wait, u64 deadline, Found& found) {
     Waited waited{receiver.channel().receiver(receiver.index()).waits};
     for (;;) {
         if (receiver.try_find(found)) return true;
@@ -232,7 +237,7 @@ bool find_loop(Receiver& receiver, bool may_wait, u64 deadline, Found& found) {
         if (waited.started == 0) waited.started = now_ns();
         Woken woken;
         {
-            nb::gil_scoped_release released;
+            GilRelease released(turn.lock());
             woken = receiver.wait(deadline);
         }
         if (woken == Woken::interrupted) check_signals();
@@ -242,7 +247,7 @@ bool find_loop(Receiver& receiver, bool may_wait, u64 deadline, Found& found) {
         }
     }
 }
-nb::object copy_out(Receiver& receiver, const Found& found) {
+nb::object copy_out(Receiver& receiver, Turn& turn, const Found& found) {
     nb::object made = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(found.nbytes)));
     if (!made.is_valid()) {
         receiver.accept(found);
@@ -253,7 +258,7 @@ nb::object copy_out(Receiver& receiver, const Found& found) {
         std::memcpy(to, found.at, found.nbytes);
         receiver.accept(found);
     } else {
-        nb::gil_scoped_release released;
+        GilRelease released(turn.lock());
         std::memcpy(to, found.at, found.nbytes);
         receiver.accept(found);
     }
@@ -264,20 +269,24 @@ enum class As { copy, view, frame };  // frame: a copy, but what lies in the poo
 nb::object receive(const std::shared_ptr<Receiver>& receiver, nb::handle timeout, bool may_wait, As as) {
     u64 deadline = may_wait ? deadline_of(timeout) : 0;
     receiver->channel().require_ours();
-    Turn turn(receiver->mutex(), deadline, may_wait, receiver->name());
-    Found found;
-    if (!find_loop(*receiver, may_wait, deadline, found)) return nb::none();
-    if (as == As::copy || (as == As::frame && !found.is_spilled)) return copy_out(*receiver, found);
-    nb::object made = nb::cast(new Lease, nb::rv_policy::take_ownership);
-    Lease* lease = nb::inst_ptr<Lease>(made);
-    lease->by = receiver->channel().by;
-    lease->at = const_cast<u8*>(found.at);
-    lease->lane = found.lane;
-    lease->id = receiver->lease(found);
-    if (found.is_spilled)
-        lease->extent = found.extent;
-    else
-        lease->receiver = receiver, lease->extent.nbytes = found.nbytes;
+    auto lease = std::make_unique<Lease>();
+    {
+        Turn turn(receiver->mutex(), deadline, may_wait, receiver->name());
+        Found found;
+        if (!find_loop(*receiver, turn, may_wait, deadline, found)) return nb::none();
+        if (as == As::copy || (as == As::frame && !found.is_spilled)) return copy_out(*receiver, turn, found);
+        lease->by = receiver->channel().by;
+        lease->at = const_cast<u8*>(found.at);
+        lease->lane = found.lane;
+        lease->id = receiver->lease(found);
+        if (found.is_spilled)
+            lease->extent = found.extent;
+        else
+            lease->receiver = receiver, lease->extent.nbytes = found.nbytes;
+    }
+    // Not in turn: making an object may collect garbage, and so run Python.
+    nb::object made = nb::cast(lease.get(), nb::rv_policy::take_ownership);
+    (void)lease.release();
     return made;
 }
 
@@ -331,7 +340,7 @@ class TapOfAll {
         if (seen.nbytes < LONG_COPY || to == nullptr) {
             is_whole = tap_.copy(seen, to);
         } else {
-            nb::gil_scoped_release released;
+            GilRelease released;
             is_whole = tap_.copy(seen, to);
         }
         if (is_whole) return made;
@@ -429,7 +438,7 @@ void bind_channel(nb::module_& m) {
             "reserve",
             [](const std::shared_ptr<Sender>& s, u64 nbytes, nb::handle timeout) {
                 u8* at = nullptr;
-                send_loop(*s, timeout, true, [&] { return (at = s->try_reserve(nbytes)) != nullptr; });
+                send_loop(*s, timeout, true, [&](Turn&) { return (at = s->try_reserve(nbytes)) != nullptr; });
                 return new Reservation(s, at, nbytes);
             },
             "nbytes"_a, "timeout"_a.none() = nb::none(),
@@ -444,7 +453,7 @@ void bind_channel(nb::module_& m) {
             "close",
             [](Sender& s) {
                 s.begin_close();
-                nb::gil_scoped_release released;
+                GilRelease released;
                 s.close();
             },
             "Ends the channel in peace: receivers read what is there, then EndOfChannel.")
@@ -453,7 +462,7 @@ void bind_channel(nb::module_& m) {
         .def("__exit__",
              [](Sender& s, nb::args) {
                  s.begin_close();
-                 nb::gil_scoped_release released;
+                 GilRelease released;
                  s.close();
              })
         .def_prop_ro("is_closed", &Sender::is_closed)
@@ -526,7 +535,7 @@ void bind_channel(nb::module_& m) {
             "close",
             [](Receiver& r) {
                 r.begin_close();
-                nb::gil_scoped_release released;
+                GilRelease released;
                 r.close();
             },
             "Leaves the channel: the sender no longer waits for this receiver.")
@@ -535,7 +544,7 @@ void bind_channel(nb::module_& m) {
         .def("__exit__",
              [](Receiver& r, nb::args) {
                  r.begin_close();
-                 nb::gil_scoped_release released;
+                 GilRelease released;
                  r.close();
              })
         .def(

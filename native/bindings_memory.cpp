@@ -105,7 +105,7 @@ void bind_memory(nb::module_& m) {
                                        numa_required,
                                        prefault,
                                        {schema.c_str(), schema.size()}};
-                nb::gil_scoped_release released;
+                GilRelease released;
                 auto made = Segment::create(s, options);
                 if (s.kind == static_cast<u32>(SegmentKind::channel)) Channel::lay_out(*made);
                 return made;
@@ -251,7 +251,7 @@ void bind_memory(nb::module_& m) {
                     if (waiting.since.load(std::memory_order_relaxed) == 0) waiting.since.store(now_ns());
                     Woken woken;
                     {
-                        nb::gil_scoped_release released;
+                        GilRelease released;
                         woken = pool.wait_for_return(seen, deadline, spinner, waits, never);
                     }
                     if (woken == Woken::interrupted) check_signals();

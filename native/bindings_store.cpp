@@ -78,7 +78,7 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
         Woken woken;
         {
             // Woken whenever anything is written or comes back: only for what was waited for is the interpreter asked.
-            nb::gil_scoped_release released;
+            GilRelease released;
             do {
                 woken = is_full ? store.pool().wait_for_return(returns, deadline, spinner, waits, never)
                                 : store.wait_for_fill(seen, deadline, spinner, waits);

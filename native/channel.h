@@ -6,6 +6,9 @@
 
 namespace penstock {
 
+// Of one end, among the threads of its process. Recursive, for handlers of signals: see Turn.
+using EndMutex = std::recursive_timed_mutex;
+
 struct Part {
     const void* at;
     u64 nbytes;

@@ -26,6 +26,29 @@ void bind_values(nb::module_& m);
 void bind_growth(nb::module_& m);
 void bind_attend(nb::module_& m);
 
+// The interpreter, let go of for the time of a scope. CPython before 3.14 ends a thread that asks for it back while the
+// program ends, by pthread_exit. That would unwind through destructors of ours and a catch (...) of nanobind's, which
+// is SIGABRT; so such a thread stays here until the process is gone, as in CPython 3.14. `turn`: what it holds of an
+// end, and gives up then, as the main thread may still close that end.
+class GilRelease {
+   public:
+    explicit GilRelease(std::unique_lock<EndMutex>* turn = nullptr) : turn_(turn), thread_(PyEval_SaveThread()) {}
+    GilRelease(const GilRelease&) = delete;
+    GilRelease& operator=(const GilRelease&) = delete;
+    ~GilRelease() {
+        try {
+            PyEval_RestoreThread(thread_);
+        } catch (...) {  // unwinding, which ends only with the thread: it may not be left, and is not
+            if (turn_ != nullptr && turn_->owns_lock()) turn_->unlock();
+            for (;;) ::pause();
+        }
+    }
+
+   private:
+    std::unique_lock<EndMutex>* turn_;
+    PyThreadState* thread_;
+};
+
 // What another process wrote may be anything.
 inline nb::object text_of(const std::string& text) {
     return nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
@@ -129,7 +152,7 @@ inline nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent
     if (by->segment().geometry().shape.elsewhere != 0) return made;  // there is nothing to point at
     u64 offset = by->segment().geometry().pool_data + extent.offset;
     if (is_writable && !by->segment().is_populated(offset, extent.nbytes)) {
-        nb::gil_scoped_release released;
+        GilRelease released;
         by->segment().populate(offset, extent.nbytes);
     }
     lease->at = is_writable ? by->segment().write_at(offset) : const_cast<u8*>(by->segment().read_at(offset));

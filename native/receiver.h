@@ -70,7 +70,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     u32 source() const { return source_; }
     Channel& channel() { return ch_; }
     bool is_closed() const { return is_closing_.load(std::memory_order_relaxed); }
-    std::timed_mutex& mutex() { return mutex_; }
+    EndMutex& mutex() { return mutex_; }
 
     // The next record, if there is one. It stays where it is until accept() or lease(). Throws EndOfChannel, PeerDied.
     bool try_find(Found& out) {
@@ -418,7 +418,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     u32 index_ = 0;
     u32 epoch_ = 0;
     Spinner spinner_;
-    std::timed_mutex mutex_;
+    EndMutex mutex_;
     std::mutex leases_mutex_;
     std::atomic<bool> is_closing_{false};
     bool is_closed_ = false;

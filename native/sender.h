@@ -58,7 +58,7 @@ class Sender {
     // Receivers that were let in while this sender was there: they know nothing of what it sent before.
     u64 admissions() const { return admissions_.load(std::memory_order_relaxed); }
     bool is_overtaken() const { return is_overtaken_; }
-    std::timed_mutex& mutex() { return mutex_; }
+    EndMutex& mutex() { return mutex_; }
 
     // Room for one record of so many bytes, to be written at the address that is returned; nullptr: none now, and
     // wait() knows what for. Nobody sees it before commit(). Throws EndOfChannel, PeerDied, MemoryExhausted.
@@ -382,7 +382,7 @@ class Sender {
     u32 index_ = 0;
     u32 epoch_ = 0;
     Spinner spinner_;
-    std::timed_mutex mutex_;
+    EndMutex mutex_;
     std::atomic<bool> is_closing_{false};
     bool is_closed_ = false;
     u64 committed_ = 0;

@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import signal
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -313,6 +314,177 @@ def test_a_signal_handler_runs_while_its_process_waits_and_the_wait_goes_on() ->
             assert other.hear() == "handled"
         sender.send(b"and on")
         assert other.hear() == "and on"
+
+
+WAITS = {
+    "receive": ("receiver", "receiver.receive()"),
+    "receive with a deadline": ("receiver", "receiver.receive(timeout=20)"),
+    "receive_view": ("receiver", "receiver.receive_view()"),
+    "iteration": ("receiver", "next(receiver)"),
+    "send": ("sender", "send_for_ever(b'x' * 1000)"),
+    "send that waits for memory": ("sender", "send_for_ever(b'x' * 200_000)"),
+    "reserve": ("sender", "reserve_for_ever()"),
+}
+HANDLES = """
+    ring = penstock.open_ring(name="handled", capacity=4096, spill_nbytes=1 << 20)
+    sender, receiver = ring.sender(), ring.receiver()
+
+    def send_for_ever(record):
+        while True:
+            sender.send(record)
+
+    def reserve_for_ever():
+        while True:
+            sender.reserve(1000).commit()
+
+    def wait_and_handle(call, handler):
+        signal.signal(signal.SIGALRM, lambda *_: handler())
+        signal.setitimer(signal.ITIMER_REAL, 0.15)
+        try:
+            return call()
+        except penstock.PenstockError as error:
+            return type(error).__name__
+"""
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_signal_handler_that_closes_the_end_in_which_its_thread_waits_ends_that_wait(kind: str) -> None:
+    end, call = WAITS[kind]
+    other_end = "receiver" if end == "sender" else "sender"
+    source = f"""{HANDLES}
+    def close():
+        {end}.close()
+        say({end}.is_closed, [one["state"] for one in ring.snapshot()["{end}s"]][0])
+
+    say(wait_and_handle(lambda: {call}, close))
+    {other_end}.close()
+    say([one.state for one in ring.peers()])
+    """
+    with program(source) as other:
+        assert other.hear() == "True closed"
+        assert other.hear() == "ClosedError"
+        assert other.hear() == "['left', 'left']"
+        assert other.end() == 0
+
+
+def test_a_signal_handler_may_receive_from_the_end_in_which_its_thread_waits() -> None:
+    source = f"""{HANDLES}
+    def handle():
+        try:
+            receiver.receive_nowait()
+        except penstock.WouldBlock:
+            say("nothing there")
+        for _ in range(2):
+            sender.send(b"first")
+        say(receiver.receive(timeout=0).decode())
+        with receiver.receive_view() as view:
+            say(bytes(view).decode())
+        sender.send(b"second")
+
+    say(wait_and_handle(receiver.receive, handle).decode())
+    """
+    with program(source) as other:
+        assert [other.hear() for _ in range(4)] == ["nothing there", "first", "first", "second"]
+        assert other.end() == 0
+
+
+def test_a_signal_handler_may_send_from_the_end_in_which_its_thread_waits() -> None:
+    source = f"""{HANDLES}
+    def handle():
+        try:
+            sender.send(b"-" * 900, timeout=0.01)
+        except penstock.Timeout:
+            say("no room")
+        say(len(receiver.receive()))
+        with sender.reserve(900) as room:
+            memoryview(room)[:] = b"h" * 900
+        signal.signal(signal.SIGALRM, lambda *_: sender.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.15)
+
+    say(wait_and_handle(lambda: send_for_ever(b"x" * 900), handle))
+    say([bytes(record[:1]) for record in receiver])
+    """
+    with program(source) as other:
+        assert other.hear() == "no room"
+        assert other.hear() == "900"
+        assert other.hear() == "ClosedError"
+        assert other.hear() == "[b'x', b'x', b'x', b'h']"
+        assert other.end() == 0
+
+
+# ── the end of a program ─────────────────────────────────────────────────────────────────────────────────────────────
+DAEMONS = {
+    "receives and sends": """
+        def receive():
+            while True:
+                receiver.receive()
+        def send():
+            while True:
+                sender.send(b"x" * 100)
+        calls = receive, send
+    """,
+    "sends and receives what is long": """
+        def receive():
+            while True:
+                receiver.receive()
+        def send():
+            while True:
+                sender.send(b"x" * 200_000)
+        calls = receive, send
+    """,
+    "receives views": """
+        def receive():
+            while True:
+                receiver.receive_view().release()
+        def send():
+            while True:
+                with sender.reserve(100) as room: pass
+        calls = receive, send
+    """,
+    "waits for long": "calls = (receiver.receive,)",
+    "waits its turn": "calls = receiver.receive, receiver.receive",
+    "puts": """
+        store = penstock.Store.create(1 << 20)
+        def put():
+            while True:
+                store.put(bytes(32), b"x" * 200_000).release()
+                store.clear()
+        calls = (put,)
+    """,
+    "takes": """
+        pool = penstock.Pool.create(1 << 20)
+        held = pool.take(1 << 20)
+        calls = (lambda: pool.take(1, timeout=30),)
+    """,
+}
+ENDING = """
+    import random
+    ring = penstock.open_ring()
+    sender, receiver = ring.sender(), ring.receiver()
+    class Closer:
+        def __init__(self, *ends):
+            self.ends = ends
+        def __del__(self):  # when modules are taken down, long after daemon threads have been stopped
+            for end in self.ends:
+                end.close()
+    {closer}
+    {calls}
+    for call in calls:
+        threading.Thread(target=call, daemon=True).start()
+    time.sleep(0.1 + random.random() / 100)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("closer", ["", "closer = Closer(sender, receiver)"], ids=["", "closed at the end"])
+@pytest.mark.parametrize("kind", DAEMONS)
+def test_a_program_ends_with_its_own_status_while_daemon_threads_of_its_are_inside_calls(
+    kind: str, closer: str
+) -> None:
+    source = ENDING.format(calls=textwrap.indent(textwrap.dedent(DAEMONS[kind]), "    ").lstrip(), closer=closer)
+    for _ in range(2):
+        with program(source) as other:
+            assert other.end() == 3
 
 
 # ── several threads in one end ───────────────────────────────────────────────────────────────────────────────────────
