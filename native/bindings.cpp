@@ -71,8 +71,29 @@ NB_MODULE(_native, m) {
         ::sysinfo(&info);
         return static_cast<u64>(info.totalram) * info.mem_unit;
     });
-    m.def("process_identity", [] { return nb::make_tuple(process()->pid.load(), process()->start.load()); });
-    m.def("start_ticks", [](int pid) { return start_ticks(pid); }, "pid"_a);
+    m.def("process_identity", [] { return nb::make_tuple(process()->pid.load(), own_start()); });
+    m.def(
+        "start_ticks",
+        [](int pid) {
+            ProcessStat stat = read_stat(pid);
+            if (stat.error != 0)
+                throw Error(Fault::os, describe_failure(format("reading /proc/%d/stat", pid).c_str(), stat.error));
+            return stat.start;
+        },
+        "pid"_a, "Clock ticks since boot at which a process started. Raises OSError if that cannot be read.");
+    m.def(
+        "open_process",
+        [](int pid, u64 start) {
+            int pidfd = -1;
+            Sight sight = look_at(pid, start, &pidfd);
+            if (sight.liveness == Liveness::unknown)
+                throw Error(Fault::os, format("pid %d: %s", pid, sight.why().c_str()));
+            return pidfd;
+        },
+        "pid"_a, "start"_a,
+        "A pidfd of the process with this pid and start time, which the caller closes; -1: it is gone. Raises OSError "
+        "if "
+        "that cannot be found out.");
     m.def(
         "snapshot", [](int fd) { return to_dict(snapshot::take(fd)); }, "fd"_a,
         "Everything a segment tells of itself, read-only, without joining it. Takes the descriptor over.");

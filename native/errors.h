@@ -1,5 +1,8 @@
 // errors.h: how the core says that something went wrong, before anybody knows about Python.
 #pragma once
+#include <sys/resource.h>
+
+#include <cerrno>
 #include <cstdarg>
 #include <cstdio>
 #include <exception>
@@ -51,6 +54,23 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
     va_start(arguments, pattern);
     std::vsnprintf(text, sizeof text, pattern, arguments);
     va_end(arguments);
+    return text;
+}
+
+// "pidfd_open: Too many open files (RLIMIT_NOFILE is 256): raise it"
+inline std::string describe_failure(const char* call, int error) {
+    std::string text = format("%s: %s", call, std::strerror(error));
+    auto limit_of = [](decltype(RLIMIT_NOFILE) resource) {
+        rlimit limit{};
+        bool is_limited = ::getrlimit(resource, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+        return is_limited ? format("%llu", static_cast<unsigned long long>(limit.rlim_cur)) : std::string("unlimited");
+    };
+    if (error == EMFILE) text += format(" (RLIMIT_NOFILE is %s): raise it", limit_of(RLIMIT_NOFILE).c_str());
+    if (error == ENFILE) text += " (on this machine, fs.file-max): raise it";
+    if (error == EAGAIN)
+        text += format(" (RLIMIT_NPROC is %s; pids.max of the control group counts too): raise it",
+                       limit_of(RLIMIT_NPROC).c_str());
+    if (error == ENOSYS || error == EPERM) text += ": the kernel, or a seccomp filter, does not allow it";
     return text;
 }
 

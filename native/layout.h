@@ -77,9 +77,10 @@ static_assert(sizeof(Shape) == 104);
 struct Header {
     u64 magic;
     u32 version;
-    u32 fingerprint;  // of the sizes of all structs below
-    u64 nonce;        // random: a ticket or ref of another segment does not fit
-    u64 pid_namespace;
+    u32 fingerprint;     // of the sizes of all structs below
+    u64 nonce;           // random: a ticket or ref of another segment does not fit
+    u64 pid_namespace;   // in which the peers' pids mean something
+    u64 time_namespace;  // in which their clocks and start times do
     u64 created_ns;
     u64 numa_node_plus_one;
     Shape shape;

@@ -2,10 +2,7 @@
 // Leaves to reap.h: what a dead peer held. A death is seen through a pidfd, by one thread per process that sleeps until
 // there is one; so it is found even when nobody sends, and costs nothing until then.
 #pragma once
-#include <poll.h>
-#include <signal.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/wait.h>
 
@@ -21,34 +18,13 @@
 #ifndef P_PIDFD
 #define P_PIDFD 3
 #endif
-#ifndef SYS_pidfd_open  // headers of before Linux 5.3, as those that wheels for glibc 2.28 are built with
-#define SYS_pidfd_open 434
-#endif
 
 namespace penstock {
 
-inline int pidfd_open(int pid) { return static_cast<int>(::syscall(SYS_pidfd_open, pid, 0u)); }
-inline bool is_readable(int fd) {
-    pollfd one{fd, POLLIN, 0};
-    return ::poll(&one, 1, 0) == 1;
-}
-
-// A descriptor of the very process that has this identity, or -1: it is gone. The pidfd is opened first and the start
-// time compared after, so that a pid that was given to somebody else in between does not deceive.
-inline int open_process(u64 identity) {
-    int fd = pidfd_open(pid_of(identity));
-    if (fd < 0) return -1;
-    if ((start_ticks(pid_of(identity)) & START_MASK) != start_of(identity) || is_readable(fd)) {
-        ::close(fd);
-        return -1;
-    }
-    return fd;
-}
-inline bool is_gone(u64 identity) {
-    if (with_state(identity, PeerState::live) == own_identity()) return false;
-    int fd = open_process(identity);
-    if (fd >= 0) ::close(fd);
-    return fd < 0;
+inline void poke(int fd) {  // full is as good as written: the reader has yet to look
+    char byte = 0;
+    ssize_t done = ::write(fd, &byte, 1);
+    (void)done;
 }
 
 // 1 + wait status, where it can be known: from our own child without reaping it, or from a kernel that tells (6.15).
@@ -59,10 +35,9 @@ inline u32 how_it_ended(int pidfd, u64 identity) {
         return 1u +
                (info.si_code == CLD_EXITED ? static_cast<u32>(info.si_status) << 8 : static_cast<u32>(info.si_status));
     // Somebody else's child, not yet reaped: field 52 of /proc/PID/stat has the status, for its own user.
-    char state = 0;
-    u64 status = 0;
-    if ((start_ticks(pid_of(identity), &state, &status) & START_MASK) == start_of(identity) && state == 'Z')
-        return 1u + static_cast<u32>(status);
+    ProcessStat stat = read_stat(pid_of(identity));
+    if (stat.error == 0 && (stat.start & START_MASK) == start_of(identity) && stat.state == 'Z')
+        return 1u + static_cast<u32>(stat.wait_status);
     // Reaped already: a kernel of 6.15 or later still knows, by the pidfd.
     constexpr u64 PIDFD_INFO_EXIT = 1u << 3;
     constexpr unsigned long PIDFD_GET_INFO = _IOC(_IOC_READ | _IOC_WRITE, 0xFF, 11, 64);
@@ -93,29 +68,35 @@ void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_become)
 void wake_everybody(Attachment& by);                                               // reap.h
 void recover_pool(Attachment& by);                                                 // pool.h
 
-// One per process: sleeps in epoll on the pidfds of all peers of all segments of this process.
+// One per process: sleeps in epoll on the pidfds of all peers of all segments of this process. While there is a peer
+// that it could not watch, or not reap, it looks again every RETRY_MS.
 class Watcher {
    public:
     static Watcher& instance();
-    void watch(Attachment* attachment);   // brings the list up to date with the segment's table
-    std::pair<int, u64> pipe();           // where others write a byte when they have joined: write end and inode
-    void forget(Attachment* attachment);  // returns when no reaping for it is under way
+    std::string watch(Attachment* attachment);  // all peers in the segment's table; returns why one cannot be watched
+    std::pair<int, u64> pipe();                 // where others write a byte when they have joined: write end and inode
+    void forget(Attachment* attachment);        // returns when no reaping for it is under way
 
    private:
     struct Watched {
         int pidfd;
         std::set<Attachment*> attachments;
     };
+    static constexpr int RETRY_MS = 100;
     void loop();
-    void start();                                               // mutex_ is held
-    void scan(Attachment* attachment, std::vector<u64>& gone);  // mutex_ is held
-    static void reap_or_leave_it(Attachment* attachment, u64 identity);
+    void start();                                                      // mutex_ is held
+    std::string scan(Attachment* attachment, std::vector<u64>& gone);  // mutex_ is held; returns as watch() does
+    std::map<u64, Watched>::iterator unwatch(std::map<u64, Watched>::iterator at);  // mutex_ is held
+    void scan_all();                                                                // mutex_ is held
+    void reap_or_retry(Attachment* attachment, u64 identity);                       // mutex_ is held
     std::mutex mutex_;
     std::set<Attachment*> all_;
     int pipe_[2] = {-1, -1};
+    u64 pipe_inode_ = 0;
     std::map<u64, Watched> watched_;  // by identity
     int epoll_ = -1;
     bool is_started_ = false;
+    bool must_retry_ = false;
 };
 
 // This process in a segment: a slot in its table. Everything that touches shared state goes through one.
@@ -124,8 +105,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     static std::shared_ptr<Attachment> join(std::shared_ptr<Segment> segment, const std::string& name) {
         segment->require_writable();
         std::shared_ptr<Attachment> self(new Attachment(std::move(segment)));
+        self->identity_ = own_identity();
+        self->require_watchable(look_at(self->identity_).why());
         self->claim(name);
-        self->resync();
+        self->require_watchable(self->resync());  // if not, the place is given back
         self->announce();
         return self;
     }
@@ -174,10 +157,11 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     void refresh() {
         if (__builtin_expect(is_stale(), 0)) resync();
     }
-    void resync() {
+    // Returns why some peer cannot be watched now; the watcher goes on trying.
+    std::string resync() {
         seen_version_.store(segment_->header().peers_version.load(std::memory_order_acquire),
                             std::memory_order_relaxed);
-        Watcher::instance().watch(this);
+        return Watcher::instance().watch(this);
     }
 
     // ── a lock whose holder may die (LOCK pool, LOCK block) ──
@@ -234,8 +218,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     }
 
     // ── deaths ──
-    // Whoever sees one does it; many may, at the same time: every step is idempotent, and checks that the slot is still
-    // this identity's under the lock it works under.
+    // MUST: the caller has seen that this process is gone. Many may do it at the same time: every step is idempotent,
+    // and checks that the slot is still this identity's under the lock it works under.
     void reap(u64 identity) {
         identity = with_state(identity, PeerState::live);
         for (u32 slot = 0; slot < shape().max_peers; ++slot) {
@@ -248,7 +232,6 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 found = peer(slot).identity.load(std::memory_order_acquire);
             }
             if (found != with_state(identity, PeerState::dying)) continue;
-            if (!is_gone(identity)) continue;  // it is only leaving
             reap_holdings(*this, slot, found, EndState::dead);
             u64 dying = found;
             if (peer(slot).identity.compare_exchange_strong(dying, with_state(identity, PeerState::dead),
@@ -278,16 +261,20 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     // "'worker 2' (pid 4711, stopped)"
     std::string describe(u32 slot) const {
         u64 identity = peer(slot).identity.load();
-        char state = 0;
-        u64 start = start_ticks(pid_of(identity), &state);
-        const char* how = "";
-        if (state_of(identity) == PeerState::left)
+        PeerState state = state_of(identity);
+        std::string how;
+        if (state == PeerState::left) {
             how = ", left";
-        else if ((start & START_MASK) != start_of(identity) || state_of(identity) != PeerState::live || state == 'Z')
+        } else if (state == PeerState::dead) {
             how = ", dead";
-        else if (state == 'T' || state == 't')
-            how = ", stopped";
-        return format("'%s' (pid %d%s)", name_of(slot).c_str(), pid_of(identity), how);
+        } else {
+            Sight sight = look_at(identity);
+            if (sight.liveness == Liveness::gone) how = ", dead";
+            if (sight.liveness == Liveness::unknown) how = ", not known to live: " + sight.why();
+            if (sight.liveness == Liveness::alive && (sight.state == 'T' || sight.state == 't')) how = ", stopped";
+            if (sight.liveness == Liveness::alive && state == PeerState::dying) how = ", leaving";
+        }
+        return format("'%s' (pid %d%s)", name_of(slot).c_str(), pid_of(identity), how.c_str());
     }
 
     // ── event loops ──
@@ -334,12 +321,6 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         int fd = -1;
     };
 
-    static void poke(int fd) {  // full is as good as written: the reader has yet to look
-        char byte = 0;
-        ssize_t done = ::write(fd, &byte, 1);
-        (void)done;
-    }
-
     // Everybody who is there learns that there is one more to watch: their watchers through a pipe, who waits by its
     // bell.
     void announce() {
@@ -365,8 +346,11 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         if (fd >= 0) ::close(fd);
         return -1;
     }
+    static void require_watchable(const std::string& why_not) {
+        if (!why_not.empty()) throw Error(Fault::os, "deaths of peers cannot be watched: " + why_not);
+    }
     void claim(const std::string& name) {
-        identity_ = own_identity();
+        auto [watch_fd, watch_ino] = Watcher::instance().pipe();
         for (bool reuse : {false, true}) {
             for (u32 slot = 0; slot < shape().max_peers; ++slot) {
                 u64 found = peer(slot).identity.load(std::memory_order_acquire);
@@ -383,7 +367,6 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 epoch_ = own.epoch.fetch_add(1, std::memory_order_acq_rel) + 1;
                 own.bell_ino.store(0);
                 own.watch_ino.store(0);
-                auto [watch_fd, watch_ino] = Watcher::instance().pipe();
                 own.watch_fd.store(static_cast<u32>(watch_fd), std::memory_order_relaxed);
                 own.watch_ino.store(watch_ino, std::memory_order_release);
                 own.how.store(0);
@@ -428,8 +411,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         if (owner >= shape().max_peers) return true;  // nobody: the word was not written by us
         u64 identity = peer(owner).identity.load(std::memory_order_acquire);
         PeerState state = state_of(identity);
-        if (state == PeerState::live || state == PeerState::dying) return is_gone(identity);  // dying may be leaving
-        return true;
+        if (state != PeerState::live && state != PeerState::dying) return true;
+        return look_at(identity).liveness == Liveness::gone;  // dying may be leaving
     }
 
     std::shared_ptr<Segment> segment_;
@@ -461,30 +444,46 @@ inline Watcher& Watcher::instance() {
 
 inline void Watcher::start() {
     if (is_started_) return;
+    auto require = [this](int failed, const char* call) {
+        if (failed == 0) return;
+        for (int* fd : {&epoll_, &pipe_[0], &pipe_[1]}) {
+            if (*fd >= 0) ::close(*fd);
+            *fd = -1;
+        }
+        throw Error(Fault::os, "deaths of peers cannot be watched: " + describe_failure(call, failed));
+    };
     epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
-    if (epoll_ < 0 || ::pipe2(pipe_, O_NONBLOCK | O_CLOEXEC) != 0)
-        throw Error(Fault::os, format("watching for deaths: %s", std::strerror(errno)));
-    is_started_ = true;
+    require(epoll_ < 0 ? errno : 0, "epoll_create1");
+    require(::pipe2(pipe_, O_NONBLOCK | O_CLOEXEC) != 0 ? errno : 0, "pipe2");
+    struct stat status{};
+    require(::fstat(pipe_[1], &status) != 0 ? errno : 0, "fstat");
+    pipe_inode_ = status.st_ino;
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u64 = 0;
-    ::epoll_ctl(epoll_, EPOLL_CTL_ADD, pipe_[0], &event);
+    require(::epoll_ctl(epoll_, EPOLL_CTL_ADD, pipe_[0], &event) != 0 ? errno : 0, "epoll_ctl");
     sigset_t all, before;
     sigfillset(&all);
     ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
-    std::thread([this] { loop(); }).detach();
+    int failed = 0;
+    try {
+        std::thread([this] { loop(); }).detach();
+    } catch (const std::system_error& error) {
+        failed = error.code().value();
+    }
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    require(failed, "pthread_create");
+    is_started_ = true;
 }
 
 inline std::pair<int, u64> Watcher::pipe() {
     std::lock_guard guard(mutex_);
     start();
-    struct stat status{};
-    ::fstat(pipe_[1], &status);
-    return {pipe_[1], status.st_ino};
+    return {pipe_[1], pipe_inode_};
 }
 
-inline void Watcher::scan(Attachment* attachment, std::vector<u64>& gone) {
+inline std::string Watcher::scan(Attachment* attachment, std::vector<u64>& gone) {
+    std::string why;
     for (u32 slot = 0; slot < attachment->shape().max_peers; ++slot) {
         u64 identity = attachment->peer(slot).identity.load(std::memory_order_acquire);
         PeerState state = state_of(identity);
@@ -493,30 +492,61 @@ inline void Watcher::scan(Attachment* attachment, std::vector<u64>& gone) {
         if (identity == own_identity()) continue;
         auto known = watched_.find(identity);
         if (known == watched_.end()) {
-            int pidfd = open_process(identity);
-            if (pidfd < 0) {
+            int pidfd = -1;
+            Sight sight = look_at(identity, &pidfd);
+            if (sight.liveness == Liveness::gone) {
                 gone.push_back(identity);
                 continue;
             }
-            known = watched_.emplace(identity, Watched{pidfd, {}}).first;
             epoll_event event{};
             event.events = EPOLLIN;
             event.data.u64 = identity;
-            ::epoll_ctl(epoll_, EPOLL_CTL_ADD, pidfd, &event);
+            if (pidfd >= 0 && ::epoll_ctl(epoll_, EPOLL_CTL_ADD, pidfd, &event) != 0) {
+                sight = {Liveness::unknown, 0, "epoll_ctl", errno};
+                ::close(pidfd);
+            }
+            if (sight.liveness == Liveness::unknown) {
+                why = format("'%s' (pid %d) of '%s': ", attachment->name_of(slot).c_str(), pid_of(identity),
+                             attachment->segment().name().c_str()) +
+                      sight.why();
+                continue;
+            }
+            known = watched_.emplace(identity, Watched{pidfd, {}}).first;
         }
         known->second.attachments.insert(attachment);
     }
+    if (!why.empty()) must_retry_ = true;
+    return why;
 }
 
-inline void Watcher::watch(Attachment* attachment) {
+inline void Watcher::scan_all() {
+    must_retry_ = false;
+    for (Attachment* attachment : all_) {
+        std::vector<u64> gone;
+        scan(attachment, gone);
+        for (u64 identity : gone) reap_or_retry(attachment, identity);
+    }
+}
+
+inline std::string Watcher::watch(Attachment* attachment) {
     std::vector<u64> gone;
+    std::string why;
     {
         std::lock_guard guard(mutex_);
         start();
         all_.insert(attachment);
-        scan(attachment, gone);
+        why = scan(attachment, gone);
+        if (!why.empty()) poke(pipe_[1]);  // so that the watcher sleeps no longer than RETRY_MS
     }
     for (u64 identity : gone) attachment->reap(identity);
+    return why;
+}
+
+inline std::map<u64, Watcher::Watched>::iterator Watcher::unwatch(std::map<u64, Watched>::iterator at) {
+    // Closing would not take it out of epoll while a child of fork() has a copy: it would be ready for ever.
+    ::epoll_ctl(epoll_, EPOLL_CTL_DEL, at->second.pidfd, nullptr);
+    ::close(at->second.pidfd);
+    return watched_.erase(at);
 }
 
 inline void Watcher::forget(Attachment* attachment) {
@@ -528,34 +558,30 @@ inline void Watcher::forget(Attachment* attachment) {
             ++at;
             continue;
         }
-        ::close(at->second.pidfd);  // closing takes it out of epoll
-        at = watched_.erase(at);
+        at = unwatch(at);
     }
 }
 
-inline void Watcher::reap_or_leave_it(Attachment* attachment, u64 identity) {
+inline void Watcher::reap_or_retry(Attachment* attachment, u64 identity) {
     try {
         attachment->reap(identity);
-    } catch (const Error&) {
-        // A lock is held by a stopped peer: whoever comes to this segment next reaps on its way (resync).
-        attachment->segment().header().peers_version.fetch_add(1);
+    } catch (const Error&) {  // a lock is held by a stopped peer
+        must_retry_ = true;
     }
 }
 
 inline void Watcher::loop() {
-    for (;;) {
+    for (bool must_retry = false;;) {
         epoll_event events[16];
-        int n = ::epoll_wait(epoll_, events, 16, -1);
+        int n = ::epoll_wait(epoll_, events, 16, must_retry ? RETRY_MS : -1);
+        if (n < 0 && errno != EINTR) ::usleep(RETRY_MS * 1000);
+        std::lock_guard guard(mutex_);
+        bool must_scan = n <= 0;
         for (int i = 0; i < n; ++i) {
-            std::lock_guard guard(mutex_);
             if (events[i].data.u64 == 0) {  // somebody has joined one of our segments
                 char bytes[256];
                 while (::read(pipe_[0], bytes, sizeof bytes) > 0) {}
-                for (Attachment* attachment : all_) {
-                    std::vector<u64> gone;
-                    scan(attachment, gone);
-                    for (u64 identity : gone) reap_or_leave_it(attachment, identity);
-                }
+                must_scan = true;
                 continue;
             }
             auto found = watched_.find(events[i].data.u64);
@@ -563,11 +589,12 @@ inline void Watcher::loop() {
             u32 how = how_it_ended(found->second.pidfd, found->first);
             for (Attachment* attachment : found->second.attachments) {
                 attachment->note_how(found->first, how);
-                reap_or_leave_it(attachment, found->first);
+                reap_or_retry(attachment, found->first);
             }
-            ::close(found->second.pidfd);
-            watched_.erase(found);
+            unwatch(found);
         }
+        if (must_scan) scan_all();
+        must_retry = must_retry_;
     }
 }
 

@@ -10,8 +10,7 @@
 #include <memory>
 #include <string>
 
-#include "clock.h"
-#include "errors.h"
+#include "process.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -186,11 +185,6 @@ inline void claim_pages(int fd, u64 offset, u64 nbytes, const char* what) {
         .with("free", static_cast<i64>(available));
 }
 
-inline u64 pid_namespace() {
-    struct stat status{};
-    return ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
-}
-
 // What an unrelated process needs to attach; plain numbers, good while the owner lives and keeps the descriptor.
 struct TicketNumbers {
     int pid = 0;
@@ -277,7 +271,8 @@ class Segment {
         header.fingerprint = layout_fingerprint();
         while (header.nonce == 0)
             if (::getrandom(&header.nonce, sizeof header.nonce, 0) != sizeof header.nonce) header.nonce = 0;
-        header.pid_namespace = pid_namespace();
+        header.pid_namespace = own_namespace("pid");
+        header.time_namespace = own_namespace("time");
         header.created_ns = now_ns();
         header.numa_node_plus_one = static_cast<u64>(options.numa_node + 1);
         header.shape = shape;
@@ -316,8 +311,10 @@ class Segment {
         if (header.version != LAYOUT_VERSION || header.fingerprint != layout_fingerprint())
             refuse(format("layout: expected version %u (%08x), found version %u (%08x): both sides need the same build",
                           LAYOUT_VERSION, layout_fingerprint(), header.version, header.fingerprint));
-        if (header.pid_namespace != pid_namespace())
+        if (header.pid_namespace != own_namespace("pid"))
             refuse("its processes live in another pid namespace, where their deaths cannot be seen");
+        if (header.time_namespace != own_namespace("time"))
+            refuse("its processes live in another time namespace, where their clocks and start times are others");
         Geometry geometry;
         try {
             geometry = Geometry::of(header.shape);
@@ -338,8 +335,12 @@ class Segment {
     }
 
     static std::shared_ptr<Segment> attach(const TicketNumbers& ticket, bool prefault = true) {
-        if (start_ticks(ticket.pid) != ticket.start)
+        Sight owner = look_at(ticket.pid, ticket.start);
+        if (owner.liveness == Liveness::gone)
             throw Error(Fault::layout_mismatch, format("the owner of the ticket, pid %d, is gone", ticket.pid));
+        if (owner.liveness == Liveness::unknown)
+            throw Error(Fault::os, format("the owner of the ticket, pid %d, cannot be found: %s", ticket.pid,
+                                          owner.why().c_str()));
         std::string path = format("/proc/%d/fd/%d", ticket.pid, ticket.fd);
         struct stat status{};
         if (::stat(path.c_str(), &status) !=
@@ -377,7 +378,7 @@ class Segment {
     TicketNumbers ticket() const {
         struct stat status{};
         ::fstat(fd_, &status);
-        return {process()->pid, process()->start, fd_, status.st_ino, nonce_};
+        return {process()->pid, own_start(), fd_, status.st_ino, nonce_};
     }
     int fd() const { return fd_; }
     u64 nonce() const { return nonce_; }

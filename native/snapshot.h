@@ -28,15 +28,15 @@ inline std::vector<Node> peers(Attachment& by) {
         u64 identity = peer.identity.load(std::memory_order_acquire);
         PeerState state = state_of(identity);
         if (state == PeerState::free) continue;
-        char process_state = 0;
-        u64 start = start_ticks(pid_of(identity), &process_state);
-        bool is_there = start != 0 && (start & START_MASK) == start_of(identity) && process_state != 'Z';
-        const char* word = state == PeerState::left                       ? "left"
-                           : state == PeerState::dead                     ? "dead"
-                           : !is_there                                    ? "dying"
-                           : state == PeerState::dying                    ? "dying"
-                           : process_state == 'T' || process_state == 't' ? "stopped"
-                                                                          : "live";
+        bool is_over = state == PeerState::left || state == PeerState::dead;
+        Sight sight = is_over ? Sight{Liveness::gone} : look_at(identity);
+        const char* word = state == PeerState::left                   ? "left"
+                           : state == PeerState::dead                 ? "dead"
+                           : state == PeerState::dying                ? "dying"
+                           : sight.liveness == Liveness::gone         ? "dying"
+                           : sight.liveness == Liveness::unknown      ? "unknown"
+                           : sight.state == 'T' || sight.state == 't' ? "stopped"
+                                                                      : "live";
         Node node;
         node.set("index", slot).set("epoch", peer.epoch.load()).set("pid", static_cast<u64>(pid_of(identity)));
         node.set("name", by.name_of(slot))

@@ -203,7 +203,7 @@ PeerState state_at(Attachment& by, u32 slot) { return state_of(by.peer(slot).ide
 void a_reused_pid_does_not_pass_for_the_dead() {
     auto by = Attachment::join(create(pool_shape(NBYTES, BLOCKS), "pool"), "survivor");
     Pool pool(*by);
-    u32 slot = forge_peer(*by, make_identity(PeerState::live, ::getpid(), start_ticks(::getpid()) - 1));
+    u32 slot = forge_peer(*by, make_identity(PeerState::live, ::getpid(), own_start() - 1));
     Extent extent;
     REQUIRE(pool.try_take(100, extent), "no room");  // refreshes: sees the peer, and that it is not who it says
     REQUIRE(state_at(*by, slot) == PeerState::dead, "a process of another start time passes for the peer");

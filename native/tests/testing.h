@@ -113,11 +113,11 @@ inline bool knows_others_start() {
     // Who runs us under an emulator says so (scripts/test): its times may agree by chance, to the tick.
     if (std::getenv("PENSTOCK_EMULATED") != nullptr) return false;
     int parent = ::getpid();
-    u64 own = start_ticks(parent);
+    u64 own = read_stat(parent).start;
     pid_t child = ::fork();
     if (child == 0) {
         ::usleep(50'000);  // several ticks, so that the times differ if they are the child's own
-        ::_exit(start_ticks(parent) == own ? 0 : 1);
+        ::_exit(read_stat(parent).start == own ? 0 : 1);
     }
     int status = 1;
     ::waitpid(child, &status, 0);
@@ -128,7 +128,7 @@ inline bool knows_others_start() {
 inline u64 identity_of_the_dead() {
     pid_t child = ::fork();
     if (child == 0) ::_exit(0);
-    u64 start = start_ticks(child);
+    u64 start = read_stat(child).start;
     ::waitpid(child, nullptr, 0);
     return make_identity(PeerState::live, child, start);
 }

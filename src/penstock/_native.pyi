@@ -12,7 +12,7 @@ from typing_extensions import Buffer
 
 LAYOUT_VERSION: int = 4
 
-LAYOUT_FINGERPRINT: int = 2412080337
+LAYOUT_FINGERPRINT: int = 2748910809
 
 MAX_PEERS: int = 128
 
@@ -36,7 +36,15 @@ def total_memory() -> int: ...
 
 def process_identity() -> tuple: ...
 
-def start_ticks(pid: int) -> int: ...
+def start_ticks(pid: int) -> int:
+    """
+    Clock ticks since boot at which a process started. Raises OSError if that cannot be read.
+    """
+
+def open_process(pid: int, start: int) -> int:
+    """
+    A pidfd of the process with this pid and start time, which the caller closes; -1: it is gone. Raises OSError if that cannot be found out.
+    """
 
 def snapshot(fd: int) -> dict:
     """

@@ -382,9 +382,13 @@ def examine_proc() -> Finding:
     except OSError as error:
         if not os.path.exists("/proc/self/fd"):
             return Finding("missing", "/proc", f"{error}: processes cannot be told apart, tickets lead nowhere")
-    if _native.start_ticks(os.getpid()) == 0:
-        return Finding("missing", "/proc", "/proc/PID/stat is not readable: a reused pid cannot be told apart")
-    if os.getppid() > 0 and _native.start_ticks(os.getppid()) == 0:
+    try:
+        _native.process_identity()
+    except OSError as error:
+        return Finding("missing", "/proc", str(error))
+    try:
+        _native.start_ticks(os.getppid() or os.getpid())
+    except OSError:
         return Finding("warning", "/proc", "other users' processes are hidden: give no tickets to those")
     return Finding("ok", "/proc", "descriptors and starting times of processes can be seen")
 

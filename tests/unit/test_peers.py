@@ -246,7 +246,8 @@ def test_a_stopped_peer_is_stopped_and_nothing_is_taken_from_it() -> None:
 def test_a_peer_is_known_by_its_pid_and_the_time_it_started() -> None:
     pid, start = _native.process_identity()
     assert (pid, start) == (os.getpid(), _native.start_ticks(os.getpid()))
-    assert _native.start_ticks(2**22 + 1) == 0
+    with pytest.raises(OSError, match=r"reading /proc/4194305/stat: No such file"):
+        _native.start_ticks(2**22 + 1)
 
     def in_the_child() -> None:
         assert _native.process_identity() == (os.getpid(), _native.start_ticks(os.getpid()))
@@ -306,6 +307,35 @@ def test_peers_come_and_die_a_hundred_times_and_leave_nothing() -> None:
         assert forked(visit) == -signal.SIGKILL
         eventually(lambda: pool.stats().blocks == 0)
     assert [peer.state for peer in pool.peers()].count("live") == 1
+
+
+def test_the_watcher_sleeps_after_a_death_though_a_child_of_fork_has_copies_of_its_descriptors() -> None:
+    source = """
+        pool = penstock.Pool.attach(sys.argv[1], peer_name="parent")
+        pool.join()
+        hear()
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        say("forked")
+        hear()
+        wait_for(lambda: any(peer.state == "dead" for peer in pool.peers()))
+        before = time.process_time()
+        time.sleep(1)
+        say(time.process_time() - before)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    """
+    pool = Pool.create(4096)
+    with program(source, pool.ticket) as parent, program(PEER, pool.ticket, "victim") as victim:
+        victim.hear()
+        eventually(lambda: "parent" in named(pool))
+        parent.say("fork")
+        assert parent.hear() == "forked"
+        victim.kill()
+        parent.say("measure")
+        assert float(parent.hear()) < 0.3  # it was 0.8
 
 
 def test_the_watcher_is_one_thread_whatever_there_is_to_watch() -> None:

@@ -6,13 +6,14 @@ from typing import Any, Literal
 
 import msgspec
 
-PeerState = Literal["live", "stopped", "dying", "dead", "left"]
+PeerState = Literal["live", "stopped", "unknown", "dying", "dead", "left"]
 
 
 class Peer(msgspec.Struct, frozen=True):
     """One attached process. A slot (`index`) that is taken again by another process has a new `epoch`.
 
-    `stopped` (SIGSTOP) is not dead: a stopped peer keeps everything it holds.
+    `stopped` (SIGSTOP) is not dead: a stopped peer keeps everything it holds. So does one of which it is `unknown`
+    whether it lives, because a system call failed.
     """
 
     index: int

@@ -183,7 +183,7 @@ class CudaPool(Shareable):
         }
         address = driver.allocate(nbytes)
         try:
-            about = About(driver.uuid, driver.export(address), os.getpid(), start_of(os.getpid()))
+            about = About(driver.uuid, driver.export(address), *_native.process_identity())
             schema = msgspec.msgpack.encode(about)
             segment = _native.Segment.create(short(name or "device memory"), shape, schema=schema)
         except BaseException:
@@ -304,12 +304,16 @@ class CudaPool(Shareable):
             return mapped
 
     def _has_lost_producer(self) -> bool:
-        """Whether it is dead: then its memory is closed here, with the last slice of it."""
+        """Whether it is dead: then its memory is closed here, with the last slice of it. False while that cannot be
+        found out."""
         if self._is_closed or self.is_producer:
             return False
         with self._mapping:
             if self._producer < 0:
-                self._producer = pidfd_of(self.about.pid, self.about.start)
+                try:
+                    self._producer = _native.open_process(self.about.pid, self.about.start)
+                except OSError:
+                    return False
         if self._producer >= 0:
             poll = select.poll()  # unlike select(), for descriptors of any number
             poll.register(self._producer, select.POLLIN)
@@ -350,24 +354,3 @@ class CudaPool(Shareable):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def start_of(pid: int) -> int:
-    """When a process started, in the kernel's ticks: tells a pid that is used again apart. 0: there is none."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[19])
-    except (OSError, ValueError):
-        return 0
-
-
-def pidfd_of(pid: int, start: int) -> int:
-    """A descriptor that tells of the death of exactly this process; -1 if it is dead. The caller closes it."""
-    try:
-        fd = os.pidfd_open(pid)
-    except OSError:
-        return -1
-    if start_of(pid) == start:  # compared after the descriptor is had: it cannot be somebody else's any more
-        return fd
-    os.close(fd)
-    return -1

@@ -1,0 +1,153 @@
+// process.h: which process an identity names, and whether it lives. All that is known of other processes is asked here.
+//
+// A death is what was seen: ESRCH, another start time under the same pid, or a pidfd that is readable. A call that
+// failed for any other reason is no evidence: the answer is `unknown`, with the call and its errno, and nothing is
+// taken from that process.
+#pragma once
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+
+#include "clock.h"
+#include "errors.h"
+
+#ifndef SYS_pidfd_open  // headers of before Linux 5.3, as those that wheels for glibc 2.28 are built with
+#define SYS_pidfd_open 434
+#endif
+
+namespace penstock {
+
+inline int pidfd_open(int pid) { return static_cast<int>(::syscall(SYS_pidfd_open, pid, 0u)); }
+
+// ── /proc/PID/stat ─────────────────────────────────────────────────────────────────────────────────────────────────
+struct ProcessStat {
+    int error = 0;        // 0: it was read
+    int pid = 0;          // as the mounted /proc numbers it
+    char state = 0;       // 'R', 'S', 'T' stopped, 'Z' zombie
+    u64 start = 0;        // clock ticks since boot at which the process started
+    u64 wait_status = 0;  // of a zombie, for its own user
+};
+// Fields are counted from behind the last ')' because a name may hold anything.
+inline ProcessStat read_stat(const char* path) {
+    ProcessStat stat;
+    int fd = ::open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return stat.error = errno, stat;
+    char text[1024];
+    ssize_t n = ::read(fd, text, sizeof text - 1);
+    stat.error = n < 0 ? errno : 0;
+    ::close(fd);
+    if (stat.error != 0) return stat;
+    text[n] = 0;
+    char* at = std::strrchr(text, ')');
+    stat.pid = std::atoi(text);
+    if (at != nullptr && at[1] == ' ') stat.state = at[2];
+    for (int field = 2; at != nullptr && field < 22; ++field) at = std::strchr(at + 1, ' ');
+    if (at == nullptr) return stat.error = EIO, stat;
+    stat.start = std::strtoull(at, nullptr, 10);
+    if (const char* last = std::strrchr(at, ' ')) stat.wait_status = std::strtoull(last, nullptr, 10);
+    return stat;
+}
+inline ProcessStat read_stat(int pid) { return read_stat(format("/proc/%d/stat", pid).c_str()); }
+
+// ── is it alive? ───────────────────────────────────────────────────────────────────────────────────────────────────
+enum class Liveness { alive, gone, unknown };
+struct Sight {
+    Liveness liveness = Liveness::unknown;
+    char state = 0;              // of a process that is alive, as in /proc/PID/stat
+    const char* call = nullptr;  // unknown: what failed, and how
+    int error = 0;
+    std::string why() const { return call == nullptr ? std::string() : describe_failure(call, error); }
+};
+
+// `pidfd` receives a descriptor of exactly this process if it is alive, else -1. The pidfd is opened first and the
+// start time compared after, so that a pid that was given to another process in between deceives nobody.
+inline Sight look_at(int pid, u64 start, int* pidfd = nullptr) {
+    if (pidfd != nullptr) *pidfd = -1;
+    if (pid <= 0) return {Liveness::gone};
+    Sight sight{Liveness::alive};
+    int fd = pidfd_open(pid);
+    if (fd < 0) {
+        sight = {Liveness::unknown, 0, "pidfd_open", errno};
+        // Without a descriptor: of a pid that does not exist, this tells too.
+        if (sight.error == ESRCH || (::kill(pid, 0) != 0 && errno == ESRCH)) return {Liveness::gone};
+    }
+    ProcessStat stat = read_stat(pid);
+    if (stat.error == 0 && (stat.start & START_MASK) != (start & START_MASK)) {
+        sight = {Liveness::gone};
+    } else if (fd >= 0) {
+        pollfd one{fd, POLLIN, 0};
+        int ready = ::poll(&one, 1, 0);
+        if (ready < 0)
+            sight = {Liveness::unknown, 0, "poll", errno};
+        else if ((one.revents & POLLIN) != 0)
+            sight = {Liveness::gone};
+        else if (stat.error != 0)  // hidden, or /proc is not mounted: this may be another process of the same pid
+            sight = {Liveness::unknown, 0, "reading /proc/PID/stat", stat.error};
+    }
+    sight.state = stat.state;
+    if (pidfd != nullptr && sight.liveness == Liveness::alive)
+        *pidfd = fd;
+    else if (fd >= 0)
+        ::close(fd);
+    return sight;
+}
+inline Sight look_at(u64 identity, int* pidfd = nullptr) {
+    return look_at(pid_of(identity), start_of(identity), pidfd);
+}
+
+// ── this process ───────────────────────────────────────────────────────────────────────────────────────────────────
+// After fork() the child has the parent's mappings and none of its rights: every object remembers the generation it was
+// made in, and in another one it does nothing.
+struct Process {
+    static constexpr u64 UNKNOWN = ~0ull;
+    std::atomic<u64> forks{0};
+    std::atomic<int> pid{0};
+    std::atomic<u64> start{UNKNOWN};  // asked for when it is first needed
+};
+inline Process* process() {
+    static Process* self = [] {
+        auto* made = new Process;
+        made->pid = ::getpid();
+        return made;
+    }();
+    static int registered = ::pthread_atfork(nullptr, nullptr, [] {
+        process()->forks.fetch_add(1);
+        process()->pid = ::getpid();
+        process()->start = Process::UNKNOWN;
+    });
+    (void)registered;
+    return self;
+}
+inline u64 fork_generation() { return process()->forks.load(std::memory_order_relaxed); }
+
+inline u64 own_start() {
+    u64 known = process()->start.load(std::memory_order_relaxed);
+    if (known != Process::UNKNOWN) return known;
+    ProcessStat stat = read_stat("/proc/self/stat");
+    if (stat.error != 0)
+        throw Error(Fault::os, "a process is known by the time it started: " +
+                                   describe_failure("reading /proc/self/stat", stat.error));
+    if (stat.pid != process()->pid)
+        throw Error(Fault::os, format("/proc shows another pid namespace: pid %d here is %d there; mount it anew",
+                                      process()->pid.load(), stat.pid));
+    process()->start.store(stat.start, std::memory_order_relaxed);
+    return stat.start;
+}
+inline u64 own_identity() { return make_identity(PeerState::live, process()->pid, own_start()); }
+
+// The inode of a namespace of this process; 0: the kernel has none of this kind, or /proc is not mounted.
+inline u64 own_namespace(const char* kind) {
+    struct stat status{};
+    if (::stat(format("/proc/self/ns/%s", kind).c_str(), &status) == 0) return status.st_ino;
+    if (errno == ENOENT) return 0;
+    throw Error(Fault::os, describe_failure(format("stat of /proc/self/ns/%s", kind).c_str(), errno));
+}
+
+}  // namespace penstock
