@@ -634,7 +634,7 @@ def sender_killed(stage: Stage) -> None:
     waiting = maker.start(wait_for_death, other.pid)
     waiting.settle()
     other.kill()
-    waiting.result(PROMPTLY)
+    waiting.death()
 
 
 @scene
@@ -647,7 +647,7 @@ def sender_killed_async(stage: Stage) -> None:
     waiting = maker.start(wait_for_death_in_loop, other.pid)
     waiting.settle()
     other.kill()
-    waiting.result(PROMPTLY)
+    waiting.death()
 
 
 @scene
@@ -660,7 +660,7 @@ def receiver_killed(stage: Stage) -> None:
     waiting = maker.start(send_until_death, other.pid)
     waiting.settle()
     other.kill()
-    waiting.result(PROMPTLY)
+    waiting.death()
 
 
 @scene
@@ -676,7 +676,7 @@ def holder_killed(stage: Stage) -> None:
     waiting = maker.start(take, 4)
     waiting.settle()
     doomed.kill()
-    waiting.result(PROMPTLY)
+    waiting.death()
     maker.do(take_all)
     holder.do(verify)
     for one in (maker, holder):
@@ -691,5 +691,5 @@ def maker_killed(stage: Stage) -> None:
     waiting = maker.start(put, 1)
     waiting.settle()
     other.kill()
-    waiting.result(PROMPTLY)
+    waiting.death()
     maker.do(verify_held, 1)

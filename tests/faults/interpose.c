@@ -12,6 +12,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
@@ -31,8 +32,9 @@ static const char *const NAMES[] = {KINDS(AS_TEXT)};
 enum { CORE, PYTHON, CALLERS };
 static atomic_bool is_counting;
 static atomic_long counts[KIND_COUNT][CALLERS], fired;
-static atomic_long plan_first, plan_times;
+static long plan_first, plan_times;
 static int plan_kind, plan_caller, plan_error;
+static atomic_bool *is_lifted;  // nothing fails any longer: shared with the processes that are forked from this one
 static const void *core, *standard;                                             // where these two libraries begin
 static __thread bool is_exempt __attribute__((tls_model("initial-exec")));  // this thread works for the test now
 
@@ -40,8 +42,12 @@ const char *faults_name(int kind) { return kind < KIND_COUNT ? NAMES[kind] : NUL
 long faults_count(int kind, int caller) { return counts[kind][caller]; }
 long faults_fired(void) { return fired; }
 void faults_exempt(int exempt) { is_exempt = exempt != 0; }
-void faults_disarm(void) { plan_times = 0; }
+void faults_lift(int lifted) { *is_lifted = lifted != 0; }
 void faults_stop(void) { is_counting = false; }
+
+static __attribute__((constructor)) void share(void) {
+    is_lifted = (atomic_bool *)mmap64(NULL, sizeof *is_lifted, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+}
 
 static const void *base_of(const void *address) {
     Dl_info found;
@@ -67,8 +73,8 @@ static int fault(int kind, const void *from) {
     const void *base = base_of(from);
     int caller = base == core || base == standard ? CORE : PYTHON;
     long number = atomic_fetch_add(&counts[kind][caller], 1) + 1;
-    if (kind != plan_kind || caller != plan_caller || number < plan_first || number >= plan_first + plan_times)
-        return 0;
+    if (kind != plan_kind || caller != plan_caller || *is_lifted) return 0;
+    if (number < plan_first || number >= plan_first + plan_times) return 0;
     fired++;
     return plan_error;
 }

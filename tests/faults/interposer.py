@@ -113,9 +113,9 @@ class Interposer:
         """What this thread calls from here on is the test's: not counted, and never failing."""
         self._native.faults_exempt(is_exempt)
 
-    def disarm(self) -> None:
-        """Nothing fails any longer; all is counted still."""
-        self._native.faults_disarm()
+    def lift(self, is_lifted: bool) -> None:
+        """Whether nothing fails any longer, also in processes that were forked from this one."""
+        self._native.faults_lift(is_lifted)
 
     def stop(self) -> None:
         """Ends the counting."""

@@ -140,10 +140,6 @@ def arm(own: Own, fault: Fault | None) -> None:
     own.interposer.arm(fault)
 
 
-def disarm(own: Own) -> None:
-    own.interposer.disarm()
-
-
 def stop(own: Own) -> None:
     own.is_counting = False
     own.interposer.stop()
@@ -197,6 +193,15 @@ class Doing:
         while not self.is_done() and not self.actor.is_asleep() and time.monotonic() < deadline:
             time.sleep(0.0005)
 
+    def death(self, what: str = "") -> Any:
+        """The result of a step that ends with a death. As long as calls go on failing, a death may be not known; when
+        they no longer do, it must be soon."""
+        fault = self.actor.stage.fault
+        if fault is not None and fault.times > 1 and self.actor.is_victim:
+            time.sleep(0.05)
+            self.actor.stage.interposer.lift(True)
+        return self.result(PROMPTLY, what)
+
     def result(self, within: float = HANG, what: str = "") -> Any:
         """What the step returned. An error that the failing call explains is noted, and the step is tried again: it
         must be possible then."""
@@ -207,8 +212,7 @@ class Doing:
                 return reply.value
             actor.judge(reply, self.step.__name__)
             if attempt == ATTEMPTS - 1:
-                actor.ask(disarm, ())
-                actor.answer(HANG, "disarm")
+                actor.stage.interposer.lift(True)
             actor.ask(self.step, self.arguments)
         raise Broken("error", f"{actor.name}: {self.step.__name__} is refused though nothing fails any longer")
 
@@ -352,6 +356,7 @@ class Stage:
         self, interposer: Interposer, victim: int, fault: Fault | None, usual: Belongings | None = None
     ) -> None:
         self.interposer, self.victim, self.fault = interposer, victim, fault
+        interposer.lift(False)
         self.usual = usual  # what each has in the end where nothing fails
         self.actors: list[Actor] = []
         self.log: list[str] = []
@@ -471,7 +476,7 @@ class Stage:
         waiting = victim.start(scenes.wait_for_death, other.pid)
         time.sleep(0.002)
         other.kill()
-        waiting.result(PROMPTLY, "a death")
+        waiting.death("a death")
         victim.do(close_all)
         self.must_have_no_more(victim)
 
