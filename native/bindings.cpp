@@ -12,11 +12,14 @@ void raise_python(const Error& error) {
                                         "PeerDied",    "MemoryExhausted", "StaleRef",     "LayoutMismatch",
                                         "ValueError",  "OSError",         "CorruptRecord"};
     const char* name = names[static_cast<int>(error.fault)];
-    if (error.fault == Fault::value || error.fault == Fault::os) {
-        PyErr_SetString(error.fault == Fault::value ? PyExc_ValueError : PyExc_OSError, error.text.c_str());
-        return;
-    }
+    if (error.fault == Fault::value) return PyErr_SetString(PyExc_ValueError, error.text.c_str());
     try {
+        if (error.fault == Fault::os) {  // with an errno, Python chooses the class: PermissionError, BlockingIOError …
+            nb::object cls = nb::borrow(PyExc_OSError);
+            nb::object made = error.numbers.empty() ? cls(text_of(error.text))
+                                                    : cls(error.numbers.front().second, text_of(error.text));
+            return PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+        }
         nb::object made = nb::module_::import_("penstock.errors").attr(name)(text_of(error.text));
         for (const auto& [key, value] : error.numbers) made.attr(key) = value;
         for (const auto& [key, value] : error.words) made.attr(key) = text_of(value);
@@ -76,8 +79,7 @@ NB_MODULE(_native, m) {
         "start_ticks",
         [](int pid) {
             ProcessStat stat = read_stat(pid);
-            if (stat.error != 0)
-                throw Error(Fault::os, describe_failure(format("reading /proc/%d/stat", pid).c_str(), stat.error));
+            if (stat.error != 0) throw os_error(format("pid %d", pid), "reading /proc/PID/stat", stat.error);
             return stat.start;
         },
         "pid"_a, "Clock ticks since boot at which a process started. Raises OSError if that cannot be read.");

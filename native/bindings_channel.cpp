@@ -322,7 +322,7 @@ class TapOfAll {
    private:
     static std::shared_ptr<Segment> look_at(const Segment& segment) {
         int fd = ::fcntl(segment.fd(), F_DUPFD_CLOEXEC, 0);
-        if (fd < 0) throw Error(Fault::os, format("tapping '%s': %s", segment.name().c_str(), std::strerror(errno)));
+        if (fd < 0) throw os_error("tapping '" + segment.name() + "'", "fcntl", errno);
         return Segment::adopt(fd, false, true);
     }
     // The record's bytes; None: of a long one that is gone; nothing: it was missed.

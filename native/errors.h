@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <string>
 #include <utility>
@@ -57,23 +58,6 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
     return text;
 }
 
-// "pidfd_open: Too many open files (RLIMIT_NOFILE is 256): raise it"
-inline std::string describe_failure(const char* call, int error) {
-    std::string text = format("%s: %s", call, std::strerror(error));
-    auto limit_of = [](decltype(RLIMIT_NOFILE) resource) {
-        rlimit limit{};
-        bool is_limited = ::getrlimit(resource, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
-        return is_limited ? format("%llu", static_cast<unsigned long long>(limit.rlim_cur)) : std::string("unlimited");
-    };
-    if (error == EMFILE) text += format(" (RLIMIT_NOFILE is %s): raise it", limit_of(RLIMIT_NOFILE).c_str());
-    if (error == ENFILE) text += " (on this machine, fs.file-max): raise it";
-    if (error == EAGAIN)
-        text += format(" (RLIMIT_NPROC is %s; pids.max of the control group counts too): raise it",
-                       limit_of(RLIMIT_NPROC).c_str());
-    if (error == ENOSYS || error == EPERM) text += ": the kernel, or a seccomp filter, does not allow it";
-    return text;
-}
-
 inline std::string in_units(u64 nbytes) {
     const char* units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
     double value = static_cast<double>(nbytes);
@@ -81,6 +65,41 @@ inline std::string in_units(u64 nbytes) {
     while (value >= 1024 && unit < 4) value /= 1024, ++unit;
     return unit == 0 ? format("%llu B", static_cast<unsigned long long>(nbytes))
                      : format("%.1f %s", value, units[unit]);
+}
+
+// The limit behind the errno of a call that failed, with its value: " (RLIMIT_NOFILE is 256): raise it"; or nothing.
+inline std::string limit_behind(const char* call, int error) {
+    auto limited = [](decltype(RLIMIT_NOFILE) resource, const char* name, const char* other = "") {
+        rlimit limit{};
+        bool is_limited = ::getrlimit(resource, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+        std::string value = "unlimited";
+        if (is_limited) value = format("%llu", static_cast<unsigned long long>(limit.rlim_cur));
+        return format(" (%s is %s%s): raise it", name, value.c_str(), other);
+    };
+    bool is_thread = std::strstr(call, "pthread_create") != nullptr, is_map = std::strstr(call, "mmap") != nullptr;
+    switch (error) {
+        case EMFILE: return limited(RLIMIT_NOFILE, "RLIMIT_NOFILE");
+        case ENFILE: return " (of the whole machine: fs.file-max): raise it";
+        case EFBIG: return limited(RLIMIT_FSIZE, "RLIMIT_FSIZE");
+        case EAGAIN:
+            if (is_thread) return limited(RLIMIT_NPROC, "RLIMIT_NPROC", "; pids.max of the control group counts too");
+            return is_map ? limited(RLIMIT_MEMLOCK, "RLIMIT_MEMLOCK") : "";
+        case ENOMEM:
+            if (is_map) return limited(RLIMIT_AS, "RLIMIT_AS", "; vm.max_map_count counts too");
+            return " (the kernel's own memory, or what the control group allows of it)";
+        case ENOSPC: return std::strstr(call, "epoll_ctl") != nullptr ? " (fs.epoll.max_user_watches): raise it" : "";
+        case ENOSYS:
+        case EPERM: return ": the kernel, or a seccomp filter, does not allow it";
+        default: return "";
+    }
+}
+// "pidfd_open: Too many open files (RLIMIT_NOFILE is 256): raise it"
+inline std::string describe_failure(const char* call, int error) {
+    return format("%s: %s", call, std::strerror(error)) + limit_behind(call, error);
+}
+// A system call failed and that is all there is to say: an OSError with this errno.
+inline Error os_error(const std::string& what, const char* call, int error) {
+    return Error(Fault::os, what + ": " + describe_failure(call, error)).with("errno", error);
 }
 
 inline std::string counted(u64 many, const char* what) {

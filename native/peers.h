@@ -282,10 +282,16 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     int bell_fd() {
         std::lock_guard guard(bells_mutex_);
         if (bell_pipe_[0] < 0) {
-            if (::pipe2(bell_pipe_, O_NONBLOCK | O_CLOEXEC) != 0)
-                throw Error(Fault::os, format("pipe: %s", std::strerror(errno)));
+            std::string waking = "waking an event loop of '" + segment_->name() + "'";
+            int ends[2];
+            if (::pipe2(ends, O_NONBLOCK | O_CLOEXEC) != 0) throw os_error(waking, "pipe2", errno);
             struct stat status{};
-            ::fstat(bell_pipe_[1], &status);
+            if (::fstat(ends[1], &status) != 0) {
+                int failed = errno;
+                for (int fd : ends) ::close(fd);
+                throw os_error(waking, "fstat", failed);
+            }
+            std::copy(ends, ends + 2, bell_pipe_);
             peer(slot_).bell_fd.store(static_cast<u32>(bell_pipe_[1]), std::memory_order_relaxed);
             peer(slot_).bell_ino.store(status.st_ino, std::memory_order_release);  // ORDER bell pipe
         }
@@ -451,7 +457,7 @@ inline void Watcher::start() {
             if (*fd >= 0) ::close(*fd);
             *fd = -1;
         }
-        throw Error(Fault::os, "deaths of peers cannot be watched: " + describe_failure(call, failed));
+        throw os_error("deaths of peers cannot be watched", call, failed);
     };
     epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
     require(epoll_ < 0 ? errno : 0, "epoll_create1");

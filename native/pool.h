@@ -444,6 +444,7 @@ class Pool {
     u64 trim(u64 keep) {
         if (g_.shape.granule_nbytes == 0) return 0;
         u64 punched = 0, granule = g_.shape.granule_nbytes;
+        int failed = 0;
         while (head_.claimed_nbytes.load() > keep) {
             Extent whole;
             u64 largest = stats().largest_free_nbytes / LINE * LINE;
@@ -458,13 +459,24 @@ class Pool {
             for (u64 i = from / granule; i < to; ++i) {
                 u64 bit = 1ull << (i % 64);
                 if ((head_.granules[i / 64].fetch_and(~bit) & bit) == 0) continue;
-                ::fallocate(by_.segment().fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                            static_cast<off_t>(g_.pool_data + i * granule), static_cast<off_t>(granule));
+                do
+                    failed =
+                        ::fallocate(by_.segment().fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                                    static_cast<off_t>(g_.pool_data + i * granule), static_cast<off_t>(granule)) != 0
+                            ? errno
+                            : 0;
+                while (failed == EINTR);
+                if (failed != 0) {
+                    head_.granules[i / 64].fetch_or(bit);
+                    break;
+                }
                 head_.claimed_nbytes.fetch_sub(granule);
                 punched += granule;
                 was_claimed = true;
             }
             release(whole.block, whole.generation);
+            if (failed != 0)
+                throw os_error("giving memory of '" + by_.segment().name() + "' back", "fallocate", failed);
             if (!was_claimed) break;
         }
         return punched;

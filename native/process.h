@@ -132,8 +132,7 @@ inline u64 own_start() {
     if (known != Process::UNKNOWN) return known;
     ProcessStat stat = read_stat("/proc/self/stat");
     if (stat.error != 0)
-        throw Error(Fault::os, "a process is known by the time it started: " +
-                                   describe_failure("reading /proc/self/stat", stat.error));
+        throw os_error("a process is known by the time it started", "reading /proc/self/stat", stat.error);
     if (stat.pid != process()->pid)
         throw Error(Fault::os, format("/proc shows another pid namespace: pid %d here is %d there; mount it anew",
                                       process()->pid.load(), stat.pid));

@@ -9,6 +9,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "process.h"
 
@@ -175,12 +176,14 @@ inline void claim_pages(int fd, u64 offset, u64 nbytes, const char* what) {
     do failed = ::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(nbytes)) != 0 ? errno : 0;
     while (failed == EINTR);
     if (failed == 0) return;
+    if (failed != ENOSPC && failed != ENOMEM && failed != EFBIG)
+        throw os_error(format("%s of %s cannot be claimed", what, in_units(nbytes).c_str()), "fallocate", failed);
     u64 available = memory_available().nbytes;
     rlimit limit{};
     if (failed == EFBIG && ::getrlimit(RLIMIT_FSIZE, &limit) == 0) available = limit.rlim_cur;
-    throw Error(Fault::memory_exhausted,
-                format("%s of %s does not fit (%s): %s available", what, in_units(nbytes).c_str(),
-                       std::strerror(failed), in_units(available).c_str()))
+    throw Error(Fault::memory_exhausted, format("%s of %s does not fit, %s available: ", what, in_units(nbytes).c_str(),
+                                                in_units(available).c_str()) +
+                                             describe_failure("fallocate", failed))
         .with("asked", static_cast<i64>(nbytes))
         .with("free", static_cast<i64>(available));
 }
@@ -242,35 +245,49 @@ class Segment {
         Geometry geometry = Geometry::of(shape);
         if (fd < 0) {
             fd = static_cast<int>(::syscall(SYS_memfd_create, label.c_str(), 1u | 2u));  // CLOEXEC | ALLOW_SEALING
-            if (fd < 0) throw Error(Fault::os, format("memfd_create: %s", std::strerror(errno)));
+            if (fd < 0) throw os_error("segment '" + options.name + "'", "memfd_create", errno);
         }
         std::shared_ptr<Segment> self(new Segment(fd, geometry));
-        ::fchmod(fd, 0600);
-        if (::ftruncate(fd, static_cast<off_t>(geometry.total)) != 0) {
+        self->name_ = options.name.substr(0, NAME_NBYTES - 1);
+        std::string what = "segment '" + self->name_ + "'";
+        struct stat status{};
+        if (::fstat(fd, &status) != 0) throw os_error(what, "fstat", errno);
+        self->inode_ = status.st_ino;
+        if (::fchmod(fd, 0600) != 0) throw os_error(what, "fchmod", errno);
+        int failed;
+        do failed = ::ftruncate(fd, static_cast<off_t>(geometry.total)) != 0 ? errno : 0;
+        while (failed == EINTR);
+        if (failed != 0 && failed != EFBIG) throw os_error(what, "ftruncate", failed);
+        if (failed != 0) {
             rlimit limit{};
             ::getrlimit(RLIMIT_FSIZE, &limit);
-            throw Error(Fault::memory_exhausted, format("segment '%s' of %s: %s (limit on file size: %s)",
-                                                        options.name.c_str(), in_units(geometry.total).c_str(),
-                                                        std::strerror(errno), in_units(limit.rlim_cur).c_str()))
+            throw Error(Fault::memory_exhausted, what + " of " + in_units(geometry.total) +
+                                                     " does not fit: " + describe_failure("ftruncate", failed))
                 .with("asked", static_cast<i64>(geometry.total))
                 .with("free", static_cast<i64>(limit.rlim_cur));
         }
-        if (options.numa_node >= 0 && !self->place(options.numa_node)) {
-            if (options.numa_required)
-                throw Error(Fault::value, format("segment '%s': this machine has no NUMA node %d that we may use",
-                                                 options.name.c_str(), options.numa_node));
-            fallback += (fallback.empty() ? "" : "; ") + format("no NUMA node %d", options.numa_node);
+        if (options.numa_node >= 0) failed = self->place(options.numa_node);
+        if (failed != 0) {
+            std::string why = format("no NUMA node %d", options.numa_node);
+            bool is_known = failed == EINVAL || failed == ENOSYS;
+            if (options.numa_required && is_known)
+                throw Error(Fault::value, what + ": this machine has " + why + " that we may use");
+            if (options.numa_required) throw os_error(what, "mbind", failed);
+            if (!is_known) why += " (" + describe_failure("mbind", failed) + ")";
+            fallback += (fallback.empty() ? "" : "; ") + why;
         }
-        std::string what = "segment '" + options.name + "'";
         claim_pages(fd, 0, geometry.claimed_at_creation(), what.c_str());
         if (::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
-            throw Error(Fault::os, format("sealing segment '%s': %s", options.name.c_str(), std::strerror(errno)));
+            throw os_error("sealing " + what, "fcntl", errno);
         self->map(options.prefault);
         Header& header = self->header();
         header.version = LAYOUT_VERSION;
         header.fingerprint = layout_fingerprint();
-        while (header.nonce == 0)
-            if (::getrandom(&header.nonce, sizeof header.nonce, 0) != sizeof header.nonce) header.nonce = 0;
+        while (header.nonce == 0) {
+            if (::getrandom(&header.nonce, sizeof header.nonce, 0) == sizeof header.nonce) continue;
+            if (errno != EINTR && errno != EAGAIN) throw os_error(what, "getrandom", errno);
+            header.nonce = 0;
+        }
         header.pid_namespace = own_namespace("pid");
         header.time_namespace = own_namespace("time");
         header.created_ns = now_ns();
@@ -281,7 +298,6 @@ class Segment {
         std::strncpy(header.name, options.name.c_str(), NAME_NBYTES - 1);
         header.magic = MAGIC;
         self->nonce_ = header.nonce;
-        self->name_ = options.name.substr(0, NAME_NBYTES - 1);
         self->fallback_ = fallback;
         return self;
     }
@@ -289,21 +305,29 @@ class Segment {
     // Takes over fd. Everything that the file says of itself is checked here, once.
     // is_observer: everything is mapped read-only, nothing is faulted in.
     static std::shared_ptr<Segment> adopt(int fd, bool prefault = true, bool is_observer = false) {
+        struct Owned {
+            int fd;
+            ~Owned() {
+                if (fd >= 0) ::close(fd);
+            }
+        } owned{fd};
+        auto refuse = [](std::string why) { throw Error(Fault::layout_mismatch, "not a segment of ours: " + why); };
         struct stat status{};
-        auto refuse = [&](std::string why) {
-            ::close(fd);
-            throw Error(Fault::layout_mismatch, "not a segment of ours: " + why);
-        };
-        if (::fstat(fd, &status) != 0) throw Error(Fault::os, format("attaching: %s", std::strerror(errno)));
+        if (::fstat(fd, &status) != 0) throw os_error("attaching", "fstat", errno);
         if (status.st_uid != ::geteuid())
             refuse(format("it belongs to user %u, this process is user %u", status.st_uid, ::geteuid()));
         int seals = ::fcntl(fd, F_GET_SEALS);
+        if (seals < 0 && errno != EINVAL) throw os_error("attaching", "fcntl", errno);
         if (seals < 0 || (seals & (F_SEAL_SHRINK | F_SEAL_GROW)) != (F_SEAL_SHRINK | F_SEAL_GROW))
             refuse("it is not sealed against resizing");
         Header header{};
         static_assert(std::is_standard_layout_v<Shape>);
         char raw[sizeof(Header)];
-        if (::pread(fd, raw, sizeof raw, 0) != static_cast<ssize_t>(sizeof raw)) refuse("it is too short");
+        ssize_t got;
+        do got = ::pread(fd, raw, sizeof raw, 0);
+        while (got < 0 && errno == EINTR);
+        if (got < 0) throw os_error("attaching", "pread", errno);
+        if (got != static_cast<ssize_t>(sizeof raw)) refuse("it is too short");
         std::memcpy(static_cast<void*>(&header), raw, offsetof(Header, peers_version));
         if (header.magic != MAGIC)
             refuse(format("magic: expected %016llx, found %016llx", static_cast<unsigned long long>(MAGIC),
@@ -315,17 +339,12 @@ class Segment {
             refuse("its processes live in another pid namespace, where their deaths cannot be seen");
         if (header.time_namespace != own_namespace("time"))
             refuse("its processes live in another time namespace, where their clocks and start times are others");
-        Geometry geometry;
-        try {
-            geometry = Geometry::of(header.shape);
-        } catch (...) {
-            ::close(fd);
-            throw;
-        }
+        Geometry geometry = Geometry::of(header.shape);
         if (static_cast<u64>(status.st_size) < geometry.total)
             refuse(format("it has %llu bytes and says %llu", static_cast<unsigned long long>(status.st_size),
                           static_cast<unsigned long long>(geometry.total)));
-        std::shared_ptr<Segment> self(new Segment(fd, geometry));
+        std::shared_ptr<Segment> self(new Segment(std::exchange(owned.fd, -1), geometry));
+        self->inode_ = status.st_ino;
         self->nonce_ = header.nonce;
         header.name[NAME_NBYTES - 1] = 0;
         self->name_ = header.name;
@@ -338,27 +357,25 @@ class Segment {
         Sight owner = look_at(ticket.pid, ticket.start);
         if (owner.liveness == Liveness::gone)
             throw Error(Fault::layout_mismatch, format("the owner of the ticket, pid %d, is gone", ticket.pid));
-        if (owner.liveness == Liveness::unknown)
-            throw Error(Fault::os, format("the owner of the ticket, pid %d, cannot be found: %s", ticket.pid,
-                                          owner.why().c_str()));
+        std::string attaching = format("attaching to pid %d", ticket.pid);
+        if (owner.liveness == Liveness::unknown) throw os_error(attaching, owner.call, owner.error);
         std::string path = format("/proc/%d/fd/%d", ticket.pid, ticket.fd);
         struct stat status{};
-        if (::stat(path.c_str(), &status) !=
-            0) {  // looked at before it is opened: opening a pipe or terminal has effects
-            if (errno == EACCES || errno == EPERM)
-                throw Error(Fault::os,
-                            format("the ticket's owner, pid %d, may not be looked into: only its own user can attach",
-                                   ticket.pid));
-            throw Error(Fault::layout_mismatch,
-                        format("the ticket's owner, pid %d, has closed it (%s)", ticket.pid, std::strerror(errno)));
-        }
+        auto fail = [&](const char* call) {
+            if (errno == ENOENT)
+                throw Error(Fault::layout_mismatch, format("the ticket's owner, pid %d, has closed it", ticket.pid));
+            if (errno == EACCES || errno == EPERM) attaching += ", which only its own user may look into";
+            throw os_error(attaching, call, errno);
+        };
+        // Looked at before it is opened: opening a pipe or a terminal has effects.
+        if (::stat(path.c_str(), &status) != 0) fail("stat");
         if (!S_ISREG(status.st_mode) || status.st_ino != ticket.inode)
             throw Error(
                 Fault::layout_mismatch,
                 format("the ticket's owner, pid %d, has closed it: inode %llu expected, %llu found", ticket.pid,
                        static_cast<unsigned long long>(ticket.inode), static_cast<unsigned long long>(status.st_ino)));
         int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-        if (fd < 0) throw Error(Fault::os, format("attaching to pid %d: %s", ticket.pid, std::strerror(errno)));
+        if (fd < 0) fail("open");
         auto self = adopt(fd, prefault);
         if (self->nonce_ != ticket.nonce)
             throw Error(
@@ -375,11 +392,7 @@ class Segment {
         ::close(fd_);
     }
 
-    TicketNumbers ticket() const {
-        struct stat status{};
-        ::fstat(fd_, &status);
-        return {process()->pid, own_start(), fd_, status.st_ino, nonce_};
-    }
+    TicketNumbers ticket() const { return {process()->pid, own_start(), fd_, inode_, nonce_}; }
     int fd() const { return fd_; }
     u64 nonce() const { return nonce_; }
     const std::string& name() const { return name_; }
@@ -440,11 +453,12 @@ class Segment {
     u8* map_part(u64 offset, u64 nbytes, int protection) {
         void* mapped = ::mmap(nullptr, nbytes, protection, MAP_SHARED | MAP_NORESERVE, fd_, static_cast<off_t>(offset));
         if (mapped != MAP_FAILED) return static_cast<u8*>(mapped);
+        int failed = errno;
+        std::string what = "mapping " + in_units(nbytes) + " of segment '" + name_ + "'";
+        if (failed != ENOMEM && failed != EAGAIN) throw os_error(what, "mmap", failed);
         rlimit limit{};
         ::getrlimit(RLIMIT_AS, &limit);
-        throw Error(Fault::memory_exhausted,
-                    format("mapping %s of segment '%s': %s (limit on address space: %s)", in_units(nbytes).c_str(),
-                           name_.c_str(), std::strerror(errno), in_units(limit.rlim_cur).c_str()))
+        throw Error(Fault::memory_exhausted, what + ": " + describe_failure("mmap", failed))
             .with("asked", static_cast<i64>(nbytes))
             .with("free", static_cast<i64>(limit.rlim_cur));
     }
@@ -475,23 +489,24 @@ class Segment {
         if (prefault_ && populated_ == nullptr && claimed != 0) ::madvise(mapped, claimed, MADV_POPULATE_WRITE);
         return mapped;
     }
-    bool place(int node) {  // the policy of a shared mapping belongs to the file: it rules the claim that follows
-        if (node >= 1024) return false;
+    // 0, or why not. The policy of a shared mapping belongs to the file: it rules the claim that follows.
+    int place(int node) {
+        if (node >= 1024) return EINVAL;
         void* mapped = ::mmap(nullptr, geometry_.total, PROT_READ, MAP_SHARED | MAP_NORESERVE, fd_, 0);
-        if (mapped == MAP_FAILED) return false;
+        if (mapped == MAP_FAILED) throw os_error("placing segment '" + name_ + "'", "mmap", errno);
         unsigned long nodes[1024 / (8 * sizeof(unsigned long))] = {};
         nodes[static_cast<unsigned>(node) / 64] = 1ul << (node % 64);
         constexpr int BIND = 2;
-        long got = ::syscall(SYS_mbind, mapped, geometry_.total, BIND, nodes, 1024ul + 1, 0u);
+        int failed = ::syscall(SYS_mbind, mapped, geometry_.total, BIND, nodes, 1024ul + 1, 0u) != 0 ? errno : 0;
         ::munmap(mapped, geometry_.total);
-        return got == 0;
+        return failed;
     }
 
     static constexpr u64 PIECE = 1 << 20;  // bytes: 0.3 ms
 
     Geometry geometry_;
     int fd_;
-    u64 nonce_ = 0;
+    u64 inode_ = 0, nonce_ = 0;
     bool prefault_ = true;
     bool is_observer_ = false;
     std::string name_, fallback_;

@@ -179,11 +179,12 @@ inline u64 ring_all(Bell& bell) {
 
 // interrupted: a signal came, or may have come just before we slept (futex has no signal mask to close that gap): the
 // caller looks, and calls again. First after 80 ms, so that a KeyboardInterrupt that came as the wait began is seen
-// within 100 ms; then ever more rarely, down to once in 1.3 s, so that who waits for long costs nothing. (Twelve looks
-// a second in each of two processes were 0.0015 of a core.)
+// within 100 ms; then ever more rarely, down to once in 0.96 s, so that who waits for long costs nothing: nor is a
+// wake-up that the kernel refused lost for longer. (Twelve looks a second in each of two processes were 0.0015 of a
+// core.)
 enum class Woken { ready, deadline, interrupted };
 inline constexpr u64 LOOK_UP_NS = 80'000'000;
-inline constexpr u64 LOOK_UP_MOST_NS = 1'280'000'000;
+inline constexpr u64 LOOK_UP_MOST_NS = 960'000'000;
 
 // Sleeps until ready(), the deadline, or a signal. The caller has let go of every lock of the interpreter. With
 // clears = false the bit is left to the ringer, which takes all bits and wakes all: for waiters that share bits.

@@ -556,7 +556,7 @@ def test_a_limit_on_address_space_is_an_error_with_both_numbers() -> None:
         limit = mapped + 256 * MIB
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         for _ in range(2):
-            with pytest.raises(MemoryExhausted, match="limit on address space: ") as told:
+            with pytest.raises(MemoryExhausted, match="RLIMIT_AS is ") as told:
                 Segment.create(300 * MIB)
             assert told.value.asked >= 300 * MIB
             assert told.value.free <= limit
@@ -571,7 +571,7 @@ def test_a_limit_on_address_space_is_an_error_with_both_numbers() -> None:
 def test_a_limit_on_file_size_is_an_error_with_both_numbers() -> None:
     def create() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
-        with pytest.raises(MemoryExhausted, match=r"limit on file size: 1.0 MiB") as told:
+        with pytest.raises(MemoryExhausted, match="RLIMIT_FSIZE is 1048576") as told:
             Segment.create(2 * MIB, name="long")
         assert told.value.asked >= 2 * MIB
         assert told.value.free == MIB

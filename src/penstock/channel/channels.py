@@ -84,9 +84,11 @@ class Channel(Shareable):
         return self._async_receiver(index, self._join(name))
 
     def _async_sender(self, index: int | None, attachment: _native.Attachment) -> AsyncSender:
+        attachment.bell_fd()  # before the end is claimed, which could not be opened a second time
         return AsyncSender(self._sender(index, attachment), attachment)
 
     def _async_receiver(self, index: int | None, attachment: _native.Attachment) -> AsyncReceiver:
+        attachment.bell_fd()
         return AsyncReceiver(self._receiver(index, attachment), attachment)
 
     def _require_bytes(self) -> None:
