@@ -364,7 +364,7 @@ class Segment {
         auto fail = [&](const char* call) {
             if (errno == ENOENT)
                 throw Error(Fault::layout_mismatch, format("the ticket's owner, pid %d, has closed it", ticket.pid));
-            if (errno == EACCES || errno == EPERM) attaching += ", which only its own user may look into";
+            if (errno == EACCES || errno == EPERM) attaching += " (only its own user can attach)";
             throw os_error(attaching, call, errno);
         };
         // Looked at before it is opened: opening a pipe or a terminal has effects.
