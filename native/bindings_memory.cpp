@@ -243,7 +243,7 @@ void bind_memory(nb::module_& m) {
                 Extent extent;
                 for (;;) {
                     u32 seen = pool.returns();
-                    if (pool.try_take(nbytes, extent)) break;
+                    if (pool.try_take(nbytes, extent, deadline)) break;
                     if (now_ns() >= deadline) {
                         pool.header().exhaustions.fetch_add(1);
                         throw pool.exhausted(nbytes);

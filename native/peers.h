@@ -167,7 +167,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     // ── a lock whose holder may die (LOCK pool, LOCK block) ──
     // Returns true if the holder died holding it: then what it protects must be repaired from the truth, by the caller.
     // Throws Timeout naming the holder at the deadline. The hold is short; only a stopped or starved holder makes it
-    // long.
+    // long. So a deadline that has passed, or passes soon, is kept to HOLD_NS, and to RUNNABLE_NS while the holder is
+    // runnable: it goes on as soon as it has a processor.
+    static constexpr u64 HOLD_NS = 1'000'000;
+    static constexpr u64 RUNNABLE_NS = 20'000'000;
     bool lock(Shared<u32>& word, u64 deadline) {
         u32 mine = (slot_ + 1) | (epoch_ << 9);
         u32 seen = 0;
@@ -179,6 +182,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             if (word.compare_exchange_weak(seen, mine, std::memory_order_acquire)) return false;
         }
         u64 started = now_ns();
+        bool is_runnable = false;
         for (u64 look_ns = started;;) {
             seen = word.load(std::memory_order_acquire);
             if (seen == 0) {
@@ -188,21 +192,21 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             }
             u32 owner = (seen & 0xff) - 1;
             u64 now = now_ns();
-            if (now - look_ns >= 1'000'000 || (seen & 0xff) == 0 || owner >= shape().max_peers) {
+            if (now - look_ns >= HOLD_NS || (seen & 0xff) == 0 || owner >= shape().max_peers) {
                 look_ns = now;
-                if (is_abandoned(owner)) {
+                if (is_abandoned(owner, is_runnable)) {
                     if (word.compare_exchange_strong(seen, mine | WAITERS, std::memory_order_acquire)) return true;
                     continue;
                 }
             }
-            if (now >= deadline) {
+            if (now >= deadline && now - started >= (is_runnable ? RUNNABLE_NS : HOLD_NS)) {
                 std::string who = owner < shape().max_peers ? describe(owner) : "nobody";
                 throw Error(Fault::timeout, format("a lock of '%s' is held by %s for %s", segment_->name().c_str(),
                                                    who.c_str(), in_seconds(now - started).c_str()));
             }
             if ((seen & WAITERS) == 0 && !word.compare_exchange_strong(seen, seen | WAITERS, std::memory_order_relaxed))
                 continue;
-            futex_wait(&word, seen | WAITERS, std::min(deadline, now + 1'000'000));
+            futex_wait_for_lock(&word, seen | WAITERS, std::clamp(deadline, started + HOLD_NS, now + HOLD_NS));
         }
     }
     void unlock(Shared<u32>& word) {
@@ -414,12 +418,15 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         segment_->header().changes.fetch_add(1, std::memory_order_release);
         wake_everybody(*this);
     }
-    bool is_abandoned(u32 owner) const {
+    bool is_abandoned(u32 owner, bool& is_runnable) const {
+        is_runnable = false;
         if (owner >= shape().max_peers) return true;  // nobody: the word was not written by us
         u64 identity = peer(owner).identity.load(std::memory_order_acquire);
         PeerState state = state_of(identity);
         if (state != PeerState::live && state != PeerState::dying) return true;
-        return look_at(identity).liveness == Liveness::gone;  // dying may be leaving
+        Sight sight = look_at(identity);
+        is_runnable = sight.state == 'R';
+        return sight.liveness == Liveness::gone;  // dying may be leaving
     }
 
     std::shared_ptr<Segment> segment_;

@@ -56,7 +56,8 @@ class Pool {
     // ── take ──
     // A live block of which this peer holds one lease. False: there is no room now. Throws MemoryExhausted when there
     // can never be, or when the machine has no memory for a pool that grows.
-    bool try_take(u64 nbytes, Extent& out) {
+    // deadline: for the lock alone, here and below.
+    bool try_take(u64 nbytes, Extent& out, u64 deadline = NEVER) {
         by_.refresh();
         finish_deferred();
         u64 extent = round_up(std::max<u64>(nbytes, 1), LINE);
@@ -64,7 +65,7 @@ class Pool {
             head_.exhaustions.fetch_add(1, std::memory_order_relaxed);
             throw exhausted(nbytes);
         }
-        if (by_.lock(head_.lock, now_ns() + LOCK_NS)) rebuild();
+        if (by_.lock(head_.lock, std::min(deadline, now_ns() + LOCK_NS))) rebuild();
         PENSTOCK_POINT("pool.locked");
         Unlock unlock{by_, head_.lock};
         if (head_.swept_returns.load(std::memory_order_relaxed) != head_.returns.load(std::memory_order_acquire))
@@ -125,8 +126,8 @@ class Pool {
 
     // What is taken, in the order of its offsets. Swept first, also of what was returned and not announced yet: who has
     // returned it may be stopped, and whoever finds room here must find it in the next take too.
-    std::vector<Entry> taken() {
-        if (by_.lock(head_.lock, now_ns() + LOCK_NS)) rebuild();
+    std::vector<Entry> taken(u64 deadline = NEVER) {
+        if (by_.lock(head_.lock, std::min(deadline, now_ns() + LOCK_NS))) rebuild();
         PENSTOCK_POINT("pool.locked");
         Unlock unlock{by_, head_.lock};
         sweep();
@@ -214,8 +215,8 @@ class Pool {
             __builtin_prefetch(at + line);
     }
     // Opens what a channel granted to one of its receivers: see pend().
-    void open_pending(const Extent& ref, u32 receiver) {
-        Held guard(*this, checked(ref));
+    void open_pending(const Extent& ref, u32 receiver, u64 deadline = NEVER) {
+        Held guard(*this, checked(ref), deadline);
         require(ref);
         Block& b = block(ref.block);
         u64 pending = b.pending.load(std::memory_order_relaxed);
@@ -271,8 +272,8 @@ class Pool {
     // For a channel's sender: the receivers in `mask` will open the block through the record at `position`. Our own
     // lease keeps it alive until the record is committed; a death before that is seen by position >= committed.
     template <class Mask>
-    void pend(const Extent& ref, u32 lane, u64 position, Mask&& mask) {
-        Held guard(*this, ref.block);
+    void pend(const Extent& ref, u32 lane, u64 position, u64 deadline, Mask&& mask) {
+        Held guard(*this, ref.block, deadline);
         Block& b = block(ref.block);
         b.pending_lane.store(lane, std::memory_order_relaxed);
         b.pending_position.store(position, std::memory_order_relaxed);
@@ -536,8 +537,8 @@ class Pool {
     struct Held {  // LOCK block, repaired if its last holder died
         Pool& pool;
         u32 index;
-        Held(Pool& pool, u32 index, u64 deadline = 0) : pool(pool), index(index) {
-            if (pool.by_.lock(pool.block(index).lock, deadline == 0 ? now_ns() + LOCK_NS : deadline))
+        Held(Pool& pool, u32 index, u64 deadline = NEVER) : pool(pool), index(index) {
+            if (pool.by_.lock(pool.block(index).lock, std::min(deadline, now_ns() + LOCK_NS)))
                 pool.recover_block(index);
             PENSTOCK_POINT("block.locked");
         }

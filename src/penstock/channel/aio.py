@@ -20,6 +20,8 @@ from penstock.errors import EndOfChannel, WouldBlock
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+LOCKED_OUT_S = 0.01  # between two attempts while a stopped peer holds a lock
+
 _S = TypeVar("_S", bound="_End")
 _F = TypeVar("_F")
 
@@ -107,7 +109,7 @@ class _End:
             elif deadline is not None and time.monotonic() >= deadline:
                 self._end.timeout_error(time.monotonic() - started)
             else:
-                await asyncio.sleep(0)
+                await asyncio.sleep(LOCKED_OUT_S if self._end.is_locked_out else 0)
         finally:
             self._end.disarm(False)
 
