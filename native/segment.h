@@ -358,7 +358,9 @@ class Segment {
         if (owner.liveness == Liveness::gone)
             throw Error(Fault::layout_mismatch, format("the owner of the ticket, pid %d, is gone", ticket.pid));
         std::string attaching = format("attaching to pid %d", ticket.pid);
-        if (owner.liveness == Liveness::unknown) throw os_error(attaching, owner.call, owner.error);
+        if (owner.liveness == Liveness::unknown)
+            throw os_error(format("the owner of the ticket, pid %d, cannot be found", ticket.pid), owner.call,
+                           owner.error);
         std::string path = format("/proc/%d/fd/%d", ticket.pid, ticket.fd);
         struct stat status{};
         auto fail = [&](const char* call) {
