@@ -273,7 +273,8 @@ def test_a_process_without_a_thread_to_spare_is_refused_with_its_signals_as_befo
     with program(source) as poor:
         for _ in range(3):
             assert poor.hear() == (
-                f"[Errno {errno.EAGAIN}] deaths of peers cannot be watched: pthread_create: Resource temporarily unavailable "
+                f"[Errno {errno.EAGAIN}] deaths of peers cannot be watched: pthread_create: "
+                "Resource temporarily unavailable "
                 "(RLIMIT_NPROC is 1; pids.max of the control group counts too): raise it"
             )
         assert poor.hear() == "True"

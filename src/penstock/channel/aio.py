@@ -87,8 +87,8 @@ class _End:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._forget()
-            self._loop = loop
             loop.add_reader(self._bell, self._on_bell)
+            self._loop = loop  # after it: where it is refused, the next wait asks again
         waiter = loop.create_future()
         self._waiters.add(waiter)
         alarm = None
