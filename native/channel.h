@@ -27,6 +27,8 @@ inline void put_out(Shared<u32>& mode, u32 epoch) {
 
 class Channel {
    public:
+    static constexpr u64 COUNT_NS = 50'000'000;  // what a PeerDied waits for, so that it can say what the peer held
+
     explicit Channel(std::shared_ptr<Attachment> by)
         : by(std::move(by)),
           segment(this->by->shared_segment()),
@@ -76,24 +78,34 @@ class Channel {
     void ring_room(u32 index, Shared<u64>* wakes) {
         if (ring(lane(index).room, wakes, 1) != 0) by->wake_async(end_of(lane(index).word.load()).slot);
     }
-    // Who had this end, for an error: its slot may belong to somebody else by now.
+    // Whether the peer that had this end still has its slot.
+    bool is_known(End end) const {
+        return end.slot < g.shape.max_peers && (by->peer(end.slot).epoch.load() & EPOCH_MASK) == end.peer_epoch;
+    }
     std::string describe(End end) const {
-        if (end.slot >= g.shape.max_peers || (by->peer(end.slot).epoch.load() & EPOCH_MASK) != end.peer_epoch)
-            return "a peer whose place has been taken since";
-        return by->describe(end.slot);
+        return is_known(end) ? by->describe(end.slot) : "a peer whose place has been taken since";
+    }
+    // While a peer is being reaped: its ends are marked first, its blocks are counted after (60,000 in 25 to 50 ms).
+    void await_count(End end) const {
+        for (u64 until = now_ns() + COUNT_NS; is_known(end) && now_ns() < until; ::usleep(200)) {
+            PeerSlot& peer = by->peer(end.slot);
+            if (state_of(peer.identity.load()) != PeerState::dying || peer.reaped_ns.load() == 0) return;
+        }
     }
     Error died(const char* role, u32 index, End end) const {
-        bool is_known =
-            end.slot < g.shape.max_peers && (by->peer(end.slot).epoch.load() & EPOCH_MASK) == end.peer_epoch;
         std::string name = "?", how = "how is not known", held = "what it held was given back";
         i64 pid = 0;
-        if (is_known) {
+        await_count(end);
+        if (is_known(end)) {
             PeerSlot& peer = by->peer(end.slot);
+            u64 identity = peer.identity.load();
             name = by->name_of(end.slot);
-            pid = pid_of(peer.identity.load());
+            pid = pid_of(identity);
             how = how_in_words(peer.how.load());
-            held = format("%s (%s), given back", counted(peer.reaped_blocks.load(), "block").c_str(),
-                          in_units(peer.reaped_nbytes.load()).c_str());
+            held = state_of(identity) == PeerState::dead
+                       ? format("%s (%s), given back", counted(peer.reaped_blocks.load(), "block").c_str(),
+                                in_units(peer.reaped_nbytes.load()).c_str())
+                       : std::string("what has not been given back yet");
         }
         return Error(Fault::peer_died, format("%s %u of '%s', '%s' (pid %lld), died: %s; it held %s", role, index,
                                               by->segment().name().c_str(), name.c_str(), static_cast<long long>(pid),

@@ -104,7 +104,7 @@ struct alignas(LINE) PeerSlot {
     Shared<u32> bell_fd;    // write end of the pipe that wakes the owner's event loop, in the owner's table
     Shared<u32> thread;     // of the owner, when it joined (for stack dumps by outsiders)
     char name[NAME_NBYTES];
-    Shared<u64> reaped_ns;  // these four: written by the reaper, before dead
+    Shared<u64> reaped_ns;  // when reaping began; 0: it has not. These four: written by the reaper, before dead
     Shared<u64> reaped_blocks;
     Shared<u64> reaped_nbytes;
     Shared<u64> reaps;  // peers that the owner has reaped

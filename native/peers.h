@@ -375,6 +375,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 own.watch_ino.store(watch_ino, std::memory_order_release);
                 own.how.store(0);
                 own.joined_ns.store(now_ns());
+                own.reaped_ns.store(0);
                 own.reaps.store(0);
                 own.reaped_blocks.store(0);
                 own.reaped_nbytes.store(0);

@@ -304,10 +304,11 @@ class Pool {
 
     // ── what the reaper does with one block ──
     // Gives back what the peer in `slot` holds and what it granted and was granted; clears the receivers that died with
-    // it; withdraws a record that it never committed. `is_still`: the slot is still that peer's.
+    // it; withdraws a record that it never committed. `is_still`: the slot is still that peer's. What it held is added
+    // to `blocks` and `nbytes` under the block's lock, so the sums are complete once every block has been looked at.
     template <class Still, class Committed>
     void give_back(u32 index, u32 slot, u32 epoch, u64 dead_receivers, Still&& is_still, Committed&& is_committed,
-                   u64& blocks, u64& nbytes) {
+                   Shared<u64>& blocks, Shared<u64>& nbytes) {
         Block& b = block(index);
         bool is_last = false;
         {
@@ -323,9 +324,9 @@ class Pool {
                 return;
             bool was_held = !is_unheld(index);
             if (held(index)[slot].load(std::memory_order_relaxed) != 0) {
-                ++blocks;
-                nbytes += b.nbytes.load(std::memory_order_relaxed);
                 held(index)[slot].store(0, std::memory_order_relaxed);
+                blocks.fetch_add(1, std::memory_order_relaxed);
+                nbytes.fetch_add(b.nbytes.load(std::memory_order_relaxed), std::memory_order_relaxed);
             }
             if (g_.shape.has_grants != 0 && b.grant_units.load(std::memory_order_relaxed) != 0) {
                 for (u32 p = 0; p < g_.shape.max_peers; ++p) {

@@ -45,6 +45,7 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
         end.state = EndState::closed;
         word.compare_exchange_strong(seen, make_word(end), std::memory_order_acq_rel);
     };
+    if (!is_leaving) by.peer(slot).reaped_ns.store(now_ns());
     pool.recover_lock(slot, peer_epoch);
     End end{};
     u64 dead_receivers = 0;
@@ -72,9 +73,12 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
             head.ready.fetch_or(1ull << i);  // it may have died between committing and saying so
         }
         by.segment().header().changes.fetch_add(1, std::memory_order_acq_rel);
+        PENSTOCK_POINT("reap.marked");
     }
     if (g.shape.buckets != 0) Store(by).drop_filling(slot, peer_epoch, is_still);
-    u64 blocks = 0, nbytes = 0;
+    Shared<u64> left_blocks{0}, left_nbytes{0};  // in peace: nobody is told
+    Shared<u64>& blocks = is_leaving ? left_blocks : by.peer(slot).reaped_blocks;
+    Shared<u64>& nbytes = is_leaving ? left_nbytes : by.peer(slot).reaped_nbytes;
     auto is_committed = [&](u32 lane, u64 position) {
         return g.channel == 0 || lane >= g.shape.lanes ||
                position < by.segment().at<Lane>(g.lanes)[lane].committed.load(std::memory_order_acquire);
@@ -90,10 +94,6 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
         for (u32 i = 0; i < g.shape.lanes; ++i) close_it(by.segment().at<Lane>(g.lanes)[i].word, EndState::closing);
     // It may have died between giving a block back and saying so.
     if (ends_become == EndState::dead) pool.announce_return();
-    if (ends_become != EndState::dead) return;
-    by.peer(slot).reaped_blocks.fetch_add(blocks);  // several may reap it: each adds what it found
-    by.peer(slot).reaped_nbytes.fetch_add(nbytes);
-    by.peer(slot).reaped_ns.store(now_ns());
 }
 
 }  // namespace penstock

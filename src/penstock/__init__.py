@@ -37,7 +37,7 @@ from penstock.errors import (
     WouldBlock,
 )
 from penstock.memory import Holder, Peer, Pool, PoolStats, Ref, Segment, Ticket
-from penstock.memory.segment import attach_segment as _attach_segment
+from penstock.memory.segment import attached_segment as _attached_segment
 from penstock.tensor import (
     Empty,
     Incoming,
@@ -66,25 +66,25 @@ def attach(where: Ticket | str | int, *, messages: _Messages) -> MessageChannel:
 def attach(
     where: Ticket | str | int, *, messages: _Messages | None = None
 ) -> Channel | MessageChannel | Pool | CudaPool | Segment:
-    """What a ticket, or an inherited descriptor (which is taken over), leads to: a channel, a pool (perhaps of device
-    memory) or a segment.
+    """What a ticket, or an inherited descriptor (which is taken over, unless it is refused), leads to: a channel, a
+    pool (perhaps of device memory) or a segment.
 
     messages: the classes that the channel carries. Raises LayoutMismatch, which says how they differ, if it carries
     others.
     """
-    segment = _attach_segment(where)
-    if messages is not None:
-        return MessageChannel(_channel_of(segment), messages)
-    if segment.kind == 1:
-        return Segment(segment)
-    if segment.kind == 2:
-        if segment.is_elsewhere:
-            # Imported here: who has no device need not know how one is asked. This asks for none yet.
-            from penstock.tensor.cuda import CudaPool
+    with _attached_segment(where) as segment:
+        if messages is not None:
+            return MessageChannel(_channel_of(segment), messages)
+        if segment.kind == 1:
+            return Segment(segment)
+        if segment.kind == 2:
+            if segment.is_elsewhere:
+                # Imported here: who has no device need not know how one is asked. This asks for none yet.
+                from penstock.tensor.cuda import CudaPool
 
-            return CudaPool(segment)
-        return Store(segment) if segment.keeps else Pool(segment)
-    return _channel_of(segment)
+                return CudaPool(segment)
+            return Store(segment) if segment.keeps else Pool(segment)
+        return _channel_of(segment)
 
 
 __all__ = [

@@ -19,7 +19,7 @@ WAITER = {"wait.parked", "wait.woken"}
 PEER = {"join.claimed", "close.begun", "leave.begun"}
 KEEPER = {"abort.begun"}  # has closed, and keeps room that a view can still write into
 COMING = {"receiver.claimed"}
-REAPER = {"reap.begun", "reap.half"}
+REAPER = {"reap.begun", "reap.half", "reap.marked"}
 
 # Who passes what. A channel's pool grows; the other one is claimed at once.
 REACHED = {
@@ -32,7 +32,7 @@ REACHED = {
     ("pool", "lender"): TAKER | {"share.half"} | PEER - {"close.begun"},
     ("pool", "borrower"): {"open.half", "block.locked", "release.last"}
     | PEER - {"close.begun"}
-    | REAPER - {"reap.half"},
+    | REAPER - {"reap.half", "reap.marked"},
 }
 ONCE = PEER | KEEPER | COMING | {"pool.claiming"} | REAPER
 CASES = [

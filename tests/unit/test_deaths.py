@@ -7,7 +7,7 @@ import time
 import pytest
 
 import penstock
-from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock
+from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock, _native
 from tests.conftest import eventually
 from tests.unit.processes import DYING, Program, program, soon, thread
 
@@ -328,6 +328,29 @@ def test_what_a_dead_receiver_held_is_given_back() -> None:
         assert channel.snapshot()["pool"][0]["blocks"] == 4
         other.kill()
         eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("delay_us", "held"),
+    [(20_000, "1 block (195.3 KiB), given back"), (300_000, "what has not been given back yet")],
+    ids=["counted soon", "counted late"],
+)
+def test_a_death_is_told_with_what_was_held_only_when_that_is_counted(delay_us: int, held: str) -> None:
+    channel = penstock.open_ring(spill_nbytes=1 << 20)
+    with channel.sender() as sender, victim(channel, "receiver") as other:
+        assert other.hear() == "ready"
+        sender.send(bytes(200_000))
+        tell(other, "hold")
+        _native.arm_point("reap.marked", "delay", 1, delay_us)  # the end is marked, the block not yet counted
+        other.kill()
+        with pytest.raises(PeerDied) as told:
+            for _ in range(5000):
+                sender.send(b"x", timeout=5)
+                time.sleep(0.001)
+        assert told.value.held == held
+        eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0)
+        table = {peer["name"]: peer for peer in channel.snapshot()["peers"]}
+        assert table["victim"]["reaped_blocks"] == 1
 
 
 def test_a_receiver_that_follows_one_that_died_gets_what_is_sent_from_then_on() -> None:

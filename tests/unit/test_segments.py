@@ -10,7 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -400,8 +400,7 @@ def test_a_foreign_file_is_refused_and_closed() -> None:
     for why, fd in foreign:
         with pytest.raises(LayoutMismatch, match=why):
             penstock.attach(fd)
-        with pytest.raises(OSError):
-            os.fstat(fd)
+        os.close(fd)
     os.close(writing)
 
 
@@ -417,10 +416,12 @@ def test_another_version_or_build_is_refused_with_both() -> None:
     assert (version, fingerprint) == (_native.LAYOUT_VERSION, _native.LAYOUT_FINGERPRINT)
     struct.pack_into("<I", data, 8, version + 1)
     with pytest.raises(LayoutMismatch, match=rf"layout: expected version {version} .*, found version {version + 1}"):
-        penstock.attach(memfd(bytes(data)))
+        penstock.attach(forged := memfd(bytes(data)))
+    os.close(forged)
     struct.pack_into("<II", data, 8, version, fingerprint ^ 1)
     with pytest.raises(LayoutMismatch, match=rf"\({fingerprint:08x}\), found .* \({fingerprint ^ 1:08x}\).*same build"):
-        penstock.attach(memfd(bytes(data)))
+        penstock.attach(forged := memfd(bytes(data)))
+    os.close(forged)
 
 
 def test_a_header_with_any_flipped_bits_is_refused_or_good_and_nothing_breaks(seed: int) -> None:
@@ -452,7 +453,8 @@ def test_a_header_with_any_flipped_bits_is_refused_or_good_and_nothing_breaks(se
                         found.sender().try_send(b"x")
                         found.receiver().try_receive()
                 except (penstock.PenstockError, ValueError, OSError):
-                    pass
+                    with contextlib.suppress(OSError):  # it was not refused when it was attached
+                        os.close(fd)
         say("whole")
     """
     with program(source, seed) as other:
@@ -696,6 +698,31 @@ def test_writing_through_a_read_only_view_ends_the_writer_only() -> None:
     with program(source, segment.ticket, env=DYING) as other:
         assert other.process.wait() == -11
     assert bytes(segment.view()[:5]) == b"whole"
+
+
+@pytest.mark.parametrize("attach", [penstock.attach, Segment.attach, penstock.Pool.attach, penstock.Store.attach])
+def test_a_descriptor_that_is_refused_stays_the_callers(attach: Callable[[int], object]) -> None:
+    ring = penstock.open_ring()
+    reading, writing = os.pipe()
+    forged = os.memfd_create("penstock:forged")
+    refused = [reading, writing, forged] + ([os.dup(ring.fd)] if attach is not penstock.attach else [])
+    before = len(os.listdir("/proc/self/fd"))
+    for fd in refused:
+        with pytest.raises((LayoutMismatch, OSError)):
+            attach(fd)
+        os.fstat(fd)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    for fd in refused:
+        os.close(fd)
+
+
+def test_a_descriptor_that_is_accepted_is_taken_over() -> None:
+    ring = penstock.open_ring()
+    fd = os.dup(ring.fd)
+    penstock.attach(fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_thousands_of_segments_leave_nothing() -> None:

@@ -13,7 +13,7 @@ from penstock import _native
 from penstock.channel.aio import AsyncReceiver, AsyncSender
 from penstock.errors import ClosedError, LayoutMismatch
 from penstock.memory.peers import Peer
-from penstock.memory.segment import Shareable, Ticket, attach_segment, fitting, placement, short, within
+from penstock.memory.segment import Shareable, Ticket, attached_segment, fitting, placement, short, within
 
 Latency = Literal["eco", "auto", "spin"]
 OnDeath = Literal["raise", "ignore"]
@@ -139,8 +139,8 @@ class Inbox(Channel):
 
 def attach_channel(where: Ticket | str | int) -> Channel:
     """The channel of a ticket or of an inherited descriptor, as what it is."""
-    segment = attach_segment(where)
-    return channel_of(segment)
+    with attached_segment(where) as segment:
+        return channel_of(segment)
 
 
 def channel_of(segment: _native.Segment) -> Channel:

@@ -13,7 +13,7 @@ from penstock.errors import CorruptRecord, PenstockError
 from penstock.measure.errors import MeasureError
 from penstock.measure.recording import Entry, Source
 from penstock.memory import Ticket
-from penstock.memory.segment import attach_segment
+from penstock.memory.segment import attached_segment
 
 CHANNELS = ("ring", "broadcast", "inbox")
 AT_ONCE = 256  # records of one channel before the next one is looked at
@@ -69,7 +69,8 @@ def channels_of(target: int | Ticket, name: str | None) -> list[Watched]:
                 holder["pid"], starts.get(holder["pid"], 0), holder["fd"], one["inode"], int(one["nonce"], 16)
             )
             pids = [each["pid"] for each in one["held_by"]]
-            watched.append(Watched(attach_segment(ticket), one["kind"], pids))
+            with attached_segment(ticket) as segment:
+                watched.append(Watched(segment, one["kind"], pids))
         except (OSError, PenstockError) as error:
             reasons.append(f"{one['kind']} '{one['name']}': {error}")
     if not watched:

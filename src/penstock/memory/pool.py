@@ -14,7 +14,7 @@ from penstock import _native
 from penstock.errors import ClosedError, LayoutMismatch, MemoryExhausted, PeerDied, StaleRef
 from penstock.memory.peers import Peer
 from penstock.memory.ref import Ref
-from penstock.memory.segment import MAX_NBYTES, Shareable, Ticket, attach_segment, fitting, placement, short, within
+from penstock.memory.segment import MAX_NBYTES, Shareable, Ticket, attached_segment, fitting, placement, short, within
 
 _T = TypeVar("_T")
 BLOCK_ALIGN = 64  # of blocks; native/layout.h
@@ -80,12 +80,14 @@ class Pool(Shareable):
 
     @classmethod
     def attach(cls, where: Ticket | str | int, *, peer_name: str = "") -> Pool:
-        segment = attach_segment(where)
-        if segment.kind != 2:
-            raise LayoutMismatch(f"'{segment.name}' is not a pool")
-        if segment.is_elsewhere:
-            raise LayoutMismatch(f"'{segment.name}' is a pool of device memory: attach a tensor.cuda.CudaPool to it")
-        return cls(segment, peer_name)
+        with attached_segment(where) as segment:
+            if segment.kind != 2:
+                raise LayoutMismatch(f"'{segment.name}' is not a pool")
+            if segment.is_elsewhere:
+                raise LayoutMismatch(
+                    f"'{segment.name}' is a pool of device memory: attach a tensor.cuda.CudaPool to it"
+                )
+            return cls(segment, peer_name)
 
     @property
     def place(self) -> _native.Attachment:

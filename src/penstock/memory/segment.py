@@ -6,7 +6,9 @@ process that holds it is gone, however it went, the kernel takes it back.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -122,16 +124,20 @@ def _from_spawn(cls: type[_T], duplicate: Any) -> _T:
     return cls._of(_native.Segment.adopt(duplicate.detach()))
 
 
-def attach_segment(where: Ticket | str | int) -> _native.Segment:
-    """The segment of a ticket, or of a descriptor that was inherited (which is taken over)."""
+@contextlib.contextmanager
+def attached_segment(where: Ticket | str | int) -> Iterator[_native.Segment]:
+    """The segment of a ticket, or of a descriptor that was inherited. The descriptor is taken over when the block ends,
+    and stays the caller's when the block raises."""
     if isinstance(where, int):
-        os.set_inheritable(where, False)
-        return _native.Segment.adopt(where)
+        yield _native.Segment.adopt(os.dup(where))
+        os.close(where)
+        return
     ticket = Ticket.parse(where) if isinstance(where, str) else where
     try:
-        return _native.Segment.attach(*msgspec.structs.astuple(ticket))
+        segment = _native.Segment.attach(*msgspec.structs.astuple(ticket))
     except TypeError:  # a number that no process, descriptor or segment can have
         raise LayoutMismatch(f"not a ticket of a segment: {ticket}") from None
+    yield segment
 
 
 def placement(huge_pages: bool | str, numa_node: int | None, numa_required: bool = False) -> dict[str, Any]:
@@ -169,10 +175,10 @@ class Segment(Shareable):
 
     @classmethod
     def attach(cls, where: Ticket | str | int) -> Segment:
-        segment = attach_segment(where)
-        if segment.kind != 1:
-            raise LayoutMismatch(f"'{segment.name}' is not a plain segment")
-        return cls(segment)
+        with attached_segment(where) as segment:
+            if segment.kind != 1:
+                raise LayoutMismatch(f"'{segment.name}' is not a plain segment")
+            return cls(segment)
 
     def view(self, *, writable: bool = False) -> memoryview:
         """The bytes. A view keeps the mapping alive; one that is not writable lies in a read-only mapping."""

@@ -17,7 +17,7 @@ from penstock import _native
 from penstock.errors import LayoutMismatch, MemoryExhausted, Missing
 from penstock.memory import Pool, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
-from penstock.memory.segment import attach_segment, fitting, placement, short, within
+from penstock.memory.segment import attached_segment, fitting, placement, short, within
 from penstock.tensor.source import source
 from penstock.tensor.stored import Making, Stored, block_nbytes, write_value
 from penstock.tensor.tree import Plan, plan
@@ -124,10 +124,10 @@ class Store(Pool):
 
     @classmethod
     def attach(cls, where: Ticket | str | int, *, peer_name: str = "") -> Store:
-        segment = attach_segment(where)
-        if segment.kind != 2 or not segment.keeps:
-            raise LayoutMismatch(f"'{segment.name}' is not a store")
-        return cls(segment, peer_name)
+        with attached_segment(where) as segment:
+            if segment.kind != 2 or not segment.keeps:
+                raise LayoutMismatch(f"'{segment.name}' is not a store")
+            return cls(segment, peer_name)
 
     @property
     def nbytes(self) -> int:

@@ -30,7 +30,7 @@ import msgspec
 from penstock import _native
 from penstock.errors import ClosedError, LayoutMismatch, MemoryExhausted, PeerDied, Timeout
 from penstock.memory import Peer, Pool, PoolStats, Ref, Ticket
-from penstock.memory.segment import Shareable, attach_segment, fitting, short, within
+from penstock.memory.segment import Shareable, attached_segment, fitting, short, within
 from penstock.tensor.cuda.driver import DeviceError, Driver, ForeignDevice, driver_of
 from penstock.tensor.cuda.order import NEVER, wait_for
 
@@ -199,7 +199,8 @@ class CudaPool(Shareable):
     @classmethod
     def attach(cls, where: Ticket | str | int, *, driver: Driver | None = None, peer_name: str = "") -> CudaPool:
         """Maps nothing yet, and makes no context."""
-        return cls(attach_segment(where), driver=driver, peer_name=peer_name)
+        with attached_segment(where) as segment:
+            return cls(segment, driver=driver, peer_name=peer_name)
 
     @property
     def driver(self) -> Driver:
