@@ -6,6 +6,7 @@
 #include <sys/ioctl.h>
 #include <sys/wait.h>
 
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -76,6 +77,8 @@ class Watcher {
     std::string watch(Attachment* attachment);  // all peers in the segment's table; returns why one cannot be watched
     std::pair<int, u64> pipe();                 // where others write a byte when they have joined: write end and inode
     void forget(Attachment* attachment);        // returns when no reaping for it is under way
+    void retry();                               // there is work that a stopped peer's lock has put off
+    void leave_later(std::unique_ptr<Attachment> attachment);
 
    private:
     struct Watched {
@@ -96,7 +99,8 @@ class Watcher {
     std::map<u64, Watched> watched_;  // by identity
     int epoll_ = -1;
     bool is_started_ = false;
-    bool must_retry_ = false;
+    std::atomic<bool> must_retry_{false};
+    std::vector<std::unique_ptr<Attachment>> leaving_;  // to which nothing refers any more, and which have yet to leave
 };
 
 // This process in a segment: a slot in its table. Everything that touches shared state goes through one.
@@ -104,7 +108,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
    public:
     static std::shared_ptr<Attachment> join(std::shared_ptr<Segment> segment, const std::string& name) {
         segment->require_writable();
-        std::shared_ptr<Attachment> self(new Attachment(std::move(segment)));
+        std::shared_ptr<Attachment> self(new Attachment(std::move(segment)), retire);
         self->identity_ = own_identity();
         self->require_watchable(look_at(self->identity_).why());
         self->claim(name);
@@ -119,10 +123,6 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         return self;
     }
     ~Attachment() {
-        if (is_ours() && !is_observer_ && is_joined_) {
-            Watcher::instance().forget(this);
-            leave();
-        }
         for (auto& bell : bells_)
             if (bell.fd >= 0) ::close(bell.fd);
         if (bell_pipe_[0] >= 0) ::close(bell_pipe_[0]);
@@ -318,11 +318,67 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         if (bell.fd >= 0) poke(bell.fd);
     }
 
-    std::vector<std::pair<u32, u32>> deferred;  // releases that found their block locked by a stopped peer (pool.h)
-    std::mutex deferred_mutex;
-    std::atomic<u32> deferred_count{0};
+    // ── work that met a lock of a stopped peer ──
+    // Tried again by the watcher, every RETRY_MS, until it returns true; Timeout is as good as false. What is put off
+    // when this peer leaves need not be done: leaving gives all back.
+    using Work = std::function<bool(Attachment&)>;
+    void put_off(Work work) {
+        {
+            std::lock_guard guard(put_off_mutex_);
+            put_off_.push_back(std::move(work));
+            is_put_off_.store(true, std::memory_order_relaxed);
+        }
+        Watcher::instance().retry();
+    }
+    // False: there is still some.
+    bool finish_put_off() {
+        if (__builtin_expect(!is_put_off_.load(std::memory_order_relaxed), 1)) return true;
+        std::vector<Work> again;
+        {
+            std::lock_guard guard(put_off_mutex_);
+            again.swap(put_off_);
+        }
+        std::erase_if(again, [this](Work& work) {
+            try {
+                return work(*this);
+            } catch (const Error&) {
+                return false;
+            }
+        });
+        std::lock_guard guard(put_off_mutex_);
+        std::move(again.begin(), again.end(), std::back_inserter(put_off_));
+        is_put_off_.store(!put_off_.empty(), std::memory_order_relaxed);
+        return put_off_.empty();
+    }
+    // In peace, but by the same steps as after a death: first no peer may grant us anything more (dying), then all is
+    // given back. False: a stopped peer holds a lock; to be called again, for until then the slot is dying.
+    bool leave() noexcept {
+        PENSTOCK_POINT("leave.begun");
+        u64 seen = identity_, dying = with_state(identity_, PeerState::dying);
+        if (!peer(slot_).identity.compare_exchange_strong(seen, dying, std::memory_order_seq_cst) && seen != dying)
+            return true;
+        try {
+            reap_holdings(*this, slot_, dying, EndState::closed);
+        } catch (const Error&) {
+            return false;
+        }
+        peer(slot_).bell_ino.store(0);
+        peer(slot_).identity.compare_exchange_strong(dying, with_state(identity_, PeerState::left),
+                                                     std::memory_order_seq_cst);
+        segment_->header().peers_version.fetch_add(1, std::memory_order_release);
+        segment_->header().changes.fetch_add(1, std::memory_order_release);
+        wake_everybody(*this);
+        return true;
+    }
 
    private:
+    // The last reference is gone.
+    static void retire(Attachment* attachment) {
+        std::unique_ptr<Attachment> self(attachment);
+        if (!self->is_ours() || !self->is_joined_) return;
+        Watcher::instance().forget(attachment);
+        if (!self->leave()) Watcher::instance().leave_later(std::move(self));
+    }
     explicit Attachment(std::shared_ptr<Segment> segment) : segment_(std::move(segment)), forks_(fork_generation()) {}
 
     static constexpr u32 WAITERS = 1u << 8;
@@ -401,23 +457,6 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             .with("asked", 1)
             .with("free", 0);
     }
-    // In peace, but by the same steps: first nobody may grant us anything more (dying), then all is given back.
-    void leave() noexcept {
-        PENSTOCK_POINT("leave.begun");
-        u64 seen = identity_, dying = with_state(identity_, PeerState::dying);
-        if (!peer(slot_).identity.compare_exchange_strong(seen, dying, std::memory_order_seq_cst)) return;
-        try {
-            reap_holdings(*this, slot_, dying, EndState::closed);
-        } catch (const Error&) {
-            return;  // a stopped peer holds a lock: the slot stays as it is until this process is gone and is reaped
-        }
-        peer(slot_).bell_ino.store(0);
-        peer(slot_).identity.compare_exchange_strong(dying, with_state(identity_, PeerState::left),
-                                                     std::memory_order_seq_cst);
-        segment_->header().peers_version.fetch_add(1, std::memory_order_release);
-        segment_->header().changes.fetch_add(1, std::memory_order_release);
-        wake_everybody(*this);
-    }
     bool is_abandoned(u32 owner, bool& is_runnable) const {
         is_runnable = false;
         if (owner >= shape().max_peers) return true;  // nobody: the word was not written by us
@@ -438,6 +477,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     std::atomic<u32> seen_version_{0};
     std::mutex bells_mutex_;
     std::vector<OtherBell> bells_;
+    std::mutex put_off_mutex_;
+    std::vector<Work> put_off_;
+    std::atomic<bool> is_put_off_{false};
     int bell_pipe_[2] = {-1, -1};
 };
 
@@ -539,7 +581,23 @@ inline void Watcher::scan_all() {
         std::vector<u64> gone;
         scan(attachment, gone);
         for (u64 identity : gone) reap_or_retry(attachment, identity);
+        if (!attachment->finish_put_off()) must_retry_ = true;
     }
+    std::erase_if(leaving_, [](auto& attachment) { return attachment->leave(); });
+    if (!leaving_.empty()) must_retry_ = true;
+}
+
+inline void Watcher::retry() {
+    must_retry_ = true;
+    poke(pipe_[1]);
+}
+
+inline void Watcher::leave_later(std::unique_ptr<Attachment> attachment) {
+    {
+        std::lock_guard guard(mutex_);
+        leaving_.push_back(std::move(attachment));
+    }
+    retry();
 }
 
 inline std::string Watcher::watch(Attachment* attachment) {

@@ -412,8 +412,13 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         // Closed last: from then on the place may be somebody else's.
         u64 live = make_word({EndState::live, ch_.by->slot(), ch_.by->epoch(), epoch_});
         u64 closed = make_word({EndState::closed, ch_.by->slot(), ch_.by->epoch(), epoch_});
-        if (ch_.pool.drop_receiver(index_))
-            slot_->word.compare_exchange_strong(live, closed, std::memory_order_acq_rel);
+        auto finish = [index = index_, word = &slot_->word, live, closed](Attachment& by) {
+            if (!Pool(by).drop_receiver(index)) return false;
+            u64 seen = live;
+            word->compare_exchange_strong(seen, closed, std::memory_order_acq_rel);
+            return true;
+        };
+        if (!finish(*ch_.by)) ch_.by->put_off(finish);
         ch_.changed();
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i)
             if (ring_all(ch_.lane(i).room) != 0) ch_.by->wake_async(end_of(ch_.lane(i).word.load()).slot);

@@ -124,7 +124,7 @@ class Store {
     // see is_given_up().
     void give_up(const Extent& extent) noexcept {
         try {
-            abandon(extent, now_ns() + Pool::RELEASE_NS);
+            abandon(extent, 0);
         } catch (...) {
             count(head_.abandoned);
         }
@@ -165,7 +165,7 @@ class Store {
         {
             if (by_.take_over(head_.lock, slot, epoch))
                 rebuild();
-            else if (by_.lock(head_.lock, now_ns() + Pool::LOCK_NS / 10))
+            else if (by_.lock(head_.lock, now_ns() + Pool::REAP_NS))
                 rebuild();
             Unlock unlock{by_, head_.lock};
             for (u32 index = 0; index < g_.shape.max_blocks && is_still(); ++index) {

@@ -244,6 +244,11 @@ def stopping_putter(talk: Connection, where: str) -> None:
     talk.recv()
 
 
+def go_on(child: Child) -> None:
+    child.kill(signal.SIGCONT)
+    child.hear("went on")
+
+
 @contextlib.contextmanager
 def stopped_within_a_lock(zygote: Zygote, target: Callable[..., None], *arguments: Any) -> Iterator[Child]:
     child = zygote.child(target, *arguments)
@@ -252,8 +257,8 @@ def stopped_within_a_lock(zygote: Zygote, target: Callable[..., None], *argument
         child.talk.send("go")
         eventually(lambda: is_stopped(child), 20)
         yield child
-        child.kill(signal.SIGCONT)
-        child.hear("went on")
+        if is_stopped(child):
+            go_on(child)
         child.talk.send("go")
         child.gone_at()
     finally:
@@ -361,3 +366,66 @@ def test_an_event_loop_goes_on_while_a_peer_is_stopped_within_a_lock(zygote: Zyg
             assert asyncio.run(send()) < 0.09
     with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
         assert asyncio.run(receive()) < 0.09
+
+
+# ── what a stopped peer's lock has put off ───────────────────────────────────────────────────────────────────────────
+def test_a_release_that_was_put_off_is_done_soon_after_the_peer_goes_on(zygote: Zygote) -> None:
+    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
+        receiver = channel.receiver(1)
+        sender.send(LONG)
+        lease = receiver.receive_view(timeout=20)
+        with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)) as child:
+            lease.release()
+            assert channel.snapshot()["pool"][0]["blocks"] == 1
+            go_on(child)
+            eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0, within=1)
+        receiver.close()
+
+
+@pytest.mark.parametrize("kept", ["nothing", "a record that it received"])
+def test_a_place_that_was_closed_under_a_stopped_peer_is_free_soon_after_it_goes_on(zygote: Zygote, kept: str) -> None:
+    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
+        receiver = channel.receiver(1, name="closed")
+        held = []
+        if kept != "nothing":
+            sender.send(LONG)
+            held.append(receiver.receive_view(timeout=20))
+        sender.send(LONG)  # pending for it
+        with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)) as child:
+            began = time.monotonic()
+            receiver.close()
+            assert time.monotonic() - began < A_DEADLINE
+            with pytest.raises(ValueError, match="receiver 1 of 'broadcast' is taken: 'closed'"):
+                channel.receiver(1)
+            go_on(child)
+            eventually(lambda: channel.snapshot()["receivers"][1]["state"] == "closed", within=1)
+            held.clear()
+            eventually(lambda: [peer.state for peer in channel.peers() if peer.name == "closed"] == ["left"], within=1)
+            with channel.receiver(1) as successor:
+                sender.send(b"for both", timeout=20)
+                assert successor.receive(timeout=20) == b"for both"
+        eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0)
+
+
+def test_an_idle_process_has_nothing_to_retry_when_what_was_put_off_is_done(zygote: Zygote) -> None:
+    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
+        receiver = channel.receiver(1)
+        sender.send(LONG)
+        with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)) as child:
+            receiver.close()
+            go_on(child)
+            eventually(lambda: channel.snapshot()["receivers"][1]["state"] == "closed", within=1)
+        eventually(lambda: switches_within(0.4) == 0)
+
+
+def switches_within(seconds: float) -> int:
+    """How often other threads of this process had a processor in this time."""
+
+    def count() -> int:
+        tasks = [path for path in Path("/proc/self/task").iterdir() if int(path.name) != os.getpid()]
+        lines = [line for path in tasks for line in (path / "status").read_text().splitlines()]
+        return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+
+    before = count()
+    time.sleep(seconds)
+    return count() - before
