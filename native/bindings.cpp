@@ -33,6 +33,7 @@ void raise_python(const Error& error) {
 
 NB_MODULE(_native, m) {
     m.doc() = "The native core of penstock: segments, pools, peers, channels. Use it through the package.";
+    interpreter = {&GilRelease::release_if_held, &GilRelease::retake};
     nb::set_leak_warnings(false);  // leases may outlive the interpreter's last look at them
     nb::register_exception_translator([](const std::exception_ptr& caught, void*) {
         try {

@@ -115,8 +115,19 @@ class Parts {
     nb::object keep_;
 };
 
+// A lock that a stopped peer holds is, for a call that may not wait, as good as no room.
+template <class Do>
+auto unless_locked(bool may_wait, Do&& attempt) {
+    try {
+        return attempt();
+    } catch (Error& error) {
+        if (!may_wait && error.fault == Fault::timeout) error.fault = Fault::would_block;
+        throw;
+    }
+}
+
 // ── sender ──
-// attempt(turn): whether it is over.
+// attempt(turn, deadline): whether it is over.
 template <class Try>
 bool send_loop(Sender& sender, nb::handle timeout, bool may_wait, Try&& attempt) {
     u64 deadline = may_wait ? deadline_of(timeout) : 0;
@@ -124,7 +135,7 @@ bool send_loop(Sender& sender, nb::handle timeout, bool may_wait, Try&& attempt)
     Turn turn(sender.mutex(), deadline, may_wait, sender.name());
     Waited waited{sender.channel().lane(sender.index()).waits};
     for (;;) {
-        if (attempt(turn)) return true;
+        if (unless_locked(may_wait, [&] { return attempt(turn, deadline); })) return true;
         if (!may_wait) return false;
         if (waited.started == 0) waited.started = now_ns();
         Woken woken;
@@ -134,7 +145,7 @@ bool send_loop(Sender& sender, nb::handle timeout, bool may_wait, Try&& attempt)
         }
         if (woken == Woken::interrupted) check_signals();
         if (woken == Woken::deadline) {
-            if (attempt(turn)) return true;
+            if (attempt(turn, deadline)) return true;
             throw sender.timeout(now_ns() - waited.started);
         }
     }
@@ -157,12 +168,12 @@ enum class Sent { yes, no_room, overtaken };
 Sent send(Sender& sender, nb::handle record, nb::handle timeout, bool may_wait, u64 admissions = NEVER) {
     Parts parts(record);
     bool is_sent = false;
-    bool is_over = send_loop(sender, timeout, may_wait, [&](Turn& turn) {
+    bool is_over = send_loop(sender, timeout, may_wait, [&](Turn& turn, u64 deadline) {
         if (parts.total < LONG_COPY) {
-            is_sent = sender.try_send(parts.data(), parts.size(), parts.total, admissions);
+            is_sent = sender.try_send(parts.data(), parts.size(), parts.total, admissions, deadline);
         } else {
             GilRelease released(turn.lock());
-            is_sent = sender.try_send(parts.data(), parts.size(), parts.total, admissions);
+            is_sent = sender.try_send(parts.data(), parts.size(), parts.total, admissions, deadline);
         }
         return is_sent || sender.is_overtaken();
     });
@@ -191,7 +202,12 @@ struct Reservation {
         sender->channel().require_ours();
         Turn turn(sender->mutex(), NEVER, true, sender->name());
         if (sender->is_closed()) throw Error(Fault::closed, "the sender was closed: the reservation is lost");
-        sender->commit();
+        try {
+            sender->commit();
+        } catch (...) {  // a stopped peer holds a lock: it may be tried again
+            is_open = true;
+            throw;
+        }
     }
     // The room is free with the last view.
     void abort() noexcept {
@@ -232,7 +248,7 @@ PyType_Slot reservation_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(res
 bool find_loop(Receiver& receiver, Turn& turn, bool may_wait, u64 deadline, Found& found) {
     Waited waited{receiver.channel().receiver(receiver.index()).waits};
     for (;;) {
-        if (receiver.try_find(found)) return true;
+        if (unless_locked(may_wait, [&] { return receiver.try_find(found, deadline); })) return true;
         if (!may_wait) return false;
         if (waited.started == 0) waited.started = now_ns();
         Woken woken;
@@ -242,7 +258,7 @@ bool find_loop(Receiver& receiver, Turn& turn, bool may_wait, u64 deadline, Foun
         }
         if (woken == Woken::interrupted) check_signals();
         if (woken == Woken::deadline) {
-            if (receiver.try_find(found)) return true;
+            if (receiver.try_find(found, deadline)) return true;
             throw receiver.timeout(now_ns() - waited.started);
         }
     }
@@ -398,7 +414,9 @@ void bind_channel(nb::module_& m) {
             "record"_a,
             nb::sig("def send_nowait(self, record: typing_extensions.Buffer | "
                     "collections.abc.Sequence[typing_extensions.Buffer]) -> None"),
-            "The same, but raises WouldBlock instead of blocking.")
+            "The same, but raises WouldBlock instead of blocking; also where a stopped peer holds a lock, which it "
+            "names. "
+            "(It waits for such a lock for at most 1 ms, or 20 ms while the holder is runnable.)")
         .def(
             "try_send",
             [](Sender& s, nb::handle record) {
@@ -438,12 +456,16 @@ void bind_channel(nb::module_& m) {
             "reserve",
             [](const std::shared_ptr<Sender>& s, u64 nbytes, nb::handle timeout) {
                 u8* at = nullptr;
-                send_loop(*s, timeout, true, [&](Turn&) { return (at = s->try_reserve(nbytes)) != nullptr; });
+                send_loop(*s, timeout, true, [&](Turn&, u64 deadline) {
+                    return (at = s->try_reserve(nbytes, NEVER, deadline)) != nullptr;
+                });
                 return new Reservation(s, at, nbytes);
             },
             "nbytes"_a, "timeout"_a.none() = nb::none(),
             nb::sig("def reserve(self, nbytes: int, timeout: float | None = None) -> Reservation"),
             "Room for one record of `nbytes`, to be filled in place and committed.")
+        .def_prop_ro("is_locked_out", &Sender::is_locked_out,
+                     "Whether the last attempt found a lock held by a stopped peer: nothing wakes for that.")
         .def("arm", &Sender::arm)
         .def("disarm", &Sender::disarm, "is_over"_a)
         .def(
@@ -526,6 +548,8 @@ void bind_channel(nb::module_& m) {
         .def(
             "try_receive_frame", [](const std::shared_ptr<Receiver>& r) { return try_receive(r, As::frame); },
             nb::sig("def try_receive_frame(self) -> bytes | Lease | None"))
+        .def_prop_ro("is_locked_out", &Receiver::is_locked_out,
+                     "Whether the last attempt found a lock held by a stopped peer: nothing wakes for that.")
         .def("arm", &Receiver::arm)
         .def("disarm", &Receiver::disarm, "is_over"_a)
         .def(

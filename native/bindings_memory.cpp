@@ -32,14 +32,14 @@ PyType_Slot lease_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(lease_get
 // ── a segment's own bytes ──
 struct Bytes {
     std::shared_ptr<Segment> segment;
+    void* at;  // mapped before there is a view: no error can pass through getbuffer
     bool is_writable;
 };
 int bytes_getbuffer(PyObject* self, Py_buffer* view, int flags) {
     Bytes* bytes = nb::inst_ptr<Bytes>(self);
-    const Geometry& g = bytes->segment->geometry();
-    void* at = bytes->is_writable ? bytes->segment->write_at(g.data) : const_cast<u8*>(bytes->segment->read_at(g.data));
-    return PyBuffer_FillInfo(view, self, at, static_cast<Py_ssize_t>(g.shape.raw_nbytes), bytes->is_writable ? 0 : 1,
-                             flags);
+    return PyBuffer_FillInfo(view, self, bytes->at,
+                             static_cast<Py_ssize_t>(bytes->segment->geometry().shape.raw_nbytes),
+                             bytes->is_writable ? 0 : 1, flags);
 }
 PyType_Slot bytes_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(bytes_getbuffer)}, {0, nullptr}};
 
@@ -126,8 +126,8 @@ void bind_memory(nb::module_& m) {
         .def(
             "bytes",
             [](const std::shared_ptr<Segment>& s, bool is_writable) {
-                if (is_writable) s->require_writable();
-                return Bytes{s, is_writable};
+                u64 data = s->geometry().data;
+                return Bytes{s, is_writable ? s->write_at(data) : const_cast<u8*>(s->read_at(data)), is_writable};
             },
             "is_writable"_a)
         .def(
@@ -243,7 +243,7 @@ void bind_memory(nb::module_& m) {
                 Extent extent;
                 for (;;) {
                     u32 seen = pool.returns();
-                    if (pool.try_take(nbytes, extent)) break;
+                    if (pool.try_take(nbytes, extent, deadline)) break;
                     if (now_ns() >= deadline) {
                         pool.header().exhaustions.fetch_add(1);
                         throw pool.exhausted(nbytes);

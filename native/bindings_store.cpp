@@ -62,7 +62,7 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
         returns = store.pool().returns();
         is_full = false;
         try {
-            begun = store.begin(key, nbytes, extent, seen);
+            begun = store.begin(key, nbytes, extent, seen, deadline);
         } catch (const Error& error) {
             if (error.fault != Fault::memory_exhausted || now_ns() >= deadline || nbytes > store.pool().nbytes()) throw;
             is_full = true;
@@ -101,8 +101,15 @@ bool commit(Keeper& keeper, Lease& lease) {
                      lease.exports);
         throw nb::python_error();
     }
-    bool is_there = store.commit(lease.extent);
-    lease.is_filling = lease.is_writable = false;
+    lease.is_writable = false;  // first: while a lock is waited for, other threads may ask for a view
+    bool is_there;
+    try {
+        is_there = store.commit(lease.extent);
+    } catch (...) {
+        lease.is_writable = true;
+        throw;
+    }
+    lease.is_filling = false;
     lease.forget_made();
     lease.at =
         const_cast<u8*>(keeper.by->segment().read_at(keeper.by->segment().geometry().pool_data + lease.extent.offset));

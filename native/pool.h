@@ -32,7 +32,7 @@ struct PoolStats {
 class Pool {
    public:
     static constexpr u64 LOCK_NS = 2'000'000'000;  // a lock held longer than this is an error that names the holder
-    static constexpr u64 RELEASE_NS = 20'000'000;  // a release does not wait longer: it is done later
+    static constexpr u64 REAP_NS = 20'000'000;     // a reaper does not wait longer: it is done later
     static constexpr u32 AHEAD = 16;               // blocks whose states a sweep asks for before it looks at them
     static constexpr u64 SMALL = 64;               // smaller than a 64th of the pool: taken from the low end of a gap
 
@@ -56,15 +56,16 @@ class Pool {
     // ── take ──
     // A live block of which this peer holds one lease. False: there is no room now. Throws MemoryExhausted when there
     // can never be, or when the machine has no memory for a pool that grows.
-    bool try_take(u64 nbytes, Extent& out) {
+    // deadline: for the lock alone, here and below.
+    bool try_take(u64 nbytes, Extent& out, u64 deadline = NEVER) {
         by_.refresh();
-        finish_deferred();
+        by_.finish_put_off();
         u64 extent = round_up(std::max<u64>(nbytes, 1), LINE);
         if (extent > this->nbytes()) {
             head_.exhaustions.fetch_add(1, std::memory_order_relaxed);
             throw exhausted(nbytes);
         }
-        if (by_.lock(head_.lock, now_ns() + LOCK_NS)) rebuild();
+        if (by_.lock(head_.lock, std::min(deadline, now_ns() + LOCK_NS))) rebuild();
         PENSTOCK_POINT("pool.locked");
         Unlock unlock{by_, head_.lock};
         if (head_.swept_returns.load(std::memory_order_relaxed) != head_.returns.load(std::memory_order_acquire))
@@ -125,8 +126,8 @@ class Pool {
 
     // What is taken, in the order of its offsets. Swept first, also of what was returned and not announced yet: who has
     // returned it may be stopped, and whoever finds room here must find it in the next take too.
-    std::vector<Entry> taken() {
-        if (by_.lock(head_.lock, now_ns() + LOCK_NS)) rebuild();
+    std::vector<Entry> taken(u64 deadline = NEVER) {
+        if (by_.lock(head_.lock, std::min(deadline, now_ns() + LOCK_NS))) rebuild();
         PENSTOCK_POINT("pool.locked");
         Unlock unlock{by_, head_.lock};
         sweep();
@@ -157,7 +158,6 @@ class Pool {
     // this generation and lies within it. A grant made to us is used up first.
     void open(const Extent& ref) {
         by_.refresh();
-        finish_deferred();
         Held guard(*this, checked(ref));
         require(ref);
         Shared<u32>& own = held(ref.block)[by_.slot()];
@@ -214,8 +214,8 @@ class Pool {
             __builtin_prefetch(at + line);
     }
     // Opens what a channel granted to one of its receivers: see pend().
-    void open_pending(const Extent& ref, u32 receiver) {
-        Held guard(*this, checked(ref));
+    void open_pending(const Extent& ref, u32 receiver, u64 deadline = NEVER) {
+        Held guard(*this, checked(ref), deadline);
         require(ref);
         Block& b = block(ref.block);
         u64 pending = b.pending.load(std::memory_order_relaxed);
@@ -271,8 +271,8 @@ class Pool {
     // For a channel's sender: the receivers in `mask` will open the block through the record at `position`. Our own
     // lease keeps it alive until the record is committed; a death before that is seen by position >= committed.
     template <class Mask>
-    void pend(const Extent& ref, u32 lane, u64 position, Mask&& mask) {
-        Held guard(*this, ref.block);
+    void pend(const Extent& ref, u32 lane, u64 position, u64 deadline, Mask&& mask) {
+        Held guard(*this, ref.block, deadline);
         Block& b = block(ref.block);
         b.pending_lane.store(lane, std::memory_order_relaxed);
         b.pending_position.store(position, std::memory_order_relaxed);
@@ -280,25 +280,17 @@ class Pool {
         // Under the lock: a receiver that goes now is cleared after.
         b.pending.store(mask(), std::memory_order_relaxed);
     }
-    // Gives one lease of this peer back. Never throws, never waits long.
+    // Gives one lease of this peer back. Never throws, never waits long: while a stopped peer holds the block's lock it
+    // is put off.
     void release(u32 index, u32 generation) noexcept {
         try {
-            if (!release_within(index, generation, now_ns() + RELEASE_NS)) return;
-        } catch (...) {
-            std::lock_guard guard(by_.deferred_mutex);
-            by_.deferred.emplace_back(index, generation);
-            by_.deferred_count.fetch_add(1, std::memory_order_relaxed);
+            release_within(index, generation, 0);
+        } catch (const Error&) {
+            by_.put_off([index, generation](Attachment& by) {
+                Pool(by).release_within(index, generation, 0);
+                return true;
+            });
         }
-    }
-    void finish_deferred() {
-        if (__builtin_expect(by_.deferred_count.load(std::memory_order_relaxed) == 0, 1)) return;
-        std::vector<std::pair<u32, u32>> again;
-        {
-            std::lock_guard guard(by_.deferred_mutex);
-            again.swap(by_.deferred);
-            by_.deferred_count.store(0, std::memory_order_relaxed);
-        }
-        for (auto [index, generation] : again) release(index, generation);
     }
 
     // ── what the reaper does with one block ──
@@ -315,7 +307,7 @@ class Pool {
                 recover_block(index);
             } else if (static_cast<BlockState>(b.state.load(std::memory_order_acquire)) != BlockState::live) {
                 return;
-            } else if (by_.lock(b.lock, now_ns() + LOCK_NS / 10)) {
+            } else if (by_.lock(b.lock, now_ns() + REAP_NS)) {
                 recover_block(index);
             }
             Unlock unlock{by_, b.lock};
@@ -349,7 +341,7 @@ class Pool {
         if (is_last) announce_return();
     }
     // A receiver that leaves while its process stays: what it has not opened yet is not waited for.
-    // False: some block is locked by a stopped peer; then it is done when this process leaves.
+    // False: some block is locked by a stopped peer: to be called again.
     bool drop_receiver(u32 receiver) {
         bool is_done = true;
         for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
@@ -357,7 +349,7 @@ class Pool {
             if (static_cast<BlockState>(b.state.load(std::memory_order_acquire)) != BlockState::live) continue;
             bool is_last = false;
             try {
-                Held guard(*this, index, now_ns() + RELEASE_NS);  // even if no bit is seen: one may just be being set
+                Held guard(*this, index, 0);  // even if no bit is seen: one may just be being set
                 u64 pending = b.pending.load(std::memory_order_relaxed);
                 if ((pending >> receiver & 1) == 0) continue;
                 b.pending.store(pending & ~(1ull << receiver), std::memory_order_relaxed);
@@ -536,8 +528,8 @@ class Pool {
     struct Held {  // LOCK block, repaired if its last holder died
         Pool& pool;
         u32 index;
-        Held(Pool& pool, u32 index, u64 deadline = 0) : pool(pool), index(index) {
-            if (pool.by_.lock(pool.block(index).lock, deadline == 0 ? now_ns() + LOCK_NS : deadline))
+        Held(Pool& pool, u32 index, u64 deadline = NEVER) : pool(pool), index(index) {
+            if (pool.by_.lock(pool.block(index).lock, std::min(deadline, now_ns() + LOCK_NS)))
                 pool.recover_block(index);
             PENSTOCK_POINT("block.locked");
         }
@@ -586,22 +578,21 @@ class Pool {
         b.state.store(static_cast<u32>(BlockState::returned), std::memory_order_release);
         return true;
     }
-    bool release_within(u32 index, u32 generation, u64 deadline) {
+    void release_within(u32 index, u32 generation, u64 deadline) {
         bool is_last = false;
         {
             Held guard(*this, index, deadline);
             Block& b = block(index);
             if (static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) != BlockState::live ||
                 b.generation.load(std::memory_order_relaxed) != generation)
-                return false;
+                return;
             Shared<u32>& own = held(index)[by_.slot()];
             u32 many = own.load(std::memory_order_relaxed);
-            if (many == 0) return false;
+            if (many == 0) return;
             own.store(many - 1, std::memory_order_relaxed);
             if (many == 1) is_last = return_if_last(index);
         }
         if (is_last) announce_return();
-        return is_last;
     }
     void recount(u32 index) {
         u32 units = 0;

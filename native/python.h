@@ -43,6 +43,9 @@ class GilRelease {
             for (;;) ::pause();
         }
     }
+    // For threads of which it is not known here whether they have it.
+    static void* release_if_held() { return PyGILState_Check() ? new GilRelease : nullptr; }
+    static void retake(void* released) { delete static_cast<GilRelease*>(released); }
 
    private:
     std::unique_lock<EndMutex>* turn_;

@@ -73,11 +73,13 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     EndMutex& mutex() { return mutex_; }
 
     // The next record, if there is one. It stays where it is until accept() or lease(). Throws EndOfChannel, PeerDied.
-    bool try_find(Found& out) {
+    // deadline: for a lock that a stopped peer may hold; Timeout names it.
+    bool try_find(Found& out, u64 deadline = NEVER) {
         require_open();
+        obstacle_.clear();
         ch_.by->refresh();
         if (!ch_.is_inbox()) {
-            if (find_in(0, out)) return true;
+            if (find_in(0, out, deadline)) return true;
         } else {
             // Not only when nothing is ready: senders that never pause would keep a death to themselves.
             if (__builtin_expect(ch_.changes() != seen_changes_, 0)) look_at_ends();
@@ -86,7 +88,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 u32 i = static_cast<u32>(
                     __builtin_ctzll(later != 0 ? later : ready));  // in turn: no sender starves another
                 last_lane_ = i;
-                if (find_in(i, out)) return true;
+                if (find_in(i, out, deadline)) return true;
                 ch_.head.ready.fetch_and(~(1ull << i),
                                          std::memory_order_seq_cst);  // ORDER ready: cleared before the last look
                 if ((lanes_[i].is_counted || was_admitted(i)) &&
@@ -115,6 +117,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         if (is_closed_ && !is_any_leased()) let_go();
     }
 
+    // A lock was in the way of the last try: try again soon, for its holder rings no bell.
+    bool is_locked_out() const { return !obstacle_.empty(); }
     Woken wait(u64 deadline) {
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i)  // all is read: a sender that wanted more room than that has it now
             if (ch_.lane(i).room.parked.load(std::memory_order_relaxed) != 0) ch_.ring_room(i, &slot_->waits.wakes);
@@ -124,6 +128,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     }
     bool arm() {
         require_open();
+        if (is_locked_out()) return true;
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
             Bell& room = ch_.lane(i).room;
             if ((room.parked.load(std::memory_order_relaxed) | room.parked_async.load(std::memory_order_relaxed)) != 0)
@@ -141,6 +146,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
 
     Error timeout(u64 waited_ns) {
         require_open();
+        if (is_locked_out()) return Error(Fault::timeout, obstacle_);
         std::string who = "nobody has come to send";
         u64 last = NEVER;  // of an inbox: the sender that has been silent for longest is the one to look at
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
@@ -206,7 +212,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                             static_cast<unsigned long long>(found.position), found.length, found.kind));
     }
 
-    bool find_in(u32 i, Found& out) {
+    bool find_in(u32 i, Found& out, u64 deadline) {
         LaneView& view = lanes_[i];
         Lane& lane = ch_.lane(i);
         if (__builtin_expect(!view.is_counted, 0) && !was_admitted(i)) return false;
@@ -240,8 +246,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 std::memcpy(&ref, out.at, sizeof ref);
                 out.extent = {ref.block, ref.generation, ref.offset, ref.nbytes};
                 try {
-                    ch_.pool.open_pending(out.extent, index_);
+                    ch_.pool.open_pending(out.extent, index_, deadline);
                 } catch (const Error& error) {
+                    if (error.fault == Fault::timeout) obstacle_ = error.text;
                     if (error.fault == Fault::stale_ref) pass(out, false);  // this record is lost; the next one is not
                     throw;
                 }
@@ -405,8 +412,13 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         // Closed last: from then on the place may be somebody else's.
         u64 live = make_word({EndState::live, ch_.by->slot(), ch_.by->epoch(), epoch_});
         u64 closed = make_word({EndState::closed, ch_.by->slot(), ch_.by->epoch(), epoch_});
-        if (ch_.pool.drop_receiver(index_))
-            slot_->word.compare_exchange_strong(live, closed, std::memory_order_acq_rel);
+        auto finish = [index = index_, word = &slot_->word, live, closed](Attachment& by) {
+            if (!Pool(by).drop_receiver(index)) return false;
+            u64 seen = live;
+            word->compare_exchange_strong(seen, closed, std::memory_order_acq_rel);
+            return true;
+        };
+        if (!finish(*ch_.by)) ch_.by->put_off(finish);
         ch_.changed();
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i)
             if (ring_all(ch_.lane(i).room) != 0) ch_.by->wake_async(end_of(ch_.lane(i).word.load()).slot);
@@ -426,6 +438,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     u32 last_lane_ = 0;
     u32 source_ = 0;
     u64 last_lease_ = 0;
+    std::string obstacle_;  // the lock that was in the way of the last try, and who holds it
     std::vector<LaneView> lanes_;
 };
 

@@ -358,13 +358,15 @@ class Segment {
         if (owner.liveness == Liveness::gone)
             throw Error(Fault::layout_mismatch, format("the owner of the ticket, pid %d, is gone", ticket.pid));
         std::string attaching = format("attaching to pid %d", ticket.pid);
-        if (owner.liveness == Liveness::unknown) throw os_error(attaching, owner.call, owner.error);
+        if (owner.liveness == Liveness::unknown)
+            throw os_error(format("the owner of the ticket, pid %d, cannot be found", ticket.pid), owner.call,
+                           owner.error);
         std::string path = format("/proc/%d/fd/%d", ticket.pid, ticket.fd);
         struct stat status{};
         auto fail = [&](const char* call) {
             if (errno == ENOENT)
                 throw Error(Fault::layout_mismatch, format("the ticket's owner, pid %d, has closed it", ticket.pid));
-            if (errno == EACCES || errno == EPERM) attaching += ", which only its own user may look into";
+            if (errno == EACCES || errno == EPERM) attaching += " (only its own user can attach)";
             throw os_error(attaching, call, errno);
         };
         // Looked at before it is opened: opening a pipe or a terminal has effects.
@@ -386,7 +388,7 @@ class Segment {
     }
 
     ~Segment() {
-        if (control_ != nullptr) ::munmap(control_, geometry_.data);
+        if (reserved_ != nullptr) ::munmap(reserved_, reserved_nbytes_);
         if (read_ != nullptr) ::munmap(read_, data_nbytes());
         if (u8* mapped = write_.load()) ::munmap(mapped, data_nbytes());
         ::close(fd_);
@@ -451,7 +453,20 @@ class Segment {
     Segment(int fd, const Geometry& geometry) : geometry_(geometry), fd_(fd) {}
 
     u8* map_part(u64 offset, u64 nbytes, int protection) {
-        void* mapped = ::mmap(nullptr, nbytes, protection, MAP_SHARED | MAP_NORESERVE, fd_, static_cast<off_t>(offset));
+        return map_at(nullptr, nbytes, protection, MAP_SHARED | MAP_NORESERVE, fd_, offset);
+    }
+    // The control part, behind ROBUST_DISTANCE bytes of private memory.
+    void map_control(int protection) {
+        u64 page = geometry_.shape.page;
+        reserved_nbytes_ = ROBUST_DISTANCE + page + geometry_.data;
+        reserved_ = map_at(nullptr, reserved_nbytes_, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        u8* at = reserved_ + (round_up(reinterpret_cast<u64>(reserved_) + ROBUST_DISTANCE, page) -
+                              reinterpret_cast<u64>(reserved_));
+        control_ = map_at(at, geometry_.data, protection, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd_, 0);
+    }
+    u8* map_at(void* at, u64 nbytes, int protection, int flags, int fd, u64 offset) {
+        void* mapped = ::mmap(at, nbytes, protection, flags, fd, static_cast<off_t>(offset));
         if (mapped != MAP_FAILED) return static_cast<u8*>(mapped);
         int failed = errno;
         std::string what = "mapping " + in_units(nbytes) + " of segment '" + name_ + "'";
@@ -463,7 +478,7 @@ class Segment {
             .with("free", static_cast<i64>(limit.rlim_cur));
     }
     void map(bool prefault, int control_protection = PROT_READ | PROT_WRITE) {
-        control_ = map_part(0, geometry_.data, control_protection);
+        map_control(control_protection);
         if (data_nbytes() != 0) read_ = map_part(geometry_.data, data_nbytes(), PROT_READ);
         if (prefault) {  // a hint: where the kernel is too old the pages come one by one
             ::madvise(control_, geometry_.data, MADV_POPULATE_WRITE);
@@ -510,6 +525,8 @@ class Segment {
     bool prefault_ = true;
     bool is_observer_ = false;
     std::string name_, fallback_;
+    u8* reserved_ = nullptr;  // private memory, and the control part within it
+    u64 reserved_nbytes_ = 0;
     u8* control_ = nullptr;
     u8* read_ = nullptr;
     std::atomic<u8*> write_{nullptr};

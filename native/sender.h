@@ -63,9 +63,11 @@ class Sender {
     // Room for one record of so many bytes, to be written at the address that is returned; nullptr: none now, and
     // wait() knows what for. Nobody sees it before commit(). Throws EndOfChannel, PeerDied, MemoryExhausted.
     // admissions: the caller's count of receivers that came late; nullptr and is_overtaken() if it is another now.
-    u8* try_reserve(u64 nbytes, u64 admissions = NEVER) {
+    // deadline: for locks that a stopped peer may hold; Timeout names it.
+    u8* try_reserve(u64 nbytes, u64 admissions = NEVER, u64 deadline = NEVER) {
         require_open();
         is_overtaken_ = false;
+        obstacle_.clear();
         if (is_reserved_) throw Error(Fault::value, "a reservation is open: commit or abort it first");
         ch_.by->refresh();
         if (__builtin_expect(ch_.changes() != seen_changes_, 0)) look_at_ends();
@@ -94,7 +96,7 @@ class Sender {
         u8* to = start_ + sizeof(Record);
         if (is_spilled) {
             returns_seen_ = ch_.pool.returns();
-            if (!ch_.pool.try_take(nbytes, spilled_)) {
+            if (!unless_locked([&] { return ch_.pool.try_take(nbytes, spilled_, deadline); })) {
                 waits_for_memory_ = true;
                 count(lane_->exhaustions);
                 return nullptr;
@@ -105,20 +107,21 @@ class Sender {
         is_reserved_ = true;
         return to;
     }
-    // Makes the record visible, to all receivers at once.
-    void commit() {
+    // Makes the record visible, to all receivers at once. Throws Timeout before it, and may be called again.
+    void commit(u64 deadline = NEVER) {
         constexpr auto relaxed = std::memory_order_relaxed;
         bool is_spilled = static_cast<RecordKind>(record_.kind) == RecordKind::spilled;
         if (is_spilled) {
             SpilledRef ref{spilled_.block, spilled_.generation, spilled_.offset, spilled_.nbytes};
             std::memcpy(start_ + sizeof(Record), &ref, sizeof ref);
-            ch_.pool.pend(spilled_, index_, record_.position, [this] {
-                u64 mask = 0;
+            auto mask = [this] {
+                u64 bits = 0;
                 for (u32 r = 0; r < ch_.g.shape.receivers; ++r)
                     if (mode_of(ch_.cursor(index_, r).mode.load(std::memory_order_acquire)) == CursorMode::counted)
-                        mask |= 1ull << r;
-                return mask;
-            });
+                        bits |= 1ull << r;
+                return bits;
+            };
+            unless_locked([&] { return ch_.pool.pend(spilled_, index_, record_.position, deadline, mask), true; });
             PENSTOCK_POINT("send.pending");
         }
         u64 sequence = lane_->sequence.load(relaxed);
@@ -183,17 +186,24 @@ class Sender {
         if (is_closed_) let_go(EndState::closing);
     }
     // One record out of several parts. False: no room now.
-    bool try_send(const Part* parts, size_t n, u64 total, u64 admissions = NEVER) {
-        u8* to = try_reserve(total, admissions);
+    bool try_send(const Part* parts, size_t n, u64 total, u64 admissions = NEVER, u64 deadline = NEVER) {
+        u8* to = try_reserve(total, admissions, deadline);
         if (to == nullptr) return false;
         for (size_t i = 0; i < n; ++i) {
             std::memcpy(to, parts[i].at, parts[i].nbytes);
             to += parts[i].nbytes;
         }
-        commit();
+        try {
+            commit(deadline);
+        } catch (...) {
+            abort();
+            throw;
+        }
         return true;
     }
 
+    // A lock was in the way of the last try: try again soon, for its holder rings no bell.
+    bool is_locked_out() const { return !obstacle_.empty(); }
     // After a try that found no room: sleeps until another try may succeed.
     Woken wait(u64 deadline) {
         lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, std::memory_order_relaxed);
@@ -207,6 +217,7 @@ class Sender {
     // The same for an event loop: says that this end waits; true: no need to, try again.
     bool arm() {
         require_open();
+        if (is_locked_out()) return true;
         lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, std::memory_order_relaxed);
         if (lane_->waits.since_ns.load(std::memory_order_relaxed) == 0) lane_->waits.since_ns.store(now_ns());
         if (waits_for_memory_) {
@@ -227,6 +238,7 @@ class Sender {
     Error timeout(u64 waited_ns) {
         require_open();
         count(lane_->refused);
+        if (is_locked_out()) return Error(Fault::timeout, obstacle_);
         if (waits_for_memory_) {
             Error full = ch_.pool.exhausted(nbytes_);
             full.fault = Fault::timeout;
@@ -301,6 +313,15 @@ class Sender {
         if (is_closing_.load(std::memory_order_relaxed))
             throw Error(Fault::closed, format("sender %u of '%s' is closed", index_, name()));
         ch_.require_ours();
+    }
+    template <class Do>
+    bool unless_locked(Do&& what) {
+        try {
+            return what();
+        } catch (const Error& error) {
+            if (error.fault == Fault::timeout) obstacle_ = error.text;
+            throw;
+        }
     }
     bool has_room() {
         u64 limit = ch_.g.shape.lane_nbytes;
@@ -397,6 +418,7 @@ class Sender {
     std::atomic<int> views_{0};
     std::atomic<bool> is_given_up_{false};
     bool waits_for_memory_ = false;
+    std::string obstacle_;  // the lock that was in the way of the last try, and who holds it
     u64 need_ = 0, skip_ = 0, nbytes_ = 0;
     u32 returns_seen_ = 0;
     u8* start_ = nullptr;

@@ -60,24 +60,25 @@ class Store {
     // hit: it is there, and out is a lease of it. fill: out is a lease of a block that is being written, by the caller,
     // who commits or abandons it. wait: somebody else is writing it; wait_for_fill(seen) and begin again.
     // Throws MemoryExhausted where all that is in the way is held.
-    Begun begin(const Key& key, u64 nbytes, Extent& out, u32& seen) {
+    // deadline: for locks.
+    Begun begin(const Key& key, u64 nbytes, Extent& out, u32& seen, u64 deadline = NEVER) {
         by_.refresh();
         bool is_full = false;
         for (int attempts = 0;; ++attempts) {
             {
-                Locked guard(*this);
+                Locked guard(*this, deadline);
                 Begun found;
                 if (look(key, out, seen, found)) return found;
             }
             if (is_full) throw pool_.exhausted(nbytes);  // and it did not come meanwhile, with what was in the way
-            if (pool_.try_take(nbytes, out)) break;
-            is_full = attempts >= MOST_ATTEMPTS || !evict(nbytes);
+            if (pool_.try_take(nbytes, out, deadline)) break;
+            is_full = attempts >= MOST_ATTEMPTS || !evict(nbytes, deadline);
         }
         PENSTOCK_POINT("store.taken");
         Begun found = Begun::fill;
         Extent ours = out;
         try {
-            Locked guard(*this);
+            Locked guard(*this, deadline);
             if (!look(key, out, seen, found)) {
                 Block& b = pool_.block(ours.block);
                 for (u32 i = 0; i < KEY_WORDS; ++i) b.key[i].store(key.words[i], std::memory_order_relaxed);
@@ -110,9 +111,9 @@ class Store {
         return is_ours;
     }
     // What was being written is nobody's: the block goes with its last lease, and somebody else may write the key.
-    void abandon(const Extent& extent, u64 within_ns = Pool::LOCK_NS) {
+    void abandon(const Extent& extent, u64 deadline = NEVER) {
         {
-            Locked guard(*this, within_ns);
+            Locked guard(*this, deadline);
             if (!is_filling(extent)) return;
             let_go(extent.block);
             count(head_.abandoned);
@@ -123,7 +124,7 @@ class Store {
     // see is_given_up().
     void give_up(const Extent& extent) noexcept {
         try {
-            abandon(extent, Pool::RELEASE_NS);
+            abandon(extent, 0);
         } catch (...) {
             count(head_.abandoned);
         }
@@ -164,7 +165,7 @@ class Store {
         {
             if (by_.take_over(head_.lock, slot, epoch))
                 rebuild();
-            else if (by_.lock(head_.lock, now_ns() + Pool::LOCK_NS / 10))
+            else if (by_.lock(head_.lock, now_ns() + Pool::REAP_NS))
                 rebuild();
             Unlock unlock{by_, head_.lock};
             for (u32 index = 0; index < g_.shape.max_blocks && is_still(); ++index) {
@@ -221,8 +222,8 @@ class Store {
     };
     struct Locked {  // LOCK store, with what is derived repaired if its last holder died
         Store& store;
-        explicit Locked(Store& store, u64 within_ns = Pool::LOCK_NS) : store(store) {
-            if (store.by_.lock(store.head_.lock, now_ns() + within_ns)) store.rebuild();
+        explicit Locked(Store& store, u64 deadline = NEVER) : store(store) {
+            if (store.by_.lock(store.head_.lock, std::min(deadline, now_ns() + Pool::LOCK_NS))) store.rebuild();
             PENSTOCK_POINT("store.locked");
         }
         ~Locked() { store.by_.unlock(store.head_.lock); }
@@ -329,9 +330,9 @@ class Store {
     // large one that was not used for long goes before small ones that were. False: there is no such piece.
     // Looking at all of them takes as long as there are many, so nobody is kept out meanwhile: what was chosen is
     // looked at again under the lock, and what has become something else since then stays.
-    bool evict(u64 nbytes) {
+    bool evict(u64 nbytes, u64 deadline = NEVER) {
         u64 need = round_up(std::max<u64>(nbytes, 1), LINE);
-        std::vector<Item> items = by_offset();
+        std::vector<Item> items = by_offset(deadline);
         auto room = [&](size_t first, size_t end) {  // were [first, end) gone
             u64 low = first == 0 ? 0 : items[first - 1].end,
                 high = end < items.size() ? items[end].offset : pool_.nbytes();
@@ -366,7 +367,7 @@ class Store {
         }
         if (best_first == best_end) return false;
         PENSTOCK_POINT("store.chosen");
-        Locked guard(*this);
+        Locked guard(*this, deadline);
         for (size_t i = best_first; i < best_end; ++i) {
             if (!may_go(items[i].index, items[i].generation)) continue;
             unlink(items[i].index);
@@ -391,8 +392,8 @@ class Store {
         u32 index, generation;
         bool may_go;
     };
-    std::vector<Item> by_offset() {
-        std::vector<Entry> taken = pool_.taken();
+    std::vector<Item> by_offset(u64 deadline) {
+        std::vector<Entry> taken = pool_.taken(deadline);
         std::vector<Item> items;
         items.reserve(taken.size());
         u64 now = now_ns();

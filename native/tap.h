@@ -42,12 +42,13 @@ class Tap {
         return false;
     }
     // Copies what find() found (nullptr: passes it). False: it was overwritten, or its block given back, before the
-    // copy was whole. A record in the ring is then one that was missed.
+    // copy was whole. A record in the ring is then one that was missed. Throws where the block cannot be read.
     bool copy(const Seen& seen, u8* to) {
         last_lane_ = seen.lane;
         if (seen.is_spilled || to == nullptr) {
-            pass(seen);
-            return !seen.is_gone && to != nullptr && copy_block(seen.ref, to);
+            bool is_whole = !seen.is_gone && to != nullptr && copy_block(seen.ref, to);
+            pass(seen);  // not if copying throws: then it is still the next one
+            return is_whole;
         }
         u64 position = lanes_[seen.lane].position;
         copy_words(to, ring_at(seen.lane, position) + sizeof(Record), seen.nbytes);
@@ -244,7 +245,8 @@ class Tap {
         for (u64 done = 0; done < ref.nbytes;) {
             ssize_t n = ::pread(ch_.by->segment().fd(), to + done, ref.nbytes - done,
                                 static_cast<off_t>(ch_.g.pool_data + ref.offset + done));
-            if (n == 0 || (n < 0 && errno != EINTR)) return false;
+            if (n < 0 && errno != EINTR) throw os_error(format("tapping '%s'", name()), "pread", errno);
+            if (n == 0) return false;
             if (n > 0) done += static_cast<u64>(n);
         }
         std::atomic_thread_fence(std::memory_order_acquire);  // ORDER tap: the copy was made before this

@@ -47,6 +47,20 @@ inline int futex_wake(Shared<u32>* word, int waiters, u32 mask = ANY) {
 // 64 waiters, 32 bits in the kernel: two may share one, and then may be woken for each other.
 inline u32 fold(u64 bits) { return static_cast<u32>(bits) | static_cast<u32>(bits >> 32); }
 
+// What a thread lets go of while it sleeps for a lock: the interpreter, if it has it. Set by the bindings; null:
+// nothing.
+struct Interpreter {
+    void* (*release)() = nullptr;
+    void (*retake)(void* released) = nullptr;
+};
+inline Interpreter interpreter;
+inline int futex_wait_for_lock(Shared<u32>* word, u32 seen, u64 deadline) {
+    void* released = interpreter.release == nullptr ? nullptr : interpreter.release();
+    int got = futex_wait(word, seen, deadline);
+    if (released != nullptr) interpreter.retake(released);
+    return got;
+}
+
 // ── how long to spin ───────────────────────────────────────────────────────────────────────────────────────────────
 inline constexpr u64 SPIN_NS_AUTO = 50'000;      // about one wake-up across cores on a 2-core VM
 inline constexpr u64 SPIN_NS_MOST = 10'000'000;  // latency="spin": then look whether a signal or a death is waiting

@@ -214,7 +214,9 @@ class Sender:
         """
 
     def send_nowait(self, record: Buffer | Sequence[Buffer]) -> None:
-        """The same, but raises WouldBlock instead of blocking."""
+        """
+        The same, but raises WouldBlock instead of blocking; also where a stopped peer holds a lock, which it names. (It waits for such a lock for at most 1 ms, or 20 ms while the holder is runnable.)
+        """
 
     def try_send(self, record: Buffer | Sequence[Buffer]) -> bool: ...
 
@@ -234,6 +236,12 @@ class Sender:
 
     def reserve(self, nbytes: int, timeout: float | None = None) -> Reservation:
         """Room for one record of `nbytes`, to be filled in place and committed."""
+
+    @property
+    def is_locked_out(self) -> bool:
+        """
+        Whether the last attempt found a lock held by a stopped peer: nothing wakes for that.
+        """
 
     def arm(self) -> bool: ...
 
@@ -291,6 +299,12 @@ class Receiver:
     def try_receive_view(self) -> Lease | None: ...
 
     def try_receive_frame(self) -> bytes | Lease | None: ...
+
+    @property
+    def is_locked_out(self) -> bool:
+        """
+        Whether the last attempt found a lock held by a stopped peer: nothing wakes for that.
+        """
 
     def arm(self) -> bool: ...
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
 import os
 import re
 import signal
 import time
+from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -202,3 +207,225 @@ def test_one_that_dies_while_it_is_stopped_is_dead(zygote: Zygote) -> None:
         scene.must_flow()
         scene.finish()
         assert os.getpid()
+
+
+# ── deadlines, while a peer is stopped with a lock ───────────────────────────────────────────────────────────────────
+def stopping_sender(talk: Connection, where: str, point: str) -> None:
+    """Sends a long record, and is stopped at the point, within a lock."""
+    sender = penstock.attach(where).sender(1, name="holder")
+    talk.send(("ready",))
+    talk.recv()
+    _native.arm_point(point, "stop", 1)
+    sender.send(bytes(200_000))
+    talk.send(("went on",))
+    talk.recv()
+
+
+def stopping_reader(talk: Connection, where: str) -> None:
+    """Is stopped while it gives a long record back, within the lock of its block."""
+    receiver = penstock.attach(where).receiver(0, name="holder")
+    lease = receiver.receive_view(timeout=20)
+    talk.send(("ready",))
+    talk.recv()
+    _native.arm_point("block.locked", "stop", 1)
+    lease.release()
+    talk.send(("went on",))
+    talk.recv()
+
+
+def stopping_putter(talk: Connection, where: str) -> None:
+    store = penstock.Store.attach(where, peer_name="holder")
+    store.put(bytes([2] * 32), b"x").release()
+    talk.send(("ready",))
+    talk.recv()
+    _native.arm_point("store.locked", "stop", 1)
+    store.put(bytes([1] * 32), b"x").release()
+    talk.send(("went on",))
+    talk.recv()
+
+
+def go_on(child: Child) -> None:
+    child.kill(signal.SIGCONT)
+    child.hear("went on")
+
+
+@contextlib.contextmanager
+def stopped_within_a_lock(zygote: Zygote, target: Callable[..., None], *arguments: Any) -> Iterator[Child]:
+    child = zygote.child(target, *arguments)
+    try:
+        child.hear("ready")
+        child.talk.send("go")
+        eventually(lambda: is_stopped(child), 20)
+        yield child
+        if is_stopped(child):
+            go_on(child)
+        child.talk.send("go")
+        child.gone_at()
+    finally:
+        child.close()
+
+
+LONG = b"y" * 200_000
+A_DEADLINE = 0.3  # s: of 0 and 0.1, and no test of speed; it was 2 s
+
+
+def must_say(call: Callable[[], object], kind: type[BaseException], child: Child) -> None:
+    began = time.monotonic()
+    with pytest.raises(kind, match=rf"a lock of .* is held by 'holder' \(pid {child.pid}, stopped\)"):
+        call()
+    assert time.monotonic() - began < A_DEADLINE
+
+
+def test_a_sender_keeps_its_deadline_while_a_peer_is_stopped_within_the_lock_of_the_pool(zygote: Zygote) -> None:
+    with penstock.open_inbox(3, name="inbox") as inbox, inbox.receiver() as receiver, inbox.sender(0) as sender:
+        with stopped_within_a_lock(zygote, stopping_sender, str(inbox.ticket), "pool.locked") as child:
+            must_say(lambda: sender.send_nowait(LONG), penstock.WouldBlock, child)
+            must_say(lambda: sender.send(LONG, timeout=0.1), penstock.Timeout, child)
+            must_say(lambda: sender.send(LONG, timeout=0), penstock.Timeout, child)
+            must_say(lambda: sender.reserve(len(LONG), timeout=0.1), penstock.Timeout, child)
+            began = time.monotonic()
+            assert not sender.try_send(LONG)
+            assert time.monotonic() - began < A_DEADLINE
+            sender.send(b"short", timeout=0)  # needs no lock
+        assert {receiver.receive(timeout=20)[:5] for _ in range(2)} == {b"short", bytes(5)}
+        sender.send(LONG, timeout=20)
+        assert receiver.receive(timeout=20) == LONG
+
+
+def test_a_pool_keeps_deadlines_while_a_peer_is_stopped_within_its_lock(zygote: Zygote) -> None:
+    with penstock.Pool.create(1 << 20, name="pool") as pool:
+        child = zygote.child(holder, str(pool.ticket), "pool.locked")
+        try:
+            child.hear("ready")
+            child.talk.send("go")
+            eventually(lambda: is_stopped(child), 20)
+            for timeout in (0, 0.1):
+                must_say(lambda timeout=timeout: pool.take(100, timeout=timeout), penstock.Timeout, child)
+            child.kill(signal.SIGCONT)
+            child.hear("went on")
+            pool.take(100).release()
+            child.talk.send("go")
+            child.hear("closed")
+        finally:
+            child.close()
+
+
+def test_a_store_keeps_deadlines_while_a_peer_is_stopped_within_its_lock(zygote: Zygote) -> None:
+    with penstock.Store.create(1 << 20, name="store") as store:
+        with stopped_within_a_lock(zygote, stopping_putter, str(store.ticket)) as child:
+            for timeout in (0, 0.1):
+                must_say(
+                    lambda timeout=timeout: store.put(bytes(32), b"x" * 1000, timeout=timeout),
+                    penstock.Timeout,
+                    child,
+                )
+        assert store.get(bytes([1] * 32)) is not None
+
+
+def test_a_receiver_keeps_its_deadline_while_a_peer_is_stopped_within_the_lock_of_a_record(zygote: Zygote) -> None:
+    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
+        receiver = channel.receiver(1)
+        sender.send(LONG)
+        with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)) as child:
+            must_say(receiver.receive_nowait, penstock.WouldBlock, child)
+            must_say(lambda: receiver.receive(timeout=0), penstock.Timeout, child)
+            must_say(lambda: receiver.receive_view(timeout=0.1), penstock.Timeout, child)
+            began = time.monotonic()
+            assert receiver.try_receive() is None
+            assert time.monotonic() - began < A_DEADLINE
+        assert receiver.receive(timeout=20) == LONG
+        receiver.close()
+
+
+def test_an_event_loop_goes_on_while_a_peer_is_stopped_within_a_lock(zygote: Zygote) -> None:
+    async def longest_pause(call: Callable[[], Coroutine[Any, Any, Any]]) -> float:
+        pauses = [time.monotonic()]
+        task = asyncio.ensure_future(call())
+        while not task.done():
+            await asyncio.sleep(0.005)
+            pauses.append(time.monotonic())
+        assert isinstance(task.exception(), penstock.Timeout)
+        assert "'holder'" in str(task.exception())
+        assert pauses[-1] - pauses[0] < A_DEADLINE
+        return max(after - before for before, after in itertools.pairwise(pauses))
+
+    async def send() -> float:
+        return await longest_pause(lambda: inbox.async_sender(2).send(LONG, timeout=0.1))
+
+    async def receive() -> float:
+        receiver = channel.async_receiver(1)
+        sender.send(LONG)
+        with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)):
+            pause = await longest_pause(lambda: receiver.receive(timeout=0.1))
+        assert await receiver.receive(timeout=20) == LONG
+        receiver.close()
+        return pause
+
+    with penstock.open_inbox(3, name="inbox") as inbox, inbox.receiver():
+        with stopped_within_a_lock(zygote, stopping_sender, str(inbox.ticket), "pool.locked"):
+            assert asyncio.run(send()) < 0.09
+    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
+        assert asyncio.run(receive()) < 0.09
+
+
+# ── what a stopped peer's lock has put off ───────────────────────────────────────────────────────────────────────────
+def test_a_release_that_was_put_off_is_done_soon_after_the_peer_goes_on(zygote: Zygote) -> None:
+    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
+        receiver = channel.receiver(1)
+        sender.send(LONG)
+        lease = receiver.receive_view(timeout=20)
+        with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)) as child:
+            lease.release()
+            assert channel.snapshot()["pool"][0]["blocks"] == 1
+            go_on(child)
+            eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0, within=1)
+        receiver.close()
+
+
+@pytest.mark.parametrize("kept", ["nothing", "a record that it received"])
+def test_a_place_that_was_closed_under_a_stopped_peer_is_free_soon_after_it_goes_on(zygote: Zygote, kept: str) -> None:
+    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
+        receiver = channel.receiver(1, name="closed")
+        held = []
+        if kept != "nothing":
+            sender.send(LONG)
+            held.append(receiver.receive_view(timeout=20))
+        sender.send(LONG)  # pending for it
+        with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)) as child:
+            began = time.monotonic()
+            receiver.close()
+            assert time.monotonic() - began < A_DEADLINE
+            with pytest.raises(ValueError, match="receiver 1 of 'broadcast' is taken: 'closed'"):
+                channel.receiver(1)
+            go_on(child)
+            eventually(lambda: channel.snapshot()["receivers"][1]["state"] == "closed", within=1)
+            held.clear()
+            eventually(lambda: [peer.state for peer in channel.peers() if peer.name == "closed"] == ["left"], within=1)
+            with channel.receiver(1) as successor:
+                sender.send(b"for both", timeout=20)
+                assert successor.receive(timeout=20) == b"for both"
+        eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0)
+
+
+def test_an_idle_process_has_nothing_to_retry_when_what_was_put_off_is_done(zygote: Zygote) -> None:
+    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
+        receiver = channel.receiver(1)
+        sender.send(LONG)
+        with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)) as child:
+            receiver.close()
+            go_on(child)
+            eventually(lambda: channel.snapshot()["receivers"][1]["state"] == "closed", within=1)
+        eventually(lambda: switches_within(0.4) == 0)
+
+
+def switches_within(seconds: float) -> int:
+    """How often other threads of this process had a processor in this time."""
+
+    def count() -> int:
+        tasks = [path for path in Path("/proc/self/task").iterdir() if int(path.name) != os.getpid()]
+        lines = [line for path in tasks for line in (path / "status").read_text().splitlines()]
+        return sum(int(line.split()[1]) for line in lines if "ctxt_switches" in line)
+
+    before = count()
+    time.sleep(seconds)
+    return count() - before

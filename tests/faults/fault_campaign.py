@@ -118,6 +118,7 @@ class Worker:
             stderr=self.said,
             cwd=ROOT,
             env=environment,
+            start_new_session=True,  # an interrupt is for the one who counts
         )
 
     def send(self, request: Request) -> None:
@@ -281,10 +282,11 @@ def run(library: Path, seed: int, many: int, only: str = "", show: Any = None) -
     tally = Tally()
     with Campaign(library) as campaign:
         campaign.count(only)
-        for case, outcome in campaign.play_all(iter(campaign.draw(seed, many))):
-            tally.add(case, outcome)
-            if show is not None:
-                show(tally)
+        with contextlib.suppress(KeyboardInterrupt):  # the rest is left out, and what was played is counted
+            for case, outcome in campaign.play_all(iter(campaign.draw(seed, many))):
+                tally.add(case, outcome)
+                if show is not None:
+                    show(tally)
         tally.play_again(campaign)
     return tally
 

@@ -22,7 +22,7 @@
 #define KINDS(X)                                                                                                        \
     X(pidfd_open) X(openat) X(read) X(write) X(close) X(mmap) X(ftruncate) X(fallocate) X(fchmod) X(fcntl) X(futex_wait) \
     X(futex_wake) X(epoll_create1) X(epoll_ctl) X(epoll_wait) X(pipe2) X(dup) X(clone3) X(memfd_create) X(eventfd)      \
-    X(fstat) X(stat) X(getrandom) X(madvise) X(mbind) X(poll) X(waitid) X(ioctl) X(timerfd) X(set_robust_list)          \
+    X(fstat) X(stat) X(getrandom) X(madvise) X(mbind) X(poll) X(waitid) X(ioctl) X(timerfd) X(set_robust_list) X(futex_waitv)          \
     X(other)
 #define AS_CONSTANT(name) KIND_##name,
 #define AS_TEXT(name) #name,
@@ -202,7 +202,8 @@ static int kind_of(long number, long operation) {
         case SYS_futex:
             operation &= FUTEX_CMD_MASK;
             return operation == FUTEX_WAIT || operation == FUTEX_WAIT_BITSET ? KIND_futex_wait : KIND_futex_wake;
-        case 434: return KIND_pidfd_open;  // on every architecture; the headers may be older
+        case 434: return KIND_pidfd_open;  // these two on every architecture; the headers may be older
+        case 449: return KIND_futex_waitv;
         case SYS_memfd_create: return KIND_memfd_create;
         case SYS_mbind: return KIND_mbind;
         case SYS_waitid: return KIND_waitid;

@@ -49,6 +49,7 @@ ERRORS: dict[str, str] = {
     "ioctl": "EBADF EFAULT EINVAL ENOTTY",
     "timerfd": "ECANCELED EINVAL EMFILE ENFILE ENODEV ENOMEM EPERM",
     "set_robust_list": "EINVAL EPERM ENOSYS",
+    "futex_waitv": "EAGAIN EFAULT EINTR EINVAL ENOMEM ENOSYS ETIMEDOUT",
 }
 # asyncio's own waiting is not ours: it survives a signal, and nothing else.
 PYTHON_ERRORS = {name: ERRORS[name] for name in ("openat", "read", "fcntl", "epoll_ctl", "fstat", "stat", "ioctl")}

@@ -58,6 +58,7 @@ CALLED = {
     "clone3": "pthread_create|clone3",
     "futex_wait": "futex",
     "futex_wake": "futex",
+    "futex_waitv": "futex",
     "fstat": "stat",
 }
 

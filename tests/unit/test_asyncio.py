@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import threading
@@ -54,6 +55,23 @@ def test_what_is_sent_is_received() -> None:
             expected = b"".join(record) if isinstance(record, list) else bytes(record)
             assert await receiver.receive() == expected
         assert (sender.index, receiver.index, receiver.source) == (0, 0, 0)
+
+    run(work)
+
+
+def test_a_pipe_that_a_loop_refused_is_added_by_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "epoll_ctl")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.get_running_loop(), "add_reader", refuse)
+            with pytest.raises(OSError, match="epoll_ctl"):
+                await receiver.receive()
+        task = asyncio.ensure_future(receiver.receive(timeout=5))
+        await waits(task)
+        await sender.send(b"woken")
+        assert await asyncio.wait_for(task, 2) == b"woken"
 
     run(work)
 

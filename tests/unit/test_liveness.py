@@ -217,7 +217,7 @@ def test_the_owner_of_a_ticket_that_cannot_be_looked_at_is_not_said_to_be_gone()
     pool = Pool.create(MIB)
     with program(code(EXHAUSTED, source), pool.ticket) as other:
         assert other.hear() == (
-            f"the owner of the ticket, pid {os.getpid()}, cannot be found: pidfd_open: "
+            f"[Errno {errno.EMFILE}] the owner of the ticket, pid {os.getpid()}, cannot be found: pidfd_open: "
             "Too many open files (RLIMIT_NOFILE is 128): raise it"
         )
 
@@ -273,7 +273,8 @@ def test_a_process_without_a_thread_to_spare_is_refused_with_its_signals_as_befo
     with program(source) as poor:
         for _ in range(3):
             assert poor.hear() == (
-                "deaths of peers cannot be watched: pthread_create: Resource temporarily unavailable "
+                f"[Errno {errno.EAGAIN}] deaths of peers cannot be watched: pthread_create: "
+                "Resource temporarily unavailable "
                 "(RLIMIT_NPROC is 1; pids.max of the control group counts too): raise it"
             )
         assert poor.hear() == "True"

@@ -246,7 +246,7 @@ def test_a_stopped_peer_is_stopped_and_nothing_is_taken_from_it() -> None:
 def test_a_peer_is_known_by_its_pid_and_the_time_it_started() -> None:
     pid, start = _native.process_identity()
     assert (pid, start) == (os.getpid(), _native.start_ticks(os.getpid()))
-    with pytest.raises(OSError, match=r"reading /proc/4194305/stat: No such file"):
+    with pytest.raises(OSError, match=r"pid 4194305: reading /proc/PID/stat: No such file"):
         _native.start_ticks(2**22 + 1)
 
     def in_the_child() -> None:

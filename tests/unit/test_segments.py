@@ -568,6 +568,20 @@ def test_a_limit_on_address_space_is_an_error_with_both_numbers() -> None:
     assert forked(create) == 0
 
 
+@pytest.mark.skipif(IS_SANITIZED, reason="a sanitizer's own memory counts against the limit")
+def test_a_writable_view_that_cannot_be_mapped_is_an_error() -> None:
+    def view() -> None:
+        segment = Segment.create(64 * MIB)
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+        limit = mapped + 32 * MIB
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        with pytest.raises(MemoryExhausted, match=r"mmap: Cannot allocate memory \(RLIMIT_AS is "):
+            segment.view(writable=True)
+        assert len(segment.view()) == 64 * MIB
+
+    assert forked(view) == 0
+
+
 def test_a_limit_on_file_size_is_an_error_with_both_numbers() -> None:
     def create() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))

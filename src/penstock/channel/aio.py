@@ -20,6 +20,8 @@ from penstock.errors import EndOfChannel, WouldBlock
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+LOCKED_OUT_S = 0.01  # between two attempts while a stopped peer holds a lock
+
 _S = TypeVar("_S", bound="_End")
 _F = TypeVar("_F")
 
@@ -85,8 +87,8 @@ class _End:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._forget()
-            self._loop = loop
             loop.add_reader(self._bell, self._on_bell)
+            self._loop = loop  # after it: where it is refused, the next wait asks again
         waiter = loop.create_future()
         self._waiters.add(waiter)
         alarm = None
@@ -107,7 +109,7 @@ class _End:
             elif deadline is not None and time.monotonic() >= deadline:
                 self._end.timeout_error(time.monotonic() - started)
             else:
-                await asyncio.sleep(0)
+                await asyncio.sleep(LOCKED_OUT_S if self._end.is_locked_out else 0)
         finally:
             self._end.disarm(False)
 
