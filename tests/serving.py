@@ -180,8 +180,9 @@ class Load:
                 self.gone["did not read"] += 1
 
 
-async def must_be_as_before(tree: Served, within: float = START) -> None:
-    """All groups and servers serve; nothing is open, all memory is there."""
+async def must_be_as_before(tree: Served, within: float = START, *, is_keeping: bool = False) -> None:
+    """All groups and servers serve; nothing is open, all memory is there, but what a store that `is_keeping` has under
+    keys, held by none."""
     await tree.launcher.serving(within)
     config = tree.config
     everybody = config.api_servers + config.data_parallel * _of_a_group(tree)
@@ -192,7 +193,10 @@ async def must_be_as_before(tree: Served, within: float = START) -> None:
         await tree.must_be_empty(group)
     await until_told(tree, "penstock_open_requests", 0)
     store = tree.launcher.tree.store
-    if store is not None:
+    if store is not None and is_keeping:
+        await tree.until(lambda: not any(one.holders for one in store.stats_of_keys().items))
+        assert store.stats().blocks == len(store.stats_of_keys().items)
+    elif store is not None:
         assert store.stats().blocks == 0
 
 

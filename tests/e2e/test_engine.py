@@ -1,10 +1,12 @@
 """The whole engine on a simulated device: the tokens of its rule, whatever the tree looks like."""
 
 import asyncio
+import random
 
 import numpy as np
 import pytest
 
+from penstock.engine.board import Board
 from penstock.engine.client import Client
 from penstock.engine.protocol import FinishReason, SamplingParams
 from penstock.engine.stream import EngineError
@@ -35,6 +37,45 @@ def test_all_clients_get_exactly_the_tokens_of_the_rule(overlap: bool, outputs: 
                     for client in (one, other)
                 ]
                 await asyncio.gather(*asked)
+            await tree.must_be_empty()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("outputs", "samples"), [(0, 1), (2, 2)])
+def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, samples: int, seed: int) -> None:
+    """With requests that join, go, are preempted, and find the blocks of others, in tables that grow."""
+
+    async def scene() -> None:
+        chance, longest = random.Random(seed), 4096
+        simulated = told(step_seconds=0.0002, blocks=longest // 16 + 60)
+        options = {"tensor_parallel": 2, "slots": 12, "max_model_len": longest, "output_processors": outputs}
+        async with running(simulated=simulated, **options) as tree:
+            beginning = prompt(longest)
+
+            async def one(client: Client, length: int, priority: int) -> None:
+                size = chance.randint(1, min(length - 1, 1500))
+                ids = np.concatenate([beginning[: chance.randint(0, size - 1)], prompt(size)])[:size]
+                params = SamplingParams(n=samples, max_tokens=length - size)
+                got: list[list[int]] = [[] for _ in range(samples)]
+                async with await client.submit(ids, params, priority=priority) as stream:
+                    async for piece in stream:
+                        got[piece.sample] += piece.ids
+                assert got == [tree.rule.answer(ids, length - size, sample) for sample in range(samples)]
+
+            lengths = [size + more for size in (256, 512, 1024, 2048) for more in (0, 1, chance.randint(2, 200))]
+            lengths += [longest, longest, chance.randint(2, longest)]
+            chance.shuffle(lengths)
+            async with Client(tree.launcher.tree, 0) as client:
+                everybody = []
+                for number, length in enumerate(lengths):
+                    everybody.append(asyncio.ensure_future(one(client, length, -(number % 3))))
+                    await asyncio.sleep(chance.uniform(0, 0.05))
+                gone = asyncio.ensure_future(one(client, longest, 0))
+                await asyncio.sleep(0.1)
+                gone.cancel()
+                await asyncio.gather(*everybody)
+            assert tree.number(Board.PREEMPTIONS) > 0
             await tree.must_be_empty()
 
     asyncio.run(scene())

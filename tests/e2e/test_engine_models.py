@@ -15,7 +15,7 @@ from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.launch import Launcher  # noqa: E402
 from penstock.engine.protocol import SamplingParams  # noqa: E402
 from tests.engine import START  # noqa: E402
-from tests.unit.models import BLOCK_SIZE, Asked, made  # noqa: E402
+from tests.unit.models import BLOCK_SIZE, Asked, made, must_be_greedy  # noqa: E402
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -44,6 +44,35 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
             assert row[Board.SAMPLED] == sum(map(len, got))
             assert 0 < row[Board.COMPUTED] <= sum(len(asked.prompt) for asked, _ in pairs)  # the cache has had the rest
             assert 0 < row[Board.BUSY_NS] <= row[Board.BUSY_NS] + row[Board.IDLE_NS] < time.monotonic_ns() - began
+        finally:
+            assert await launcher.stop() == []
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path: Path) -> None:
+    """One request after the other, and then all at once, with room for two of the longest."""
+    family = made("llama", tmp_path)
+    requests = [Asked([5] * 200, [], 100), Asked([6, 7], [], 5), Asked([8] * 200, [], 312), Asked([9] * 5, [], 258)]
+    sizes = {"blocks": 64, "max_model_len": 512, "slots": 4, "token_budget": 64}
+    config = EngineConfig(model=str(tmp_path), tensor_parallel=ranks, dtype="float32", **sizes)
+
+    async def answer(client: Client, asked: Asked) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=asked.tokens, ignore_eos=True, detokenize=False)
+        async with await client.submit(asked.prompt, params, timeout=START) as stream:
+            return [one async for piece in stream for one in piece.ids]
+
+    async def scene() -> None:
+        launcher = Launcher(config)
+        try:
+            launcher.start()
+            await launcher.serving(2 * START)
+            async with Client(launcher.tree, 0) as client:
+                alone = [await answer(client, asked) for asked in requests]
+                together = await asyncio.gather(*(answer(client, asked) for asked in requests))
+            must_be_greedy(family.path, requests, alone)
+            must_be_greedy(family.path, requests, together)
         finally:
             assert await launcher.stop() == []
 
