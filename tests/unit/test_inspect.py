@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 import penstock
-from penstock import _native, cli, inspect
+from penstock import _native, cli, doctor, inspect
 from penstock.inspect import in_seconds, in_units
 from tests.conftest import eventually, spawn
 
@@ -514,7 +514,7 @@ def test_a_segment_of_another_build_is_named_and_does_not_hide_the_others() -> N
 def test_the_doctor_looks_at_everything_and_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(cli.EXAMINATIONS)
+    assert len(lines) == len(doctor.EXAMINATIONS)
     subjects = ("penstock", "kernel", "memfd", "pidfd", "futex", "/proc", "memory", "cpus", "huge pages", "numa")
     for line, subject in zip(lines, subjects):
         assert line.split()[0] in ("ok", "warning")
