@@ -111,6 +111,9 @@ def parser() -> argparse.ArgumentParser:
     serving.set_defaults(run=run_bench_serve)
 
     doctor = commands.add_parser("doctor", help="whether this machine has what penstock needs")
+    doctor.add_argument("model", nargs="?", metavar="MODEL", default="", help="whether this directory could be served")
+    doctor.add_argument("--host", default="127.0.0.1", help="of the port (127.0.0.1)")
+    doctor.add_argument("--port", metavar="N", type=int, help="whether a server could listen there (8000)")
     doctor.set_defaults(run=run_doctor)
     return found
 
@@ -299,4 +302,4 @@ def run_bench_serve(options: argparse.Namespace) -> int:
 def run_doctor(options: argparse.Namespace) -> int:
     from penstock import doctor
 
-    return doctor.run()
+    return doctor.run(options.model, options.host, options.port)

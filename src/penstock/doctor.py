@@ -6,20 +6,36 @@ Starts nothing that stays, and changes nothing.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import re
 import resource
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
-from typing import NamedTuple
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import penstock
 from penstock import _native
+from penstock.engine.config import SHIPPED, EngineConfig
+from penstock.engine.cuda_devices import cuda_devices, torch_build
+from penstock.engine.directory import completed, parts
+from penstock.engine.preflight import require_model, require_tokenizer
 from penstock.inspect import in_seconds, in_units
+from penstock.installing import how_to_install
 
-# Python has them only where the headers that it was built with had.
+DESCRIPTORS = 4224  # of a server process: four connections for each of 1,024 open requests, and 128 others
+PROCESSES = 100  # and threads, of a server with one group: torch has most of them
+TORCH_TIMEOUT = 300.0  # seconds; for its import on a cold disk
+USUAL_PORT = 8000
+# Python has these only where the headers that it was built with had.
 NEEDED_OF_PYTHON = {"pidfd_open": os, "P_PIDFD": os, "pidfd_send_signal": signal}
 
 
@@ -31,13 +47,25 @@ class Finding(NamedTuple):
     text: str
 
 
-def run() -> int:
-    """Prints what is found. Returns 1 where something is missing without which penstock does not work, else 0."""
-    findings = [examine() for examine in EXAMINATIONS]
-    width = max(len(one.subject) for one in findings)
-    for one in findings:
-        print(f"{one.level:<8} {one.subject:<{width}}  {one.text}")
-    return 1 if any(one.level == "missing" for one in findings) else 0
+WIDTH = 11  # of the longest subject
+
+
+def run(model: str = "", host: str = "127.0.0.1", port: int | None = None) -> int:
+    """Prints what is found, of a model's directory and a port, too. Returns 1 where something is missing, else 0."""
+    status = 0
+    for one in _findings(model, host, port):
+        print(f"{one.level:<8} {one.subject:<{WIDTH}}  {one.text}", flush=True)
+        status |= one.level == "missing"
+    return status
+
+
+def _findings(model: str, host: str, port: int | None) -> Iterator[Finding]:
+    for examine in EXAMINATIONS:
+        yield examine()
+    yield examine_packages()
+    yield from examine_torch()
+    yield examine_port(host, port)
+    yield examine_model(model)
 
 
 def examine_build() -> Finding:
@@ -142,6 +170,34 @@ def examine_huge_pages() -> Finding:
     return Finding("ok", "huge pages", f"{free} of {total} of 2 MiB free")
 
 
+def examine_descriptors() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"{soft} open files, and {hard} for a process that asks for more"
+    if hard < DESCRIPTORS:
+        return Finding(
+            "warning", "descriptors", f"{text}: a server of 4096 connections wants {DESCRIPTORS} (ulimit -Hn)"
+        )
+    return Finding("ok", "descriptors", text)
+
+
+def examine_processes() -> Finding:
+    """Processes and threads, of the control group if it has a limit, and of the user."""
+    own, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    group = Path("/sys/fs/cgroup") / _control_group().lstrip("/")
+    most, now = (read_text(str(group / f"pids.{name}")) for name in ("max", "current"))
+    texts = [] if own == resource.RLIM_INFINITY else [f"{own} of this user at most"]
+    if most.isdecimal():
+        texts.insert(0, f"{now} of {most} of the control group")
+        if int(most) - int(now or 0) < PROCESSES:
+            return Finding("warning", "processes", f"{', '.join(texts)}: a server with a model has about {PROCESSES}")
+    return Finding("ok", "processes", ", ".join(texts) or "no limit is seen")
+
+
+def _control_group() -> str:
+    found = re.search(r"^0::(\S+)$", read_text("/proc/self/cgroup"), re.MULTILINE)
+    return found[1] if found else "/"
+
+
 def examine_numa() -> Finding:
     try:
         with open("/sys/devices/system/node/online") as file:
@@ -151,12 +207,120 @@ def examine_numa() -> Finding:
     return Finding("ok", "numa", f"node{'s' if nodes != '0' else ''} {nodes}")
 
 
+def read_text(path: str) -> str:
+    """Empty: it cannot be read."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
 def read_number(path: str) -> int:
     try:
-        with open(path) as file:
-            return int(file.read())
-    except (OSError, ValueError):
+        return int(read_text(path))
+    except ValueError:
         return 0
+
+
+# ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def examine_packages() -> Finding:
+    """Those of the extra `engine`, whatever their versions."""
+    try:
+        wanted = [one for one in metadata.requires("penstock") or () if 'extra == "engine"' in one.replace("'", '"')]
+    except metadata.PackageNotFoundError:
+        wanted = []
+    names = sorted(found[0] for one in wanted if (found := re.match(r"[\w.-]+", one)))
+    versions = {name: _version(name) for name in names}
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        text = f"not installed: {', '.join(missing)}; serve and generate need them: {how_to_install('engine')}"
+        return Finding("warning", "engine", text)
+    return Finding("ok", "engine", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+ASK_TORCH = """
+import json, time
+began = time.monotonic()
+import torch
+took = time.monotonic() - began
+numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+properties = [torch.cuda.get_device_properties(one) for one in numbers]
+print(json.dumps([torch.__version__, torch.version.cuda, took, [[one.name, one.total_memory] for one in properties]]))
+"""
+
+
+def examine_torch() -> Iterator[Finding]:
+    """What it says of itself and of devices, in a process of its own."""
+    try:
+        if torch_build() is None:
+            yield Finding("warning", "torch", f"not installed: models are not computed: {how_to_install('engine')}")
+            return
+        version, cuda, took, devices = _asked_of_torch()
+    except Exception as error:  # whatever torch's own files do
+        yield Finding("missing", "torch", f"installed, and cannot be imported: {error}")
+        return
+    built = f"for CUDA {cuda}" if cuda else "without CUDA"
+    yield Finding("ok", "torch", f"{version}, built {built}, imported in {took:.1f} s")
+    if devices:
+        names = ", ".join(f"{name} ({in_units(nbytes)})" for name, nbytes in devices)
+        yield Finding("ok", "cuda", f"{len(devices)} device{'' if len(devices) == 1 else 's'}: {names}")
+        return
+    number, reason = cuda_devices()
+    level = "ok" if number == 0 else "warning"
+    yield Finding(level, "cuda", f"torch finds no device: {reason}; models are computed with --device cpu")
+
+
+def _asked_of_torch() -> tuple[str, str | None, float, list[tuple[str, int]]]:
+    done = subprocess.run([sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=TORCH_TIMEOUT)
+    if done.returncode != 0:
+        raise ImportError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+    said: Any = json.loads(done.stdout.splitlines()[-1])
+    return said[0], said[1], said[2], said[3]
+
+
+def examine_port(host: str, port: int | None) -> Finding:
+    """Whether a server could listen there now. The usual one may be taken by a server that is meant to run."""
+    number = USUAL_PORT if port is None else port
+    if not 0 <= number <= 65535:
+        return Finding("missing", "port", f"expected 0 to 65535, got {number}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()
+    except OSError as error:
+        text = f"{number} of {host}: {error.strerror or error}: penstock serve --port N"
+        return Finding("warning" if port is None else "missing", "port", text)
+    return Finding("ok", "port", f"{number} of {host} is free")
+
+
+def examine_model(model: str) -> Finding:
+    """Whether a directory could be served, the one that ships if none is given; its weights are not read."""
+    try:
+        config = completed(EngineConfig(model=model or SHIPPED))
+        require_model(config)
+        require_tokenizer(config)
+        directory = Path(config.model)
+        whole, _ = parts(directory / "config.json")
+        weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    except (ValueError, OSError) as error:
+        return Finding("missing", "model", str(error))
+    name = ", ".join(whole.get("architectures") or [str(whole.get("model_type"))])
+    text = f"{directory.name}: {name}, {in_units(weights)} of weights, {config.max_model_len} tokens at most"
+    given = " ".join(f"{field}={value}" for field, value in config.sampling_defaults.given.items())
+    text += f"; sampling defaults {given}" if given else ""
+    available, _ = _native.memory_available()
+    if weights > available:
+        return Finding("warning", "model", f"{text}; the CPU's memory has only {in_units(available)}")
+    return Finding("ok", "model", text)
 
 
 EXAMINATIONS = (
@@ -168,6 +332,8 @@ EXAMINATIONS = (
     examine_proc,
     examine_memory,
     examine_cpus,
+    examine_descriptors,
+    examine_processes,
     examine_huge_pages,
     examine_numa,
 )
