@@ -22,7 +22,7 @@ LAYERS = [
     {"inspect"},
     {"engine"},
     {"server"},
-    {"argument_parser", "cli", "demo", "load", "measure", "top", "__main__"},
+    {"argument_parser", "cli", "demo", "doctor", "load", "measure", "top", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LINE = LEVEL["penstock"]

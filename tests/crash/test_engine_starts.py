@@ -234,8 +234,9 @@ def test_a_server_that_hears_sigterm_before_the_launcher_answers_what_is_open() 
     """An init system sends it to all processes of a service."""
     with serving("--device-model", "simulated", "--step-ms", "5") as (process, port):
         with socket.create_connection(("127.0.0.1", port), 30) as client:
-            client.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
-            pid = json.loads(client.recv(65536).partition(b"\r\n\r\n")[2])["pid"]
+            client.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            answer = b"".join(iter(lambda: client.recv(65536), b""))
+            pid = json.loads(answer.partition(b"\r\n\r\n")[2])["pid"]
         with socket.create_connection(("127.0.0.1", port), 30) as client:
             client.sendall(posted("/v1/completions", {"prompt": "x", "max_tokens": 300, "stream": True}))
             got = client.recv(65536)

@@ -511,37 +511,6 @@ def test_a_segment_of_another_build_is_named_and_does_not_hide_the_others() -> N
 
 
 # ── the rest of the command ──────────────────────────────────────────────────────────────────────────────────────────
-def test_the_doctor_looks_at_everything_and_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(cli.EXAMINATIONS)
-    subjects = ("penstock", "kernel", "memfd", "pidfd", "futex", "/proc", "memory", "cpus", "huge pages", "numa")
-    for line, subject in zip(lines, subjects):
-        assert line.split()[0] in ("ok", "warning")
-        assert subject in line
-
-
-def test_the_doctor_says_who_leaves_no_more_memory(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nbytes, whose = _native.memory_available()
-    assert nbytes > 0
-    assert whose in ("the machine", "its control group")
-    monkeypatch.setattr(_native, "memory_available", lambda: (3 << 20, "a small box"))
-    cli.main(["doctor"])
-    assert "3.0 MiB available, as a small box leaves them" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("module", "name"), [(os, "pidfd_open"), (os, "P_PIDFD"), (signal, "pidfd_send_signal")])
-def test_the_doctor_says_what_a_python_was_built_without(
-    module: Any, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(module, name)
-    assert cli.main(["doctor"]) == 1
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("missing"))
-    assert line.split()[1] == "pidfd" and f"built without {name}" in line
-
-
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])

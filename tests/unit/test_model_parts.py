@@ -21,7 +21,7 @@ from penstock.engine import attention, sharding
 from penstock.engine.attention import Manner, Memory, Paged, Shape
 from penstock.engine.backend import CPU_SHARE, TorchDevice
 from penstock.engine.batch import Tokens
-from penstock.engine.families import TEXT, VISION
+from penstock.engine.families import FAMILIES
 from penstock.engine.model import load
 from penstock.engine.sharding import Ranks, shard
 from penstock.engine.slices import Heads
@@ -115,7 +115,7 @@ def test_a_plan_that_wants_what_nobody_knows_is_refused() -> None:
 
 
 def test_every_style_of_the_plans_of_these_families_is_known() -> None:
-    for name in (*TEXT, *VISION):
+    for name in FAMILIES:
         config = transformers.AutoConfig.for_model(name).get_text_config()
         assert set(config.base_model_tp_plan.values()) <= set(sharding.STYLES), name
 
@@ -139,7 +139,8 @@ def change_config(path: Path, **changes: Any) -> None:
 
 def test_another_architecture_is_refused_with_those_that_are_supported(broken: Path) -> None:
     change_config(broken, model_type="gpt2", architectures=["GPT2LMHeadModel"])
-    with pytest.raises(ValueError, match=r"'gpt2' is not supported; these are: gemma2, .*; with images: idefics3, "):
+    supported = "are not supported; supported are Gemma2ForCausalLM, .*; with images Idefics3ForConditionalGeneration, "
+    with pytest.raises(ValueError, match=rf"\['GPT2LMHeadModel'\] \(model_type 'gpt2'\) {supported}"):
         load(broken, Ranks(), CPU)
 
 

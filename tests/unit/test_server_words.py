@@ -130,14 +130,14 @@ def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeyp
     told: list[EngineConfig] = []
     monkeypatch.setattr("penstock.engine.generate.run", lambda config, *_: told.append(config))
     monkeypatch.setattr("penstock.server.command.run", lambda config, _: told.append(config))
-    options = ("--max-model-len", "131072", "--slots", "3", "--output-processors", "0", "--dtype", "float32")
+    options = ("--max-model-len", "512", "--slots", "3", "--output-processors", "0", "--dtype", "float32")
     for more in ((), ("--device-model", "simulated", "--step-ms", "2")):
         for command in ("generate", "serve"):
             parsed = cli.parser().parse_args([command, *options, *more])
             parsed.run(parsed)
     for one, other in (told[:2], told[2:]):
         assert all(getattr(one, name) == getattr(other, name) for name in ("simulated", *SAID))
-        assert (one.max_model_len, one.slots, one.output_processors, one.dtype) == (131072, 3, 0, "float32")
+        assert (one.max_model_len, one.slots, one.output_processors, one.dtype) == (512, 3, 0, "float32")
     assert [config.model for config in told[1:3]] == [SHIPPED, ""]
     assert told[2].simulated == SimulatedDevice(step_seconds=0.002)
 

@@ -212,7 +212,10 @@ class Connection(HttpToolsProtocol):
         self._unwatch()
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
-        self.transport.write_eof()
+        try:
+            self.transport.write_eof()
+        except OSError:  # the client has gone: what was just written has reset the connection
+            return self.transport.abort()
         self._linger(self.loop.time() + self._patience)
 
     def _linger(self, until: float) -> None:

@@ -28,11 +28,12 @@ import penstock
 from penstock.engine.board import Board
 from penstock.engine.child import starting
 from penstock.engine.client import Client
-from penstock.engine.logs import LOGGER
+from penstock.engine.logs import LOGGER, event
 from penstock.engine.tree import Member, Tree
 from penstock.server.app import Api
 from penstock.server.connection import Connection
 from penstock.server.images import image_reader
+from penstock.server.loop_errors import LoopErrors
 from penstock.server.options import ServerOptions
 from penstock.server.tally import Row, Tally
 from penstock.server.words import Reader, words_of
@@ -110,6 +111,7 @@ def _do_without_torch() -> None:
 
 
 async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
+    asyncio.get_running_loop().set_exception_handler(LoopErrors())
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).handlers[:] = LOGGER.handlers
         logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of is what clients do: it may be much
@@ -132,7 +134,12 @@ class Server(uvicorn.Server):
     """Signals are the process's own affair."""
 
     def __init__(self, api: Api, row: Row, options: ServerOptions, drain_timeout: float) -> None:
-        most = _room_for(CONNECTIONS * options.most_open)
+        wanted = CONNECTIONS * options.most_open
+        most = _room_for(wanted)
+        if most < wanted:
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            remedy = f"ulimit -Hn {wanted + OTHER_DESCRIPTORS}, or a smaller --most-open"
+            event("few connections", logging.WARNING, most=most, wanted=wanted, descriptors=hard, remedy=remedy)
         config = uvicorn.Config(
             api.app(),
             http=functools.partial(Connection, most, options.patience),  # type: ignore[arg-type]

@@ -1,0 +1,65 @@
+"""Exceptions in the event loop: one line of the log for each kind, and how often it came."""
+
+import asyncio
+import errno
+import logging
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from penstock.server import loop_errors
+from penstock.server.loop_errors import LoopErrors
+
+
+def raise_in(loop: asyncio.AbstractEventLoop, times: int) -> None:
+    def fail(number: int) -> None:
+        raise OSError(errno.ENOTCONN, f"of client {number}")
+
+    for number in range(times):
+        loop.call_soon(fail, number)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
+    return [(one.getMessage(), one.fields) for one in caplog.records if one.name == "penstock.engine"]
+
+
+def test_exceptions_of_one_kind_are_one_line_with_a_trace_and_one_with_their_number(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_errors, "PERIOD", 0.1)
+    monkeypatch.setattr(logging.getLogger("penstock.engine"), "propagate", True)
+
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(LoopErrors())
+        raise_in(loop, 63)
+        loop.call_exception_handler({"message": "something else"})
+        await asyncio.sleep(0.05)
+        assert len(lines(caplog)) == 2
+        while len(lines(caplog)) < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.25)  # what does not come again is not said again
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+    (other, without), (first, fields), (again, more) = lines(caplog)
+    assert first == other == again == "error in the event loop" and without == {"message": "something else"}
+    assert "of client 0" in fields["error"] and "in fail" in fields["trace"] and "times_more" not in fields
+    assert more["times_more"] == 62 and "trace" not in more
+
+
+def test_a_connection_for_which_there_is_no_descriptor_is_said_with_the_limit_and_the_way_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("penstock.engine"), "propagate", True)
+
+    async def scene() -> None:
+        error = OSError(errno.EMFILE, "Too many open files")
+        LoopErrors()(
+            asyncio.get_running_loop(), {"message": "socket.accept() out of system resource", "exception": error}
+        )
+
+    asyncio.run(scene())
+    ((name, fields),) = lines(caplog)
+    assert name == "connections are not accepted" and fields["descriptors"] > 0 and "ulimit -n" in fields["remedy"]
