@@ -25,7 +25,11 @@ from penstock.server.tally import Row
 
 T = TypeVar("T")
 
-HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx keeps the events back
+]
 DONE = b"data: [DONE]\n\n"
 
 
