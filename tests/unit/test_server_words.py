@@ -77,7 +77,9 @@ def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
             with pytest.raises(ApiError, match="below 200, got 200"):
                 await reader.ids([1, 200, 3])
             too_long = [1] * SIMULATED.max_model_len + [200]  # which is told of it by whoever looks at lengths
-            assert await reader.ids(too_long) == too_long
+            assert await reader.ids(too_long, limit=Limit(SIMULATED.max_model_len - 1, "prompt", 1)) == too_long
+            with pytest.raises(ApiError, match="below 200, got 200"):  # it is going to be cut
+                await reader.ids(too_long)
 
     asyncio.run(scene())
 

@@ -55,6 +55,7 @@ LONG = 64 << 10  # bytes of a body: most are decoded in a fraction of 1 ms; long
 BODIES_AT_ONCE = 8  # of the longest: what a process keeps of requests that have not come as a whole
 MAX_PATH = 256  # characters of a path whose nearest route is looked for
 MAX_SHARE = 2  # the prompts of one request take at most 1/MAX_SHARE of all slots at a time
+LIKE = 0.75  # how much of it the nearest one shares; other routes of OpenAI's API share less
 CLIENT_GONE = 499  # in the tally: nobody is told
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
 
@@ -117,8 +118,9 @@ class Api:
         if error.status_code == 405 and headers is not None:
             message = f"{request.method} {path} is not allowed: expected {headers['Allow']}"
         else:
-            nearest = difflib.get_close_matches(path[:MAX_PATH], self._paths, 1)
-            message = f"there is no route {path}" + (f": the nearest is {nearest[0]}" if nearest else "")
+            nearest = difflib.get_close_matches(path[:MAX_PATH], self._paths, 1, LIKE)
+            way_out = f"the nearest is {nearest[0]}" if nearest else f"{openapi.PATH} lists all"
+            message = f"there is no route {path}: {way_out}"
         return ApiError(error.status_code, message, headers=headers).response()
 
     # ── who may ask, and how much ──

@@ -63,7 +63,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def listed(text: str) -> list[str]:
     """Names with commas between them, or a list in JSON as vLLM has it."""
     if not text.startswith("["):
-        return text.split(",")
+        return [name.strip() for name in text.split(",")]
     try:
         return msgspec.json.decode(text, type=list[str])
     except msgspec.DecodeError as error:

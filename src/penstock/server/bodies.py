@@ -17,7 +17,7 @@ from penstock.engine.protocol import SamplingParams
 from penstock.server.counting import MOST_NBYTES, MOST_VALUES, require_little
 from penstock.server.cutting import LONG, cut
 from penstock.server.errors import ApiError, of_a_body
-from penstock.server.fields import check_fields
+from penstock.server.fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
 from penstock.server.images import Named
 from penstock.server.request_ids import PATTERN
 
@@ -252,6 +252,9 @@ class Tokenize(msgspec.Struct, kw_only=True):
 DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind) for kind in (Completion, Chat, Tokenize)
 }
+STRICT: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(strict(kind, StreamOptions)) for kind in DECODERS
+}
 FIELDS: dict[type[msgspec.Struct], frozenset[str]] = {
     kind: frozenset((*kind.__struct_fields__, *(f"stream_options.{name}" for name in StreamOptions.__struct_fields__)))
     for kind in DECODERS
@@ -291,25 +294,41 @@ def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str]
 def _decode(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T:
     """Raises WRONG, ApiError."""
     try:
+        found: T = STRICT[kind].decode(body)
+    except msgspec.ValidationError as error:
+        if "unknown field" in str(error) or "got `float`" in str(error):
+            return _decode_with_unknown(body, kind, unknown)
+        raise
+    for name in NEUTRAL_ONLY:
+        if getattr(found, name) is not None:
+            require_neutral(name, getattr(found, name))
+    return found
+
+
+def _decode_with_unknown(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T:
+    """As `_decode`, ten times as slow. Names of unknown fields are appended to `unknown`."""
+    try:
         found: T = DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
-        if "got `float`" not in str(error):
+        repaired = _with_whole_numbers(body, kind) if "got `float`" in str(error) else None
+        if repaired is None:
             raise
-        found = DECODERS[kind].decode(_with_whole_numbers(body, kind))
-    names = check_fields(body, FIELDS[kind])
+        return _decode_with_unknown(repaired, kind, unknown)
+    names = unknown_fields(body, FIELDS[kind])
     if unknown is not None:
         unknown[:] = names
     return found
 
 
-def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> bytes:
-    """The body with 10.0 written as 10, as JSON knows one kind of number, wherever a field wants a whole one."""
+def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> bytes | None:
+    """The body with 10.0 written as 10, as JSON knows one kind of number, wherever a field wants a whole one.
+
+    None: there is nothing to mend.
+    """
     said: dict[str, Any] = msgspec.json.decode(body)
-    for name in _whole_numbers(kind) & said.keys():
-        value = said[name]
-        if isinstance(value, float) and value.is_integer():
-            said[name] = int(value)
-    return msgspec.json.encode(said)
+    floats = [name for name in _whole_numbers(kind) & said.keys() if isinstance(said[name], float)]
+    whole = {name: int(said[name]) for name in floats if said[name].is_integer()}
+    return msgspec.json.encode({**said, **whole}) if whole else None
 
 
 @functools.cache

@@ -113,7 +113,7 @@ _NAMES: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict
 _PRINTABLE = re.compile(r"[!-~]+")
 
 
-def check_fields(body: bytes | bytearray | memoryview, known: Collection[str]) -> list[str]:
+def unknown_fields(body: bytes | bytearray | memoryview, known: Collection[str]) -> list[str]:
     """Returns the names that are unknown, in their order. `known`: fields that are honoured; `body`: a JSON object.
 
     Raises ApiError for a field that is not supported, with a value that is not neutral.
@@ -126,11 +126,34 @@ def check_fields(body: bytes | bytearray | memoryview, known: Collection[str]) -
     for name, value in given.items():
         if name in known or name in IGNORED:
             continue
-        if name not in NEUTRAL_ONLY:
+        if name in NEUTRAL_ONLY:
+            require_neutral(name, msgspec.json.decode(value))
+        else:
             unknown.append(name)
-        elif not is_neutral(msgspec.json.decode(value), NEUTRAL_ONLY[name]):
-            raise ApiError(400, f"{name} is not supported{_way_out(NEUTRAL_ONLY[name])}", param=name)
     return unknown
+
+
+def require_neutral(name: str, value: Any) -> None:
+    """Of a field in NEUTRAL_ONLY. Raises ApiError."""
+    if not is_neutral(value, NEUTRAL_ONLY[name]):
+        raise ApiError(400, f"{name} is not supported{_way_out(NEUTRAL_ONLY[name])}", param=name)
+
+
+def strict(kind: type[msgspec.Struct], options: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """`kind` with the fields of all tables, to decode a body and find out whether it has unknown ones in one go.
+
+    `options`: the struct of `stream_options`.
+    """
+
+    def extended(base: type[msgspec.Struct], names: Iterable[str], more: Iterable[tuple[str, Any, Any]] = ()) -> Any:
+        fields = [*((name, Any, None) for name in names), *more]
+        return msgspec.defstruct(base.__name__, fields, bases=(base,), kw_only=True, forbid_unknown_fields=True)
+
+    outer = [name for name in IGNORED if "." not in name]
+    inner = [name.partition(".")[2] for name in IGNORED if "." in name]
+    has_options = "stream_options" in kind.__struct_fields__
+    more = [("stream_options", extended(options, inner) | None, None)] if has_options else []
+    return extended(kind, [*NEUTRAL_ONLY, *outer], more)  # type: ignore[no-any-return]
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:

@@ -25,7 +25,11 @@ from penstock.server.tally import Row
 
 T = TypeVar("T")
 
-HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx keeps the events back
+]
 DONE = b"data: [DONE]\n\n"
 
 
@@ -116,9 +120,10 @@ class Batch:
 
         Raises EngineError.
         """
-        if len(self._submits) == 1:
-            async with contextlib.aclosing(self._answer(0)) as only:
-                async for piece in only:
+        if len(self._submits) == 1:  # as most requests are: each piece goes through one generator less
+            async with await self._submits[0]() as stream:
+                self.streams.append(stream)
+                async for piece in stream:
                     yield 0, piece
             return
         queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(1)

@@ -136,7 +136,8 @@ class Reader:
     async def ids(self, prompt: str | list[int], add_special: bool = True, limit: Limit | None = None) -> list[int]:
         """Raises ApiError where they are none that the model could answer, or a text must have more than `limit`."""
         if not isinstance(prompt, str):
-            looked_at = prompt[: self._config.max_model_len]  # a longer one is refused for its length
+            # A longer one is refused for its length, unless it is cut: then its end is as good as its beginning.
+            looked_at = prompt if limit is None else prompt[: limit.tokens + 1]
             if looked_at and max(looked_at) >= self.words.most_ids:
                 message = f"expected ids below {self.words.most_ids}, got {max(looked_at)} at $.prompt"
                 raise ApiError(400, message, param="prompt")
