@@ -11,7 +11,7 @@ NATIVE = ROOT / "native"
 
 # From the bottom up: a layer imports itself and what is below it. What shares a line may import each other.
 LAYERS = [
-    {"errors"},
+    {"errors", "extras"},
     {"_native"},
     {"memory"},
     {"channel"},

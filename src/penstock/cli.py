@@ -25,6 +25,7 @@ import penstock
 from penstock import _native, inspect
 from penstock.engine import arguments as engine_arguments
 from penstock.errors import LayoutMismatch
+from penstock.extras import install_command
 from penstock.inspect import in_seconds, in_units
 from penstock.load import arguments as load_arguments
 from penstock.load.arguments import above_0
@@ -254,7 +255,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
         return command.run(arguments.engine_config(options), arguments.server_options(options))
     except ImportError as error:
-        print(f"penstock serve: {error}: pip install 'penstock[engine]'", file=sys.stderr)
+        print(f"penstock serve: {error}: {install_command('engine')}", file=sys.stderr)
         return 2
     except (ValueError, TypeError, OSError) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
@@ -266,7 +267,7 @@ def run_top(options: argparse.Namespace) -> int:
     try:
         from penstock.top import command
     except ImportError as error:
-        print(f"penstock top: {error}: pip install 'penstock[engine]'", file=sys.stderr)
+        print(f"penstock top: {error}: {install_command('engine')}", file=sys.stderr)
         return 2
     return command.run(
         command.Options(
@@ -288,7 +289,7 @@ def run_bench_serve(options: argparse.Namespace) -> int:
 
         return command.run(options)
     except ImportError as error:
-        print(f"penstock bench serve: {error}: pip install 'penstock[load]'", file=sys.stderr)
+        print(f"penstock bench serve: {error}: {install_command('load')}", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"penstock bench serve: {error}", file=sys.stderr)
     return 2

@@ -15,6 +15,7 @@ import pytest
 import penstock
 from penstock import LayoutMismatch, MemoryExhausted, Pool, Ref
 from penstock.errors import ClosedError, Timeout
+from penstock.extras import install_command
 from penstock.inspect.segments import snapshot_of, title_of
 from penstock.tensor.cuda import CudaPool, DeviceError, ForeignDevice, NoDevice, driver_of
 from penstock.tensor.cuda.pool import Slice
@@ -559,7 +560,7 @@ except cuda.NoDevice as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == "no tensors of a device: torch is not installed (pip install 'penstock[cuda]')"
+    assert done.stdout.strip() == f"no tensors of a device: torch is not installed ({install_command('cuda')})"
 
 
 def test_a_torch_without_cuda_is_said_to_be_one() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import penstock
 from penstock import cli
+from penstock.extras import install_command
 from penstock.measure import command
 from penstock.measure.recording import Entry, Recorder, Source
 
@@ -120,7 +121,7 @@ def test_without_the_library_it_is_said_what_to_install(
     path = recorded(tmp_path / "x.rec", b"hello")
     monkeypatch.setitem(sys.modules, "rapidfuzz.distance", None)
     assert measure(path) == 2
-    assert "needs rapidfuzz, which is not installed: pip install 'penstock[measure]'" in capsys.readouterr().err
+    assert f"needs rapidfuzz, which is not installed: {install_command('measure')}" in capsys.readouterr().err
     assert measure("--compare") == 2
 
 

@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 from penstock.errors import PenstockError
+from penstock.extras import install_command
 
 
 class MeasureError(PenstockError):
@@ -22,5 +23,5 @@ def required(module: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        text = f"{what} needs {package}, which is not installed: pip install 'penstock[measure]'"
+        text = f"{what} needs {package}, which is not installed: {install_command('measure')}"
         raise MeasureError(text) from None

@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock import _native
 from penstock.errors import LayoutMismatch, MemoryExhausted, Missing
+from penstock.extras import install_command
 from penstock.memory import Pool, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import attach_segment, fitting, placement, short, within
@@ -37,7 +38,8 @@ def key_of(*contents: Any, salt: bytes = b"") -> bytes:
     try:
         from blake3 import blake3
     except ImportError:
-        raise ImportError("key_of needs blake3: pip install 'penstock[store]', or bring keys of 32 bytes") from None
+        command = install_command("store")
+        raise ImportError(f"key_of needs blake3: {command}, or bring keys of 32 bytes") from None
     hashing = blake3()
     for content in (salt, *contents):
         if isinstance(content, str):

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.errors import MemoryExhausted
+from penstock.extras import install_command
 from penstock.tensor.cuda.driver import DeviceError, ForeignDevice, Found, NoDevice
 from penstock.tensor.cuda.order import InFlight, Marker
 from penstock.tensor.cuda.ref import UUID_NBYTES
@@ -24,7 +25,6 @@ from penstock.tensor.views import As
 
 HANDLE_NBYTES = 64  # of CUipcMemHandle
 PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
-INSTALL = "pip install 'penstock[cuda]'"
 
 
 def needed() -> tuple[Any, Any]:
@@ -32,13 +32,13 @@ def needed() -> tuple[Any, Any]:
     try:
         import torch
     except ImportError:
-        raise NoDevice(f"no tensors of a device: torch is not installed ({INSTALL})") from None
+        raise NoDevice(f"no tensors of a device: torch is not installed ({install_command('cuda')})") from None
     if torch.version.cuda is None:
         raise NoDevice(f"no tensors of a device: torch {torch.__version__} is built without CUDA")
     try:
         from cuda.bindings import driver
     except ImportError:
-        raise NoDevice(f"no tensors of a device: cuda-bindings is not installed ({INSTALL})") from None
+        raise NoDevice(f"no tensors of a device: cuda-bindings is not installed ({install_command('cuda')})") from None
     if not torch.cuda.is_available():
         raise NoDevice("no tensors of a device: torch sees none (no GPU, no NVIDIA driver, or CUDA_VISIBLE_DEVICES)")
     return torch, driver
