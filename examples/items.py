@@ -1,4 +1,7 @@
-"""Values travel with a request as items, and are held for as long as the request lives, however it ends."""
+"""Values travel with a request as items, and are held for as long as the request lives, however it ends.
+
+Keys by content need `pip install '.[store]'`.
+"""
 
 import msgspec
 import numpy as np

@@ -1,4 +1,7 @@
-"""What many processes want is kept by content, once for all of them, and makes room when nobody holds it."""
+"""What many processes want is kept by content, once for all of them, and makes room when nobody holds it.
+
+Keys by content need `pip install '.[store]'`.
+"""
 
 import multiprocessing
 

@@ -12,23 +12,28 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import eventually
-from tests.documents import EXAMPLES, PAGES, ROOT, sessions
+from tests.documents import EXAMPLES, PAGES, ROOT, environment, sessions
 
 ASKING = ("ask", "see")  # the examples that need a server; the pages with one run them
 PORT = "8000"  # of the pages; here it is one that is free
 
 
 @contextlib.contextmanager
-def in_a_session_of_its_own(command: list[str], folder: Path, within: float) -> Iterator[tuple[int, str]]:
-    """Its exit status and what it said; whoever is left of it when the block ends is killed, and fails the test."""
+def in_a_session_of_its_own(
+    command: list[str], folder: Path, within: float, document: Path
+) -> Iterator[tuple[int, str]]:
+    """Its exit status and what it said, with what the document says is installed, and nothing else.
+
+    Whoever is left of it when the block ends is killed, and fails the test.
+    """
     bin_folder = Path(sys.executable).parent
-    environment = {**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
+    more = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
     told = folder / "told"
     with told.open("w") as out:
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env=environment,
+            env={**os.environ, **more, **environment(document)},
             stdout=out,
             stderr=out,
             stdin=subprocess.DEVNULL,
@@ -57,7 +62,7 @@ def session(number: int) -> list[int]:
 
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if path.stem not in ASKING], ids=lambda path: path.stem)
 def test_an_example_runs_and_leaves_nobody(example: Path, tmp_path: Path) -> None:
-    with in_a_session_of_its_own([sys.executable, str(example)], tmp_path, 60) as (status, told):
+    with in_a_session_of_its_own([sys.executable, str(example)], tmp_path, 60, example) as (status, told):
         assert status == 0, told
 
 
@@ -75,7 +80,7 @@ def test_the_shell_of_a_page_does_what_it_shows(page: Path, tmp_path: Path) -> N
     script = tmp_path / "session"
     ended = "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n"
     script.write_text("set -euo pipefail\n" + ended + sessions()[page].replace(PORT, free_port()))
-    with in_a_session_of_its_own(["bash", "-x", str(script)], tmp_path, 200) as (status, told):
+    with in_a_session_of_its_own(["bash", "-x", str(script)], tmp_path, 200, page) as (status, told):
         assert status == 0, told
 
 
