@@ -55,7 +55,7 @@ def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized() -> Non
     async def scene() -> None:
         with contextlib.closing(Reader(SIMULATED, Untouched(200))) as reader:
             for completion, words in (
-                (16, "you requested at least 7000000 tokens (at least 7000000 in the prompt, 16 in the completion)"),
+                (16, "you requested at least 7000016 tokens (at least 7000000 in the prompt, 16 in the completion)"),
                 (None, "your prompt resulted in at least 7000000 tokens"),
             ):
                 with pytest.raises(ApiError) as caught:

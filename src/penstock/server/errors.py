@@ -95,13 +95,16 @@ class Limit(NamedTuple):
     completion: int | None  # tokens that are asked for besides; None: as many as fit
 
 
-def context_length_exceeded(max_model_len: int, tokens: int | str, limit: Limit) -> ApiError:
+def context_length_exceeded(max_model_len: int, tokens: int, limit: Limit, *, at_least: bool = False) -> ApiError:
     """In OpenAI's and vLLM's words, which clients look for to shorten a conversation and ask again."""
+    about = "at least " if at_least else ""
     if limit.completion is None:
-        asked, way_out = f"your {limit.param} resulted in {tokens} tokens", limit.param
+        asked, way_out = f"your {limit.param} resulted in {about}{tokens} tokens", limit.param
     else:
-        total = tokens + limit.completion if isinstance(tokens, int) else tokens
-        asked = f"you requested {total} tokens ({tokens} in the {limit.param}, {limit.completion} in the completion)"
+        asked = (
+            f"you requested {about}{tokens + limit.completion} tokens ({about}{tokens} in the {limit.param}, "
+            f"{limit.completion} in the completion)"
+        )
         way_out = f"{limit.param} or completion"
     message = (
         f"This model's maximum context length is {max_model_len} tokens. However, {asked}. "

@@ -105,7 +105,7 @@ class ImageReader:
                 tokens += (await loaded).tokens
                 if tokens > self._most_tokens:
                     raise context_length_exceeded(
-                        self._most_tokens, f"at least {tokens}", Limit(self._most_tokens - 1, "messages", None)
+                        self._most_tokens, tokens, Limit(self._most_tokens - 1, "messages", None), at_least=True
                     )
             return [task.result() for task in tasks]
         finally:

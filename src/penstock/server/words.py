@@ -147,7 +147,7 @@ class Reader:
         if limit is not None:
             tokens = await self.in_a_thread(lambda: self.words.min_tokens(prompt))
             if tokens > limit.tokens:
-                raise context_length_exceeded(self._config.max_model_len, f"at least {tokens}", limit)
+                raise context_length_exceeded(self._config.max_model_len, tokens, limit, at_least=True)
         return await self.in_a_thread(lambda: self.words.encode(prompt, add_special))
 
     async def vocabulary(self) -> Vocabulary:
