@@ -204,7 +204,7 @@ class Use:
 
 
 def _of_events(body: str) -> tuple[dict[int, str], dict[int, str], dict[str, Any]]:
-    lines = [line.removeprefix("data: ") for line in body.splitlines() if line.startswith("data: ")]
+    lines = [line.removeprefix("data: ") for line in body.split("\n") if line.startswith("data: ")]
     assert lines[-1] == "[DONE]", lines[-1]
     events = [json.loads(line) for line in lines[:-1]]
     assert not [event for event in events if "error" in event]
