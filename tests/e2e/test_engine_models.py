@@ -15,7 +15,8 @@ from penstock.engine.config import EngineConfig  # noqa: E402
 from penstock.engine.launch import Launcher  # noqa: E402
 from penstock.engine.protocol import SamplingParams  # noqa: E402
 from tests.engine import START  # noqa: E402
-from tests.unit.models import BLOCK_SIZE, Asked, made, must_be_greedy  # noqa: E402
+from tests.unit.models import BLOCK_SIZE, COUNT, Asked, made, must_be_greedy  # noqa: E402
+from tests.unit.test_rope import changes  # noqa: E402
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -73,6 +74,32 @@ def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path:
                 together = await asyncio.gather(*(answer(client, asked) for asked in requests))
             must_be_greedy(family.path, requests, alone)
             must_be_greedy(family.path, requests, together)
+        finally:
+            assert await launcher.stop() == []
+
+    asyncio.run(scene())
+
+
+def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) -> None:
+    """What the workers say of longrope reaches the scheduler: one long prompt begins as a short one before it."""
+    family = made("llama", tmp_path, **changes("llama", "longrope"))
+    sizes = {"blocks": 64, "max_model_len": 64, "slots": 4, "token_budget": 16, "block_size": BLOCK_SIZE}
+    config = EngineConfig(model=str(tmp_path), dtype="float32", **sizes)
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
+
+    async def scene() -> None:
+        launcher = Launcher(config)
+        try:
+            launcher.start()
+            await launcher.serving(2 * START)
+            async with Client(launcher.tree, 0) as client:
+                cached = []
+                for asked, want in zip(family.asked, family.answers, strict=True):
+                    async with await client.submit(asked.prompt, params, timeout=START) as stream:
+                        assert [one async for piece in stream for one in piece.ids] == want
+                    cached.append(stream.cached_tokens)
+            lengths = [len(asked.prompt) for asked in family.asked]
+            assert dict(zip(lengths, cached, strict=True)) == {1: 0, 2: 0, 5: 0, 23: 0, 14: 0, 17: 12, 22: 0}
         finally:
             assert await launcher.stop() == []
 
