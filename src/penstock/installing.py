@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from importlib import metadata
+from urllib.parse import unquote
 
 
 def how_to_install(extra: str) -> str:
@@ -24,4 +25,4 @@ def _source() -> tuple[str, str]:
     url = str(said.get("url", ""))
     if not url.startswith("file://") or "dir_info" not in said:  # of an index, or a wheel
         return "", "penstock"
-    return "--editable " if said["dir_info"].get("editable") else "", url.removeprefix("file://")
+    return "--editable " if said["dir_info"].get("editable") else "", unquote(url.removeprefix("file://"))

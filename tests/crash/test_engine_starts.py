@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("uvicorn")
@@ -28,6 +29,7 @@ from penstock.engine.tree import Member, Tree
 from penstock.server.command import Serving
 from penstock.server.options import ServerOptions
 from penstock.server.process import listen
+from penstock.server.shapes import Group, Health
 from tests.command import serving
 from tests.e2e.test_server import Served, posted
 from tests.engine import START, Running, told
@@ -81,9 +83,8 @@ def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_cou
 ) -> None:
     monkeypatch.setattr(launch, "BACK_OFF", SOON)
 
-    async def health(tree: Served) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = json.loads((await tree.get("/health"))[1])["groups"]
-        return groups
+    async def health(tree: Served) -> list[Group]:
+        return msgspec.json.decode((await tree.get("/health"))[1], type=Health).groups
 
     async def scene() -> None:
         async with tree_with(0, "worker", is_killed_while_it_starts_again, data_parallel=2) as tree:
@@ -93,12 +94,12 @@ def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_cou
             while tree.number(Board.SERVING, 0) != 2 + FAILED:
                 assert not tree.launcher.has_failed
                 group, other = await health(tree)
-                counted.add(group["failed_starts"])
-                assert other["serves"] and other["failed_starts"] == 0
+                counted.add(group.failed_starts)
+                assert other.serves and other.failed_starts == 0
                 await asyncio.sleep(0.01)
             assert counted >= {2, 3, 4}, counted
             await tree.launcher.serving(START)
-            assert (await health(tree))[0]["failed_starts"] == 0
+            assert (await health(tree))[0].failed_starts == 0
 
     asyncio.run(scene())
 
