@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -36,6 +37,7 @@ from tests.engine import START, Running, told
 
 Life = Callable[[Tree, Member], None]
 FAILED = 5  # starts in a row, which is more than a unit has that has never served
+KILLS = 30
 SOON = (0.0, *[0.02] * 8)  # seconds before another start
 
 
@@ -119,6 +121,29 @@ def test_a_server_that_has_served_and_is_killed_at_once_each_time_is_started_unt
                 assert not tree.launcher.has_failed
             await tree.launcher.serving(START)
             assert json.loads((await tree.get("/health"))[1])["servers"][0]["failed_starts"] == 0
+
+    asyncio.run(scene())
+
+
+def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of processes that are just starting, more often than a start takes."""
+    monkeypatch.setattr(launch, "BACK_OFF", SOON)
+    chance = random.Random(seed)
+
+    async def scene() -> None:
+        async with tree_with(0, "worker", worker.run, data_parallel=2, api_servers=2) as tree:
+            await tree.launcher.serving(START)
+            for _ in range(KILLS):
+                if children := tree.children():
+                    chance.choice(children).signal(signal.SIGKILL)
+                await asyncio.sleep(chance.uniform(0.0, 0.4))
+                assert not tree.launcher.has_failed
+            await tree.launcher.serving(START)
+            assert (await tree.get("/health/ready"))[0] == 200
+            for group in range(2):
+                await tree.must_be_empty(group)
 
     asyncio.run(scene())
 
