@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("uvicorn")
@@ -28,12 +30,14 @@ from penstock.engine.tree import Member, Tree
 from penstock.server.command import Serving
 from penstock.server.options import ServerOptions
 from penstock.server.process import listen
+from penstock.server.shapes import Group, Health
 from tests.command import serving
 from tests.e2e.test_server import Served, posted
 from tests.engine import START, Running, told
 
 Life = Callable[[Tree, Member], None]
 FAILED = 5  # starts in a row, which is more than a unit has that has never served
+KILLS = 30
 SOON = (0.0, *[0.02] * 8)  # seconds before another start
 
 
@@ -81,9 +85,8 @@ def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_cou
 ) -> None:
     monkeypatch.setattr(launch, "BACK_OFF", SOON)
 
-    async def health(tree: Served) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = json.loads((await tree.get("/health"))[1])["groups"]
-        return groups
+    async def health(tree: Served) -> list[Group]:
+        return msgspec.json.decode((await tree.get("/health"))[1], type=Health).groups
 
     async def scene() -> None:
         async with tree_with(0, "worker", is_killed_while_it_starts_again, data_parallel=2) as tree:
@@ -93,12 +96,12 @@ def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_cou
             while tree.number(Board.SERVING, 0) != 2 + FAILED:
                 assert not tree.launcher.has_failed
                 group, other = await health(tree)
-                counted.add(group["failed_starts"])
-                assert other["serves"] and other["failed_starts"] == 0
+                counted.add(group.failed_starts)
+                assert other.serves and other.failed_starts == 0
                 await asyncio.sleep(0.01)
             assert counted >= {2, 3, 4}, counted
             await tree.launcher.serving(START)
-            assert (await health(tree))[0]["failed_starts"] == 0
+            assert (await health(tree))[0].failed_starts == 0
 
     asyncio.run(scene())
 
@@ -118,6 +121,29 @@ def test_a_server_that_has_served_and_is_killed_at_once_each_time_is_started_unt
                 assert not tree.launcher.has_failed
             await tree.launcher.serving(START)
             assert json.loads((await tree.get("/health"))[1])["servers"][0]["failed_starts"] == 0
+
+    asyncio.run(scene())
+
+
+def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of processes that are just starting, more often than a start takes."""
+    monkeypatch.setattr(launch, "BACK_OFF", SOON)
+    chance = random.Random(seed)
+
+    async def scene() -> None:
+        async with tree_with(0, "worker", worker.run, data_parallel=2, api_servers=2) as tree:
+            await tree.launcher.serving(START)
+            for _ in range(KILLS):
+                if children := tree.children():
+                    chance.choice(children).signal(signal.SIGKILL)
+                await asyncio.sleep(chance.uniform(0.0, 0.4))
+                assert not tree.launcher.has_failed
+            await tree.launcher.serving(START)
+            assert (await tree.get("/health/ready"))[0] == 200
+            for group in range(2):
+                await tree.must_be_empty(group)
 
     asyncio.run(scene())
 

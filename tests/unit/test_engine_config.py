@@ -43,6 +43,9 @@ def test_what_is_said_stays_as_it_is() -> None:
         ({"end_ids": (3, -1), "model": "m"}, "end_ids are numbers of tokens, not -1"),
         ({"generation_config": "hf", "model": "m"}, "generation_config is 'auto' or 'vllm', not 'hf'"),
         ({"log_format": "xml", "model": "m"}, "log_format is 'text' or 'json', not 'xml'"),
+        ({"log_level": "trace", "model": "m"}, "log_level is debug, info, warning, error, not 'trace'"),
+        ({"dtype": "int8", "model": "m"}, "dtype is auto, float32, bfloat16, float16, not 'int8'"),
+        ({"device": "cuda:x", "model": "m"}, "device is cpu, cuda, or cuda:N"),
         ({"speed": 1, "model": "m"}, "speed"),
     ],
 )

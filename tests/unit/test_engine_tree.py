@@ -83,6 +83,15 @@ def test_a_line_has_the_process_and_the_event_as_text_and_as_json() -> None:
     assert (said["event"], said["level"], said["group"], said["error"]) == ("it happened", "warning", 0, "x")
 
 
+@pytest.mark.parametrize(("level", "names"), [("debug", ["a", "b", "c"]), ("info", ["b", "c"]), ("error", ["c"])])
+def test_events_below_the_level_are_not_logged(level: str, names: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    logs.begin("launcher", "json", level)
+    for name, number in (("a", logging.DEBUG), ("b", logging.INFO), ("c", logging.ERROR)):
+        logs.event(name, number)
+    logs.begin("launcher", "json")
+    assert [json.loads(line)["event"] for line in capfd.readouterr().err.splitlines()] == names
+
+
 def test_end_ids_are_those_that_the_model_names_and_those_that_were_given(tmp_path: object) -> None:
     config = EngineConfig(simulated=SimulatedDevice(end_id=5), end_ids=(9,))
     assert completed(config).end_ids == (5, 9) == completed(completed(config)).end_ids

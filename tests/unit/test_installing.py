@@ -26,6 +26,7 @@ def installed_from(direct_url: str | None, monkeypatch: pytest.MonkeyPatch) -> N
         ('{"url": "https://x/penstock.whl", "archive_info": {}}', "penstock[engine]"),
         ('{"url": "file:///tmp/penstock.whl", "archive_info": {}}', "penstock[engine]"),
         ('{"url": "file:///src/penstock", "dir_info": {}}', "/src/penstock[engine]"),
+        ('{"url": "file:///my%20src/penstock", "dir_info": {}}', "/my src/penstock[engine]"),
     ],
 )
 def test_a_hint_names_the_clone_only_where_there_is_one(

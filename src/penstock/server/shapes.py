@@ -171,6 +171,7 @@ class Server(Shape):
     pid: Natural
     serves: bool
     open: Natural
+    failed_starts: Natural
 
 
 class Group(Shape):
@@ -181,6 +182,7 @@ class Group(Shape):
     waiting: Natural
     free_blocks: Natural
     steps: Natural
+    failed_starts: Natural
 
 
 class Health(Readiness):
