@@ -1,7 +1,10 @@
 """Memory that was freed and is still with the process: given back after something large, and again after the last."""
 
 import asyncio
+import ctypes
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -43,7 +46,7 @@ def fill_a_heap(kept: list[np.ndarray]) -> None:
     Cycle(pieces)
 
 
-@pytest.mark.skipif(Heap()._trim is None, reason="needs glibc")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 def test_what_was_freed_is_given_back_after_something_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "PAUSE", 0.01)
 
@@ -85,3 +88,33 @@ def test_another_c_library_is_left_alone() -> None:
         assert ours._alarm is None
 
     asyncio.run(run())
+
+
+FREE_ENDS = """
+import os, threading
+import numpy as np
+from penstock.inspect import private_nbytes_of
+from penstock.server.heap import Heap, _collect_and_trim
+
+def use():
+    large = np.ones(30 << 20, np.uint8)
+    del large  # that is when glibc raises its thresholds
+    pieces = [np.ones(100_000, np.uint8) for _ in range(500)]
+    pieces.reverse()  # the end goes first
+
+heap, before = Heap(), private_nbytes_of(os.getpid())
+both = threading.Barrier(3)  # the heaps of threads that have ended would be used again
+threads = [threading.Thread(target=lambda: (use(), use(), both.wait(), both.wait())) for _ in range(2)]
+for thread in threads:
+    thread.start()
+both.wait()
+_collect_and_trim(heap._trim)
+print(private_nbytes_of(os.getpid()) - before)
+both.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_the_free_ends_of_the_heaps_of_threads_are_given_back_too() -> None:
+    done = subprocess.run([sys.executable, "-c", FREE_ENDS], check=True, capture_output=True, text=True, timeout=60)
+    assert int(done.stdout) < 10 * MB

@@ -1,7 +1,9 @@
 """The memory that the C library keeps when it is freed, given back to the machine after what was large.
 
-glibc keeps a heap for each thread, and gives only the end of one back: after prompts of 7 MB and images of 40
-megapixels, 2 GB stayed with a process that used 60 MB. Another C library has no such call, and nothing is done.
+glibc keeps a heap for each thread: after prompts of 7 MB and images of 40 megapixels, 2 GB stayed with a process that
+used 60 MB. `malloc_trim` gives back what is free amid a heap, but of other threads than the first not the free end;
+that goes when something is freed, if it is longer than a threshold, which grows to 64 MB unless it is said. Another C
+library has no such calls, and nothing is done.
 """
 
 from __future__ import annotations
@@ -11,14 +13,20 @@ import ctypes
 import gc
 from collections.abc import Callable
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+KEPT_NBYTES = 1 << 20  # at the end of each heap; and what is longer than that has a mapping of its own
 PAUSE = 5.0  # seconds between something large and the giving back, which takes 0.1 s for 1 GB
 
 
 class Heap:
-    """Of this process, and used by its event loop."""
+    """Of this process. Made before anything large is, and used by the event loop."""
 
     def __init__(self) -> None:
-        self._trim: Callable[[int], object] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        library = ctypes.CDLL(None)
+        self._trim: Callable[[int], object] | None = getattr(library, "malloc_trim", None)
+        if self._trim is not None:
+            library.mallopt(M_TRIM_THRESHOLD, KEPT_NBYTES)
+            library.mallopt(M_MMAP_THRESHOLD, KEPT_NBYTES)
         self._alarm: asyncio.TimerHandle | None = None
         self._is_used = False  # since the last time that memory was given back
 
