@@ -2,8 +2,8 @@
 the event loop watches, and only while the end has said that it waits.
 
 A peer cannot always do that: it has no descriptor free, or may not look into this process (setuid). So an end that
-waits looks by itself too, after LOOK_UP_S and then ever more rarely, down to once in MAX_LOOK_UP_S; after a look-up that
-found something, again after MIN_LOOK_UP_S.
+waits looks by itself too, after LOOK_UP_S and then ever more rarely, down to once in MAX_LOOK_UP_S; after a look-up
+that found something, again after MIN_LOOK_UP_S.
 
 Leaves to the native core: saying so without losing a wake-up (arm), and finding our pipe (/proc/PID/fd).
 """
