@@ -618,3 +618,122 @@ def test_ends_that_are_dropped_leave_nothing_with_the_loop() -> None:
         assert len(os.listdir("/proc/self/fd")) == before
 
     asyncio.run(main())
+
+
+# ── a peer that cannot wake this end ─────────────────────────────────────────────────────────────────────────────────
+LOOKS_UP_WITHIN = 0.96 + 0.5  # s: what the module states, and what a busy machine adds
+IN_A_LOOP = """
+    import asyncio
+    async def main():
+        channel = penstock.attach(sys.argv[1])
+        receiver, sender = channel.async_receiver(name="loop"), penstock.attach(sys.argv[2]).sender(name="answers")
+        say("ready")
+        async for record in receiver:
+            sender.send(record)
+    asyncio.run(main())
+"""
+
+
+def test_a_receiver_in_a_loop_gets_what_a_sender_without_a_free_descriptor_sends() -> None:
+    source = """
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        ask, answers = penstock.attach(sys.argv[1]).sender(), penstock.attach(sys.argv[2]).receiver()
+        say("ready")
+        hear()
+        hogs = []
+        with contextlib.suppress(OSError):
+            while True:
+                hogs.append(os.open("/dev/null", os.O_RDONLY))
+        for number in range(5):
+            ask.send(b"%d" % number)
+            say(answers.receive(timeout=30).decode())
+        for fd in hogs:
+            os.close(fd)
+    """
+    with new_ring() as ring, new_ring() as back, program(source, ring.ticket, back.ticket) as asks:
+        assert asks.hear() == "ready"
+        with program(IN_A_LOOP, ring.ticket, back.ticket) as loop:
+            assert loop.hear() == "ready"
+            time.sleep(0.3)
+            began = time.monotonic()
+            asks.say("go")
+            for number in range(5):
+                assert asks.hear() == str(number)
+                assert time.monotonic() - began < (number + 1) * LOOKS_UP_WITHIN
+            assert asks.end() == 0
+            assert loop.end() == 0
+
+
+def test_a_receiver_in_a_loop_that_may_not_be_looked_into_gets_what_is_sent() -> None:
+    source = """
+        import asyncio, ctypes
+        if os.geteuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+        ring, back = penstock.open_ring(name="ring"), penstock.open_ring(name="back")
+        if os.fork() == 0:
+            with contextlib.suppress(penstock.PeerDied, penstock.EndOfChannel):
+                ask, answers = ring.sender(), back.receiver()
+                for number in range(10):
+                    time.sleep(0.3 if number == 0 else 0)
+                    ask.send(b"%d" % number)
+                    began = time.monotonic()
+                    answers.receive(timeout=20)
+                    say("after", time.monotonic() - began)
+            os._exit(0)
+        async def main():
+            receiver, sender = ring.async_receiver(), back.sender()
+            for _ in range(10):
+                sender.send(await receiver.receive(timeout=20))
+        asyncio.run(main())
+        os.wait()
+    """
+    with program(source) as other:
+        waited = [float(other.hear().split()[1]) for _ in range(10)]
+        assert max(waited) < LOOKS_UP_WITHIN, waited
+        assert other.end() == 0
+
+
+# ── dropped ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("has_waited", [False, True])
+@pytest.mark.parametrize("end", ["senders", "receivers"])
+def test_an_end_that_is_dropped_in_a_running_loop_is_closed(end: str, has_waited: bool) -> None:
+    async def main() -> None:
+        ring = new_ring()
+        dropped = ring.async_sender() if end == "senders" else ring.async_receiver()
+        if has_waited:
+            with pytest.raises(Timeout):
+                if isinstance(dropped, AsyncSender):
+                    await fill(dropped)
+                    await dropped.send(b"x" * 960, timeout=0.01)
+                else:
+                    await dropped.receive(timeout=0.01)
+        assert ring.snapshot()[end][0]["state"] == "live"
+        del dropped
+        gc.collect()
+        await asyncio.sleep(0.01)
+        assert ring.snapshot()[end][0]["state"] == "closed"
+        assert [peer.state for peer in ring.peers()] == ["left"]
+
+    asyncio.run(main())
+
+
+def test_a_task_that_waits_in_an_end_is_kept_though_nothing_else_refers_to_it() -> None:
+    async def main() -> None:
+        ring = new_ring()
+        sender = ring.sender()
+        got: list[bytes] = []
+
+        async def receive() -> None:
+            got.append(await ring.async_receiver().receive())
+
+        asyncio.ensure_future(receive())  # noqa: RUF006
+        for _ in range(5):
+            await asyncio.sleep(0.005)
+            gc.collect()
+        sender.send(b"kept")
+        await asyncio.sleep(0.05)
+        assert got == [b"kept"]
+
+    asyncio.run(main())

@@ -145,7 +145,7 @@ def test_a_lock_is_not_taken_over_from_a_holder_that_cannot_be_looked_at() -> No
             waiter.say("take")
             assert re.fullmatch(
                 rf"a lock of 'locked' is held by 'holder' \(pid {holder.pid}, not known to live: pidfd_open: "
-                r"Too many open files \(RLIMIT_NOFILE is 128\): raise it\) for .* s",
+                r"Too many open files \(RLIMIT_NOFILE is 128\): raise it\) for .* m?s",
                 waiter.hear(),
             )
             holder.kill(signal.SIGCONT)

@@ -1,5 +1,9 @@
-"""The same ends for asyncio: they cost no thread and do not poll. Whoever has something for us writes a byte into a
-pipe that the event loop watches, and only while we have said that we wait.
+"""The same ends for asyncio: they cost no thread. A peer that has something for an end writes a byte into a pipe that
+the event loop watches, and only while the end has said that it waits.
+
+A peer cannot always do that: it has no descriptor free, or may not look into this process (setuid). So an end that
+waits looks by itself too, after LOOK_UP_S and then ever more rarely, down to once in MAX_LOOK_UP_S; after a look-up
+that found something, again after MIN_LOOK_UP_S.
 
 Leaves to the native core: saying so without losing a wake-up (arm), and finding our pipe (/proc/PID/fd).
 """
@@ -7,19 +11,24 @@ Leaves to the native core: saying so without losing a wake-up (arm), and finding
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from penstock import _native
-from penstock.errors import EndOfChannel, WouldBlock
+from penstock.errors import ClosedError, EndOfChannel, WouldBlock
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+LOOK_UP_S = 0.08
+MIN_LOOK_UP_S = 0.01
+MAX_LOOK_UP_S = 0.96
 LOCKED_OUT_S = 0.01  # between two attempts while a stopped peer holds a lock
 
 _S = TypeVar("_S", bound="_End")
@@ -79,6 +88,25 @@ class _End:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiters: set[asyncio.Future[None]] = set()
         self._turn = _Turn()
+        self._alarm: asyncio.TimerHandle | None = None  # of the next look-up
+        self._look_up_s = LOOK_UP_S
+        self._kept: list[_End] = []  # this end while a task waits in it: the alarm holds it, and so the task
+
+    def __del__(self) -> None:
+        loop = getattr(self, "_loop", None)
+        if loop is None or loop.is_closed():
+            return
+        if not loop.is_running():
+            return self._unregister(loop, self._bell, self._alarm)
+        with contextlib.suppress(RuntimeError):  # the loop, perhaps of another thread, was closed meanwhile
+            # Until then the attachment keeps the descriptor open, so that its number is not that of another file.
+            loop.call_soon_threadsafe(self._unregister, loop, self._bell, self._alarm, self._attachment)
+
+    @staticmethod
+    def _unregister(loop: asyncio.AbstractEventLoop, bell: int, alarm: asyncio.TimerHandle | None, *_: object) -> None:
+        loop.remove_reader(bell)
+        if alarm is not None:
+            alarm.cancel()
 
     async def _wait(self, deadline: float | None, started: float) -> None:
         """Until the pipe is written to, or the deadline, which raises. The caller has armed, and disarms."""
@@ -87,10 +115,13 @@ class _End:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._forget()
-            loop.add_reader(self._bell, self._on_bell)
+            loop.add_reader(self._bell, self._ring, weakref.ref(self))
             self._loop = loop  # after it: where it is refused, the next wait asks again
         waiter = loop.create_future()
         self._waiters.add(waiter)
+        self._kept.append(self)
+        if self._alarm is None:
+            self._set_alarm(loop)
         alarm = None
         if deadline is not None:
             alarm = loop.call_later(deadline - time.monotonic(), self._wake, waiter)
@@ -98,6 +129,7 @@ class _End:
             await waiter
         finally:
             self._waiters.discard(waiter)
+            self._kept.pop()
             if alarm is not None:
                 alarm.cancel()
 
@@ -118,18 +150,48 @@ class _End:
         if not waiter.done():
             waiter.set_result(None)
 
+    @staticmethod
+    def _ring(reference: weakref.ref[_End]) -> None:
+        end = reference()
+        if end is not None:
+            end._on_bell()
+
     def _on_bell(self) -> None:
         try:
             os.read(self._bell, 4096)
         except BlockingIOError:
             pass
+        self._wake_all()
+
+    def _wake_all(self) -> None:
         for waiter in tuple(self._waiters):
             self._wake(waiter)
 
+    def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._alarm = loop.call_later(self._look_up_s, self._look_up, weakref.ref(self), self._kept)
+
+    @staticmethod
+    def _look_up(reference: weakref.ref[_End], _: list[_End]) -> None:
+        end = reference()
+        if end is None:
+            return
+        end._alarm = None
+        if not end._waiters or end._loop is None:
+            return  # the next wait sets it again
+        try:
+            is_ready = end._end.arm()
+        except ClosedError:
+            is_ready = True
+        end._look_up_s = MIN_LOOK_UP_S if is_ready else min(2 * end._look_up_s, MAX_LOOK_UP_S)
+        if is_ready:
+            end._wake_all()
+        end._set_alarm(end._loop)
+
     def _forget(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._bell)
+            self._unregister(self._loop, self._bell, self._alarm)
         self._loop = None
+        self._alarm = None
         for waiter in tuple(self._waiters):
             if not waiter.get_loop().is_closed():
                 self._wake(waiter)
