@@ -582,7 +582,7 @@ inline void Watcher::start() {
     require(::epoll_ctl(epoll_, EPOLL_CTL_ADD, pipe_[0], &event) != 0 ? errno : 0, "epoll_ctl");
     require(start_thread(&Watcher::loop), "pthread_create");
     is_started_ = true;
-    while (thread_.load() == 0) futex_wait(&thread_, 0, NEVER);
+    while (thread_.load() == 0) futex_wait(&thread_, 0, now_ns() + LOOK_UP_NS);  // a wake-up may be refused
 }
 
 inline int Watcher::start_thread(void (Watcher::*body)()) {
