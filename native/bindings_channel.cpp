@@ -285,12 +285,13 @@ enum class As { copy, view, frame };  // frame: a copy, but what lies in the poo
 nb::object receive(const std::shared_ptr<Receiver>& receiver, nb::handle timeout, bool may_wait, As as) {
     u64 deadline = may_wait ? deadline_of(timeout) : 0;
     receiver->channel().require_ours();
-    auto lease = std::make_unique<Lease>();
+    std::unique_ptr<Lease> lease;
     {
         Turn turn(receiver->mutex(), deadline, may_wait, receiver->name());
         Found found;
         if (!find_loop(*receiver, turn, may_wait, deadline, found)) return nb::none();
         if (as == As::copy || (as == As::frame && !found.is_spilled)) return copy_out(*receiver, turn, found);
+        lease = std::make_unique<Lease>();
         lease->by = receiver->channel().by;
         lease->at = const_cast<u8*>(found.at);
         lease->lane = found.lane;
