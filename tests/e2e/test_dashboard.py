@@ -94,8 +94,8 @@ def what_is_shown_is_what_is_asked(page: Browser) -> None:
     page.until("document.querySelector('#charts path').getAttribute('d').includes('L')")  # two points at least
     rows = page.evaluate("[...document.querySelectorAll('#processes tbody tr')].map(one => one.innerText)")
     roles = ["launcher", "core 0.0", "worker 0.0", "output 0.0", "server 0"]
-    assert [row.split("\t")[0] for row in rows] == roles
-    assert all("serves" in row for row in rows), rows
+    assert [row.split("\t")[0] for row in rows] == ["shared", *roles]
+    assert all("serves" in row for row in rows[1:]), rows
     channels = page.evaluate("document.getElementById('channels').innerText")
     assert "steps 0\tbroadcast" in channels and "deltas 0\tinbox" in channels
 

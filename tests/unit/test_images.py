@@ -210,6 +210,19 @@ def test_a_small_image_does_not_wait_for_large_ones(tmp_path: Path, monkeypatch:
         asyncio.run(run(loader))
 
 
+def test_a_large_image_that_was_made_while_it_waited_is_not_decoded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, decode = [], images._decoded
+    monkeypatch.setattr(images, "_decoded", lambda encoded: decoded.append(1) or decode(encoded))
+    monkeypatch.setattr(images, "LARGE_PIXELS", 1000)
+    with Store.create(1 << 20) as store:
+        outgoing = Outgoing(store, inline_nbytes=0)
+        with Images(model_in(tmp_path), outgoing, threads=1) as loader, outgoing.scope() as scope:
+            assert len(set(load(loader, scope, *[picture()] * 16))) == 1
+    assert len(decoded) == 1
+
+
 def test_an_image_that_is_made_a_square_is_as_large_as_that(tmp_path: Path) -> None:
     processor_in(model_in(tmp_path), "llava", do_pad=True)
     outgoing, limits = Outgoing(None), ImageLimits(pixels=10_000)

@@ -108,7 +108,7 @@ class Images:
         loaded = await self._small.run(scope, functools.partial(self._load_small, raw, scope))
         if isinstance(loaded, Loaded):
             return loaded
-        return await self._large.run(scope, functools.partial(self._load_encoded, *loaded, scope))
+        return await self._large.run(scope, functools.partial(self._load_large, *loaded, scope))
 
     def _load_small(self, raw: bytes | Callable[[], bytes], scope: Scope) -> Loaded | tuple[bytes, EncodedImage]:
         """The image, or the key of one that is large, and what is to be decoded."""
@@ -124,6 +124,10 @@ class Images:
         if encoded.work > LARGE_PIXELS or len(encoded.data) > LARGE_NBYTES:
             return key, encoded
         return self._load_encoded(key, encoded, scope)
+
+    def _load_large(self, key: bytes, encoded: EncodedImage, scope: Scope) -> Loaded:
+        found = self._find(key, scope)  # the same image may have been made while this one waited
+        return self._load_encoded(key, encoded, scope) if found is None else found
 
     def _load_encoded(self, key: bytes, encoded: EncodedImage, scope: Scope) -> Loaded:
         made = self._make(encoded)
