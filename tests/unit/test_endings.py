@@ -73,8 +73,8 @@ def test_a_lock_that_another_thread_held_at_an_exec_is_taken_over() -> None:
 def test_an_exec_that_nobody_was_there_to_see_is_found_by_the_next_who_comes() -> None:
     pool = Pool.create(1 << 20, peer_name="next")
     channel = penstock.open_ring()
-    with program(PEER + EXEC, channel.ticket, pool.ticket) as other:
-        eventually(lambda: "peer" in states(channel))
+    with program(PEER + 'say("ready")' + EXEC, channel.ticket, pool.ticket) as other:
+        assert other.hear() == "ready"
         other.say("exec")
         eventually(lambda: Path(f"/proc/{other.pid}/cmdline").read_bytes().endswith(b"time.sleep(60)\0"))
         pool.take(1 << 20, timeout=5).release()
