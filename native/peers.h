@@ -112,7 +112,7 @@ class Watcher {
         u32 flags, reserved;
     };
     static constexpr int RETRY_MS = 100;
-    static constexpr int GRACE_MS = 20;      // most pidfds speak within that, and then tell more
+    static constexpr int GRACE_MS = 50;      // most pidfds speak within that, and then tell more
     static constexpr u32 MAX_WAITERS = 128;  // of one futex_waitv
     static constexpr u32 FUTEX_SIZE_U32 = 2;
     void loop();
