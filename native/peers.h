@@ -103,7 +103,7 @@ class Watcher {
         std::set<Attachment*> attachments;
         Shared<u32>* word = nullptr;  // its robust futex in the segment of `word_of`; null: it is not waited for
         Attachment* word_of = nullptr;
-        u32 thread = 0;  // of its watcher
+        u32 thread = 0;  // of its watcher; 0: it was marked when it was first seen
         u64 thread_start = 0;
         u32 watch_fd = 0;  // a descriptor that an exec closes
         u64 watch_ino = 0;
@@ -115,7 +115,7 @@ class Watcher {
         u32 flags, reserved;
     };
     static constexpr int RETRY_MS = 100;
-    static constexpr int GRACE_MS = 20;      // most pidfds speak within that, and then tell more
+    static constexpr int GRACE_MS = 50;      // most pidfds speak within that, and then tell more
     static constexpr u32 MAX_WAITERS = 128;  // of one futex_waitv
     static constexpr u32 FUTEX_SIZE_U32 = 2;
     void loop();
@@ -274,6 +274,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             u64 found = 0;
             if (!mark_dying(slot, identity, only_marked, found)) continue;
             reap_holdings(*this, slot, found, EndState::dead);
+            // The mark goes with the peer: who has the slot next may be the same process, after an exec.
+            u32 word = peer(slot).watcher.load(std::memory_order_relaxed);
+            if ((word & FUTEX_OWNER_DIED) != 0) peer(slot).watcher.compare_exchange_strong(word, 0);
             u64 dying = found;
             if (peer(slot).identity.compare_exchange_strong(dying, with_state(identity, PeerState::dead),
                                                             std::memory_order_seq_cst)) {
@@ -298,7 +301,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     void note_how(u64 identity, u32 how) {
         if (how == 0) return;
         for (u32 slot = 0; slot < shape().max_peers; ++slot)
-            if (with_state(peer(slot).identity.load(), PeerState::live) == with_state(identity, PeerState::live))
+            if (with_state(peer(slot).identity.load(), PeerState::live) == with_state(identity, PeerState::live) &&
+                (how != HOW_EXEC || (peer(slot).watcher.load() & FUTEX_OWNER_DIED) != 0))  // else it has joined since
                 peer(slot).how.store(how);
     }
 
@@ -627,21 +631,28 @@ inline void Watcher::delist(Attachment* attachment) {
     }
 }
 
-// Copies what its slot says of its watcher, if /proc agrees.
+// Copies what its slot says of its watcher, if /proc agrees. A slot that is marked when it is first seen may be of a
+// process that has replaced itself by exec since.
 inline void Watcher::add_word(u64 identity, Watched& watched, Attachment* attachment, PeerSlot& peer) {
     u32 word = peer.watcher.load(std::memory_order_relaxed), thread = word & FUTEX_TID_MASK;
-    if (watched.word != nullptr || watched.marked_ns != 0 || word != (thread | FUTEX_WAITERS)) return;
-    ProcessStat stat = read_stat(pid_of(identity), thread);
+    bool is_marked = (word & FUTEX_OWNER_DIED) != 0;
+    if (watched.word != nullptr || watched.marked_ns != 0 || (!is_marked && word != (thread | FUTEX_WAITERS))) return;
+    ProcessStat stat = is_marked ? ProcessStat{} : read_stat(pid_of(identity), thread);
     if (stat.error != 0 || (stat.flags & EXITING) != 0) return;
-    watched.word = &peer.watcher;
-    watched.word_of = attachment;
-    watched.thread = thread;
+    watched.thread = is_marked ? 0 : thread;
     watched.thread_start = stat.start;
     watched.watch_fd = peer.watch_fd.load(std::memory_order_relaxed);
     watched.watch_ino = peer.watch_ino.load(std::memory_order_acquire);
+    watched.is_dying = false;
+    if (is_marked) {
+        watched.marked_ns = now_ns();
+        poke(pipe_[1]);
+        return;
+    }
     if (look_at_descriptor(pid_of(identity), watched.watch_fd, watched.watch_ino) != Openness::open)
         watched.watch_ino = 0;
-    watched.is_dying = false;
+    watched.word = &peer.watcher;
+    watched.word_of = attachment;
     change_words();
 }
 inline void Watcher::change_words() {
@@ -687,11 +698,12 @@ inline int Watcher::settle_marks() {
     for (auto& [identity, watched] : watched_) {
         if (watched.marked_ns == 0) continue;
         if (now_ns() - watched.marked_ns < GRACE_MS * 1'000'000ull) {
-            again_ms = GRACE_MS;
+            again_ms = again_ms < 0 ? GRACE_MS : std::min(again_ms, GRACE_MS);
             continue;
         }
         int pid = pid_of(identity);
-        ProcessStat thread = read_stat(pid, watched.thread);
+        ProcessStat thread{};
+        if (watched.thread != 0) thread = read_stat(pid, watched.thread);
         bool is_ended = thread.error == 0 ? thread.start != watched.thread_start || (thread.flags & EXITING) != 0
                                           : thread.error == ENOENT || thread.error == ESRCH;
         // An exec closes descriptors, and the process lives on. At an exit, they are closed when it is EXITING.
@@ -699,13 +711,16 @@ inline int Watcher::settle_marks() {
             watched.watch_ino != 0 && look_at_descriptor(pid, watched.watch_fd, watched.watch_ino) == Openness::closed;
         ProcessStat process = read_stat(pid);
         bool is_there = process.error == 0 && (process.start & START_MASK) == start_of(identity);
-        if (is_there && thread.error == 0 && !is_ended) {
+        bool is_exec = is_closed && (process.flags & EXITING) == 0;
+        if (watched.thread == 0) is_ended = is_exec;
+        if (watched.thread != 0 && is_there && thread.error == 0 && !is_ended) {
             watched.marked_ns = 0;
             continue;
         }
-        if (again_ms < 0) again_ms = RETRY_MS;
+        // Ever more rarely: a program that may not be looked into can live for long after an exec.
+        int pause_ms = static_cast<int>(std::clamp<u64>((now_ns() - watched.marked_ns) / 8'000'000, RETRY_MS, 10'000));
+        if (again_ms < 0 || pause_ms < again_ms) again_ms = pause_ms;
         if (!is_there || !is_ended) continue;  // unknown; or its pidfd is about to speak
-        bool is_exec = is_closed && (process.flags & EXITING) == 0;
         u32 status = static_cast<u32>(process.wait_status);
         u32 how = is_exec ? HOW_EXEC : (process.flags & EXITING) != 0 && status != 0 ? 1 + status : 0;
         bool is_reaped = is_exec;
@@ -715,7 +730,10 @@ inline int Watcher::settle_marks() {
             if (!is_exec && !watched.is_dying) attachment->announce_dying(identity);
         }
         watched.is_dying = true;
-        if (is_reaped) watched.marked_ns = 0;
+        if (is_reaped) {
+            watched.marked_ns = 0;
+            poke(pipe_[1]);  // it may have joined again
+        }
     }
     return again_ms;
 }
@@ -867,7 +885,7 @@ inline void Watcher::loop() {
         }
         if (must_scan) scan_all();
         again_ms = settle_marks();
-        if (again_ms < 0 && must_retry_) again_ms = RETRY_MS;
+        if (must_retry_ && (again_ms < 0 || again_ms > RETRY_MS)) again_ms = RETRY_MS;
     }
 }
 

@@ -458,7 +458,7 @@ class Segment {
     // The control part, behind ROBUST_DISTANCE bytes of private memory.
     void map_control(int protection) {
         u64 page = geometry_.shape.page;
-        reserved_nbytes_ = ROBUST_DISTANCE + page + geometry_.data;
+        reserved_nbytes_ = ROBUST_DISTANCE + geometry_.data + page - PAGE;
         reserved_ = map_at(nullptr, reserved_nbytes_, PROT_READ | PROT_WRITE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         u8* at = reserved_ + (round_up(reinterpret_cast<u64>(reserved_) + ROBUST_DISTANCE, page) -

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,18 @@ def test_a_lock_that_another_thread_held_at_an_exec_is_taken_over() -> None:
             other.say("exec")
             eventually(lambda: states(pool)["peer"] == "dead")
             pool.take(2 << 20).release()
+
+
+def test_an_exec_that_nobody_was_there_to_see_is_found_by_the_next_who_comes() -> None:
+    pool = Pool.create(1 << 20, peer_name="next")
+    channel = penstock.open_ring()
+    with program(PEER + 'say("ready")' + EXEC, channel.ticket, pool.ticket) as other:
+        assert other.hear() == "ready"
+        other.say("exec")
+        eventually(lambda: Path(f"/proc/{other.pid}/cmdline").read_bytes().endswith(b"time.sleep(60)\0"))
+        pool.take(1 << 20, timeout=5).release()
+        assert states(pool) == {"next": "live", "peer": "dead"}
+        assert other.process.poll() is None
 
 
 def test_a_process_that_joins_again_after_an_exec_is_another_peer() -> None:
