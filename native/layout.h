@@ -110,11 +110,17 @@ struct alignas(LINE) PeerSlot {
     Shared<u64> reaps;  // peers that the owner has reaped
     Shared<u64>
         watch_ino;         // of the pipe by which the owner's watcher learns that somebody joined; written by the owner
-    Shared<u32> watch_fd;  // its write end, in the owner's table
-    u32 unused;
+    Shared<u32> watcher;   // robust futex: thread of the owner's watcher, FUTEX_WAITERS; the kernel sets OWNER_DIED
+    Shared<u32> watch_fd;  // write end of that pipe, in the owner's table
     Shared<u64> take_since_ns;  // waiting for memory since; 0: not; written by the owner
 };
 static_assert(sizeof(PeerSlot) == 128);
+static_assert(offsetof(PeerSlot, watcher) % 8 == 0);  // so that the node that belongs to it is aligned
+
+// The nodes of a robust list lie in private memory before the control part, so far from their words: the kernel follows
+// nothing that another process can write.
+inline constexpr u64 ROBUST_DISTANCE = 64 << 10;
+static_assert(PAGE + MAX_PEERS * sizeof(PeerSlot) <= ROBUST_DISTANCE);
 
 // ── bell: where everybody waits (wait.h) ───────────────────────────────────────────────────────────────────────────
 struct alignas(LINE) Bell {

@@ -1,6 +1,15 @@
 // peers.h: who is attached to a segment, who died, and locks that survive their holder.
 // Leaves to reap.h: what a dead peer held. A death is seen through a pidfd, by one thread per process that sleeps until
 // there is one; so it is found even when nobody sends, and costs nothing until then.
+//
+// A pidfd speaks when the kernel has freed the process's memory (0.4 s for 1 GB), and not at all of an exec. So a
+// second thread sleeps on robust futexes, which the kernel marks before that:
+//
+//   the dying process                            a survivor
+//   its watcher's thread ends                    futex_waitv on peer.watcher returns
+//   peer.watcher |= FUTEX_OWNER_DIED (kernel)    /proc: that thread has ended?  no: the mark is not believed
+//   frees its memory                             after GRACE_MS: dying; its ends are dead, waits end; nothing is reaped
+//   its pidfd is readable                        reaped; or, after an exec, when its descriptors are closed
 #pragma once
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
@@ -18,6 +27,9 @@
 
 #ifndef P_PIDFD
 #define P_PIDFD 3
+#endif
+#ifndef SYS_futex_waitv  // Linux 5.16
+#define SYS_futex_waitv 449
 #endif
 
 namespace penstock {
@@ -54,8 +66,10 @@ inline u32 how_it_ended(int pidfd, u64 identity) {
     return 0;
 }
 
+inline constexpr u32 HOW_EXEC = ~0u;
 inline std::string how_in_words(u32 how) {
     if (how == 0) return "how is not known";
+    if (how == HOW_EXEC) return "replaced by another program (exec)";
     int status = static_cast<int>(how - 1);
     if (WIFSIGNALED(status)) {
         const char* name = ::sigabbrev_np(WTERMSIG(status));
@@ -66,8 +80,8 @@ inline std::string how_in_words(u32 how) {
 
 class Attachment;
 void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_become);  // reap.h
+u64 mark_ends(Attachment& by, u32 slot, u64 identity, EndState ends_become);       // reap.h
 void wake_everybody(Attachment& by);                                               // reap.h
-void recover_pool(Attachment& by);                                                 // pool.h
 
 // One per process: sleeps in epoll on the pidfds of all peers of all segments of this process. While there is a peer
 // that it could not watch, or not reap, it looks again every RETRY_MS.
@@ -75,32 +89,61 @@ class Watcher {
    public:
     static Watcher& instance();
     std::string watch(Attachment* attachment);  // all peers in the segment's table; returns why one cannot be watched
+    u32 robust_word();                          // of this process's slots; 0: its deaths are not marked
     std::pair<int, u64> pipe();                 // where others write a byte when they have joined: write end and inode
     void forget(Attachment* attachment);        // returns when no reaping for it is under way
     void retry();                               // there is work that a stopped peer's lock has put off
     void leave_later(std::unique_ptr<Attachment> attachment);
 
    private:
+    // What is read of a peer in shared memory is copied, and compared with /proc, while it lives: what is written there
+    // later can start a look at /proc, and nothing else.
     struct Watched {
         int pidfd;
         std::set<Attachment*> attachments;
+        Shared<u32>* word = nullptr;  // its robust futex in the segment of `word_of`; null: it is not waited for
+        Attachment* word_of = nullptr;
+        u32 thread = 0;  // of its watcher
+        u64 thread_start = 0;
+        u32 watch_fd = 0;  // a descriptor that an exec closes
+        u64 watch_ino = 0;
+        u64 marked_ns = 0;      // when the word was seen marked; 0: it is not
+        bool is_dying = false;  // its ends have been marked
+    };
+    struct Waiter {  // struct futex_waitv, which older headers lack
+        u64 value, address;
+        u32 flags, reserved;
     };
     static constexpr int RETRY_MS = 100;
+    static constexpr int GRACE_MS = 20;      // most pidfds speak within that, and then tell more
+    static constexpr u32 MAX_WAITERS = 128;  // of one futex_waitv
+    static constexpr u32 FUTEX_SIZE_U32 = 2;
     void loop();
-    void start();                                                      // mutex_ is held
+    void start();                               // mutex_ is held
+    int start_thread(void (Watcher::*body)());  // returns its errno
+    void wait_for_marks();
+    void add_word(u64 identity, Watched& watched, Attachment* attachment, PeerSlot& peer);  // mutex_ is held
+    void change_words();                                                                    // mutex_ is held
+    int settle_marks();                   // mutex_ is held; returns in how many ms to call it again, or -1
+    void enlist(Attachment* attachment);  // mutex_ is held
+    void delist(Attachment* attachment);  // mutex_ is held
     std::string scan(Attachment* attachment, std::vector<u64>& gone);  // mutex_ is held; returns as watch() does
-    std::map<u64, Watched>::iterator unwatch(std::map<u64, Watched>::iterator at);  // mutex_ is held
-    void scan_all();                                                                // mutex_ is held
-    void reap_or_retry(Attachment* attachment, u64 identity);                       // mutex_ is held
+    std::map<u64, Watched>::iterator unwatch(std::map<u64, Watched>::iterator at);       // mutex_ is held
+    void scan_all();                                                                     // mutex_ is held
+    bool reap_or_retry(Attachment* attachment, u64 identity, bool only_marked = false);  // mutex_ is held
     std::mutex mutex_;
     std::set<Attachment*> all_;
     int pipe_[2] = {-1, -1};
     u64 pipe_inode_ = 0;
     std::map<u64, Watched> watched_;  // by identity
     int epoll_ = -1;
-    bool is_started_ = false;
+    bool is_started_ = false, is_waiting_for_marks_ = false;
     std::atomic<bool> must_retry_{false};
     std::vector<std::unique_ptr<Attachment>> leaving_;  // to which nothing refers any more, and which have yet to leave
+    robust_list_head robust_{};         // of the watcher's thread: a node for each slot of this process
+    Shared<u32> thread_{0};             // the watcher's, once its robust list is registered; NO_LIST: it cannot be
+    std::atomic<u32> word_changes_{0};  // moved when what futex_waitv waits for has changed
+    static constexpr u32 NO_LIST = ~0u;
 };
 
 // This process in a segment: a slot in its table. Everything that touches shared state goes through one.
@@ -224,18 +267,12 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     // ── deaths ──
     // MUST: the caller has seen that this process is gone. Many may do it at the same time: every step is idempotent,
     // and checks that the slot is still this identity's under the lock it works under.
-    void reap(u64 identity) {
+    // only_marked: of a process that lives on after an exec, and may have joined again.
+    void reap(u64 identity, bool only_marked = false) {
         identity = with_state(identity, PeerState::live);
         for (u32 slot = 0; slot < shape().max_peers; ++slot) {
-            u64 found = peer(slot).identity.load(std::memory_order_acquire);
-            if (with_state(found, PeerState::live) != identity) continue;
-            if (state_of(found) == PeerState::live) {
-                PENSTOCK_POINT("reap.begun");
-                peer(slot).identity.compare_exchange_strong(found, with_state(identity, PeerState::dying),
-                                                            std::memory_order_seq_cst);
-                found = peer(slot).identity.load(std::memory_order_acquire);
-            }
-            if (found != with_state(identity, PeerState::dying)) continue;
+            u64 found = 0;
+            if (!mark_dying(slot, identity, only_marked, found)) continue;
             reap_holdings(*this, slot, found, EndState::dead);
             u64 dying = found;
             if (peer(slot).identity.compare_exchange_strong(dying, with_state(identity, PeerState::dead),
@@ -244,6 +281,17 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             }
             segment_->header().peers_version.fetch_add(1, std::memory_order_release);
             segment_->header().changes.fetch_add(1, std::memory_order_release);
+            wake_everybody(*this);
+        }
+    }
+    // The peer's process is ending, and its memory may still be written to: its ends are dead, and what it holds stays.
+    void announce_dying(u64 identity) {
+        identity = with_state(identity, PeerState::live);
+        for (u32 slot = 0; slot < shape().max_peers; ++slot) {
+            u64 found = 0;
+            if (!mark_dying(slot, identity, true, found)) continue;
+            mark_ends(*this, slot, found, EndState::dead);
+            segment_->header().peers_version.fetch_add(1, std::memory_order_release);
             wake_everybody(*this);
         }
     }
@@ -276,7 +324,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             if (sight.liveness == Liveness::gone) how = ", dead";
             if (sight.liveness == Liveness::unknown) how = ", not known to live: " + sight.why();
             if (sight.liveness == Liveness::alive && (sight.state == 'T' || sight.state == 't')) how = ", stopped";
-            if (sight.liveness == Liveness::alive && state == PeerState::dying) how = ", leaving";
+            if (sight.liveness == Liveness::alive && state == PeerState::dying) how = ", ending";
         }
         return format("'%s' (pid %d%s)", name_of(slot).c_str(), pid_of(identity), how.c_str());
     }
@@ -409,6 +457,19 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     static void require_watchable(const std::string& why_not) {
         if (!why_not.empty()) throw Error(Fault::os, "deaths of peers cannot be watched: " + why_not);
     }
+    // live -> dying, if the slot is that identity's. `found` receives the slot's word. Returns whether it is dying now.
+    bool mark_dying(u32 slot, u64 identity, bool only_marked, u64& found) {
+        found = peer(slot).identity.load(std::memory_order_acquire);
+        if (with_state(found, PeerState::live) != identity) return false;
+        if (only_marked && (peer(slot).watcher.load(std::memory_order_relaxed) & FUTEX_OWNER_DIED) == 0) return false;
+        if (state_of(found) == PeerState::live) {
+            PENSTOCK_POINT("reap.begun");
+            peer(slot).identity.compare_exchange_strong(found, with_state(identity, PeerState::dying),
+                                                        std::memory_order_seq_cst);
+            found = peer(slot).identity.load(std::memory_order_acquire);
+        }
+        return found == with_state(identity, PeerState::dying);
+    }
     void claim(const std::string& name) {
         auto [watch_fd, watch_ino] = Watcher::instance().pipe();
         for (bool reuse : {false, true}) {
@@ -430,6 +491,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 own.watch_fd.store(static_cast<u32>(watch_fd), std::memory_order_relaxed);
                 own.watch_ino.store(watch_ino, std::memory_order_release);
                 own.how.store(0);
+                own.watcher.store(Watcher::instance().robust_word(), std::memory_order_relaxed);
                 own.joined_ns.store(now_ns());
                 own.reaped_ns.store(0);
                 own.reaps.store(0);
@@ -512,18 +574,144 @@ inline void Watcher::start() {
     event.events = EPOLLIN;
     event.data.u64 = 0;
     require(::epoll_ctl(epoll_, EPOLL_CTL_ADD, pipe_[0], &event) != 0 ? errno : 0, "epoll_ctl");
+    require(start_thread(&Watcher::loop), "pthread_create");
+    is_started_ = true;
+    while (thread_.load() == 0) futex_wait(&thread_, 0, NEVER);
+}
+
+inline int Watcher::start_thread(void (Watcher::*body)()) {
     sigset_t all, before;
     sigfillset(&all);
     ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
     int failed = 0;
     try {
-        std::thread([this] { loop(); }).detach();
+        std::thread(body, this).detach();
     } catch (const std::system_error& error) {
         failed = error.code().value();
     }
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    require(failed, "pthread_create");
-    is_started_ = true;
+    return failed;
+}
+
+inline u32 Watcher::robust_word() {
+    std::lock_guard guard(mutex_);
+    u32 thread = thread_.load();
+    return thread == 0 || thread == NO_LIST ? 0 : thread | FUTEX_WAITERS;
+}
+
+// ── robust futexes ──
+// A list is changed by one store at a time, for the kernel may read it after each.
+inline robust_list* node_of(Attachment* attachment) {
+    return reinterpret_cast<robust_list*>(reinterpret_cast<u8*>(&attachment->peer(attachment->slot()).watcher) -
+                                          ROBUST_DISTANCE);
+}
+inline void set_next(robust_list& node, robust_list* next) {
+    std::atomic_ref<robust_list*>(node.next).store(next, std::memory_order_release);
+}
+inline void Watcher::enlist(Attachment* attachment) {
+    robust_list* node = node_of(attachment);
+    set_next(*node, robust_.list.next);
+    set_next(robust_.list, node);
+}
+inline void Watcher::delist(Attachment* attachment) {
+    for (robust_list* at = &robust_.list; at->next != &robust_.list; at = at->next) {
+        if (at->next != node_of(attachment)) continue;
+        set_next(*at, at->next->next);
+        return;
+    }
+}
+
+// Copies what its slot says of its watcher, if /proc agrees.
+inline void Watcher::add_word(u64 identity, Watched& watched, Attachment* attachment, PeerSlot& peer) {
+    u32 word = peer.watcher.load(std::memory_order_relaxed), thread = word & FUTEX_TID_MASK;
+    if (watched.word != nullptr || watched.marked_ns != 0 || word != (thread | FUTEX_WAITERS)) return;
+    ProcessStat stat = read_stat(pid_of(identity), thread);
+    if (stat.error != 0 || (stat.flags & EXITING) != 0) return;
+    watched.word = &peer.watcher;
+    watched.word_of = attachment;
+    watched.thread = thread;
+    watched.thread_start = stat.start;
+    watched.watch_fd = peer.watch_fd.load(std::memory_order_relaxed);
+    watched.watch_ino = peer.watch_ino.load(std::memory_order_acquire);
+    if (look_at_descriptor(pid_of(identity), watched.watch_fd, watched.watch_ino) != Openness::open)
+        watched.watch_ino = 0;
+    watched.is_dying = false;
+    change_words();
+}
+inline void Watcher::change_words() {
+    word_changes_.fetch_add(1);
+    ::syscall(SYS_futex, &word_changes_, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+    if (is_waiting_for_marks_ || thread_.load() == NO_LIST) return;
+    is_waiting_for_marks_ = start_thread(&Watcher::wait_for_marks) == 0;  // if not: at the next change
+}
+
+inline void Watcher::wait_for_marks() {
+    for (;;) {
+        std::vector<Waiter> waiters;
+        {
+            std::lock_guard guard(mutex_);
+            waiters.push_back(
+                {word_changes_.load(), reinterpret_cast<u64>(&word_changes_), FUTEX_SIZE_U32 | FUTEX_PRIVATE_FLAG, 0});
+            for (auto& [identity, watched] : watched_)
+                if (watched.word != nullptr && waiters.size() < MAX_WAITERS)
+                    waiters.push_back(
+                        {watched.thread | FUTEX_WAITERS, reinterpret_cast<u64>(watched.word), FUTEX_SIZE_U32, 0});
+        }
+        // EFAULT: the word's segment has been unmapped.
+        long index = ::syscall(SYS_futex_waitv, waiters.data(), waiters.size(), 0u, nullptr, CLOCK_MONOTONIC);
+        if (index < 0 && (errno == ENOSYS || errno == EPERM)) return;
+        if (index < 0 && errno != EAGAIN && errno != EINTR && errno != EFAULT) ::usleep(RETRY_MS * 1000);
+        std::lock_guard guard(mutex_);
+        for (auto& [identity, watched] : watched_) {
+            if (watched.word == nullptr ||
+                watched.word->load(std::memory_order_relaxed) == (watched.thread | FUTEX_WAITERS))
+                continue;
+            futex_wake(watched.word, INT_MAX);  // the kernel wakes one
+            watched.word = nullptr;
+            watched.marked_ns = now_ns();
+            poke(pipe_[1]);
+        }
+    }
+}
+
+// Why the mark of a peer is there: its process is ending, it has replaced itself by exec, or another peer wrote where
+// it must not.
+inline int Watcher::settle_marks() {
+    int again_ms = -1;
+    for (auto& [identity, watched] : watched_) {
+        if (watched.marked_ns == 0) continue;
+        if (now_ns() - watched.marked_ns < GRACE_MS * 1'000'000ull) {
+            again_ms = GRACE_MS;
+            continue;
+        }
+        int pid = pid_of(identity);
+        ProcessStat thread = read_stat(pid, watched.thread);
+        bool is_ended = thread.error == 0 ? thread.start != watched.thread_start || (thread.flags & EXITING) != 0
+                                          : thread.error == ENOENT || thread.error == ESRCH;
+        // An exec closes descriptors, and the process lives on. At an exit, they are closed when it is EXITING.
+        bool is_closed =
+            watched.watch_ino != 0 && look_at_descriptor(pid, watched.watch_fd, watched.watch_ino) == Openness::closed;
+        ProcessStat process = read_stat(pid);
+        bool is_there = process.error == 0 && (process.start & START_MASK) == start_of(identity);
+        if (is_there && thread.error == 0 && !is_ended) {
+            watched.marked_ns = 0;
+            continue;
+        }
+        if (again_ms < 0) again_ms = RETRY_MS;
+        if (!is_there || !is_ended) continue;  // unknown; or its pidfd is about to speak
+        bool is_exec = is_closed && (process.flags & EXITING) == 0;
+        u32 status = static_cast<u32>(process.wait_status);
+        u32 how = is_exec ? HOW_EXEC : (process.flags & EXITING) != 0 && status != 0 ? 1 + status : 0;
+        bool is_reaped = is_exec;
+        for (Attachment* attachment : watched.attachments) {
+            attachment->note_how(identity, how);
+            if (is_exec) is_reaped = reap_or_retry(attachment, identity, true) && is_reaped;
+            if (!is_exec && !watched.is_dying) attachment->announce_dying(identity);
+        }
+        watched.is_dying = true;
+        if (is_reaped) watched.marked_ns = 0;
+    }
+    return again_ms;
 }
 
 inline std::pair<int, u64> Watcher::pipe() {
@@ -564,6 +752,7 @@ inline std::string Watcher::scan(Attachment* attachment, std::vector<u64>& gone)
             known = watched_.emplace(identity, Watched{pidfd, {}}).first;
         }
         known->second.attachments.insert(attachment);
+        add_word(identity, known->second, attachment, attachment->peer(slot));
     }
     if (!why.empty()) must_retry_ = true;
     return why;
@@ -600,7 +789,7 @@ inline std::string Watcher::watch(Attachment* attachment) {
     {
         std::lock_guard guard(mutex_);
         start();
-        all_.insert(attachment);
+        if (all_.insert(attachment).second) enlist(attachment);
         why = scan(attachment, gone);
         if (!why.empty()) poke(pipe_[1]);  // so that the watcher sleeps no longer than RETRY_MS
     }
@@ -617,9 +806,14 @@ inline std::map<u64, Watcher::Watched>::iterator Watcher::unwatch(std::map<u64, 
 
 inline void Watcher::forget(Attachment* attachment) {
     std::lock_guard guard(mutex_);
-    all_.erase(attachment);
+    if (all_.erase(attachment) != 0) delist(attachment);
     for (auto at = watched_.begin(); at != watched_.end();) {
         at->second.attachments.erase(attachment);
+        if (at->second.word_of == attachment) {
+            at->second.word = nullptr;
+            at->second.word_of = nullptr;
+            poke(pipe_[1]);  // it may have a word in another segment
+        }
         if (!at->second.attachments.empty()) {
             ++at;
             continue;
@@ -628,21 +822,27 @@ inline void Watcher::forget(Attachment* attachment) {
     }
 }
 
-inline void Watcher::reap_or_retry(Attachment* attachment, u64 identity) {
+inline bool Watcher::reap_or_retry(Attachment* attachment, u64 identity, bool only_marked) {
     try {
-        attachment->reap(identity);
+        attachment->reap(identity, only_marked);
+        return true;
     } catch (const Error&) {  // a lock is held by a stopped peer
-        must_retry_ = true;
+        return must_retry_ = true, false;
     }
 }
 
 inline void Watcher::loop() {
-    for (bool must_retry = false;;) {
+    robust_.list.next = &robust_.list;
+    robust_.futex_offset = ROBUST_DISTANCE;
+    bool has_list = ::syscall(SYS_set_robust_list, &robust_, sizeof robust_) == 0;
+    thread_.store(has_list ? static_cast<u32>(::syscall(SYS_gettid)) : NO_LIST);
+    futex_wake(&thread_, 1);
+    for (int again_ms = -1;;) {
         epoll_event events[16];
-        int n = ::epoll_wait(epoll_, events, 16, must_retry ? RETRY_MS : -1);
+        int n = ::epoll_wait(epoll_, events, 16, again_ms);
         if (n < 0 && errno != EINTR) ::usleep(RETRY_MS * 1000);
         std::lock_guard guard(mutex_);
-        bool must_scan = n <= 0;
+        bool must_scan = n <= 0 && must_retry_;
         for (int i = 0; i < n; ++i) {
             if (events[i].data.u64 == 0) {  // somebody has joined one of our segments
                 char bytes[256];
@@ -660,7 +860,8 @@ inline void Watcher::loop() {
             unwatch(found);
         }
         if (must_scan) scan_all();
-        must_retry = must_retry_;
+        again_ms = settle_marks();
+        if (again_ms < 0 && must_retry_) again_ms = RETRY_MS;
     }
 }
 

@@ -27,10 +27,12 @@ namespace penstock {
 inline int pidfd_open(int pid) { return static_cast<int>(::syscall(SYS_pidfd_open, pid, 0u)); }
 
 // ── /proc/PID/stat ─────────────────────────────────────────────────────────────────────────────────────────────────
+inline constexpr u64 EXITING = 4;  // PF_EXITING: set before its memory is freed and its descriptors are closed
 struct ProcessStat {
     int error = 0;        // 0: it was read
     int pid = 0;          // as the mounted /proc numbers it
     char state = 0;       // 'R', 'S', 'T' stopped, 'Z' zombie
+    u64 flags = 0;        // PF_… of the kernel
     u64 start = 0;        // clock ticks since boot at which the process started
     u64 wait_status = 0;  // of a zombie, for its own user
 };
@@ -48,13 +50,28 @@ inline ProcessStat read_stat(const char* path) {
     char* at = std::strrchr(text, ')');
     stat.pid = std::atoi(text);
     if (at != nullptr && at[1] == ' ') stat.state = at[2];
-    for (int field = 2; at != nullptr && field < 22; ++field) at = std::strchr(at + 1, ' ');
+    for (int field = 2; at != nullptr && field < 22; ++field) {
+        if (field == 9) stat.flags = std::strtoull(at, nullptr, 10);
+        at = std::strchr(at + 1, ' ');
+    }
     if (at == nullptr) return stat.error = EIO, stat;
     stat.start = std::strtoull(at, nullptr, 10);
     if (const char* last = std::strrchr(at, ' ')) stat.wait_status = std::strtoull(last, nullptr, 10);
     return stat;
 }
+inline ProcessStat read_stat(int pid, u32 thread) {
+    return read_stat(format("/proc/%d/task/%u/stat", pid, thread).c_str());
+}
 inline ProcessStat read_stat(int pid) { return read_stat(format("/proc/%d/stat", pid).c_str()); }
+
+// Whether this descriptor of a process leads to that inode. Unknown where it may not be looked into.
+enum class Openness { open, closed, unknown };
+inline Openness look_at_descriptor(int pid, u32 fd, u64 inode) {
+    struct stat status{};
+    if (::stat(format("/proc/%d/fd/%u", pid, fd).c_str(), &status) == 0)
+        return status.st_ino == inode ? Openness::open : Openness::closed;
+    return errno == ENOENT ? Openness::closed : Openness::unknown;
+}
 
 // ── is it alive? ───────────────────────────────────────────────────────────────────────────────────────────────────
 enum class Liveness { alive, gone, unknown };

@@ -19,6 +19,53 @@ inline void wake_everybody(Attachment& by) {
         if (by.is_live(p)) by.wake_async(p);
 }
 
+// Marks the ends of the peer in `slot` dead, or finds those of one that is leaving, and wakes nobody. Returns its
+// receivers, a bit each. A dead end is marked first, for nobody can take it while its peer is dying; one that is left
+// is closed last, for it can.
+inline u64 mark_ends(Attachment& by, u32 slot, u64 identity, EndState ends_become) {
+    const Geometry& g = by.segment().geometry();
+    if (g.channel == 0) return 0;
+    u32 epoch = by.peer(slot).epoch.load() & EPOCH_MASK;
+    auto is_still = [&] { return by.peer(slot).identity.load(std::memory_order_acquire) == identity; };
+    if (!is_still()) return 0;  // the epoch was read after the identity: it may be a successor's
+    End end{};
+    // True, and which it was: this end is that peer's, and to be cleaned up after. One that is closed has been.
+    auto was_its = [&](Shared<u64>& word) {
+        u64 seen = word.load(std::memory_order_acquire);
+        end = end_of(seen);
+        if (end.slot != slot || end.peer_epoch != epoch || !is_still()) return false;
+        if (end.state != EndState::live) return end.state == EndState::dead;
+        if (ends_become == EndState::closed) return true;
+        end.state = EndState::dead;
+        return word.compare_exchange_strong(seen, make_word(end), std::memory_order_acq_rel) || seen == make_word(end);
+    };
+    u64 receivers = 0;
+    ChannelHeader& head = *by.segment().at<ChannelHeader>(g.channel);
+    Lane* lanes = by.segment().at<Lane>(g.lanes);
+    for (u32 r = 0; r < g.shape.receivers; ++r) {
+        if (!was_its(by.segment().at<ReceiverSlot>(g.receivers)[r].word)) continue;
+        receivers |= 1ull << r;
+        for (u32 i = 0; i < g.shape.lanes; ++i) {
+            put_out(by.segment().at<Cursor>(g.cursors)[i * g.shape.receivers + r].mode, end.epoch);
+        }
+        by.segment().at<ReceiverSlot>(g.receivers)[r].waits.since_ns.store(0);
+        // Bits that are not ours: whoever clears them rings everybody afterwards (wake_everybody).
+        head.bell.parked.fetch_and(~(1ull << r));
+        head.bell.parked_async.fetch_and(~(1ull << r));
+    }
+    PENSTOCK_POINT("reap.half");
+    for (u32 i = 0; i < g.shape.lanes; ++i) {
+        if (!was_its(lanes[i].word)) continue;
+        lanes[i].room.parked.store(0);
+        lanes[i].room.parked_async.store(0);
+        lanes[i].waits.since_ns.store(0);
+        head.ready.fetch_or(1ull << i);  // it may have died between committing and saying so
+    }
+    by.segment().header().changes.fetch_add(1, std::memory_order_acq_rel);
+    PENSTOCK_POINT("reap.marked");
+    return receivers;
+}
+
 inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_become) {
     const Geometry& g = by.segment().geometry();
     if (g.pool == 0) return;
@@ -26,18 +73,7 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
     u32 peer_epoch = by.peer(slot).epoch.load(), epoch = peer_epoch & EPOCH_MASK;
     auto is_still = [&] { return by.peer(slot).identity.load(std::memory_order_acquire) == identity; };
     if (!is_still()) return;  // the epoch was read after the identity: it may be a successor's
-    // True, and which it was: this end is that peer's, and to be cleaned up after. One that is closed has been. A dead
-    // end is marked first, for nobody can take it while its peer is dying; one that is left is closed last, for it can.
     bool is_leaving = ends_become == EndState::closed;
-    auto was_its = [&](Shared<u64>& word, End& end) {
-        u64 seen = word.load(std::memory_order_acquire);
-        end = end_of(seen);
-        if (end.slot != slot || end.peer_epoch != epoch || !is_still()) return false;
-        if (end.state != EndState::live) return end.state == EndState::dead;
-        if (is_leaving) return true;
-        end.state = EndState::dead;
-        return word.compare_exchange_strong(seen, make_word(end), std::memory_order_acq_rel) || seen == make_word(end);
-    };
     auto close_it = [&](Shared<u64>& word, EndState from) {
         u64 seen = word.load(std::memory_order_acquire);
         End end = end_of(seen);
@@ -47,34 +83,7 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
     };
     if (!is_leaving) by.peer(slot).reaped_ns.store(now_ns());
     pool.recover_lock(slot, peer_epoch);
-    End end{};
-    u64 dead_receivers = 0;
-    if (g.channel != 0) {
-        ChannelHeader& head = *by.segment().at<ChannelHeader>(g.channel);
-        Lane* lanes = by.segment().at<Lane>(g.lanes);
-        for (u32 r = 0; r < g.shape.receivers; ++r) {
-            Shared<u64>& word = by.segment().at<ReceiverSlot>(g.receivers)[r].word;
-            if (!was_its(word, end)) continue;
-            dead_receivers |= 1ull << r;
-            for (u32 i = 0; i < g.shape.lanes; ++i) {
-                put_out(by.segment().at<Cursor>(g.cursors)[i * g.shape.receivers + r].mode, end.epoch);
-            }
-            by.segment().at<ReceiverSlot>(g.receivers)[r].waits.since_ns.store(0);
-            // Bits that are not ours: whoever clears them rings everybody afterwards (wake_everybody).
-            head.bell.parked.fetch_and(~(1ull << r));
-            head.bell.parked_async.fetch_and(~(1ull << r));
-        }
-        PENSTOCK_POINT("reap.half");
-        for (u32 i = 0; i < g.shape.lanes; ++i) {
-            if (!was_its(lanes[i].word, end)) continue;
-            lanes[i].room.parked.store(0);
-            lanes[i].room.parked_async.store(0);
-            lanes[i].waits.since_ns.store(0);
-            head.ready.fetch_or(1ull << i);  // it may have died between committing and saying so
-        }
-        by.segment().header().changes.fetch_add(1, std::memory_order_acq_rel);
-        PENSTOCK_POINT("reap.marked");
-    }
+    u64 dead_receivers = mark_ends(by, slot, identity, ends_become);
     if (g.shape.buckets != 0) Store(by).drop_filling(slot, peer_epoch, is_still);
     Shared<u64> left_blocks{0}, left_nbytes{0};  // in peace: nobody is told
     Shared<u64>& blocks = is_leaving ? left_blocks : by.peer(slot).reaped_blocks;

@@ -369,7 +369,7 @@ class Segment {
     }
 
     ~Segment() {
-        if (control_ != nullptr) ::munmap(control_, geometry_.data);
+        if (reserved_ != nullptr) ::munmap(reserved_, reserved_nbytes_);
         if (read_ != nullptr) ::munmap(read_, data_nbytes());
         if (u8* mapped = write_.load()) ::munmap(mapped, data_nbytes());
         ::close(fd_);
@@ -438,7 +438,20 @@ class Segment {
     Segment(int fd, const Geometry& geometry) : geometry_(geometry), fd_(fd) {}
 
     u8* map_part(u64 offset, u64 nbytes, int protection) {
-        void* mapped = ::mmap(nullptr, nbytes, protection, MAP_SHARED | MAP_NORESERVE, fd_, static_cast<off_t>(offset));
+        return map_at(nullptr, nbytes, protection, MAP_SHARED | MAP_NORESERVE, fd_, offset);
+    }
+    // The control part, behind ROBUST_DISTANCE bytes of private memory.
+    void map_control(int protection) {
+        u64 page = geometry_.shape.page;
+        reserved_nbytes_ = ROBUST_DISTANCE + page + geometry_.data;
+        reserved_ = map_at(nullptr, reserved_nbytes_, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        u8* at = reserved_ + (round_up(reinterpret_cast<u64>(reserved_) + ROBUST_DISTANCE, page) -
+                              reinterpret_cast<u64>(reserved_));
+        control_ = map_at(at, geometry_.data, protection, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, fd_, 0);
+    }
+    u8* map_at(void* at, u64 nbytes, int protection, int flags, int fd, u64 offset) {
+        void* mapped = ::mmap(at, nbytes, protection, flags, fd, static_cast<off_t>(offset));
         if (mapped != MAP_FAILED) return static_cast<u8*>(mapped);
         rlimit limit{};
         ::getrlimit(RLIMIT_AS, &limit);
@@ -449,7 +462,7 @@ class Segment {
             .with("free", static_cast<i64>(limit.rlim_cur));
     }
     void map(bool prefault, int control_protection = PROT_READ | PROT_WRITE) {
-        control_ = map_part(0, geometry_.data, control_protection);
+        map_control(control_protection);
         if (data_nbytes() != 0) read_ = map_part(geometry_.data, data_nbytes(), PROT_READ);
         if (prefault) {  // a hint: where the kernel is too old the pages come one by one
             ::madvise(control_, geometry_.data, MADV_POPULATE_WRITE);
@@ -495,6 +508,8 @@ class Segment {
     bool prefault_ = true;
     bool is_observer_ = false;
     std::string name_, fallback_;
+    u8* reserved_ = nullptr;  // private memory, and the control part within it
+    u64 reserved_nbytes_ = 0;
     u8* control_ = nullptr;
     u8* read_ = nullptr;
     std::atomic<u8*> write_{nullptr};
