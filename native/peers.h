@@ -140,7 +140,7 @@ class Watcher {
     bool is_started_ = false, is_waiting_for_marks_ = false;
     std::atomic<bool> must_retry_{false};
     std::vector<std::unique_ptr<Attachment>> leaving_;  // to which nothing refers any more, and which have yet to leave
-    robust_list_head robust_{};         // of the watcher's thread: a node for each slot of this process
+    robust_list_head robust_{};                         // of the watcher's thread: a node for each slot of this process
     Shared<u32> thread_{0};             // the watcher's, once its robust list is registered; NO_LIST: it cannot be
     std::atomic<u32> word_changes_{0};  // moved when what futex_waitv waits for has changed
     static constexpr u32 NO_LIST = ~0u;
