@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -286,7 +287,7 @@ def run(library: Path, seed: int, many: int, only: str = "", show: Any = None) -
             for case, outcome in campaign.play_all(iter(campaign.draw(seed, many))):
                 tally.add(case, outcome)
                 if show is not None:
-                    show(tally)
+                    show(tally, case, outcome)
         tally.play_again(campaign)
     return tally
 
@@ -318,7 +319,11 @@ def main() -> None:
         print(f"PENSTOCK_SEED={seed} repeats this", flush=True)
         began = time.monotonic()
 
-        def show(tally: Tally) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell runs it in the background
+
+        def show(tally: Tally, case: Case, outcome: Outcome) -> None:
+            if outcome.invariant:
+                print(f"{case.name}: {outcome.invariant}: {outcome.text[:300]}", flush=True)
             if tally.cases % 500 == 0:
                 print(f"{time.monotonic() - began:.0f} s: {tally.lines()[0]}", flush=True)
 
