@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0  # seconds for one case: every step in it has a shorter limit
 CALLERS = {CORE: "core", PYTHON: "python"}
 # What a machine that is busy with something else can look like; it is believed if it happens again.
-TIMED = ("wake-up lost", "hang", "leak")
+TIMED = ("wake-up lost", "hang", "leak", "death unknown")
 
 
 class Case(msgspec.Struct, frozen=True):
