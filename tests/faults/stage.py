@@ -435,7 +435,7 @@ class Stage:
         def remaining() -> list[str]:
             peers = [peer for snapshot in self.snapshots() for peer in snapshot["peers"]]
             return [f"{pids[peer['pid']]} is {peer['state']}" for peer in peers
-                    if peer["pid"] in pids and peer["state"] != "dead"]  # fmt: skip
+                    if peer["pid"] in pids and peer["state"] not in ("dead", "left")]  # fmt: skip
 
         self.eventually_none(remaining, "death unknown")
 
