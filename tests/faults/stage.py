@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from penstock import _native
-from tests.conftest import eventually
+from tests.conftest import ONCE_PER_PROCESS, eventually
 from tests.faults.interposer import CORE, Fault, Interposer
 
 PR_SET_PDEATHSIG = 1
@@ -167,7 +167,7 @@ def belongings(own: Own) -> Counter[str]:
             target = re.sub(r"\d+", "", os.readlink(f"/proc/self/fd/{number}"))
         except OSError:
             continue  # the one that listed them
-        if "penstock-faults" not in target:
+        if "penstock-faults" not in target and target not in ONCE_PER_PROCESS:
             found[f"descriptor of {target}"] += 1
     found["thread"] = len(os.listdir("/proc/self/task"))
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -179,20 +179,28 @@ def belongings(own: Own) -> Counter[str]:
 
 # ── around the actors ────────────────────────────────────────────────────────────────────────────────────────────────
 class Doing:
-    """A step that an actor has been asked for."""
+    """A step that an actor has been asked for. An error that the failing call explains is noted, and the step is tried
+    again: it must be possible then."""
 
     def __init__(self, actor: Actor, step: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.actor, self.step, self.arguments = actor, step, arguments
+        self.reply: Reply | None = None
+        self.attempts = 1
         actor.ask(step, arguments)
 
     def is_done(self) -> bool:
-        return bool(select.select([self.actor.talk], [], [], 0)[0])
+        return self.reply is not None or bool(select.select([self.actor.talk], [], [], 0)[0])
 
     def settle(self) -> None:
         """Waits until the actor sleeps in this step, or has ended it; not for long: it may be what fails."""
         deadline = time.monotonic() + SETTLED
-        while not self.is_done() and not self.actor.is_asleep() and time.monotonic() < deadline:
-            time.sleep(0.0005)
+        while self.reply is None and time.monotonic() < deadline:
+            if self.is_done():
+                self._hear(HANG, self.step.__name__)
+            elif self.actor.is_asleep():
+                return
+            else:
+                time.sleep(0.0005)
 
     def death(self, what: str = "") -> Any:
         """The result of a step that ends with a death. As long as calls go on failing, a death may be not known; when
@@ -204,18 +212,23 @@ class Doing:
         return self.result(PROMPTLY, what)
 
     def result(self, within: float = HANG, what: str = "") -> Any:
-        """What the step returned. An error that the failing call explains is noted, and the step is tried again: it
-        must be possible then."""
-        actor = self.actor
-        for attempt in range(1, ATTEMPTS + 1):
-            reply = actor.answer(within, what or self.step.__name__)
-            if reply.failure is None:
-                return reply.value
-            actor.judge(reply, self.step.__name__)
-            if attempt == ATTEMPTS - 1:
-                actor.stage.interposer.lift(True)
-            actor.ask(self.step, self.arguments)
-        raise Broken("error", f"{actor.name}: {self.step.__name__} is refused though nothing fails any longer")
+        """What the step returned."""
+        while self.reply is None:
+            self._hear(within, what or self.step.__name__)
+        return self.reply.value
+
+    def _hear(self, within: float, what: str) -> None:
+        reply = self.actor.answer(within, what)
+        if reply.failure is None:
+            self.reply = reply
+            return
+        self.actor.judge(reply, self.step.__name__)
+        self.attempts += 1
+        if self.attempts > ATTEMPTS:
+            raise Broken("error", f"{self.actor.name}: {what} is refused though nothing fails any longer")
+        if self.attempts == ATTEMPTS:
+            self.actor.stage.interposer.lift(True)
+        self.actor.ask(self.step, self.arguments)
 
 
 class Actor:
@@ -289,7 +302,7 @@ class Actor:
             raise Broken("error", f"bare {text}\n{failure.trace}")
         if {"PeerDied", "StaleRef", "Missing", "CorruptRecord", "EndOfChannel"} & set(failure.names):
             raise Broken("error", f"says what is not so: {text}")
-        if fault.caller == CORE and {"Timeout", "WouldBlock"} & set(failure.names):
+        if {"Timeout", "WouldBlock"} & set(failure.names):
             raise Broken("wake-up lost", text)
         if (fault.kind, fault.error) in EVIDENCE and "LayoutMismatch" in failure.names:
             return
@@ -416,6 +429,16 @@ class Stage:
                         "living declared dead", f"{pids[peer['pid']]} is {peer['state']} in '{snapshot['name']}'"
                     )
 
+    def must_reap_the_dead(self) -> None:
+        pids = {actor.pid: actor.name for actor in self.dead()}
+
+        def remaining() -> list[str]:
+            peers = [peer for snapshot in self.snapshots() for peer in snapshot["peers"]]
+            return [f"{pids[peer['pid']]} is {peer['state']}" for peer in peers
+                    if peer["pid"] in pids and peer["state"] not in ("dead", "left")]  # fmt: skip
+
+        self.eventually_none(remaining, "death unknown")
+
     def must_be_given_back(self) -> None:
         """All have left or are dead: none of them holds a block, a lock, or a place."""
 
@@ -457,6 +480,7 @@ class Stage:
         from tests.faults import fault_scenes as scenes
 
         self.must_not_bury_the_living()
+        self.must_reap_the_dead()
         for actor in self.living():
             actor.do(close_all)
         self.must_be_given_back()
