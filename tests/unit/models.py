@@ -296,7 +296,10 @@ def ask(
     """Gives requests to the scheduler, one after the other, and its steps to the device, until all have ended."""
     schedule = Schedule(slots, device.blocks, device.block_size)
     config = SchedulerConfig(
-        max_model_len=longest(asked), token_budget=budget, has_overlap=depth > 1, most_short=device.most_short
+        max_model_len=longest(asked),
+        token_budget=budget,
+        has_overlap=depth > 1,
+        max_short_prompt=device.max_short_prompt,
     )
     scheduler, plan = Scheduler(schedule, config), Plan(schedule)
     temperature = 0.0 if seed is None else 1.0

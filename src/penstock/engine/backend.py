@@ -70,7 +70,7 @@ class TorchDevice:
         self._device = where
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
         self.vocabulary: int = self._model.vocab_size
-        self.most_short = self._model.most_short
+        self.max_short_prompt = self._model.max_short_prompt
         self._prompt_lengths = np.zeros(slots, np.intp)
         self._threads = Threads(most, most) if threads or where.type != "cpu" else self._found_threads(most)
         self.block_size = block_size
@@ -143,8 +143,8 @@ class TorchDevice:
         if self._images is not None:
             positions = self._images.positions(batch)
             embeds, failed = self._images.embeds(batch, ids)
-        if self.most_short is not None:
-            positions = rope.told(positions, batch, self._prompt_lengths[batch.rows], self.most_short)
+        if self.max_short_prompt is not None:
+            positions = rope.mark_long(positions, batch, self._prompt_lengths[batch.rows], self.max_short_prompt)
         if embeds is None and self._decoding is not None:
             hidden = self._decoding.hidden(batch, ids, positions)
             if hidden is not None:

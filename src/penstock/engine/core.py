@@ -64,7 +64,7 @@ def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConf
         eos_ids=config.end_ids,
         has_prefix_cache=config.prefix_caching,
         has_overlap=config.overlap,
-        most_short=ready[0].most_short,
+        max_short_prompt=ready[0].max_short_prompt,
     )
 
 

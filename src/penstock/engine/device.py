@@ -56,7 +56,7 @@ class Device(Protocol):
         """Ids of prompts are below that."""
 
     @property
-    def most_short(self) -> int | None:
+    def max_short_prompt(self) -> int | None:
         """Prompts of more tokens have other keys, from the first one on, than shorter ones (see `rope`); None: none."""
 
     def launch(self, schedule: Schedule, step: Step) -> Flight:

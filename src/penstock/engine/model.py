@@ -20,7 +20,7 @@ from penstock.engine.slices import Heads
 
 
 class Model:
-    """What it takes to run a step. `stock` is the model of transformers, `most_short` what `rope.by_row` says of it."""
+    """What it takes to run a step. `stock` is the model of transformers, `max_short_prompt` what `rope.by_row` says of it."""
 
     def __init__(self, stock: Any, ranks: Ranks, device: torch.device) -> None:
         self.stock = stock
@@ -31,8 +31,8 @@ class Model:
         self.vocab_size: int = text.vocab_size
         self.max_length: int = text.max_position_embeddings
         self.image_id: int | None = getattr(stock.config, "image_token_id", None)
-        self.most_short = rope.by_row(stock.get_decoder(), text)
-        if self.most_short is not None and hasattr(stock.base_model, "get_rope_index"):
+        self.max_short_prompt = rope.by_row(stock.get_decoder(), text)
+        if self.max_short_prompt is not None and hasattr(stock.base_model, "get_rope_index"):
             raise ValueError(f"{stock.config.model_type!r} with rope_type longrope is not supported")
         self.shapes = self._probe()
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
@@ -56,7 +56,7 @@ class Model:
     def hidden(
         self, paged: Paged | Decode | Probe, ids: Tensor, positions: Tensor, embeds: Tensor | None = None
     ) -> Tensor:
-        """One row of tokens [tokens], or what stands for them; positions [tokens] or [3, tokens], as `rope.told`."""
+        """One row of tokens [tokens], or what stands for them; positions [tokens] or [3, tokens], as `rope.mark_long`."""
         given = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
         outcome = self.stock.get_decoder()(
             **given, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True

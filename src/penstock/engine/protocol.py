@@ -152,7 +152,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     rank: Natural
     blocks: Natural
     vocabulary: Natural
-    most_short: Natural | None = None  # prompts of more tokens share no blocks with those of fewer
+    max_short_prompt: Natural | None = None  # prompts of more tokens share no blocks with those of fewer
 
 
 # ── core → workers and output processors, by broadcast ───────────────────────────────────────────────────────────────

@@ -3,7 +3,7 @@
 With `longrope`, transformers has one set of frequencies for calls of up to `original_max_position_embeddings` tokens,
 and another for longer ones. A prompt is one call there, and each token of an answer another: the prompt's length
 decides for all tokens of the prompt, and the position of a token of the answer for that token. A step of ours has
-tokens of many requests: the positions of tokens with long frequencies are told inverted, below 0. What `dynamic`
+tokens of many requests: the positions of tokens with long frequencies are inverted, below 0. What `dynamic`
 changes lies beyond `max_position_embeddings`, where no request of ours comes: it keeps the frequencies it begins with.
 """
 
@@ -43,7 +43,7 @@ def by_row(decoder: nn.Module, config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def told(positions: Index, batch: Batch, prompt_lengths: Index, most: int) -> Index:
+def mark_long(positions: Index, batch: Batch, prompt_lengths: Index, most: int) -> Index:
     """Positions [tokens], those with long frequencies inverted. `prompt_lengths` are of the batch's rows."""
     lengths = np.repeat(prompt_lengths, batch.counts)
     return np.where(np.maximum(lengths, positions + 1) > most, ~positions, positions)

@@ -52,7 +52,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...] = ()
     has_prefix_cache: bool = True  # False: blocks are shared only within a request
     has_overlap: bool = True  # a step is planned while the one before it runs
-    most_short: int | None = None  # prompts of more tokens share no blocks with those of fewer; None: all share
+    max_short_prompt: int | None = None  # prompts of more tokens share no blocks with those of fewer; None: all share
 
 
 class Stats(NamedTuple):
@@ -123,8 +123,8 @@ class Scheduler:
             raise Refused(409, f"request {number[1]} of server {number[0]} is open already")
         self._arrivals += 1
         inputs, keys = inputs_of(submit.inputs, length, self._arrivals)
-        most_short = self._config.most_short
-        kind = b"s" if most_short is None or length <= most_short else b"l"
+        max_short_prompt = self._config.max_short_prompt
+        kind = b"s" if max_short_prompt is None or length <= max_short_prompt else b"l"
         salt = kind + submit.salt if self._config.has_prefix_cache else b"%d" % self._arrivals
         request = Request(
             *number,

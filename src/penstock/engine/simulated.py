@@ -99,7 +99,7 @@ class Simulated:
         """`open_item` gives images, and raises Missing; None: only those that travel inline."""
         self.blocks = told.blocks
         self.vocabulary = 1 << 31  # its rule takes any number
-        self.most_short = None
+        self.max_short_prompt = None
         self.busy = 0.0
         self.idle = 0.0
         self._told = told

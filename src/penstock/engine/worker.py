@@ -102,7 +102,7 @@ class Worker:
         self._steps = group.steps.receiver(me.index, name=name)
         self._inbox = group.inbox.sender(tree.worker_lane(me.index), name=name)
         self._results = group.results.sender(name=name) if me.index == 0 else None
-        ready = Ready(me.index, device.blocks, device.vocabulary, device.most_short)
+        ready = Ready(me.index, device.blocks, device.vocabulary, device.max_short_prompt)
         past_the_dead(me, lambda: self._inbox.send(ready, config.start_timeout), config.start_timeout)
         event("worker ready", blocks=device.blocks)
         first = past_the_dead(me, self._steps.receive, config.start_timeout)
