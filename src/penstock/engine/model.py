@@ -20,7 +20,7 @@ from penstock.engine.slices import Heads
 
 
 class Model:
-    """What it takes to run a step. `stock` is the model of transformers; `max_short_prompt` comes from `rope.by_row`."""
+    """What it takes to run a step. `stock` is the model of transformers; `max_short_prompt`: see `rope.by_row`."""
 
     def __init__(self, stock: Any, ranks: Ranks, device: torch.device) -> None:
         self.stock = stock
