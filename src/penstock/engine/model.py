@@ -56,7 +56,7 @@ class Model:
     def hidden(
         self, paged: Paged | Decode | Probe, ids: Tensor, positions: Tensor, embeds: Tensor | None = None
     ) -> Tensor:
-        """One row of tokens [tokens], or what stands for them; positions [tokens] or [3, tokens], as `rope.mark_long`."""
+        """One row of tokens [tokens], or what stands for them; positions [tokens] or [3, tokens], see `rope`."""
         given = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
         outcome = self.stock.get_decoder()(
             **given, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
