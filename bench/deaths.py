@@ -1,0 +1,91 @@
+"""How soon a survivor is told of the death of a process, by how much private memory that process has.
+
+The kernel frees that memory before a pidfd says that the process has ended. Beside it, in the same kills: when the
+pidfd said so.
+
+    scripts/bench deaths [--gigabytes 0,1,4,8] [--rounds 5] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
+
+import penstock
+from bench.harness.output import Output, short
+
+TARGET_MS = 100.0
+WAIT = 60.0  # seconds for anything at all
+
+PEER = """
+import sys, penstock
+sender = penstock.attach(sys.argv[1]).sender(name="peer")
+memory = bytearray(int(float(sys.argv[2]) * (1 << 30)))
+for at in range(0, len(memory), 4096):
+    memory[at] = 1
+sender.send(b"ready")
+sys.stdin.readline()
+"""
+
+
+def kill(gigabytes: float) -> tuple[float, float]:
+    """Returns after how many milliseconds PeerDied was raised, and the pidfd readable."""
+    ring = penstock.open_ring(name="deaths")
+    with ring.receiver(name="survivor") as receiver:
+        command = [sys.executable, "-c", PEER, str(ring.ticket), str(gigabytes)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as peer:
+            receiver.receive(timeout=WAIT)
+            pidfd = os.pidfd_open(peer.pid)
+            ended: list[float] = []
+
+            def watch() -> None:
+                select.select([pidfd], [], [], WAIT)
+                ended.append(time.monotonic())
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            began = time.monotonic()
+            peer.kill()
+            try:
+                receiver.receive(timeout=WAIT)
+            except penstock.PeerDied:
+                told = time.monotonic()
+            watcher.join()
+            os.close(pidfd)
+    return (told - began) * 1e3, (ended[0] - began) * 1e3
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="bench deaths", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="one object per line on stdout, the table on stderr")
+    parser.add_argument("--gigabytes", default="0,1,4,8", help="private memory of the process (0,1,4,8)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
+    options = parser.parse_args(arguments)
+    output = Output("deaths", is_json=options.json, folder=options.out)
+    output.begin()
+    rows, worst = [], 0.0
+    for gigabytes in map(float, options.gigabytes.split(",")):
+        times = [kill(gigabytes) for _ in range(options.rounds)]
+        told, ended = (sorted(each) for each in zip(*times, strict=True))
+        worst = max(worst, told[-1])
+        output.record("death", "penstock", gigabytes=gigabytes, told_ms=told, pidfd_ms=ended)
+        rows.append((f"{gigabytes:g} GB", [short(median(told)), short(told[-1]), short(median(ended))]))
+    columns = ["PeerDied, p50", "worst", "pidfd, p50"]
+    output.table("Milliseconds after SIGKILL", columns, rows)
+    output.say(f"worst {worst:.0f} ms, target {TARGET_MS:g} ms: {'met' if worst <= TARGET_MS else 'NOT met'}")
+    return 0 if worst <= TARGET_MS else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
