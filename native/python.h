@@ -44,7 +44,9 @@ class GilRelease {
         }
     }
     // For threads of which it is not known here whether they have it.
-    static void* release_if_held() { return PyGILState_Check() ? new GilRelease : nullptr; }
+    static void* release_if_held() {
+        return PyGILState_GetThisThreadState() != nullptr && PyGILState_Check() ? new GilRelease : nullptr;
+    }
     static void retake(void* released) { delete static_cast<GilRelease*>(released); }
 
    private:

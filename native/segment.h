@@ -207,7 +207,9 @@ struct SegmentOptions {
     std::string schema{};  // what a channel's messages are, or where a pool's bytes lie; the core does not look at it
 };
 
-class Segment {
+// Shared from this, so that a reference which the bindings were given holds no object of Python: the watcher's thread,
+// which has not the interpreter, may drop the last one.
+class Segment : public std::enable_shared_from_this<Segment> {
    public:
     Segment(const Segment&) = delete;
     Segment& operator=(const Segment&) = delete;
