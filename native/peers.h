@@ -620,6 +620,10 @@ inline void set_next(robust_list& node, robust_list* next) {
 }
 inline void Watcher::enlist(Attachment* attachment) {
     robust_list* node = node_of(attachment);
+    // It is there already if a slot was claimed twice, which takes a peer that writes where it must not. Listed twice,
+    // it would be its own successor.
+    for (robust_list* at = robust_.list.next; at != &robust_.list; at = at->next)
+        if (at == node) return;
     set_next(*node, robust_.list.next);
     set_next(robust_.list, node);
 }
