@@ -14,7 +14,7 @@ import pytest
 
 from penstock import Pool, _native
 from tests.conftest import eventually
-from tests.unit.processes import DYING, Program, program
+from tests.unit.processes import DYING, IS_SANITIZED, Program, program
 
 MIB = 1 << 20
 
@@ -31,6 +31,8 @@ pool.take(64).release()
 say("takes")
 hear()
 """
+
+needs_descriptors = pytest.mark.skipif(IS_SANITIZED, reason="the sanitizer asks of an address through a pipe")
 
 # fill() leaves no descriptor free, but for so many; empty() gives them back.
 EXHAUSTED = """
@@ -78,6 +80,7 @@ def code(*parts: str) -> str:
     return "".join(textwrap.dedent(part) for part in parts)
 
 
+@needs_descriptors
 def test_a_peer_that_cannot_be_watched_for_want_of_descriptors_keeps_what_it_holds() -> None:
     source = """
         pool = penstock.Pool.attach(sys.argv[1], peer_name="exhausted")
@@ -117,6 +120,7 @@ def test_a_peer_that_cannot_be_watched_for_want_of_descriptors_keeps_what_it_hol
             assert exhausted.hear() == "dead"
 
 
+@needs_descriptors
 def test_a_lock_is_not_taken_over_from_a_holder_that_cannot_be_looked_at() -> None:
     source = """
         pool = penstock.Pool.attach(sys.argv[1], peer_name="waiter")
@@ -152,6 +156,7 @@ def test_a_lock_is_not_taken_over_from_a_holder_that_cannot_be_looked_at() -> No
             assert holder.hear() == "goes on"
 
 
+@needs_descriptors
 def test_joining_with_few_descriptors_is_done_or_refused_and_leaves_nothing() -> None:
     source = """
         pool = penstock.Pool.attach(sys.argv[1], peer_name="guest")
@@ -206,6 +211,7 @@ def test_a_process_that_may_not_open_a_pidfd_is_refused(name: str) -> None:
     assert [(peer.name, peer.state) for peer in pool.peers()] == [("holder", "live")]
 
 
+@needs_descriptors
 def test_the_owner_of_a_ticket_that_cannot_be_looked_at_is_not_said_to_be_gone() -> None:
     source = """
         fill()

@@ -21,15 +21,30 @@ def raise_in(loop: asyncio.AbstractEventLoop, times: int) -> None:
         loop.call_soon(fail, number)
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, Any]]]:
-    return [(one.getMessage(), one.fields) for one in caplog.records if one.name == "penstock.engine"]
+class Lines(logging.Handler):
+    """What is logged, as events and their fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append((record.getMessage(), record.fields))  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Those of this test, whatever handlers others have left."""
+    handler, logger = Lines(), logging.getLogger("penstock.engine")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    return handler.seen
 
 
 def test_exceptions_of_one_kind_are_one_line_with_a_trace_and_one_with_their_number(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    lines: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop_errors, "PERIOD", 0.1)
-    monkeypatch.setattr(logging.getLogger("penstock.engine"), "propagate", True)
 
     async def scene() -> None:
         loop = asyncio.get_running_loop()
@@ -37,22 +52,21 @@ def test_exceptions_of_one_kind_are_one_line_with_a_trace_and_one_with_their_num
         raise_in(loop, 63)
         loop.call_exception_handler({"message": "something else"})
         await asyncio.sleep(0.05)
-        assert len(lines(caplog)) == 2
-        while len(lines(caplog)) < 3:
+        assert len(lines) == 2
+        while len(lines) < 3:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.25)  # what does not come again is not said again
 
     asyncio.run(asyncio.wait_for(scene(), 20))
-    (other, without), (first, fields), (again, more) = lines(caplog)
+    (other, without), (first, fields), (again, more) = lines
     assert first == other == again == "error in the event loop" and without == {"message": "something else"}
     assert "of client 0" in fields["error"] and "in fail" in fields["trace"] and "times_more" not in fields
     assert more["times_more"] == 62 and "trace" not in more
 
 
 def test_a_connection_for_which_there_is_no_descriptor_is_said_with_the_limit_and_the_way_out(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    lines: list[tuple[str, dict[str, Any]]],
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("penstock.engine"), "propagate", True)
 
     async def scene() -> None:
         error = OSError(errno.EMFILE, "Too many open files")
@@ -61,5 +75,5 @@ def test_a_connection_for_which_there_is_no_descriptor_is_said_with_the_limit_an
         )
 
     asyncio.run(scene())
-    ((name, fields),) = lines(caplog)
+    ((name, fields),) = lines
     assert name == "connections are not accepted" and fields["descriptors"] > 0 and "ulimit -n" in fields["remedy"]
