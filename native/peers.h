@@ -153,7 +153,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         segment->require_writable();
         std::shared_ptr<Attachment> self(new Attachment(std::move(segment)), retire);
         self->identity_ = own_identity();
-        self->require_watchable(look_at(self->identity_).why());
+        self->require_watchable(look_at(pid_of(self->identity_), start_of(self->identity_)).why());
         self->claim(name);
         self->require_watchable(self->resync());  // if not, the place is given back
         self->announce();

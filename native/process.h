@@ -115,9 +115,6 @@ inline Sight look_at(int pid, u64 start, int* pidfd = nullptr) {
         ::close(fd);
     return sight;
 }
-inline Sight look_at(u64 identity, int* pidfd = nullptr) {
-    return look_at(pid_of(identity), start_of(identity), pidfd);
-}
 
 // ── this process ───────────────────────────────────────────────────────────────────────────────────────────────────
 // After fork() the child has the parent's mappings and none of its rights: every object remembers the generation it was
@@ -157,6 +154,12 @@ inline u64 own_start() {
     return stat.start;
 }
 inline u64 own_identity() { return make_identity(PeerState::live, process()->pid, own_start()); }
+
+// Of a peer. This process lives, as it asks, whatever an emulator writes into its /proc/PID/stat.
+inline Sight look_at(u64 identity, int* pidfd = nullptr) {
+    if (pidfd == nullptr && with_state(identity, PeerState::live) == own_identity()) return {Liveness::alive, 'R'};
+    return look_at(pid_of(identity), start_of(identity), pidfd);
+}
 
 // The inode of a namespace of this process; 0: the kernel has none of this kind, or /proc is not mounted.
 inline u64 own_namespace(const char* kind) {
