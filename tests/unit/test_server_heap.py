@@ -25,7 +25,7 @@ def private() -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    deadline = asyncio.get_running_loop().time() + 60  # collecting what other tests have imported takes seconds
+    deadline = asyncio.get_running_loop().time() + 10
     while not condition():
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.01)
@@ -75,7 +75,7 @@ def test_it_is_given_back_once_more_after_the_last_use_and_then_rests(monkeypatc
         await asyncio.sleep(0.1)
         assert len(done) == 2 and ours._alarm is None
         ours.was_used()
-        await until(lambda: len(done) == 3)
+        await until(lambda: len(done) >= 3)  # the one after it may be as soon
 
     asyncio.run(run())
 
