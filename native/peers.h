@@ -2,7 +2,7 @@
 // Leaves to reap.h: what a dead peer held. A death is seen through a pidfd, by one thread per process that sleeps until
 // there is one; so it is found even when nobody sends, and costs nothing until then.
 //
-// A pidfd speaks when the kernel has freed the process's memory (0.4 s for 1 GB), and not at all of an exec. So a
+// A pidfd speaks when the kernel has freed the process's memory (0.6 s for 8 GB), and not at all of an exec. So a
 // second thread sleeps on robust futexes, which the kernel marks before that:
 //
 //   the dying process                            a survivor
