@@ -101,7 +101,9 @@ class Channel {
             u64 identity = peer.identity.load();
             name = by->name_of(end.slot);
             pid = pid_of(identity);
-            how = how_in_words(peer.how.load());
+            u32 ended_with = peer.how.load();
+            bool is_ending = state_of(identity) == PeerState::dying && peer.reaped_ns.load() == 0;
+            how = ended_with == 0 && is_ending ? "the kernel is still ending it" : how_in_words(ended_with);
             held = state_of(identity) == PeerState::dead
                        ? format("%s (%s), given back", counted(peer.reaped_blocks.load(), "block").c_str(),
                                 in_units(peer.reaped_nbytes.load()).c_str())

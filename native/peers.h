@@ -726,7 +726,8 @@ inline int Watcher::settle_marks() {
         if (again_ms < 0 || pause_ms < again_ms) again_ms = pause_ms;
         if (!is_there || !is_ended) continue;  // unknown; or its pidfd is about to speak
         u32 status = static_cast<u32>(process.wait_status);
-        u32 how = is_exec ? HOW_EXEC : (process.flags & EXITING) != 0 && status != 0 ? 1 + status : 0;
+        // The thread has ended, so this is the process's status. Older kernels have it once the main thread ends.
+        u32 how = is_exec ? HOW_EXEC : status != 0 ? 1 + status : 0;
         bool is_reaped = is_exec;
         for (Attachment* attachment : watched.attachments) {
             attachment->note_how(identity, how);

@@ -15,6 +15,7 @@ import pytest
 import penstock
 from tests.conftest import eventually
 from tests.crash.zygote import Zygote
+from tests.unit.processes import assert_how
 
 
 def hold_views(talk: Connection, where: str, index: int) -> None:
@@ -166,7 +167,7 @@ def test_how_a_peer_died_is_said_where_it_can_be_known() -> None:
             eventually(lambda: ring.snapshot()["receivers"][0]["state"] == "dead")
             with pytest.raises(penstock.PeerDied, match="'waits'") as caught:
                 sender.send(b"x", timeout=20)
-            assert caught.value.how == "killed by SIGKILL"
+            assert_how(caught.value, "killed by SIGKILL", ring.peers)
             assert caught.value.pid == process.pid
         finally:
             process.kill()

@@ -10,9 +10,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from penstock import Peer, PeerDied
+from tests.conftest import eventually
 
 PROMISED = 0.1  # seconds: what the package promises about deaths, closing and interrupts
 
@@ -175,6 +178,16 @@ def forked(work: Callable[[], object], within: float = 20.0) -> int:
         watchdog.cancel()
         watchdog.join()
     return os.waitstatus_to_exitcode(status)
+
+
+def assert_how(error: PeerDied, how: str, peers: Callable[[], Sequence[Peer]]) -> None:
+    """The error, or the table of peers once the kernel has ended the process, names how the peer died.
+
+    A death is reported 50 ms after the kernel began it, whether it is done or not.
+    """
+    if error.how != "the kernel is still ending it":
+        assert error.how == how
+    eventually(lambda: [peer.how for peer in peers() if peer.pid == error.pid] == [how])
 
 
 def soon(measure: Callable[[], float], promised: float = PROMISED, tries: int = 5) -> None:

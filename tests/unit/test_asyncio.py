@@ -14,7 +14,7 @@ import pytest
 import penstock
 from penstock import AsyncReceiver, AsyncSender, ClosedError, EndOfChannel, PeerDied, Timeout, WouldBlock
 from tests.conftest import eventually
-from tests.unit.processes import forked, program, soon, thread
+from tests.unit.processes import assert_how, forked, program, soon, thread
 
 
 def new_ring(**options: object) -> penstock.Ring:
@@ -494,21 +494,23 @@ def test_a_senders_death_ends_a_wait_within_a_tenth_of_a_second() -> None:
         hear()
     """
 
-    async def main(receiver: AsyncReceiver, kill: Callable[[], float]) -> float:
-        async with receiver:
+    async def main(channel: penstock.Ring, kill: Callable[[], float]) -> float:
+        async with channel.async_receiver() as receiver:
             assert await receiver.receive(timeout=20) == b"ready"
             waiting = asyncio.create_task(receiver.receive())
             await waits(waiting)
             killed_at = kill()
             with pytest.raises(PeerDied) as told:
                 await waiting
-            assert (told.value.name, told.value.how) == ("victim", "killed by SIGKILL")
-            return time.monotonic() - killed_at
+            took = time.monotonic() - killed_at
+            assert told.value.name == "victim"
+            assert_how(told.value, "killed by SIGKILL", channel.peers)
+            return took
 
     def measure() -> float:
         channel = new_ring()
         with program(source, channel.ticket) as other:
-            return asyncio.run(main(channel.async_receiver(), other.kill))
+            return asyncio.run(main(channel, other.kill))
 
     soon(measure)
 

@@ -9,7 +9,7 @@ import pytest
 import penstock
 from penstock import MemoryExhausted, PeerDied, Pool
 from tests.conftest import eventually
-from tests.unit.processes import DYING, program, soon
+from tests.unit.processes import DYING, assert_how, program, soon
 
 PEERS, PEER_NBYTES, WATCHER = 4096, 128, 112  # native/layout.h: where slots begin, their size, the robust futex in one
 OWNER_DIED = 0x40000000
@@ -138,7 +138,7 @@ hear()
                 if told.value.held == "what has not been given back yet":
                     if states(pool)["peer"] == "dying":
                         assert pool.stats().blocks == 1 or states(pool)["peer"] == "dead"
-                    assert told.value.how == "killed by SIGKILL"
+                assert_how(told.value, "killed by SIGKILL", channel.peers)
                 eventually(lambda: states(pool)["peer"] == "dead")
                 assert pool.stats().blocks == 0
                 return took
