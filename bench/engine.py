@@ -30,7 +30,7 @@ from bench.harness.output import Output
 from bench.harness.quiet import Patience, load_between, look
 from bench.harness.targets import conclude
 from bench.impls import Unavailable
-from penstock.engine.protocol import Style
+from penstock.engine.protocol.messages import Style
 
 CASES = ("decode", "images")
 STEPS_MS, BATCHES, TENSOR_PARALLEL = (1, 2, 5, 20), (1, 32, 256, 1024), (1, 2, 4)

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from penstock.inspect import all_processes, private_nbytes_of
-from penstock.inspect.processes import with_descendants
+from penstock.tools.inspect import all_processes, private_nbytes_of
+from penstock.tools.inspect.processes import with_descendants
 
 MB = 1e6
 TEXT_NBYTES = 7_000_000

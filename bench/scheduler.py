@@ -12,10 +12,10 @@ import time
 import numpy as np
 
 from penstock.codec import Interned
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import Ints, SamplingParams, StepDone, Submit
-from penstock.engine.schedule import Schedule
-from penstock.engine.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.messages import Ints, SamplingParams, StepDone, Submit
 
 SAMPLES = (256, 1024)
 PARTS = ("plan", "finish", "apply", "sent", "done")

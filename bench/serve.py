@@ -31,8 +31,8 @@ from bench.impls import Unavailable
 from bench.serve_cases import cases, goals, model
 from bench.serve_cases.cases import Load, Servers
 from bench.serve_cases.servers import OURS, THEIRS, Failed, Ours, Server, Theirs
-from penstock.engine.config import EngineConfig
-from penstock.engine.directory import takes_images
+from penstock.engine.model_dir import takes_images
+from penstock.engine.protocol.config import EngineConfig
 
 CASES = ("load", "streams", "gone")
 

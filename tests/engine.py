@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.board import Board
-from penstock.engine.child import Child
-from penstock.engine.client import Client
-from penstock.engine.config import EngineConfig, SimulatedDevice
-from penstock.engine.launch import Launcher
-from penstock.engine.launch import Run as RunServer
-from penstock.engine.protocol import FinishReason, SamplingParams
-from penstock.engine.simulated import Rule
-from penstock.engine.stream import EngineError
+from penstock.engine.client.client import Client
+from penstock.engine.client.stream import EngineError
+from penstock.engine.cluster.process import Child
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.launcher import Launcher
+from penstock.engine.launcher import Run as RunServer
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.messages import FinishReason, SamplingParams
+from penstock.engine.worker.simulated_device import Rule
 
 START = 60.0  # seconds; until a tree serves on a busy machine
 PATIENCE = 30.0  # seconds; for anything else

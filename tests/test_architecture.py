@@ -19,10 +19,11 @@ LAYERS = [
     {"tensor"},
     # ── below this line nobody has heard of a token; "penstock" itself, the package, hands out what is below it ──
     {"penstock", "integrations"},
-    {"inspect"},
+    {"tools.inspect"},
     {"engine"},
     {"server"},
-    {"argument_parser", "cli", "demo", "doctor", "load", "measure", "top", "__main__"},
+    {"tools", "tools.load", "tools.top", "measure", "demo"},
+    {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LINE = LEVEL["penstock"]
@@ -40,7 +41,9 @@ def module_of(path: Path) -> list[str]:
 
 
 def layer_of(module: list[str]) -> str:
-    return "penstock" if module[1:] in ([], ["__init__"]) else module[1]
+    if module[1:] in ([], ["__init__"]):
+        return "penstock"
+    return ".".join(module[1:3]) if module[1] == "tools" and module[2:] != ["__init__"] else module[1]
 
 
 def imports(module: list[str], source: str) -> Iterator[tuple[int, list[str]]]:
@@ -120,7 +123,7 @@ def test_no_file_is_longer_than_one_sitting() -> None:
 def test_an_import_from_above_is_found_however_it_is_written() -> None:
     ring = ["penstock", "channel", "ring"]
     for source in (
-        "import penstock.engine.core",
+        "import penstock.engine.core.engine_core",
         "from penstock.engine import core",
         "from penstock import engine",
         "from .. import engine",

@@ -18,12 +18,12 @@ import numpy as np
 
 from bench.engine_cases import spent
 from penstock import Timeout
-from penstock.engine.board import Board
-from penstock.engine.core import Core
-from penstock.engine.protocol import Ready, Step, StepDone, Stop, Submit
-from penstock.engine.schedule import Schedule
-from penstock.engine.simulated import Simulated
-from penstock.engine.tree import Member, Tree
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.core.engine_core import Core
+from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.messages import Ready, Step, StepDone, Stop, Submit
+from penstock.engine.worker.simulated_device import Simulated
 from penstock.measure import vllm2024
 
 PAGE_NBYTES = 4096

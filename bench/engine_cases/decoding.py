@@ -16,9 +16,9 @@ from bench.engine_cases.trees import OURS, START, Bench, Way
 from bench.harness.figures import Figures
 from bench.harness.output import short
 from bench.harness.turns import Outcome, Turns
-from penstock.engine.config import SimulatedDevice
-from penstock.engine.launch import TreeFailed
-from penstock.engine.protocol import Style
+from penstock.engine.launcher import TreeFailed
+from penstock.engine.protocol.config import SimulatedDevice
+from penstock.engine.protocol.messages import Style
 from penstock.errors import PenstockError
 
 BLOCKS = 1 << 17  # so many that nobody is preempted

@@ -9,7 +9,7 @@ from bench.engine_cases.decoding import Cell
 from bench.engine_cases.trees import CLASSIC_GLOO, CLASSIC_ZEROMQ, IN_CORE, OURS
 from bench.harness.targets import Target
 from bench.harness.turns import Outcome
-from penstock.engine.protocol import Style
+from penstock.engine.protocol.messages import Style
 
 SMALL, LARGE = Cell(5, 256, 2), Cell(20, 1024, 4)
 OUTPUTS = (Cell(5, 1024, 1), Cell(5, 1024, 1, Style.CHAT))

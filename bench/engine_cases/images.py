@@ -25,8 +25,8 @@ from bench.harness.figures import Figures
 from bench.harness.output import short, short_nbytes
 from bench.harness.turns import Outcome
 from penstock import Outgoing
-from penstock.engine.board import Board
-from penstock.engine.config import SimulatedDevice
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.protocol.config import SimulatedDevice
 
 IMAGE_WAYS = (OURS, CLASSIC_ZEROMQ, CLASSIC_GLOO)
 SHARES = (0.0, 1.0)

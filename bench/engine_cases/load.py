@@ -17,12 +17,12 @@ import numpy.typing as npt
 from bench.engine_cases.trees import Bench
 from bench.harness.figures import Figures
 from penstock.codec import Interned
-from penstock.engine.board import Board
-from penstock.engine.protocol import Abort, Announce, Delta, Failed, Ints, SamplingParams, Style, Submit
-from penstock.engine.schedule import Input, columns_of_inputs
-from penstock.engine.simulated import Rule
-from penstock.engine.tree import Member
-from penstock.inspect.processes import process_of
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Member
+from penstock.engine.protocol.batch_state import Input, columns_of_inputs
+from penstock.engine.protocol.messages import Abort, Announce, Delta, Failed, Ints, SamplingParams, Style, Submit
+from penstock.engine.worker.simulated_device import Rule
+from penstock.tools.inspect.processes import process_of
 
 PATIENCE = 60.0  # seconds; for any one message
 SETTLED = 5  # tokens that each request has before it is measured

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.core import Core
-from penstock.engine.tree import Member, Tree
+from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.core.engine_core import Core
 
 FILE = "spent.json"
 EVERY = 4  # steps, of which one is timed

@@ -15,10 +15,10 @@ from typing import Any
 
 from bench.engine_cases import spent
 from bench.impls import Unavailable
-from penstock.engine.config import EngineConfig
-from penstock.engine.launch import Launcher
-from penstock.engine.logs import LOGGER
-from penstock.engine.tree import Member, Tree
+from penstock.engine.cluster.logs import LOGGER
+from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.launcher import Launcher
+from penstock.engine.protocol.config import EngineConfig
 
 OURS, IN_CORE, NO_OVERLAP, NEITHER = "penstock", "outputs-in-core", "no-overlap", "neither"
 CLASSIC_ZEROMQ, CLASSIC_GLOO = "classic-zeromq", "classic-gloo"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.engine.config import EngineConfig
-from penstock.engine.directory import completed
-from penstock.load.prompts import WORDS
+from penstock.engine.model_dir import completed
+from penstock.engine.protocol.config import EngineConfig
+from penstock.tools.load.prompts import WORDS
 
 IDS = 1024
 LONGEST = 2048  # tokens of a prompt and its answer, where the model knows as many

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.harness.role import die_with_parent
 from bench.impls.peer import python_with
-from penstock.inspect.processes import Process, all_processes, with_descendants
+from penstock.tools.inspect.processes import Process, all_processes, with_descendants
 
 OURS, THEIRS = "penstock", "vllm"
 NAME = "model"  # by which clients ask for it

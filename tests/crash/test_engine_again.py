@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from penstock.engine import tree as trees
-from penstock.engine.board import Board
-from penstock.engine.client import Client
-from penstock.engine.protocol import SamplingParams, Style
-from penstock.engine.tree import Member, Tree
+from penstock.engine.client.client import Client
+from penstock.engine.cluster import topology as trees
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.protocol.messages import SamplingParams, Style
 from tests.engine import SHAPE, START, Running, answered, prompt, running
 
 UNANSWERED = 4.0  # seconds; a request of a few tokens

@@ -13,13 +13,13 @@ import time
 
 import pytest
 
-from penstock.engine import logs
-from penstock.engine.board import Board
-from penstock.engine.client import Client
-from penstock.engine.config import EngineConfig, SimulatedDevice
-from penstock.engine.launch import Launcher, TreeFailed
-from penstock.engine.protocol import SamplingParams
-from penstock.engine.tree import Member, Tree
+from penstock.engine.client.client import Client
+from penstock.engine.cluster import logs
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.launcher import Launcher, TreeFailed
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.messages import SamplingParams
 from tests.conftest import eventually
 from tests.engine import PATIENCE, SHAPE, START, Running, answered, fate, prompt, running, told
 

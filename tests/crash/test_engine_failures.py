@@ -13,16 +13,17 @@ import pytest
 
 from penstock import Timeout
 from penstock.codec import Interned
-from penstock.engine import output, worker
-from penstock.engine.board import Board
-from penstock.engine.client import Client
-from penstock.engine.config import EngineConfig
-from penstock.engine.directory import vocabulary
-from penstock.engine.launch import Launcher, TreeFailed, Unit
-from penstock.engine.protocol import Abort, Announce, SamplingParams, Style, Submit
-from penstock.engine.stream import EngineError
-from penstock.engine.tree import Member, Tree
-from penstock.engine.worker import Worker, device_of
+from penstock.engine.client.client import Client
+from penstock.engine.client.stream import EngineError
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.launcher import Launcher, TreeFailed, Unit
+from penstock.engine.model_dir import vocabulary
+from penstock.engine.output import output_processor
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import Abort, Announce, SamplingParams, Style, Submit
+from penstock.engine.worker import worker
+from penstock.engine.worker.worker import Worker, device_of
 from tests.crash.test_engine_deaths import load, must_be_told, must_serve_again
 from tests.engine import START, Running, told
 
@@ -59,7 +60,7 @@ def misses_a_step(tree: Tree, me: Member) -> None:
 
 
 def dies_between_result_and_answer(tree: Tree, me: Member) -> None:
-    mine = output.Output(tree, me, vocabulary(tree.config))
+    mine = output_processor.Output(tree, me, vocabulary(tree.config))
     done, results = mine._state.done, iter(range(LAST))
 
     def die_or(message: Any) -> Any:

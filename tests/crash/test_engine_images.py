@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from penstock import Store
-from penstock.engine.board import Board
-from penstock.engine.child import Child
-from penstock.engine.client import Client, Value
-from penstock.engine.protocol import SamplingParams
-from penstock.engine.stream import EngineError
-from penstock.engine.tree import Member, Tree
+from penstock.engine.client.client import Client, Value
+from penstock.engine.client.stream import EngineError
+from penstock.engine.cluster.process import Child
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.protocol.messages import SamplingParams
 from tests.engine import PATIENCE, SHAPE, START, Running, prompt, running
 
 NBYTES = 32 << 20

@@ -21,16 +21,17 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from penstock.engine import launch, worker
-from penstock.engine.board import Board
-from penstock.engine.child import CannotStart, Child, starting
-from penstock.engine.config import SHIPPED, EngineConfig
-from penstock.engine.launch import Launcher, TreeFailed
-from penstock.engine.tree import Member, Tree
-from penstock.server.command import Serving
+from penstock.cli.serve import Serving
+from penstock.engine import launcher as launch
+from penstock.engine.cluster.process import CannotStart, Child, starting
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.launcher import Launcher, TreeFailed
+from penstock.engine.protocol.config import SHIPPED, EngineConfig
+from penstock.engine.worker import worker
+from penstock.server.chat.response_schema import Group, Health
 from penstock.server.options import ServerOptions
-from penstock.server.process import listen
-from penstock.server.shapes import Group, Health
+from penstock.server.server_process import listen
 from tests.command import serving
 from tests.e2e.test_server import Served, posted
 from tests.engine import START, Running, told

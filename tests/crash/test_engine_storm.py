@@ -10,10 +10,10 @@ from collections import Counter
 
 import pytest
 
-from penstock.engine.board import Board
-from penstock.engine.client import Client
-from penstock.engine.protocol import SamplingParams
-from penstock.engine.stream import EngineError
+from penstock.engine.client.client import Client
+from penstock.engine.client.stream import EngineError
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.protocol.messages import SamplingParams
 from tests.engine import PATIENCE, START, Running, prompt, running, told
 
 SECONDS = 60.0 if os.environ.get("PENSTOCK_FULL") == "1" else 5.0

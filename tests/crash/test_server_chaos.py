@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-from penstock.engine.board import Board
-from penstock.engine.child import Child
-from penstock.server.tally import Row
+from penstock.engine.cluster.process import Child
+from penstock.engine.cluster.status_board import Board
+from penstock.server.status.counters import Row
 from tests.e2e.test_server import Served, served
 from tests.engine import START, told
 from tests.serving import ANSWERED_WITHIN, LIMITS, SHAPE, Asked, Load, Question, must_be_as_before

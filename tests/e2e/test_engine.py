@@ -6,10 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from penstock.engine.board import Board
-from penstock.engine.client import Client
-from penstock.engine.protocol import FinishReason, SamplingParams
-from penstock.engine.stream import EngineError
+from penstock.engine.client.client import Client
+from penstock.engine.client.stream import EngineError
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from tests.engine import Running, answered, prompt, running, told
 
 END = 7

@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from penstock.engine.board import Board  # noqa: E402
-from penstock.engine.client import Client, Value  # noqa: E402
-from penstock.engine.config import EngineConfig  # noqa: E402
-from penstock.engine.launch import Launcher  # noqa: E402
-from penstock.engine.protocol import SamplingParams  # noqa: E402
+from penstock.engine.client.client import Client, Value  # noqa: E402
+from penstock.engine.cluster.status_board import Board  # noqa: E402
+from penstock.engine.launcher import Launcher  # noqa: E402
+from penstock.engine.protocol.config import EngineConfig  # noqa: E402
+from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests.engine import START  # noqa: E402
 from tests.unit.models import BLOCK_SIZE, COUNT, Asked, made, must_be_greedy  # noqa: E402
 from tests.unit.test_rope import changes  # noqa: E402

@@ -10,12 +10,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from penstock.engine.board import Board  # noqa: E402
-from penstock.engine.client import Client  # noqa: E402
-from penstock.engine.config import EngineConfig  # noqa: E402
-from penstock.engine.launch import Launcher  # noqa: E402
-from penstock.engine.protocol import FinishReason, SamplingParams  # noqa: E402
-from penstock.engine.stream import EngineError  # noqa: E402
+from penstock.engine.client.client import Client  # noqa: E402
+from penstock.engine.client.stream import EngineError  # noqa: E402
+from penstock.engine.cluster.status_board import Board  # noqa: E402
+from penstock.engine.launcher import Launcher  # noqa: E402
+from penstock.engine.protocol.config import EngineConfig  # noqa: E402
+from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
 from tests.engine import START  # noqa: E402
 from tests.unit.models import VOCABULARY, made  # noqa: E402
 

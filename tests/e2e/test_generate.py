@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.engine.config import SHIPPED, SimulatedDevice
-from penstock.engine.simulated import Rule
+from penstock.engine.protocol.config import SHIPPED, SimulatedDevice
+from penstock.engine.worker.simulated_device import Rule
 
 COMMAND = [sys.executable, "-m", "penstock", "generate"]
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("schemathesis")
 pytest.importorskip("openai")
 
-from penstock.server import shapes
+from penstock.server.chat import response_schema
 from tests.e2e.test_server import KEY, Served, served
 from tests.engine import told
 
@@ -40,8 +40,13 @@ def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document
         async with served(simulated=told(step_seconds=0.0), api_servers=1) as tree:
             chat = {"messages": [{"role": "user", "content": "hi"}]}
             for path, body, whole, chunk in (
-                ("/v1/completions", {"prompt": "hi"}, shapes.CompletionAnswer, shapes.CompletionChunk),
-                ("/v1/chat/completions", chat, shapes.ChatAnswer, shapes.ChatChunk),
+                (
+                    "/v1/completions",
+                    {"prompt": "hi"},
+                    response_schema.CompletionAnswer,
+                    response_schema.CompletionChunk,
+                ),
+                ("/v1/chat/completions", chat, response_schema.ChatAnswer, response_schema.ChatChunk),
             ):
                 for options in ({}, {"n": 2}, {"stop": [" 1", " 2"]}, {"stream_options": {"include_usage": True}}):
                     asking = {**body, "max_tokens": 30, **options}

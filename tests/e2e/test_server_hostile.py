@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-from penstock.engine.board import Board
-from penstock.server.connection import MOST_THROWN_NBYTES
+from penstock.engine.cluster.status_board import Board
+from penstock.server.http.connection import MOST_THROWN_NBYTES
 from tests.e2e.test_server import AUTHORIZED, KEY, MOST_BODY, MOST_OPEN, Served, posted, served
 
 PATIENCE = 1.0  # of the server, as `served` says

@@ -18,8 +18,8 @@ pytest.importorskip("uvicorn")
 pillow = pytest.importorskip("PIL.Image")
 
 from penstock import Store  # noqa: E402
-from penstock.engine.board import Board  # noqa: E402
-from penstock.engine.images import ImageLimits  # noqa: E402
+from penstock.engine.client.image_processor import ImageLimits  # noqa: E402
+from penstock.engine.cluster.status_board import Board  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
 from tests.e2e.test_server import Served, served  # noqa: E402
 from tests.engine import START  # noqa: E402

@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 
 from PIL import Image  # noqa: E402
 
-from penstock.engine.config import SHIPPED  # noqa: E402
+from penstock.engine.protocol.config import SHIPPED  # noqa: E402
 from tests.command import serving  # noqa: E402
 from tests.e2e.test_generate import generate  # noqa: E402
 from tests.unit.test_server_images import part  # noqa: E402

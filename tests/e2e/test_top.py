@@ -21,8 +21,8 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-from penstock.engine.board import Board
-from penstock.server.rates import Seen
+from penstock.engine.cluster.status_board import Board
+from penstock.server.status.snapshot_rates import Seen
 from tests.e2e.test_server import KEY, Served, served
 from tests.engine import told
 

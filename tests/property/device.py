@@ -12,10 +12,10 @@ import numpy as np
 
 from penstock import Item, Part
 from penstock.codec import Interned
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import Inputs, SamplingParams, Step, StepDone, Submit
-from penstock.engine.schedule import RUNNING, Input, Schedule
-from penstock.engine.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.protocol.batch_state import RUNNING, Input, Schedule
+from penstock.engine.protocol.messages import Inputs, SamplingParams, Step, StepDone, Submit
 
 BLOCK_SIZE = 4
 EOS, VOCABULARY = 1, 40

@@ -8,9 +8,9 @@ import numpy as np
 
 from penstock import Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import STEPS, SamplingParams, Step
-from penstock.engine.schedule import FREE, PREEMPTED, RUNNING, Input, Schedule
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.protocol.batch_state import FREE, PREEMPTED, RUNNING, Input, Schedule
+from penstock.engine.protocol.messages import STEPS, SamplingParams, Step
 from penstock.tensor import plan
 
 CATALOGUE = Catalogue(*STEPS)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.codec import Interned
-from penstock.engine.answers import OutputState
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import Delta, FinishReason, Halt, Logprobs, SamplingParams, Step, StepDone
-from penstock.engine.schedule import PREEMPTED, RUNNING, Schedule
-from penstock.engine.text import Vocabulary
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.output.detokenizer import Vocabulary
+from penstock.engine.output.output_state import OutputState
+from penstock.engine.protocol.batch_state import PREEMPTED, RUNNING, Schedule
+from penstock.engine.protocol.messages import Delta, FinishReason, Halt, Logprobs, SamplingParams, Step, StepDone
 
 EOS = 3
 MAX_MODEL_LEN = 64

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from penstock.engine.protocol import FinishReason
-from penstock.engine.schedule import PREEMPTED
+from penstock.engine.protocol.batch_state import PREEMPTED
+from penstock.engine.protocol.messages import FinishReason
 from tests.property.speaking import KEY, Sample, Speaking, random_sample
 
 STEPS = 300

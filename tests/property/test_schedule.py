@@ -10,8 +10,8 @@ import pytest
 
 from penstock.codec import FrameDecoder, Interned
 from penstock.codec.follow import Follower, Leader, Verdict
-from penstock.engine.protocol import SamplingParams, Step, Whole
-from penstock.engine.schedule import Schedule
+from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.messages import SamplingParams, Step, Whole
 from penstock.errors import DecodeError
 from tests.property.plain import (
     CATALOGUE,
@@ -269,7 +269,7 @@ def test_a_broken_picture_is_refused_and_changes_nothing_or_does_what_it_says() 
 
 
 def test_more_parameters_than_can_be_interned_in_one_message_travel_all_the_same() -> None:
-    from penstock.engine.plan import Plan
+    from penstock.engine.core.step_builder import Plan
 
     schedule = Schedule(1024, 4096)
     plan = Plan(schedule)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.codec import Interned
-from penstock.engine.protocol import SamplingParams, Submit
-from penstock.engine.scheduler import SLOT_SHARE
+from penstock.engine.core.scheduler import SLOT_SHARE
+from penstock.engine.protocol.messages import SamplingParams, Submit
 from tests.property.device import EOS, VOCABULARY, Core, Users, answer
 
 SEEDS = 12

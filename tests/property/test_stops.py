@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.text import Text, Vocabulary
+from penstock.engine.output.detokenizer import Text, Vocabulary
 
 LETTERS = st.text("abé€", min_size=0, max_size=24)
 STOPS = st.lists(st.text("abé€", min_size=1, max_size=5), min_size=0, max_size=4, unique=True)

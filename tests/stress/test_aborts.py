@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from penstock.engine.client import Client
-from penstock.engine.protocol import SamplingParams, Style
-from penstock.engine.stream import EngineError
+from penstock.engine.client.client import Client
+from penstock.engine.client.stream import EngineError
+from penstock.engine.protocol.messages import SamplingParams, Style
 from tests.engine import PATIENCE, answered, prompt, running, told
 
 ABORTS = 10_000 if os.environ.get("PENSTOCK_FULL") == "1" else 1_000

@@ -26,7 +26,7 @@ pytest.importorskip("uvicorn")
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 
-from penstock.engine.board import Board  # noqa: E402
+from penstock.engine.cluster.status_board import Board  # noqa: E402
 from tests.e2e.test_server import AUTHORIZED, Served, served  # noqa: E402
 from tests.engine import START  # noqa: E402
 from tests.serving import must_be_as_before  # noqa: E402

@@ -21,12 +21,12 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 
 from penstock.codec import Interned  # noqa: E402
 from penstock.codec.part import Part  # noqa: E402
-from penstock.engine.backend import TorchDevice  # noqa: E402
-from penstock.engine.batch import Batch, batch_of  # noqa: E402
-from penstock.engine.plan import Plan  # noqa: E402
-from penstock.engine.protocol import FinishReason, Inputs, SamplingParams, StepDone, Submit  # noqa: E402
-from penstock.engine.schedule import Schedule  # noqa: E402
-from penstock.engine.scheduler import Scheduler, SchedulerConfig, Stats  # noqa: E402
+from penstock.engine.core.scheduler import Scheduler, SchedulerConfig, Stats  # noqa: E402
+from penstock.engine.core.step_builder import Plan  # noqa: E402
+from penstock.engine.protocol.batch_state import Schedule  # noqa: E402
+from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, StepDone, Submit  # noqa: E402
+from penstock.engine.worker.input_batch import Batch, batch_of  # noqa: E402
+from penstock.engine.worker.model_runner import TorchDevice  # noqa: E402
 from penstock.tensor import Item  # noqa: E402
 
 VOCABULARY, IMAGE, BEFORE, AFTER = 131, 130, 128, 127  # ids: of an image's place, and of what stands around it

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.backend import TorchDevice
-from penstock.engine.sharding import Ranks
+from penstock.engine.worker.model_runner import TorchDevice
+from penstock.engine.worker.tensor_parallel import Ranks
 from tests.conftest import spawn
 from tests.unit.models import BLOCK_SIZE, Asked, Family, ask, device, longest, opener
 from tests.unit.tape import Eager

@@ -15,14 +15,14 @@ from tests.unit.models import BLOCK_SIZE, TEXT, VISION, Family, ask, batch_of_ro
 import torch
 
 from penstock.cli import parser
-from penstock.engine import attention, backend, decode, graphs
-from penstock.engine.attention import Decode, Manner, Memory, Paged, Shape
-from penstock.engine.batch import Batch
-from penstock.engine.config import EngineConfig
-from penstock.engine.decode import Decoding, Form, Forms
-from penstock.engine.model import load
-from penstock.engine.sharding import Ranks
-from penstock.engine.worker import recorder_of
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.worker import cuda_graphs, decode_graphs, model_runner, paged_attention
+from penstock.engine.worker.decode_graphs import Decoding, Form, Forms
+from penstock.engine.worker.input_batch import Batch
+from penstock.engine.worker.model import load
+from penstock.engine.worker.paged_attention import Decode, Manner, Memory, Paged, Shape
+from penstock.engine.worker.tensor_parallel import Ranks
+from penstock.engine.worker.worker import recorder_of
 from tests.unit.ranks import ranks_must_answer
 from tests.unit.tape import Eager, Tape
 
@@ -44,9 +44,9 @@ def test_tables_that_grow_wider_are_answered_alike(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From form to form, and where there is none, back to steps that are not recorded."""
-    monkeypatch.setattr(decode, "LEAST_POSITIONS", BLOCK_SIZE)
-    monkeypatch.setattr(decode, "MOST_POSITIONS", 16 * BLOCK_SIZE)
-    monkeypatch.setattr(attention, "MOST_GATHERED", 5 * BLOCK_SIZE)
+    monkeypatch.setattr(decode_graphs, "LEAST_POSITIONS", BLOCK_SIZE)
+    monkeypatch.setattr(decode_graphs, "MOST_POSITIONS", 16 * BLOCK_SIZE)
+    monkeypatch.setattr(paged_attention, "MOST_GATHERED", 5 * BLOCK_SIZE)
     of, tape = family("gemma2"), Tape()
     ours = device(of, blocks=64, recorder=tape)
     unrecorded = counting_eager(monkeypatch)
@@ -64,7 +64,7 @@ def counting_eager(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
             super().__init__(memory, batch, where)
             found.append(batch)
 
-    monkeypatch.setattr(backend, "Paged", Counted)
+    monkeypatch.setattr(model_runner, "Paged", Counted)
     return found
 
 
@@ -95,7 +95,7 @@ def test_there_are_not_many_forms_and_each_fits_the_numbers_it_is_told_by(
     found = {form for rows in forms.rows for width in forms.widths if (form := forms.least(rows, width)) is not None}
     assert Form(forms.rows[-1], forms.widths[0]) in found
     assert len(found) <= 300
-    most = decode.MOST_POSITIONS // block_size
+    most = decode_graphs.MOST_POSITIONS // block_size
     assert all(form.rows * form.width <= most and form.width <= blocks for form in found)
     assert forms.rows[-1] <= slots
 
@@ -113,7 +113,7 @@ def test_attention_from_tensors_alone_is_attention(
     window: int | None, softcap: float | None, most_gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However wide the table is, and whatever stands beyond what is a row's own."""
-    monkeypatch.setattr(attention, "MOST_GATHERED", most_gathered)
+    monkeypatch.setattr(paged_attention, "MOST_GATHERED", most_gathered)
     batch = batch_of_lengths(7, 1, 20, 4, 13)
     torch.manual_seed(3)
     memories = [Memory({0: Shape(2, 8, 8)}, 40, BLOCK_SIZE, torch.float32, CPU) for _ in range(2)]
@@ -192,7 +192,7 @@ def test_a_model_that_waits_for_the_device_is_answered_without_recording(
         model.stock.set_experts_implementation("eager")
         return model
 
-    monkeypatch.setattr(backend.models, "load", one_by_one)
+    monkeypatch.setattr(model_runner.models, "load", one_by_one)
     with caplog.at_level(logging.INFO, "penstock.engine"):
         ours = device(of, recorder=tape)
         assert ask(ours, of.asked).answers == of.answers
@@ -204,7 +204,7 @@ def test_a_model_that_waits_for_the_device_is_answered_without_recording(
 def test_a_form_that_fails_later_ends_all_recording(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(decode, "LEAST_POSITIONS", BLOCK_SIZE)
+    monkeypatch.setattr(decode_graphs, "LEAST_POSITIONS", BLOCK_SIZE)
     of = family("llama")
 
     class Narrow(Tape):
@@ -237,7 +237,7 @@ def test_what_another_rank_cannot_record_no_rank_replays(
 def test_only_steps_of_a_cuda_device_are_recorded_and_it_says_when_they_are_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(graphs, "CudaGraphs", Eager)
+    monkeypatch.setattr(cuda_graphs, "CudaGraphs", Eager)
     with caplog.at_level(logging.INFO, "penstock.engine"):
         assert recorder_of(EngineConfig(model="m", device="cpu")) is None
         assert isinstance(recorder_of(EngineConfig(model="m", device="cuda")), Eager)
@@ -249,8 +249,8 @@ def test_only_steps_of_a_cuda_device_are_recorded_and_it_says_when_they_are_not(
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_the_command_line_says_whether_steps_are_recorded(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[EngineConfig] = []
-    monkeypatch.setattr("penstock.engine.generate.run", lambda config, *_: told.append(config))
-    monkeypatch.setattr("penstock.server.command.run", lambda config, _: told.append(config))
+    monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: told.append(config))
+    monkeypatch.setattr("penstock.cli.serve.run", lambda config, _: told.append(config))
     for options in ([], ["--cuda-graphs"], ["--no-cuda-graphs"]):
         parsed = parser().parse_args([command, "--device-model", "simulated", *options])
         parsed.run(parsed)

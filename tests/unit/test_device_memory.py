@@ -15,11 +15,11 @@ import pytest
 import penstock
 from penstock import LayoutMismatch, MemoryExhausted, Pool, Ref
 from penstock.errors import ClosedError, Timeout
-from penstock.inspect.segments import snapshot_of, title_of
 from penstock.installing import how_to_install
 from penstock.tensor.cuda import CudaPool, DeviceError, ForeignDevice, NoDevice, driver_of
 from penstock.tensor.cuda.pool import Slice
 from penstock.tensor.kinds import kind_of
+from penstock.tools.inspect.segments import snapshot_of, title_of
 from tests.conftest import eventually
 from tests.unit.devices import FakeDriver, Stream
 from tests.unit.processes import program, thread

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from penstock import _native, cli, doctor
-from penstock.doctor import Finding, examine_model, examine_packages, examine_port, examine_torch
-from penstock.engine.cuda_devices import Devices, TorchBuild
+from penstock import _native, cli
+from penstock.cli import doctor
+from penstock.cli.doctor import Finding, examine_model, examine_packages, examine_port, examine_torch
+from penstock.engine.cluster.cuda_devices import Devices, TorchBuild
 
 ASKED = doctor._asked_of_torch
 

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import inspect
 from penstock.cli import parser
 from penstock.tensor.bridge import TensorStats
 from penstock.tensor.store import StoreStats
 from penstock.tensor.transport import IncomingStats, OutgoingStats
+from penstock.tools import inspect
 from tests.documents import EXAMPLES, NEEDS, PAGES, ROOT, RUN, SHOWN, fences
 
 DOCS = ROOT / "docs"
@@ -79,9 +79,9 @@ def told(page: Path) -> set[str]:
 
 def test_every_metric_is_explained() -> None:
     pytest.importorskip("prometheus_client")
-    from penstock.engine.board import Board
-    from penstock.server.metrics import Metrics
-    from penstock.server.tally import Tally
+    from penstock.engine.cluster.status_board import Board
+    from penstock.server.http.metrics import Metrics
+    from penstock.server.status.counters import Tally
 
     board = Board(Board.lay(1))
     text = Metrics(Tally(Tally.lay(1), 1), board).text().decode()

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.ending import BUCKETS, Ended, Endings, require_choice
-from penstock.engine.protocol import FinishReason, SamplingParams
+from penstock.engine.protocol.messages import FinishReason, SamplingParams
+from penstock.engine.protocol.stop_conditions import BUCKETS, Ended, Endings, require_choice
 
 EOS, OTHER_EOS = 2, 7
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP

@@ -3,9 +3,9 @@
 import itertools
 
 import penstock
-from penstock.engine.board import ROW_WORDS, WORD_NBYTES, Board, Life
-from penstock.engine.config import EngineConfig, SimulatedDevice
-from penstock.engine.tree import places
+from penstock.engine.cluster.status_board import ROW_WORDS, WORD_NBYTES, Board, Life
+from penstock.engine.cluster.topology import places
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from tests.conftest import eventually, spawn
 
 OF_A_GROUP = (("core", 0), ("worker", 0), ("worker", 1), ("output", 0))

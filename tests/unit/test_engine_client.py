@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.balance import BEGINNING, SLACK, Balance, traces
-from penstock.engine.protocol import Delta, Finished, FinishReason, Logprobs
-from penstock.engine.stream import MOST_KEPT_NBYTES, EngineError, Piece, Stream
-from penstock.engine.unpack import pieces_of
+from penstock.engine.client.delta_splitter import pieces_of
+from penstock.engine.client.router import BEGINNING, SLACK, Balance, traces
+from penstock.engine.client.stream import MOST_KEPT_NBYTES, EngineError, Piece, Stream
+from penstock.engine.protocol.messages import Delta, Finished, FinishReason, Logprobs
 
 
 def ints(*values: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 
 SIMULATED = SimulatedDevice()
 

@@ -7,9 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.engine.config import EngineConfig, SimulatedDevice
-from penstock.engine.directory import completed, vocabulary
-from penstock.engine.simulated import Rule
+from penstock.engine.model_dir import completed, vocabulary
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.worker.simulated_device import Rule
 
 
 def test_a_simulated_device_alone_speaks_in_the_numbers_of_its_tokens() -> None:

@@ -15,7 +15,7 @@ pillow = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install 'pen
 
 from PIL import ImageOps, PngImagePlugin  # noqa: E402
 
-from penstock.engine.encoded_image import MAX_PARTS, EncodedImage  # noqa: E402
+from penstock.engine.client.encoded_image import MAX_PARTS, EncodedImage  # noqa: E402
 
 ORIENTATION = 0x0112
 COMMENT = b"nothing that pixels need" * 40

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.board import Board
-from penstock.engine.client import Client
-from penstock.engine.config import EngineConfig, SimulatedDevice
-from penstock.engine.outbox import MOST_KEPT, Outbox
-from penstock.engine.protocol import (
+from penstock.engine.client.client import Client
+from penstock.engine.client.stream import MOST_KEPT_NBYTES, EngineError, Piece, Stream
+from penstock.engine.cluster.outbox import MOST_KEPT, Outbox
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.messages import (
     Abort,
     Announce,
     Delta,
@@ -23,8 +25,6 @@ from penstock.engine.protocol import (
     Style,
     Submit,
 )
-from penstock.engine.stream import MOST_KEPT_NBYTES, EngineError, Piece, Stream
-from penstock.engine.tree import Member, Tree
 
 CONFIG = EngineConfig(simulated=SimulatedDevice(), output_processors=1)
 PATIENCE = 10.0

@@ -11,16 +11,16 @@ import pytest
 
 from penstock import Missing, Store
 from penstock.codec import Interned
-from penstock.engine.board import Board
-from penstock.engine.client import Client, Value
-from penstock.engine.config import EngineConfig, SimulatedDevice
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import FinishReason, Inputs, SamplingParams, StepDone, Submit
-from penstock.engine.schedule import Schedule
-from penstock.engine.scheduler import Scheduler, SchedulerConfig
-from penstock.engine.simulated import Simulated
-from penstock.engine.stream import EngineError, Piece, Stream
-from penstock.engine.tree import Tree
+from penstock.engine.client.client import Client, Value
+from penstock.engine.client.stream import EngineError, Piece, Stream
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Tree
+from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, StepDone, Submit
+from penstock.engine.worker.simulated_device import Simulated
 from penstock.tensor import Incoming, Item, Outgoing, Scope
 
 SIZE, LENGTH = 4, 10  # of a block; ids of an image

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from penstock.codec import Interned
-from penstock.engine.board import Board
-from penstock.engine.config import SimulatedDevice
-from penstock.engine.device import Sampled
-from penstock.engine.meter import Meter
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import SamplingParams
-from penstock.engine.schedule import Schedule
-from penstock.engine.simulated import Simulated
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.config import SimulatedDevice
+from penstock.engine.protocol.messages import SamplingParams
+from penstock.engine.worker.device import Sampled
+from penstock.engine.worker.device_stats import Meter
+from penstock.engine.worker.simulated_device import Simulated
 
 PARAMS = Interned(SamplingParams())
 

@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from penstock import PeerDied
-from penstock.engine import logs
-from penstock.engine.board import Board
-from penstock.engine.config import EngineConfig, SimulatedDevice
-from penstock.engine.core import Core
-from penstock.engine.directory import completed
-from penstock.engine.launch import STOP_TIMEOUT, Launcher, Run
-from penstock.engine.protocol import Stop
-from penstock.engine.tree import Member, Tree, past_the_dead
+from penstock.engine.cluster import logs
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Member, Tree, past_the_dead
+from penstock.engine.core.engine_core import Core
+from penstock.engine.launcher import STOP_TIMEOUT, Launcher, Run
+from penstock.engine.model_dir import completed
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.messages import Stop
 
 CONFIG = EngineConfig(
     simulated=SimulatedDevice(), api_servers=3, data_parallel=2, tensor_parallel=2, output_processors=2

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.engine.turns import HEAD_START, Turns
+from penstock.engine.client.turns import HEAD_START, Turns
 
 
 @contextlib.contextmanager

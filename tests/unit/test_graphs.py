@@ -13,8 +13,8 @@ from tests.unit.models import Family, ask, device
 # isort: split
 import torch
 
-from penstock.engine.backend import TorchFlight
-from penstock.engine.graphs import CudaGraphs
+from penstock.engine.worker.cuda_graphs import CudaGraphs
+from penstock.engine.worker.model_runner import TorchFlight
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: a graph is recorded there")
 

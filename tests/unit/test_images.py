@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 pillow = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install 'penstock[engine]'")
 
 from penstock import ClosedError, Store  # noqa: E402
-from penstock.engine import images  # noqa: E402
-from penstock.engine.images import ImageLimits, ImageRefused, Images  # noqa: E402
+from penstock.engine.client import image_processor  # noqa: E402
+from penstock.engine.client.image_processor import ImageLimits, ImageRefused, Images  # noqa: E402
 from penstock.tensor import Incoming, Outgoing  # noqa: E402
 from tests.unit.models import VISION, stock_of  # noqa: E402
 from tests.unit.test_engine_encoded_image import scans_of_nothing  # noqa: E402
@@ -52,8 +52,8 @@ def model_in(path: Path, name: str = "llava") -> Path:
     return path
 
 
-def load(loader: Images, scope: Any, *raws: bytes) -> list[images.Loaded]:
-    async def all_of_them() -> list[images.Loaded]:
+def load(loader: Images, scope: Any, *raws: bytes) -> list[image_processor.Loaded]:
+    async def all_of_them() -> list[image_processor.Loaded]:
         return await asyncio.gather(*(loader.load(raw, scope) for raw in raws))
 
     return asyncio.run(all_of_them())
@@ -92,7 +92,7 @@ def test_an_image_that_has_been_made_is_found_and_not_decoded(tmp_path: Path, mo
                 first, same, other = load(loader, scope, picture(), picture(), picture(seed=1))
                 assert first == same and first.item.key != other.item.key
             with monkeypatch.context() as patched, outgoing.scope() as scope:
-                patched.setattr(images, "_decoded", None)
+                patched.setattr(image_processor, "_decoded", None)
                 assert load(loader, scope, picture()) == [first]
                 assert store.stats_of_keys().puts == 2
             assert not any(one.holders for one in store.stats_of_keys().items)
@@ -148,7 +148,7 @@ def test_an_image_that_is_too_much_or_none_is_refused(
 
 def test_what_the_model_cannot_take_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outgoing = Outgoing(None)
-    monkeypatch.setattr(images, "MOST_RATIO", 1000)
+    monkeypatch.setattr(image_processor, "MOST_RATIO", 1000)
     with Images(model_in(tmp_path, "qwen2_vl"), outgoing, threads=1) as loader, outgoing.scope() as scope:
         with pytest.raises(ImageRefused, match="takes no image of 1000 x 2: absolute aspect ratio"):
             load(loader, scope, picture(1000, 2))
@@ -168,7 +168,7 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(tmp_path: Path, mo
     model, outgoing, limits = model_in(tmp_path), Outgoing(None), ImageLimits(pixels=200 * 200)
     with Images(model, outgoing, threads=1, limits=limits) as loader, outgoing.scope() as scope:
         assert load(loader, scope, scans_of_nothing(32, side=200))
-        monkeypatch.setattr(images, "_decoded", None)
+        monkeypatch.setattr(image_processor, "_decoded", None)
         expected = "at most 1280000 pixels, this one of 200 x 200 has 33 scans, which are 1320000"
         with pytest.raises(ImageRefused, match=expected) as caught:
             load(loader, scope, scans_of_nothing(33, side=200))
@@ -184,16 +184,16 @@ def test_a_progressive_jpeg_of_as_many_pixels_as_are_allowed_is_taken(mode: str,
 
 
 def test_a_small_image_does_not_wait_for_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, has_begun, goes_on = images._decoded, threading.Event(), threading.Event()
+    decode, has_begun, goes_on = image_processor._decoded, threading.Event(), threading.Event()
 
     def slowly(encoded: Any) -> Any:
-        if encoded.work > images.LARGE_PIXELS:
+        if encoded.work > image_processor.LARGE_PIXELS:
             has_begun.set()
             assert goes_on.wait(10), "the small one was not loaded meanwhile"
         return decode(encoded)
 
-    monkeypatch.setattr(images, "_decoded", slowly)
-    monkeypatch.setattr(images, "LARGE_PIXELS", 10_000)
+    monkeypatch.setattr(image_processor, "_decoded", slowly)
+    monkeypatch.setattr(image_processor, "LARGE_PIXELS", 10_000)
     outgoing = Outgoing(None)
 
     async def run(loader: Images) -> None:
@@ -204,7 +204,7 @@ def test_a_small_image_does_not_wait_for_large_ones(tmp_path: Path, monkeypatch:
             large[1].cancel()  # its client has gone
             goes_on.set()
             done = await asyncio.gather(*large, return_exceptions=True)
-            assert [isinstance(one, images.Loaded) for one in done] == [True, False, True]
+            assert [isinstance(one, image_processor.Loaded) for one in done] == [True, False, True]
 
     with Images(model_in(tmp_path), outgoing, threads=1) as loader:
         asyncio.run(run(loader))
@@ -213,9 +213,9 @@ def test_a_small_image_does_not_wait_for_large_ones(tmp_path: Path, monkeypatch:
 def test_a_large_image_that_was_made_while_it_waited_is_not_decoded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded, decode = [], images._decoded
-    monkeypatch.setattr(images, "_decoded", lambda encoded: decoded.append(1) or decode(encoded))
-    monkeypatch.setattr(images, "LARGE_PIXELS", 1000)
+    decoded, decode = [], image_processor._decoded
+    monkeypatch.setattr(image_processor, "_decoded", lambda encoded: decoded.append(1) or decode(encoded))
+    monkeypatch.setattr(image_processor, "LARGE_PIXELS", 1000)
     with Store.create(1 << 20) as store:
         outgoing = Outgoing(store, inline_nbytes=0)
         with Images(model_in(tmp_path), outgoing, threads=1) as loader, outgoing.scope() as scope:

@@ -17,8 +17,9 @@ import msgspec
 import pytest
 
 import penstock
-from penstock import _native, cli, inspect
-from penstock.inspect import in_seconds, in_units
+from penstock import _native, cli
+from penstock.tools import inspect
+from penstock.tools.inspect import in_seconds, in_units
 from tests.conftest import eventually, spawn
 
 

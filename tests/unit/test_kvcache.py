@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock._native import BlockCache
-from penstock.engine.request import items_of, root_of
+from penstock.engine.core.request import items_of, root_of
 from tests.property.plain_cache import hash_of
 
 A, B, C = (hash_of(root_of(b""), bytes([n])) for n in range(3))

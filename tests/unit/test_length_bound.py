@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 tokenizers = pytest.importorskip("tokenizers")
 
-from penstock.engine.config import SHIPPED  # noqa: E402
-from penstock.server.length_bound import NFC_SHRINKS, LengthBound, length_bound  # noqa: E402
+from penstock.engine.protocol.config import SHIPPED  # noqa: E402
+from penstock.server.chat.length_bound import NFC_SHRINKS, LengthBound, length_bound  # noqa: E402
 
 FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 BYTES = tokenizers.pre_tokenizers.ByteLevel.alphabet()

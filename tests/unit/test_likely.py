@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.engine.likely import Likely
-from penstock.engine.protocol import Logprobs
-from penstock.engine.text import Vocabulary
+from penstock.engine.output.detokenizer import Vocabulary
+from penstock.engine.output.logprobs_json import Likely
+from penstock.engine.protocol.messages import Logprobs
 
 PIECES = [
     b"a",

@@ -22,10 +22,10 @@ pytest.importorskip("httptools")
 pytest.importorskip("rich")
 
 from penstock import cli
-from penstock.load import wire
-from penstock.load.asking import Outcome, Stream
-from penstock.load.events import MOST_EVENT, Data
-from penstock.load.wire import Failure
+from penstock.tools.load import http_client
+from penstock.tools.load.chat_request import Outcome, Stream
+from penstock.tools.load.http_client import Failure
+from penstock.tools.load.sse_events import MOST_EVENT, Data
 from tests.conftest import eventually
 from tests.unit.loads import (
     END,
@@ -118,7 +118,7 @@ def test_arrivals_at_a_rate_do_not_wait_for_answers(tmp_path: Path) -> None:
 
 
 def test_arrivals_are_the_same_for_the_same_seed_and_have_the_rate_they_are_to_have() -> None:
-    from penstock.load.arrivals import Load
+    from penstock.tools.load.arrivals import Load
 
     class Wire:
         async def post(self, path: str, body: bytes, taker: Any) -> None:
@@ -284,7 +284,7 @@ def test_a_kept_connection_that_the_server_closes_is_nobodys_fault(tmp_path: Pat
 
 
 def test_a_connection_that_was_idle_for_long_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "KEPT", 0.0)
+    monkeypatch.setattr(http_client, "KEPT", 0.0)
     with answering(GOOD) as (fake, url):
         status, _ = bench(url, tmp_path, "--requests", 5, "--concurrency", 1)
     assert status == 0 and fake.connections == 5
@@ -348,6 +348,6 @@ def test_ctrl_c_tells_what_is_done(tmp_path: Path) -> None:
 
 
 def test_no_engine_is_imported_for_it() -> None:
-    code = "import sys, penstock.load.command; print(*sys.modules)"
+    code = "import sys, penstock.tools.load.command; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert not [one for one in found.stdout.split() if re.match(r"penstock\.(engine|server)|torch|httpx", one)]

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("httptools")
 
-from penstock.load.asking import Outcome
-from penstock.load.figures import Figures, Paces, Spread, figures_of
-from penstock.load.wire import Failure
+from penstock.tools.load.chat_request import Outcome
+from penstock.tools.load.http_client import Failure
+from penstock.tools.load.latency_stats import Figures, Paces, Spread, figures_of
 
 
 def told(*stamps: float, due: float = 10.0, tokens: int | None = None, counts: tuple[int, ...] = ()) -> Outcome:

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from penstock.server import loop_errors
-from penstock.server.loop_errors import LoopErrors
+from penstock.server.http import loop_errors
+from penstock.server.http.loop_errors import LoopErrors
 
 
 def raise_in(loop: asyncio.AbstractEventLoop, times: int) -> None:

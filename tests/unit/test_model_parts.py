@@ -17,14 +17,14 @@ from tests.unit.models import batch_of_rows, made
 import torch
 import transformers
 
-from penstock.engine import attention, sharding
-from penstock.engine.attention import Manner, Memory, Paged, Shape
-from penstock.engine.backend import CPU_SHARE, TorchDevice
-from penstock.engine.batch import Tokens
 from penstock.engine.families import FAMILIES
-from penstock.engine.model import load
-from penstock.engine.sharding import Ranks, shard
-from penstock.engine.slices import Heads
+from penstock.engine.worker import paged_attention, tensor_parallel
+from penstock.engine.worker.input_batch import Tokens
+from penstock.engine.worker.model import load
+from penstock.engine.worker.model_runner import CPU_SHARE, TorchDevice
+from penstock.engine.worker.paged_attention import Manner, Memory, Paged, Shape
+from penstock.engine.worker.tensor_parallel import Ranks, shard
+from penstock.engine.worker.weight_slices import Heads
 
 CPU = torch.device("cpu")
 SIZE, HEADS, SHARED = 8, 6, 2  # of a head, of queries, of keys
@@ -70,7 +70,7 @@ def dense(query: Any, key: Any, value: Any, how: Manner) -> Any:
 def test_a_token_sees_what_came_before_it_and_nothing_else(
     window: int | None, softcap: float | None, sinks: Any, most_gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "MOST_GATHERED", most_gathered)
+    monkeypatch.setattr(paged_attention, "MOST_GATHERED", most_gathered)
     rows = [(7, 1), (1, 1), (20, 1), (9, 9), (13, 4), (4, 4), (2, 1), (18, 11)]
     batch = batch_of_rows(rows)
     torch.manual_seed(3)
@@ -117,7 +117,7 @@ def test_a_plan_that_wants_what_nobody_knows_is_refused() -> None:
 def test_every_style_of_the_plans_of_these_families_is_known() -> None:
     for name in FAMILIES:
         config = transformers.AutoConfig.for_model(name).get_text_config()
-        assert set(config.base_model_tp_plan.values()) <= set(sharding.STYLES), name
+        assert set(config.base_model_tp_plan.values()) <= set(tensor_parallel.STYLES), name
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -197,11 +197,11 @@ def test_a_model_has_the_type_that_is_wanted_or_that_of_its_configuration(llama:
 
 
 def test_the_cache_has_its_share_of_the_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.backend.memory_available", lambda: (10_000_000, "this test"))
+    monkeypatch.setattr("penstock.engine.worker.model_runner.memory_available", lambda: (10_000_000, "this test"))
     each = 4 * 2 * 2 * (16 + 16) * 4  # tokens, layers, heads, key and value, bytes
     ours = TorchDevice(llama, slots=1, block_size=4, threads=1)
     assert ours.blocks == math.floor(CPU_SHARE * 10_000_000 / each)
     assert TorchDevice(llama, slots=1, block_size=4, threads=1, most_blocks=7).blocks == 7  # if no more can be filled
-    monkeypatch.setattr("penstock.engine.backend.memory_available", lambda: (1, "this test"))
+    monkeypatch.setattr("penstock.engine.worker.model_runner.memory_available", lambda: (1, "this test"))
     with pytest.raises(ValueError, match="no room for keys and values"):
         TorchDevice(llama, slots=1, block_size=4, threads=1)

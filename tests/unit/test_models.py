@@ -13,10 +13,10 @@ import torch
 import transformers
 
 from penstock import Missing
-from penstock.engine import rows_on_cpu, vision
-from penstock.engine.model import load
-from penstock.engine.protocol import FinishReason
-from penstock.engine.sharding import Ranks
+from penstock.engine.protocol.messages import FinishReason
+from penstock.engine.worker import cpu_attention, vision_encoder
+from penstock.engine.worker.model import load
+from penstock.engine.worker.tensor_parallel import Ranks
 from penstock.tensor import Item
 
 
@@ -36,7 +36,7 @@ def test_rows_that_are_gathered_answer_alike(
     name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As other devices do it, and types that the native core does not know."""
-    monkeypatch.setattr(rows_on_cpu, "DTYPES", ())
+    monkeypatch.setattr(cpu_attention, "DTYPES", ())
     of = family(name)
     assert ask(device(of), of.asked).answers == of.answers
 
@@ -69,7 +69,7 @@ def test_an_image_is_encoded_once_and_is_seen(
 ) -> None:
     of = family(name)
     fetched: list[bytes] = []
-    monkeypatch.setattr(vision.Images, "_encode", _counting(vision.Images._encode, fetched))
+    monkeypatch.setattr(vision_encoder.Images, "_encode", _counting(vision_encoder.Images._encode, fetched))
     with_image = of.asked[1]
     changed = {key: {**one, "pixel_values": -one["pixel_values"]} for key, one in of.images.items()}
     ours = device(of, blocks=64)
@@ -91,7 +91,7 @@ def _counting(encode: Any, calls: list[Any]) -> Any:
 def test_what_was_encoded_makes_room_for_what_is_needed(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vision, "MOST_NBYTES", 1)
+    monkeypatch.setattr(vision_encoder, "MOST_NBYTES", 1)
     of = family("llava")
     ours = device(of)
     assert ask(ours, of.asked).answers == of.answers
@@ -159,7 +159,7 @@ def test_who_has_an_image_that_another_rank_has_not_fails_with_it(
     for name in ("llava", "qwen2_vl"):
         of = family(name)
         ours = device(of, blocks=64)
-        monkeypatch.setattr(ours._model.ranks, "least", lambda _: vision.MISSING)
+        monkeypatch.setattr(ours._model.ranks, "least", lambda _: vision_encoder.MISSING)
         told = ask(ours, of.asked[:3])
         assert told.reasons == {1: FinishReason.MISSING, 2: FinishReason.MISSING}
         assert told.answers[0] == of.answers[0]

@@ -18,7 +18,7 @@ from tests.unit.models import TEXT, WORDS, Asked, Family, ask, device, made
 import torch
 import transformers
 
-from penstock.engine import rows_on_cpu
+from penstock.engine.worker import cpu_attention
 from tests.unit.ranks import answers_of_threads
 from tests.unit.tape import Tape
 from tests.unit.test_rope import FACTORS, SHORT
@@ -120,7 +120,7 @@ def test_a_model_of_any_shape_answers_as_transformers_does(
     assert [ask(roomy, [one], slots=1, budget=16).answers[0] for one in of.asked] == of.answers
     assert answers_of_threads(2, of, of.asked, budget=16) == [of.answers] * 2
     assert ask(device(of, recorder=Tape()), of.asked).answers == of.answers
-    monkeypatch.setattr(rows_on_cpu, "DTYPES", ())
+    monkeypatch.setattr(cpu_attention, "DTYPES", ())
     assert ask(device(of), of.asked).answers == of.answers
 
 

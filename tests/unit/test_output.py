@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
-from penstock.engine.answers import OutputState
-from penstock.engine.protocol import DELTAS, Announce, FinishReason, Logprobs, SamplingParams, StepDone, Style
+from penstock.engine.output.output_state import OutputState
+from penstock.engine.protocol.messages import DELTAS, Announce, FinishReason, Logprobs, SamplingParams, StepDone, Style
 from penstock.errors import DecodeError
 from tests.property.speaking import EOS, MAX_MODEL_LEN, VOCABULARY, Got, Sample, Speaking
 

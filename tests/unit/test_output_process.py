@@ -18,14 +18,26 @@ import penstock
 from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock
 from penstock.codec import Interned, MessageReceiver, MessageSender
 from penstock.codec.follow import Leader, Leading
-from penstock.engine import outbox, output
-from penstock.engine.config import EngineConfig, SimulatedDevice
-from penstock.engine.output import Output
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import Abort, Announce, Delta, Halt, SamplingParams, Step, StepDone, Stop, Style, Whole
-from penstock.engine.schedule import Schedule
-from penstock.engine.text import Vocabulary
-from penstock.engine.tree import Member, Tree
+from penstock.engine.cluster import outbox
+from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.output import output_processor
+from penstock.engine.output.detokenizer import Vocabulary
+from penstock.engine.output.output_processor import Output
+from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.messages import (
+    Abort,
+    Announce,
+    Delta,
+    Halt,
+    SamplingParams,
+    Step,
+    StepDone,
+    Stop,
+    Style,
+    Whole,
+)
 from tests.conftest import eventually, spawn
 from tests.unit.processes import soon, thread
 
@@ -227,7 +239,7 @@ def test_a_result_that_rank_0_takes_with_it_is_not_waited_for() -> None:
 # ── where it sleeps ──────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("has_overlap", [True, False])
 def test_while_results_come_no_step_wakes_it(has_overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "LOOK_AGAIN", 10.0)
+    monkeypatch.setattr(output_processor, "LOOK_AGAIN", 10.0)
     with playing() as scene, thread(lambda: turns(scene.output)):
         scene.join(5)
         scene.send_step()
@@ -248,7 +260,7 @@ def test_while_results_come_no_step_wakes_it(has_overlap: bool, monkeypatch: pyt
 
 
 def test_while_nothing_is_to_be_done_it_does_not_look_for_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "LISTEN_AGAIN", 0.01)
+    monkeypatch.setattr(output_processor, "LISTEN_AGAIN", 0.01)
     with playing() as scene:
         scene.join(5)
         scene.step(A)

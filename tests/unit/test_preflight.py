@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import cuda_devices as cuda
 from penstock.engine import preflight
-from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
-from penstock.engine.cuda_devices import Devices, TorchBuild
-from penstock.engine.directory import completed
+from penstock.engine.cluster import cuda_devices
+from penstock.engine.cluster.cuda_devices import Devices, TorchBuild
 from penstock.engine.families import FAMILIES, TEXT, VISION
+from penstock.engine.model_dir import completed
 from penstock.engine.preflight import require_startable, require_tokenizer
+from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
 from tests.documents import ROOT
 
 
@@ -177,9 +177,9 @@ def driver(answer: str) -> Callable[..., Any]:
 def test_only_what_the_driver_says_is_evidence(
     answer: str, number: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
+    monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
     monkeypatch.setattr(subprocess, "run", driver(answer))
-    found = cuda.cuda_devices()
+    found = cuda_devices.cuda_devices()
     assert found.number == number and reason in found.reason
 
 
@@ -187,21 +187,21 @@ def test_a_driver_that_cannot_be_asked_is_no_evidence(monkeypatch: pytest.Monkey
     def fail(command: Any, **_: Any) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(cuda, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
+    monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
     monkeypatch.setattr(subprocess, "run", fail)
-    assert cuda.cuda_devices().number is None
+    assert cuda_devices.cuda_devices().number is None
 
 
 def test_a_torch_without_cuda_has_no_devices_and_one_for_rocm_may_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "torch_build", lambda: TorchBuild("2.13.0+cpu", None, None))
-    assert cuda.cuda_devices() == Devices(0, "torch 2.13.0+cpu is built without CUDA")
-    monkeypatch.setattr(cuda, "torch_build", lambda: TorchBuild("2.13.0", None, "7.0"))
-    assert cuda.cuda_devices().number is None
+    monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0+cpu", None, None))
+    assert cuda_devices.cuda_devices() == Devices(0, "torch 2.13.0+cpu is built without CUDA")
+    monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0", None, "7.0"))
+    assert cuda_devices.cuda_devices().number is None
 
 
 def test_the_build_of_torch_is_read_without_importing_it() -> None:
     torch = pytest.importorskip("torch")
-    assert cuda.torch_build() == TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
+    assert cuda_devices.torch_build() == TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
 
 
 # ── the registry ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ import pytest
 from penstock import DecodeError, Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
 from penstock.codec.follow import Lost
-from penstock.engine.protocol import (
+from penstock.engine.protocol.messages import (
     ANNOUNCED,
     DELTAS,
     INBOX,

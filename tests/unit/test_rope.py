@@ -12,8 +12,8 @@ from tests.unit.models import TEXT, VISION, Family, ask, device, made, stock_of
 # isort: split
 import torch
 
-from penstock.engine.model import load
-from penstock.engine.sharding import Ranks
+from penstock.engine.worker.model import load
+from penstock.engine.worker.tensor_parallel import Ranks
 from tests.unit.ranks import answers_of_threads
 from tests.unit.tape import Tape
 

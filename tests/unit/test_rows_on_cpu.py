@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
 from penstock import _native  # noqa: E402
-from penstock.engine import rows_on_cpu  # noqa: E402
-from penstock.engine.attention import Manner, Memory, Shape, attention  # noqa: E402
-from penstock.engine.rows_on_cpu import Rows  # noqa: E402
+from penstock.engine.worker import cpu_attention  # noqa: E402
+from penstock.engine.worker.cpu_attention import Rows  # noqa: E402
+from penstock.engine.worker.paged_attention import Manner, Memory, Shape, attention  # noqa: E402
 
 BLOCK_SIZE, BLOCKS = 4, 40
 
@@ -85,7 +85,7 @@ def test_work_that_is_worth_it_is_divided_and_comes_out_the_same(monkeypatch: py
         attend(*asked)
 
     monkeypatch.setattr(_native, "attend", counted)
-    monkeypatch.setattr(rows_on_cpu, "WORTH_A_THREAD", 100)
+    monkeypatch.setattr(cpu_attention, "WORTH_A_THREAD", 100)
     torch.set_num_threads(3)
     try:
         torch.testing.assert_close(given.ours(how), alone, rtol=0, atol=0)

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.protocol import SamplingParams
+from penstock.engine.protocol.messages import SamplingParams
 
 torch = pytest.importorskip("torch")
 
-from penstock.engine.sampling import Sampler  # noqa: E402  (it needs torch)
+from penstock.engine.worker.sampler import Sampler  # noqa: E402  (it needs torch)
 
 VOCABULARY, EOS = 24, 2
 

@@ -9,8 +9,9 @@ import pytest
 from penstock import DecodeError, Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
 from penstock.codec.follow import Follower, Leader, Verdict
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import (
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.protocol.batch_state import FREE, PREEMPTED, Schedule
+from penstock.engine.protocol.messages import (
     STEPS,
     Advances,
     Appended,
@@ -22,7 +23,6 @@ from penstock.engine.protocol import (
     Step,
     Whole,
 )
-from penstock.engine.schedule import FREE, PREEMPTED, Schedule
 
 PARAMS = Interned(SamplingParams(temperature=0.8, top_p=0.95))
 

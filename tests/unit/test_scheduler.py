@@ -7,12 +7,12 @@ import pytest
 
 from penstock import DecodeError
 from penstock.codec import Interned
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import SamplingParams, StepDone, Submit
-from penstock.engine.queue import Queue
-from penstock.engine.request import Refused, Request
-from penstock.engine.schedule import PREEMPTED, RUNNING, Schedule
-from penstock.engine.scheduler import ELDER_EVERY, Scheduler, SchedulerConfig
+from penstock.engine.core.request import Refused, Request
+from penstock.engine.core.request_queue import Queue
+from penstock.engine.core.scheduler import ELDER_EVERY, Scheduler, SchedulerConfig
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.protocol.batch_state import PREEMPTED, RUNNING, Schedule
+from penstock.engine.protocol.messages import SamplingParams, StepDone, Submit
 from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer, image
 
 

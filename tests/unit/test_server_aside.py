@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from penstock.engine.board import Board
-from penstock.engine.config import EngineConfig, SimulatedDevice
-from penstock.server import app
-from penstock.server.app import LONG, Api
-from penstock.server.bodies import decoded
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.server.chat.prompt_builder import MANY, BytesWords, Reader
+from penstock.server.chat.request_schema import decoded
+from penstock.server.http import app
+from penstock.server.http.app import LONG, Api
 from penstock.server.options import ServerOptions
-from penstock.server.tally import Row, Tally
-from penstock.server.words import MANY, BytesWords, Reader
+from penstock.server.status.counters import Row, Tally
 
 CONFIG = EngineConfig(simulated=SimulatedDevice(vocabulary=200), max_model_len=1 << 20)
 WORDS = [{"role": "user", "content": "hello"}]

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("starlette")
 
-from penstock.engine.config import SamplingDefaults
-from penstock.engine.protocol import SamplingParams
-from penstock.engine.stream import EngineError
-from penstock.server.bodies import DECODERS, Chat, Completion, Conversation, Tokenize, decoded
+from penstock.engine.client.stream import EngineError
+from penstock.engine.protocol.config import SamplingDefaults
+from penstock.engine.protocol.messages import SamplingParams
+from penstock.server.chat.request_schema import DECODERS, Chat, Completion, Conversation, Tokenize, decoded
 from penstock.server.errors import ApiError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

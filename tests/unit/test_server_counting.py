@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from penstock.server import bodies, counting
-from penstock.server.bodies import Chat, Completion, decoded
-from penstock.server.counting import MOST_NBYTES, MOST_THINGS, MOST_VALUES, PIECE, require_little
-from penstock.server.cutting import BEGIN, LONG, cut
-from penstock.server.cutting import PIECE as SEARCHED
+from penstock.server.chat import json_limits, request_schema
+from penstock.server.chat.data_urls import BEGIN, LONG, cut
+from penstock.server.chat.data_urls import PIECE as SEARCHED
+from penstock.server.chat.json_limits import MOST_NBYTES, MOST_THINGS, MOST_VALUES, PIECE, require_little
+from penstock.server.chat.request_schema import Chat, Completion, decoded
 from penstock.server.errors import ApiError
 
 CHAT = '{"messages":[{"role":"user","content":"a"}],'
@@ -28,7 +28,7 @@ def filled(head: str, one: str, tail: str, nbytes: int) -> bytes:
 @pytest.fixture
 def undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who decodes anything has failed."""
-    monkeypatch.setattr(bodies, "DECODERS", {})
+    monkeypatch.setattr(request_schema, "DECODERS", {})
 
 
 @pytest.mark.usefixtures("undecoded")
@@ -116,13 +116,13 @@ def test_what_is_counted_is_what_a_decoder_finds(seed: int, monkeypatch: pytest.
     for _ in range(200):
         said = some(4)
         body = json.dumps(said, ensure_ascii=chance.random() < 0.5).encode()
-        monkeypatch.setattr(counting, "PIECE", chance.randrange(2, 20))
-        monkeypatch.setattr(counting, "MOST_THINGS", things_in(said))
-        monkeypatch.setattr(counting, "MOST_VALUES", values_in(said))
+        monkeypatch.setattr(json_limits, "PIECE", chance.randrange(2, 20))
+        monkeypatch.setattr(json_limits, "MOST_THINGS", things_in(said))
+        monkeypatch.setattr(json_limits, "MOST_VALUES", values_in(said))
         require_little(body)
         for name, most in (("MOST_THINGS", things_in(said)), ("MOST_VALUES", values_in(said))):
             with monkeypatch.context() as less, pytest.raises(ApiError):
-                less.setattr(counting, name, most - 1)
+                less.setattr(json_limits, name, most - 1)
                 require_little(body)
 
 

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from penstock.server import bodies
-from penstock.server.bodies import Chat, Tokenize, decoded
-from penstock.server.cutting import LONG, cut
+from penstock.server.chat import request_schema
+from penstock.server.chat.data_urls import LONG, cut
+from penstock.server.chat.request_schema import Chat, Tokenize, decoded
 from penstock.server.errors import ApiError
 
 URL = "data:image/png;base64," + "iVBORw0KGgo/" * (LONG // 8)
@@ -30,7 +30,7 @@ def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
-STRICT, LENIENT = bodies.STRICT[Chat], bodies.DECODERS[Chat]
+STRICT, LENIENT = request_schema.STRICT[Chat], request_schema.DECODERS[Chat]
 
 
 def whole(body: bytes) -> Chat:
@@ -55,8 +55,10 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(len(body))
             return self._decode(body)
 
-    monkeypatch.setattr(bodies, "DECODERS", {kind: Decoder(kind) for kind in (Chat, Tokenize)})
-    monkeypatch.setattr(bodies, "STRICT", {kind: Decoder(bodies.STRICT[kind].type) for kind in (Chat, Tokenize)})
+    monkeypatch.setattr(request_schema, "DECODERS", {kind: Decoder(kind) for kind in (Chat, Tokenize)})
+    monkeypatch.setattr(
+        request_schema, "STRICT", {kind: Decoder(request_schema.STRICT[kind].type) for kind in (Chat, Tokenize)}
+    )
     return seen
 
 
@@ -108,7 +110,7 @@ def test_what_is_wrong_is_told_with_the_places_of_the_whole(body: bytes) -> None
         whole(body)
     with pytest.raises(ApiError) as found:
         decoded(body, Chat)
-    assert found.value.message == bodies.of_a_body(want.value).message
+    assert found.value.message == request_schema.of_a_body(want.value).message
 
 
 def test_no_client_can_write_a_mark() -> None:

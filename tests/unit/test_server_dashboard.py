@@ -11,10 +11,10 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from penstock.server import dashboard
-from penstock.server.dashboard import FRESH, PAGE, Dashboard
 from penstock.server.errors import ApiError
-from penstock.server.watch import NoServer
+from penstock.server.http import dashboard
+from penstock.server.http.dashboard import FRESH, PAGE, Dashboard
+from penstock.server.status.snapshot_reader import NoServer
 from tests.unit.test_server_rates import moment
 
 SOURCE = PAGE.read_text()

@@ -14,14 +14,14 @@ pytest.importorskip("jsonschema_rs")  # schemathesis brings it
 import jsonschema_rs
 from starlette.routing import Route
 
-from penstock.engine.board import Board
-from penstock.engine.config import EngineConfig, SimulatedDevice
-from penstock.server import openapi
-from penstock.server.app import Api
-from penstock.server.bodies import Chat, Completion, decoded
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.server.chat.request_schema import Chat, Completion, decoded
 from penstock.server.errors import ApiError
+from penstock.server.http import openapi
+from penstock.server.http.app import Api
 from penstock.server.options import ServerOptions
-from penstock.server.tally import Tally
+from penstock.server.status.counters import Tally
 
 DOCUMENT = openapi.documented(True)
 SCHEMAS = DOCUMENT["components"]["schemas"]

@@ -10,10 +10,17 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from penstock.server import openapi
-from penstock.server.bodies import DECODERS, FIELDS, Chat, Completion, Tokenize, decoded
+from penstock.server.chat.request_fields import (
+    IGNORED,
+    MAX_NAMES,
+    MAX_REMEMBERED,
+    NEUTRAL_ONLY,
+    UnknownFields,
+    is_neutral,
+)
+from penstock.server.chat.request_schema import DECODERS, FIELDS, Chat, Completion, Tokenize, decoded
 from penstock.server.errors import ApiError
-from penstock.server.fields import IGNORED, MAX_NAMES, MAX_REMEMBERED, NEUTRAL_ONLY, UnknownFields, is_neutral
+from penstock.server.http import openapi
 
 SERVE = Path(__file__).parents[2] / "docs/howto/serve.md"
 MESSAGES = [{"role": "user", "content": "hi"}]

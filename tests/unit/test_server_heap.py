@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from penstock.inspect import private_nbytes_of
 from penstock.server import heap
 from penstock.server.heap import Heap
+from penstock.tools.inspect import private_nbytes_of
 
 MB = 1 << 20
 
@@ -93,7 +93,7 @@ def test_another_c_library_is_left_alone() -> None:
 FREE_ENDS = """
 import os, threading
 import numpy as np
-from penstock.inspect import private_nbytes_of
+from penstock.tools.inspect import private_nbytes_of
 from penstock.server.heap import Heap, _collect_and_trim
 
 def use():

@@ -19,14 +19,14 @@ pytest.importorskip("starlette")
 pillow = pytest.importorskip("PIL.Image")
 
 from penstock import Store  # noqa: E402
-from penstock.engine import images  # noqa: E402
-from penstock.engine.config import EngineConfig, SimulatedDevice  # noqa: E402
-from penstock.engine.images import ImageLimits  # noqa: E402
-from penstock.server.bodies import Chat, Conversation, decoded  # noqa: E402
+from penstock.engine.client import image_processor  # noqa: E402
+from penstock.engine.client.image_processor import ImageLimits  # noqa: E402
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice  # noqa: E402
+from penstock.server.chat.prompt_builder import BytesWords, Reader, words_of  # noqa: E402
+from penstock.server.chat.request_schema import Chat, Conversation, decoded  # noqa: E402
 from penstock.server.errors import ApiError  # noqa: E402
-from penstock.server.images import Prompt, image_reader  # noqa: E402
+from penstock.server.images.image_prompts import Prompt, image_reader  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
-from penstock.server.words import BytesWords, Reader, words_of  # noqa: E402
 from penstock.tensor import Incoming  # noqa: E402
 from tests.unit.models import VISION  # noqa: E402
 from tests.unit.sights import Sight, placeholder  # noqa: E402
@@ -126,7 +126,7 @@ def test_the_same_image_is_neither_decoded_nor_made_again(llava: Path, monkeypat
     async def look(scene: Scene) -> None:
         length = await scene.length(part(picture(40, 40)), text("a"))
         with monkeypatch.context() as patched:
-            patched.setattr(images, "_decoded", None)
+            patched.setattr(image_processor, "_decoded", None)
             assert await scene.length(text("a"), part(picture(40, 40))) == length
         assert scene.store.stats_of_keys().puts == 1 and scene.outgoing.stats().hits == 1
 
@@ -144,8 +144,8 @@ def test_of_images_in_any_format_the_first_frame_counts(
     frames[0].save(raw, kind, **more)
     (tmp_path / "an image").write_bytes(raw.getvalue())
     seen = []
-    decode = images._decoded
-    monkeypatch.setattr(images, "_decoded", lambda *args: seen.append(decode(*args)) or seen[-1])
+    decode = image_processor._decoded
+    monkeypatch.setattr(image_processor, "_decoded", lambda *args: seen.append(decode(*args)) or seen[-1])
 
     async def look(scene: Scene) -> None:
         lengths = {await scene.length(part(raw.getvalue(), f"image/{kind}"))}
@@ -279,8 +279,8 @@ class Slowly:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_begun, self.goes_on = threading.Event(), threading.Event()
-        self._decode: Callable[..., Any] = images._decoded
-        monkeypatch.setattr(images, "_decoded", self)
+        self._decode: Callable[..., Any] = image_processor._decoded
+        monkeypatch.setattr(image_processor, "_decoded", self)
 
     def __call__(self, *args: Any) -> Any:
         self.has_begun.set()

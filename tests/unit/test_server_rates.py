@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.engine.tree import Member
-from penstock.server.moment import Channel, Group, Holder, Moment, Process, Server, Store
-from penstock.server.notice import Notice
-from penstock.server.rates import Seen, rates_of
+from penstock.engine.cluster.topology import Member
+from penstock.server.status.server_info import Notice
+from penstock.server.status.snapshot import Channel, Group, Holder, Moment, Process, Server, Store
+from penstock.server.status.snapshot_rates import Seen, rates_of
 
 NOTICE = Notice(
     version="1", pid=7, name="m", url="http://x:1", started=0.0, places=(Member("core", 0, 0, 1),), slots=8,

@@ -13,15 +13,15 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 
-from penstock.engine.board import Board
-from penstock.engine.protocol import FinishReason, Logprobs
-from penstock.engine.stream import EngineError, Piece, Stream
-from penstock.engine.text import Vocabulary
+from penstock.engine.client.stream import EngineError, Piece, Stream
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.output.detokenizer import Vocabulary
+from penstock.engine.protocol.messages import FinishReason, Logprobs
+from penstock.server.chat.streaming import Batch, Choice, Events, Pace, gathered, unless_gone
 from penstock.server.errors import Gone
-from penstock.server.metrics import Metrics
+from penstock.server.http.metrics import Metrics
 from penstock.server.options import ServerOptions
-from penstock.server.tally import SECONDS, Row, Tally
-from penstock.server.telling import Batch, Choice, Events, Pace, gathered, unless_gone
+from penstock.server.status.counters import SECONDS, Row, Tally
 
 
 def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

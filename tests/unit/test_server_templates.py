@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 
+from penstock.server.chat.chat_template import RESERVED, Template
 from penstock.server.errors import ApiError
-from penstock.server.templates import RESERVED, Template
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}{{ tone }}"

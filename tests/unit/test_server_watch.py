@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from penstock import Pool
-from penstock.engine.board import Board, Life
-from penstock.engine.config import EngineConfig, SimulatedDevice
-from penstock.engine.protocol import Stop
-from penstock.engine.tree import Tree
-from penstock.inspect import private_nbytes_of
-from penstock.server.moment import Process
-from penstock.server.notice import Notice
+from penstock.engine.cluster.status_board import Board, Life
+from penstock.engine.cluster.topology import Tree
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.messages import Stop
 from penstock.server.options import ServerOptions
-from penstock.server.tally import Row, Tally
-from penstock.server.watch import NoServer, Watch
-from penstock.top.source import Local, choose, servers_here
+from penstock.server.status.counters import Row, Tally
+from penstock.server.status.server_info import Notice
+from penstock.server.status.snapshot import Process
+from penstock.server.status.snapshot_reader import NoServer, Watch
+from penstock.tools.inspect import private_nbytes_of
+from penstock.tools.top.source import Local, choose, servers_here
 
 URL = "http://127.0.0.1:1"
 KEY = b"k" * 32

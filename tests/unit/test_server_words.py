@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from penstock import cli
-from penstock.engine import directory
-from penstock.engine.arguments import SAID
-from penstock.engine.config import SHIPPED, EngineConfig, SimulatedDevice
-from penstock.server import arguments
+from penstock.engine import model_dir
+from penstock.engine.cli_args import SAID
+from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
+from penstock.server import cli_args as arguments
+from penstock.server.chat.prompt_builder import LONG, BytesWords, Reader, _most_ids, words_of
 from penstock.server.errors import ApiError, Limit
 from penstock.server.options import ServerOptions
-from penstock.server.words import LONG, BytesWords, Reader, _most_ids, words_of
 
 SIMULATED = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
 
@@ -90,7 +90,7 @@ def test_a_tokenizer_is_read_once_also_by_who_wants_to_know_how_ids_look(monkeyp
 
     async def scene() -> None:
         with contextlib.closing(Reader(config, words_of(config))) as reader:
-            monkeypatch.setattr(directory, "tokenizer_of", pytest.fail)
+            monkeypatch.setattr(model_dir, "tokenizer_of", pytest.fail)
             found = await reader.vocabulary()
             assert b"".join(map(found.piece, await reader.ids("a red circle", add_special=False))) == b"a red circle"
 
@@ -130,8 +130,8 @@ def test_without_a_model_the_one_that_ships_is_served() -> None:
 
 def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[EngineConfig] = []
-    monkeypatch.setattr("penstock.engine.generate.run", lambda config, *_: told.append(config))
-    monkeypatch.setattr("penstock.server.command.run", lambda config, _: told.append(config))
+    monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: told.append(config))
+    monkeypatch.setattr("penstock.cli.serve.run", lambda config, _: told.append(config))
     options = ("--max-model-len", "512", "--slots", "3", "--output-processors", "0", "--dtype", "float32")
     for more in ((), ("--device-model", "simulated", "--step-ms", "2")):
         for command in ("generate", "serve"):

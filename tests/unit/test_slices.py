@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 
-from penstock.engine.sharding import Ranks, shard  # noqa: E402
-from penstock.engine.slices import Heads, Slice  # noqa: E402
+from penstock.engine.worker.tensor_parallel import Ranks, shard  # noqa: E402
+from penstock.engine.worker.weight_slices import Heads, Slice  # noqa: E402
 
 HEAD = 4  # columns of one
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.text import Text, Vocabulary, vocabulary_of
+from penstock.engine.output.detokenizer import Text, Vocabulary, vocabulary_of
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
-from penstock.engine import threads  # noqa: E402
-from penstock.engine.sharding import Ranks  # noqa: E402
-from penstock.engine.threads import LONG, SHORT, Threads, found  # noqa: E402
+from penstock.engine.worker import cpu_threads  # noqa: E402
+from penstock.engine.worker.cpu_threads import LONG, SHORT, Threads, found  # noqa: E402
+from penstock.engine.worker.tensor_parallel import Ranks  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, microseconds: dict[int, list[int]]) -> None:
         self._microseconds, self._now = microseconds, 0
         self.tried: list[tuple[int, int]] = []
-        monkeypatch.setattr(threads.time, "monotonic_ns", lambda: self._now)
+        monkeypatch.setattr(cpu_threads.time, "monotonic_ns", lambda: self._now)
 
     def compute(self, tokens: int) -> None:
         count = torch.get_num_threads()

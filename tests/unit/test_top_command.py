@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("rich")
 
-from penstock.server.rates import Seen
-from penstock.top import command
-from penstock.top.command import Options, show
+from penstock.server.status.snapshot_rates import Seen
+from penstock.tools.top import command
+from penstock.tools.top.command import Options, show
 from tests.unit.test_top_view import busy
 
 

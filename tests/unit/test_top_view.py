@@ -10,9 +10,9 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from penstock.server.moment import Channel, Group, Holder, Moment, Process, Server, Store
-from penstock.server.rates import Seen
-from penstock.top.view import BARS, History, amount, drawn, sparkline
+from penstock.server.status.snapshot import Channel, Group, Holder, Moment, Process, Server, Store
+from penstock.server.status.snapshot_rates import Seen
+from penstock.tools.top.view import BARS, History, amount, drawn, sparkline
 from tests.unit.test_server_rates import NOTICE, moment, zero
 
 

@@ -26,7 +26,7 @@ from penstock.demo.messages import Noticed, received
 from penstock.demo.plumbing import Figures, Plumbing
 from penstock.demo.processes import live, run_core, run_server, run_worker
 from penstock.demo.sight import Sight
-from penstock.inspect import counted, in_seconds, in_units
+from penstock.tools.inspect import counted, in_seconds, in_units
 
 MOST_UNTIL_BEGUN = 60.0  # seconds
 QUICK = 1.0  # seconds; a process that ends so soon after its start …

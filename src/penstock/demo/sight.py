@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from penstock import _native
 from penstock.demo.plumbing import Figures, Plumbing
-from penstock.inspect import Json, in_seconds, in_units
+from penstock.tools.inspect import Json, in_seconds, in_units
 
 
 @dataclass

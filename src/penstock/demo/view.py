@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.demo.keeper import Demo
 from penstock.demo.sight import Sight
-from penstock.inspect import in_seconds, in_units
+from penstock.tools.inspect import in_seconds, in_units
 
 
 def summary(demo: Demo) -> str:

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.config import EngineConfig
-from penstock.engine.cuda_devices import cuda_devices
-from penstock.engine.directory import ALONE, INDEX, expected, parts, tokenizer_path
+from penstock.engine.cluster.cuda_devices import cuda_devices
 from penstock.engine.families import require_family
-from penstock.engine.slices import Heads
+from penstock.engine.model_dir import ALONE, INDEX, expected, parts, tokenizer_path
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.worker.weight_slices import Heads
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")  # of a model that is computed
 OTHER_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json", "preprocessor_config.json")

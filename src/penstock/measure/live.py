@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from penstock import _native, inspect
+from penstock import _native
 from penstock.errors import CorruptRecord, PenstockError
 from penstock.measure.errors import MeasureError
 from penstock.measure.recording import Entry, Source
 from penstock.memory import Ticket
 from penstock.memory.segment import attached_segment
+from penstock.tools import inspect
 
 CHANNELS = ("ring", "broadcast", "inbox")
 AT_ONCE = 256  # records of one channel before the next one is looked at

@@ -10,9 +10,9 @@ import numpy as np
 
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
 from penstock.codec.follow import Follower, Leader, Verdict
-from penstock.engine.plan import Plan
-from penstock.engine.protocol import DELTAS, INBOX, RESULTS, STEPS, Delta, SamplingParams, StepDone, Submit
-from penstock.engine.schedule import Schedule
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.messages import DELTAS, INBOX, RESULTS, STEPS, Delta, SamplingParams, StepDone, Submit
 from penstock.measure.frames import Layout
 from penstock.measure.rounds import Local, Round, Way, whole
 from penstock.measure.workload import BLOCK, TEMPERATURE, TOP_P, Decode

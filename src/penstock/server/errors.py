@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 from starlette.responses import Response
 
-from penstock.engine.stream import EngineError
+from penstock.engine.client.stream import EngineError
 
 RETRIED = (429, 503)  # whoever is refused with one of these may come again …
 RETRY_AFTER = 1  # … after so many seconds

@@ -10,8 +10,8 @@ import re
 
 import msgspec
 
-from penstock.engine.images import ImageLimits
-from penstock.server.fetching import Host
+from penstock.engine.client.image_processor import ImageLimits
+from penstock.server.images.image_fetcher import Host
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 

@@ -1,0 +1,47 @@
+"""Which group gets a request: the one with the least to do, or one that has seen its beginning before.
+
+Leaves to the board how much each has to do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from penstock.engine.protocol.messages import Ints
+
+BEGINNING = 64  # tokens that two prompts share, if they are to share a cache
+MOST_REMEMBERED = 1 << 14
+SLACK = 8  # requests more than others: so many a group may have, and a fourth more, before affinity is too dear
+
+
+def traces(prompt: Ints, salt: bytes, keys: Sequence[bytes]) -> list[bytes]:
+    """What a group remembers a request by."""
+    return [salt + np.ascontiguousarray(prompt[:BEGINNING], np.int32).tobytes(), *keys]
+
+
+class Balance:
+    def __init__(self, seed: int | None = None) -> None:
+        self._had: OrderedDict[bytes, int] = OrderedDict()  # who has had what, the longest unused first
+        self._chance = random.Random(seed)
+
+    def choose(self, loads: Mapping[int, int], traces: Sequence[bytes]) -> int:
+        """One of the groups in `loads`, which says how many requests each has."""
+        least = min(loads.values())
+        votes = Counter(self._had[one] for one in traces if one in self._had)
+        chosen = None
+        for group, _ in votes.most_common():
+            if group in loads and loads[group] <= least + SLACK + least // 4:
+                chosen = group
+                break
+        if chosen is None:
+            chosen = self._chance.choice([group for group, load in loads.items() if load == least])
+        for one in traces:
+            self._had[one] = chosen
+            self._had.move_to_end(one)
+        while len(self._had) > MOST_REMEMBERED:
+            self._had.popitem(last=False)
+        return chosen

@@ -1,0 +1,179 @@
+"""The answer to one request, as it comes: what `async for` gives, and how it ends.
+
+Leaves to the client where the pieces come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.engine.protocol.messages import FinishReason, Logprobs
+from penstock.tensor import Scope
+
+MOST_KEPT_NBYTES = 4 << 20  # of an answer that nobody reads
+PIECE_NBYTES = 256  # of a piece without anything in it
+
+
+class EngineError(Exception):
+    """A request that ends without its answer. `status` is HTTP's."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+class Piece(msgspec.Struct, eq=False):
+    """What is new of one sample."""
+
+    sample: int
+    utf8: bytes  # text; or, if the request was announced with a style, finished lines of that style
+    ids: list[int]
+    reason: FinishReason | None = None  # None: more will come
+    stop: int | str | None = None  # what ended it, where that was one of its own stops
+    cached: int = 0  # how much of the prompt the cache had; said with the last piece
+    logprobs: Logprobs | None = None  # of these ids
+
+    @property
+    def text(self) -> str:
+        return self.utf8.decode(errors="replace")
+
+    @property
+    def nbytes(self) -> int:
+        likely = 0 if self.logprobs is None else self.logprobs.ids.nbytes + self.logprobs.values.nbytes
+        return PIECE_NBYTES + len(self.utf8) + 4 * len(self.ids) + likely
+
+
+class Stream:
+    """`async with` it, so that the request ends with whoever asked for it; `async for` gives its pieces.
+
+    One task reads it. Pieces that nobody has taken yet become one. Raises EngineError where the answer does not come to
+    its end. `scope` holds what stands in the prompt instead of text: it is released when the stream is over, in
+    whatever way. A stream that nobody reads or aborts comes to its end all the same.
+    """
+
+    def __init__(
+        self,
+        request: int,
+        group: int,
+        incarnation: int,
+        prompt_tokens: int,
+        samples: int,
+        scope: Scope | None = None,
+    ) -> None:
+        self.request = request
+        self.group = group
+        self.incarnation = incarnation
+        self.is_announced = False  # somebody may have been told how to write its answer, and waits for it
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self._open_samples = samples
+        self._scope = scope
+        self._pieces: deque[Piece] = deque()
+        self._kept_nbytes = 0
+        self._error: EngineError | None = None
+        self._is_aborted = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._on_abort: Callable[[Stream], None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will come."""
+        return self._open_samples == 0 or self._error is not None or self._is_aborted
+
+    def abort(self) -> None:
+        """Nobody wants the rest."""
+        if self.is_over:
+            return
+        self._is_aborted = True
+        if self._on_abort is not None:
+            self._on_abort(self)
+        self._settle()
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.abort()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Piece:
+        while True:
+            if self._pieces:
+                piece = self._pieces.popleft()
+                self._kept_nbytes -= piece.nbytes
+                return piece
+            if self._error is not None:
+                raise self._error
+            if self.is_over:
+                raise StopAsyncIteration
+            if self._waiter is not None:
+                raise RuntimeError("another task waits for this answer already")
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    # ── for the client ──
+    def begin(self, on_abort: Callable[[Stream], None], timeout: float | None, spent: float = 0.0) -> None:
+        """`on_abort` hears of it when the rest is not wanted any more. Of `timeout`, `spent` seconds have passed."""
+        self._on_abort = on_abort
+        if timeout is not None and not self.is_over:
+            self._alarm = asyncio.get_running_loop().call_later(timeout - spent, self._expire, timeout)
+
+    def add(self, piece: Piece) -> None:
+        if self.is_over:
+            return
+        self.completion_tokens += len(piece.ids)
+        if piece.reason is not None:
+            self._open_samples -= 1
+            self.cached_tokens = piece.cached
+        last = self._pieces[-1] if self._pieces else None
+        if last is not None and last.sample == piece.sample and last.logprobs is None and piece.logprobs is None:
+            last.utf8 += piece.utf8
+            last.ids += piece.ids
+            self._kept_nbytes += piece.nbytes - PIECE_NBYTES
+            last.reason, last.stop, last.cached = piece.reason, piece.stop, piece.cached
+        else:
+            self._pieces.append(piece)
+            self._kept_nbytes += piece.nbytes
+        if self._kept_nbytes > MOST_KEPT_NBYTES:
+            self._pieces.clear()
+            self._give_up(EngineError(503, f"nobody has read {MOST_KEPT_NBYTES} bytes of the answer"))
+        self._settle()
+
+    def fail(self, error: EngineError) -> None:
+        """What has come is still given, and then this error."""
+        if not self.is_over:
+            self._error = error
+            self._settle()
+
+    def _expire(self, timeout: float) -> None:
+        self._give_up(EngineError(504, f"the answer has not come to its end within {timeout:g} s"))
+        self._settle()
+
+    def _give_up(self, error: EngineError) -> None:
+        self._error = error
+        if self._on_abort is not None:
+            self._on_abort(self)
+
+    def _settle(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        if not self.is_over:
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if self._scope is not None:
+            self._scope.release()
+            self._scope = None

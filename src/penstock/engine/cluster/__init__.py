@@ -1,0 +1,1 @@
+"""What all processes of an engine share: how they are laid out, started, watched and logged."""

@@ -1,0 +1,1 @@
+"""The engine core: one process per data-parallel rank, which schedules."""

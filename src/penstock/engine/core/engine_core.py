@@ -1,0 +1,338 @@
+"""A core: takes requests in, decides each step and sends it while the one before runs, and hears what it has sampled.
+
+It touches neither text nor images, and waits for nobody but its device. Leaves to the scheduler who runs, to the
+outbox who is slow, and to the launcher what follows when one of its group dies.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import penstock
+from penstock import DecodeError, PeerDied, Timeout
+from penstock.codec.follow import Leader, Leading, Lost
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
+from penstock.engine.cluster.process import starting
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import AGAIN, Member, Tree, is_former, past_the_dead
+from penstock.engine.core.request import Refused
+from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.model_dir import vocabulary
+from penstock.engine.output.output_state import OutputState
+from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import (
+    MOST_REQUESTS,
+    Abort,
+    Announce,
+    Failed,
+    Halt,
+    Ready,
+    Step,
+    StepDone,
+    Stop,
+    Submit,
+    Whole,
+)
+
+T = TypeVar("T")
+STOP_TIMEOUT = 3.0  # seconds; for the last message to those who may be stuck
+MOST_TAKEN_IN = 256  # messages between two steps, so that a flood of requests does not hold up those that run
+
+
+def run(tree: Tree, me: Member) -> None:
+    with starting():
+        core = Core(tree, me)
+        core.start()
+    gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
+    core.run()
+    core.close()
+
+
+def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_model_len=config.max_model_len,
+        token_budget=config.token_budget,
+        vocabulary=min(one.vocabulary for one in ready),
+        eos_ids=config.end_ids,
+        has_prefix_cache=config.prefix_caching,
+        has_overlap=config.overlap,
+        max_short_prompt=ready[0].max_short_prompt,
+    )
+
+
+class Core:
+    def __init__(self, tree: Tree, me: Member) -> None:
+        self._config, group = tree.config, tree.groups[me.group]
+        self._me = me
+        self._tree = tree
+        self._row = Board(tree.board, writable=True).row(me.group)
+        name = str(me)
+        self._inbox = group.inbox.receiver(name=name)
+        self._results = group.results.receiver(0, name=name)
+        self._steps = group.steps.sender(name=name)
+        self._outbox = Outbox(tree, me)
+        self._answers = _Answers(tree.config, self._outbox) if tree.config.output_processors == 0 else None
+        self._is_stopped = False
+        self._own_ns, self._woke_ns = 0, time.monotonic_ns()
+
+    def start(self) -> None:
+        """Waits for the workers and the outputs, and then serves; it does not if it is told to stop before the workers
+        are ready. Raises Timeout, and PeerDied of one of them."""
+        config = self._config
+        ready = self._await_workers()
+        if self._is_stopped:
+            return
+        room = [one.blocks for one in ready]
+        blocks = min(room if config.blocks is None else [*room, config.blocks])
+        schedule = Schedule(config.slots, blocks, config.block_size, config.most_blocks)
+        self._await_receivers()
+        self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
+        self._leader: Leader[Step, Whole] = Leader(schedule)
+        self._leading = Leading(self._steps, self._leader)
+        self._plan = Plan(schedule)
+        if self._answers is not None:
+            self._answers.begin(schedule.picture(self._leader.identity, 0))
+        self._row[Board.BLOCKS] = schedule.blocks
+        self._row[Board.SERVING] = self._me.incarnation
+        event("core serves", blocks=schedule.blocks, slots=schedule.slots)
+
+    def run(self) -> None:
+        """Until the launcher says that it is time to stop."""
+        while not self._is_stopped and not self._is_told_to_stop():
+            while self._has_sent_step():
+                pass
+            if self._scheduler.in_flight:
+                self._done(self._hear())
+            else:
+                self._sleep()
+        past_the_dead(self._me, lambda: self._steps.send(Stop(), STOP_TIMEOUT), STOP_TIMEOUT)
+
+    def close(self) -> None:
+        self._row[Board.SERVING] = 0
+        for end in (self._inbox, self._results, self._steps, self._outbox):
+            end.close()
+
+    # ── before it serves ──
+    def _await_workers(self) -> list[Ready]:
+        """Until all have loaded the model, or it is told to stop. What they say of themselves."""
+        config = self._config
+        deadline = time.monotonic() + config.start_timeout
+        ready: dict[int, Ready] = {}
+        while len(ready) < config.tensor_parallel and not self._is_stopped:
+            try:
+                message = self._inbox.receive(max(0.0, deadline - time.monotonic()))
+            except Timeout as error:
+                missing = sorted(set(range(config.tensor_parallel)) - ready.keys())
+                raise Timeout(f"workers {missing} are not ready within {config.start_timeout:g} s: {error}") from None
+            except PeerDied as death:
+                if not self._is_server(death):  # of servers nothing is known yet
+                    self._hear_of(death)
+            else:
+                if isinstance(message, Ready):
+                    ready[message.rank] = message
+                elif isinstance(message, Stop):
+                    self._is_stopped = True
+        return list(ready.values())
+
+    def _await_receivers(self) -> None:
+        """Until workers and outputs have all their ends open: nothing that is sent from now on is missed."""
+        group = self._tree.groups[self._me.group]
+        deadline = time.monotonic() + self._config.start_timeout
+        while not all(self._are_ours(channel) for channel in (group.steps, group.results)):
+            if time.monotonic() >= deadline:
+                raise Timeout(f"the outputs are not there within {self._config.start_timeout:g} s")
+            time.sleep(AGAIN)
+
+    def _are_ours(self, channel: penstock.MessageChannel) -> bool:
+        seen = channel.snapshot()
+        names = {peer["index"]: peer["name"] for peer in seen["peers"]}
+        owners = [Member.of(names.get(end["peer"], "")) for end in seen["receivers"] if end["state"] == "live"]
+        here = [one for one in owners if one is not None and one.incarnation == self._me.incarnation]
+        return len(here) == channel.receivers
+
+    # ── the loop's parts ──
+    def _has_sent_step(self) -> bool:
+        """Decides the next step and sends it. False: enough are in flight, or there is nothing to do."""
+        scheduler = self._scheduler
+        if not scheduler.plan(self._plan):
+            return False
+        step = self._plan.finish(self._leader.identity, self._leader.next_number)
+        past_the_dead(self._me, lambda: self._leading.send(step, self._config.step_timeout), self._config.step_timeout)
+        scheduler.sent(step)
+        if self._answers is not None:
+            self._answers.sent(step)
+        if step.preempted is not None:
+            self._row[Board.PREEMPTIONS] += step.preempted.size
+        self._publish()
+        return True
+
+    def _is_told_to_stop(self) -> bool:
+        self._take_in()
+        return self._is_stopped
+
+    def _take_in(self) -> None:
+        """All that has come, or much of it."""
+        for _ in range(MOST_TAKEN_IN):
+            try:
+                message = self._inbox.try_receive()
+            except PeerDied as death:
+                self._hear_of(death)
+            except DecodeError as error:
+                self._pass_over(error)
+            else:
+                if message is None:
+                    return
+                self._receive(message)
+
+    def _pass_over(self, error: DecodeError) -> None:
+        """What a server has sent and is no message costs that message alone. One of our group is out of order."""
+        server = self._inbox.source
+        if server >= self._config.api_servers:
+            raise error
+        event("not a message", logging.ERROR, server=server, error=str(error))
+        request = error.fields[1] if error.kind is Submit and len(error.fields) > 1 else None
+        if isinstance(request, int) and 0 <= request < MOST_REQUESTS:  # somebody waits for it
+            self._fail(server, request, Refused(400, f"the request is not what was expected: {error}"))
+
+    def _is_of_another(self, message: Any) -> bool:
+        """A server speaks for itself; an output, of all of them."""
+        server = self._inbox.source
+        return isinstance(message, Submit | Abort | Announce) and message.server != server < self._config.api_servers
+
+    def _receive(self, message: Any) -> None:
+        if not self._is_of_another(message):
+            return self._take(message)
+        server = self._inbox.source
+        event("not its own", logging.ERROR, server=server, says=message.server, message=type(message).__name__)
+        if isinstance(message, Submit):
+            self._fail(server, message.request, Refused(400, f"server {server} asked as server {message.server}"))
+
+    def _take(self, message: Any) -> None:
+        scheduler = self._scheduler
+        if isinstance(message, Submit):
+            try:
+                scheduler.submit(message)
+            except Refused as refusal:
+                self._fail(message.server, message.request, refusal)
+        elif isinstance(message, Abort):
+            for request in message.requests.tolist():
+                scheduler.abort(message.server, request)
+        elif isinstance(message, Halt):
+            for slot, birth in zip(message.slots.tolist(), message.births.tolist(), strict=True):
+                scheduler.halt(slot, birth)
+        elif isinstance(message, Announce) and self._answers is not None:
+            self._answers.state.announce(message)
+        elif isinstance(message, Lost):
+            raise RuntimeError(f"{message.who} is out of step ({message.why}): its cache is not what we believe")
+        elif isinstance(message, Stop):
+            self._is_stopped = True
+
+    def _fail(self, server: int, request: int, refusal: Refused) -> None:
+        event("request refused", server=server, request=request, status=refusal.status, reason=str(refusal))
+        if not self._outbox.send(server, Failed(request, refusal.status, str(refusal))):
+            self._give_up(server)
+
+    def _hear(self) -> StepDone:
+        """What the oldest step in flight has sampled."""
+        self._outbox.send_kept()
+        number = self._leader.number - self._scheduler.in_flight + 1
+        try:
+            done: StepDone = self._waiting(lambda: self._results.receive(self._config.step_timeout))
+        except Timeout as error:
+            raise Timeout(f"no StepDone for step {number} within {self._config.step_timeout:g} s: {error}") from None
+        if (done.leader, done.number) != (self._leader.identity, number):
+            raise RuntimeError(f"expected the StepDone of step {number}, got that of {done.number}")
+        return done
+
+    def _done(self, done: StepDone) -> None:
+        self._scheduler.done(done)
+        if self._answers is None:
+            return
+        halt, slow = self._answers.done(done)
+        if halt is not None:
+            self._take(halt)
+        for server in slow:
+            self._give_up(server)
+
+    def _sleep(self) -> None:
+        """Nothing is to be done, until somebody says something."""
+        self._publish()
+        self._outbox.send_kept()
+        try:
+            self._receive(self._waiting(lambda: self._inbox.receive(AGAIN if self._outbox.has_kept else None)))
+        except Timeout:
+            pass
+        except PeerDied as death:
+            self._hear_of(death)
+        except DecodeError as error:
+            self._pass_over(error)
+
+    def _hear_of(self, death: PeerDied) -> None:
+        """A server's requests are forgotten. One of our group takes us with it; of those before us it is no news."""
+        if self._is_server(death):
+            self._outbox.forget(death.index)
+            self._forget(death.index)
+        elif not is_former(self._me, death):
+            raise death
+
+    def _is_server(self, death: PeerDied) -> bool:
+        """By its lane of the inbox: its name may be gone."""
+        return death.index < self._config.api_servers
+
+    def _give_up(self, server: int) -> None:
+        """It reads too little: all of its requests fail."""
+        for request in self._forget(server):
+            self._outbox.send(server, Failed(request, *TOO_SLOW))
+
+    def _forget(self, server: int) -> list[int]:
+        """Returns its requests that were open."""
+        event("server forgotten", server=server)
+        if self._answers is not None:
+            self._answers.state.forget_server(server)
+        return self._scheduler.forget_server(server)
+
+    def _waiting(self, call: Callable[[], T]) -> T:
+        """What the call gives; the time in it is not our own."""
+        now = time.monotonic_ns()
+        self._own_ns += now - self._woke_ns
+        try:
+            return call()
+        finally:
+            self._woke_ns = time.monotonic_ns()
+
+    def _publish(self) -> None:
+        scheduler, row = self._scheduler, self._row
+        row[Board.OPEN] = scheduler.open_requests
+        row[Board.WAITING] = scheduler.waiting
+        row[Board.FREE_BLOCKS] = scheduler.cache.free
+        row[Board.STEPS] = self._leader.number
+        row[Board.OWN_NS] = self._own_ns
+
+
+class _Answers:
+    """The work of the output processors, where there are none: it is done in the core's loop, and holds it up."""
+
+    def __init__(self, config: EngineConfig, outbox: Outbox) -> None:
+        self.state = OutputState(vocabulary(config), config.max_model_len, config.end_ids)
+        self._outbox = outbox
+        self._steps: deque[Step] = deque()  # sent, and not done: the state follows a result behind
+
+    def begin(self, picture: Whole) -> None:
+        self.state.become(picture)
+
+    def sent(self, step: Step) -> None:
+        self._steps.append(step)
+
+    def done(self, done: StepDone) -> tuple[Halt | None, list[int]]:
+        """What has ended by its text, and the servers that have been too slow for too long."""
+        self.state.apply(self._steps.popleft())
+        answers = self.state.done(done)
+        return answers.halt, [server for server, delta in answers.deltas if not self._outbox.send(server, delta)]

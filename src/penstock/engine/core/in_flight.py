@@ -1,0 +1,164 @@
+"""How far each slot has come: the steps in flight, what they have sampled, and the blocks that are full since.
+
+Leaves to the scheduler who has a slot and which blocks, and to `ending` when a sample ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock._native import BlockCache, Growth
+from penstock.engine.core.request import Request, Sample
+from penstock.engine.core.request_queue import Queue
+from penstock.engine.protocol.batch_state import RUNNING, Index, Schedule
+from penstock.engine.protocol.messages import Ints, Step, StepDone
+from penstock.engine.protocol.stop_conditions import NOBODY, Endings
+from penstock.errors import DecodeError
+
+NO_MOST = np.int32(np.iinfo(np.int32).max)  # of who is free, or has ended
+
+
+class Flight(NamedTuple):
+    """A step that has been sent and is not done."""
+
+    number: int
+    rows: Index
+    sampled: Index
+    computed: Ints  # after it
+
+
+class Progress:
+    """Arrays are by slot. Publishes blocks in the cache, and charges clients in the queue for what is generated."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        cache: BlockCache,
+        queue: Queue[Request],
+        max_model_len: int,
+        eos_ids: Collection[int],
+    ) -> None:
+        slots = schedule.slots
+        self._schedule = schedule
+        self._queue = queue
+        self._size = schedule.block_size
+        self._growth = Growth(cache, slots, self._size)  # a row for each slot: its ids, and who publishes its blocks
+        self._endings = Endings(slots, max_model_len, eos_ids)
+        self._samples: list[Sample | None] = [None] * slots
+        self._most = np.full(slots, NO_MOST)  # so many tokens are known of it when its last one is being sampled
+        self._before_last = 0  # in so many steps, at least, nobody's last token is sampled
+        self._flights: deque[Flight] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def sample(self, slot: int) -> Sample:
+        sample = self._samples[slot]
+        assert sample is not None, "a row without a sample"
+        return sample
+
+    def born(self, slot: int, birth: int) -> Sample | None:
+        """Who joined this slot with that step, and has not ended."""
+        is_its = 0 <= slot < len(self._samples) and self._growth.born(slot) == birth
+        return self.sample(slot) if is_its else None
+
+    def has_come(self, slot: int, flight: Flight, tokens: int) -> bool:
+        """Whether so many tokens of who has the slot now are computed when this step is done."""
+        return bool(self._growth.born(slot) <= flight.number and flight.computed[slot] >= tokens)
+
+    def ids(self, slot: int) -> int:
+        """How many of the sample's tokens we have, those of the prompt included."""
+        return self._growth.count(slot)
+
+    def hashes(self, slot: int) -> bytes:
+        """Of the blocks that it has filled, those of the prompt included."""
+        return self._growth.hashes(slot)
+
+    def sampled_to_the_last(self) -> list[int]:
+        """Slots of those who have not ended, and will when their results are in: none of their tokens is missing."""
+        if self._before_last > 0:
+            return []
+        left = self._most - self._schedule.known
+        self._before_last = int(np.minimum.reduce(left))
+        slots: list[int] = np.flatnonzero(left <= 0).tolist() if self._before_last <= 0 else []
+        return slots
+
+    # ── who has a slot ──
+    def join(self, slot: int, sample: Sample) -> None:
+        request, size = sample.request, self._size
+        length = request.prompt.size
+        self._samples[slot] = sample
+        self._growth.join(
+            slot, request.chain, request.prompt[length - length % size :], request.items_of(length // size)
+        )
+        self._endings.join(slot, request.params, length)
+        limit = int(self._endings.limits[slot])
+        self._most[slot] = length + limit
+        self._before_last = min(self._before_last, limit)
+
+    def begin(self, slot: int, found: int) -> None:
+        """It has got blocks, so many of which had been published."""
+        self._growth.begin(slot, found)
+
+    def end(self, slot: int) -> None:
+        """What is sampled for it from now on is nobody's."""
+        self._growth.end(slot)
+        self._most[slot] = NO_MOST
+        self._endings.end(slot)
+
+    def leave(self, slot: int) -> None:
+        self._endings.leave(slot)
+        self._samples[slot] = None
+
+    # ── steps ──
+    def sent(self, step: Step, comers: list[int]) -> None:
+        """The schedule has applied it. `comers` have got their first blocks with it."""
+        now = self._schedule
+        for slot in comers:
+            self._growth.since(slot, step.number)
+        self._before_last -= 1
+        self._flights.append(Flight(step.number, now.rows, now.sampled, now.computed.copy()))
+
+    def land(self, done: StepDone) -> Flight:
+        """The oldest step in flight is done. Raises DecodeError, and changes nothing, where it is told of another."""
+        if not self._flights or done.number != self._flights[0].number:
+            awaited = f"step {self._flights[0].number}" if self._flights else "no step"
+            raise DecodeError(f"expected {awaited} to be done, got {done.number} at $.number")
+        if done.slots is not None or done.counts is not None:
+            raise DecodeError("expected the ids of all that sample in this step, one each, got others at $.slots")
+        done.require_fit(self._flights[0].sampled.size)
+        return self._flights.popleft()
+
+    def failed(self, flight: Flight, done: StepDone) -> list[Sample]:
+        if done.failed is None:
+            return []
+        born, slots = self._growth.born, len(self._samples)
+        return [self.sample(slot) for slot in done.failed.tolist() if slot < slots and born(slot) <= flight.number]
+
+    def publish(self, flight: Flight) -> None:
+        """The device has computed this far: full blocks can be found from now on.
+
+        Whose blocks it are not any more, as it was preempted, will look for their likes.
+        """
+        now = self._schedule
+        self._growth.publish(flight.number, flight.computed, now.status, RUNNING, now.table)
+
+    def charge(self) -> None:
+        """Clients are charged for the blocks that were filled since: before the queue is asked who is next."""
+        for slot, tokens in self._growth.filled():
+            sample = self.sample(slot)
+            self._queue.charge(sample.request.client, sample.serve(tokens))
+
+    def receive(self, flight: Flight, ids: Ints) -> list[Sample]:
+        """What a step has sampled. Returns who has ended by it."""
+        slots = flight.sampled
+        theirs = self._growth.keep(flight.number, slots, ids)
+        if theirs is not None:
+            slots, ids = slots[theirs], ids[theirs]
+        ended = self._endings.check(slots, ids)
+        return [] if ended is NOBODY else [self.sample(slot) for slot in slots[ended.rows].tolist()]

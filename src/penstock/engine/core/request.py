@@ -1,0 +1,136 @@
+"""A request in the core: its prompt and its samples, and the hashes of the blocks in which its prompt lies.
+
+They are cryptographic, as a collision would show one user what another wrote; and chained, so equal hashes mean equal
+prefixes. Leaves to the scheduler what becomes of a request.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from functools import cached_property
+from hashlib import sha256
+
+from penstock._native import chain
+from penstock.engine.protocol.batch_state import Input, Params
+from penstock.engine.protocol.messages import Inputs, Ints, SamplingParams
+from penstock.errors import PenstockError
+
+Key = tuple[bytes, int, int]  # of what stands in a prompt instead of text, its position and length
+HASH_NBYTES = 32
+_ITEM = struct.Struct("<qqq")
+
+
+class Refused(PenstockError):
+    """This request can never run. `status` is HTTP's."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+class Request:
+    """Waits as a whole, and is let in sample by sample."""
+
+    def __init__(
+        self,
+        server: int,
+        number: int,
+        prompt: Ints,
+        params: Params,
+        block_size: int,
+        *,
+        arrival: int,
+        priority: int = 0,
+        client: str = "",
+        salt: bytes = b"",
+        inputs: tuple[Input, ...] = (),
+        keys: tuple[Key, ...] = (),
+    ) -> None:
+        self.server = server
+        self.number = number
+        self.prompt = prompt
+        self.interned = params
+        self.inputs = inputs
+        self.arrival = arrival
+        self.priority = priority
+        self.client = client
+        self.is_waiting = False
+        self.slots: set[int] = set()  # of its samples: whoever joins may have the prompt of any
+        self.samples = [Sample(self, index) for index in range(self.params.n)]
+        self.open_samples = self.params.n
+        self.block_size = block_size
+        self._salt = salt
+        self._keys = keys
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.interned.value
+
+    @cached_property
+    def chain(self) -> bytes:
+        """What the first block of its prompt follows, and the hash of each that is full."""
+        full = range(self.prompt.size // self.block_size)
+        items = [self.items_of(block) for block in full] if self._keys else ()
+        return chain(root_of(self._salt), self.prompt, self.block_size, items)
+
+    @property
+    def hashes(self) -> bytes:
+        """Of the full blocks of its prompt."""
+        return self.chain[HASH_NBYTES:]
+
+    def items_of(self, block: int) -> bytes:
+        """What else stands in it."""
+        if not self._keys:
+            return b""
+        return items_of(self._keys, block * self.block_size, (block + 1) * self.block_size)
+
+
+class Sample:
+    """One of the n of a request."""
+
+    __slots__ = ("index", "is_aside", "is_ended", "rank", "request", "served", "slot")
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.rank = (request.priority, request.arrival, index)  # who has the smaller one is not put aside for the other
+        self.slot: int | None = None
+        self.is_ended = False
+        self.is_aside = False  # it has been let in, has no blocks, and wants some
+        self.served: int = request.prompt.size  # tokens for which its client has been charged, or pays otherwise
+
+    def serve(self, tokens: int) -> int:
+        """It has so many. For how many its client is still to be charged: now it has been."""
+        served, self.served = self.served, tokens
+        return tokens - served
+
+
+def root_of(salt: bytes) -> bytes:
+    """What the first block of a prompt follows."""
+    return sha256(salt).digest()
+
+
+def items_of(inputs: Iterable[tuple[bytes, int, int]], begin: int, end: int) -> bytes:
+    """What stands between these positions instead of text (key, position, length each), and where in it they lie."""
+    return b"".join(
+        _ITEM.pack(position - begin, length, len(key)) + key
+        for key, position, length in inputs
+        if position < end and position + length > begin
+    )
+
+
+def inputs_of(inputs: Inputs | None, length: int, arrival: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
+    """As the schedule and as the hashes want them. Raises Refused where they do not lie in the prompt."""
+    if inputs is None:
+        return (), ()
+    positions, lengths = inputs.positions.tolist(), inputs.lengths.tolist()
+    if not len(inputs.items) == len(positions) == len(lengths) or inputs.counts.tolist() != [len(positions)]:
+        raise Refused(400, f"expected a place in the prompt for each of {len(inputs.items)} inputs")
+    for position, count in zip(positions, lengths, strict=True):
+        if position < 0 or count < 1 or position + count > length:
+            raise Refused(400, f"expected an input within a prompt of {length} tokens, got {count} at {position}")
+    # What has no key is like nothing else that comes; what has one is like all that have the same.
+    keys = [b"%d.%d" % (arrival, at) if one.key is None else one.key for at, one in enumerate(inputs.items)]
+    return tuple(zip(inputs.items, positions, lengths, strict=True)), tuple(zip(keys, positions, lengths, strict=True))

@@ -1,0 +1,534 @@
+"""Who runs in the next step, and with which blocks. No input, no output, no clock.
+
+Every step computes one token for each sample that decodes, and with what is left of the token budget the next chunks of
+prompts. A sample is given the blocks for all that is known of it when it is let in, and then one after the other. Its
+full blocks are found by others, and by itself after it was preempted, as soon as the device has computed them.
+
+Who is sampled to its length in a step that is in flight computes nothing more, and waits for the result.
+
+Nobody is preempted but for somebody better: of a better priority, or of the same and here for longer. So the best one
+always comes on, and with it in the end everybody; who is short of a block and has nobody worse beside it, waits. One of
+`ELDER_EVERY` that are let in is whoever has been here longest, and it is not preempted for others; so no priority and
+no client can starve another. Among those of one priority the `queue` is fair to clients by tokens.
+
+Slots are shared as well, as their owners keep them for the whole of long answers: a large client, one that has
+1/SLOT_SHARE of them, lets the samples of smaller ones go first and leaves the last 1/SLOT_SHARE to them. Requests
+without a client are each one of their own in this, so that many small ones may have all slots.
+
+Leaves to the plan how a step is written, to the cache which block is which, and to `progress` what steps have sampled.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from penstock._native import BlockCache
+from penstock.engine.core.in_flight import Progress
+from penstock.engine.core.request import HASH_NBYTES, Refused, Request, Sample, inputs_of
+from penstock.engine.core.request_queue import Queue
+from penstock.engine.core.step_builder import Plan
+from penstock.engine.protocol.batch_state import RUNNING, Index, Schedule
+from penstock.engine.protocol.messages import Ints, Step, StepDone, Submit
+from penstock.engine.protocol.stop_conditions import require_choice
+
+ELDER_EVERY = 8
+ELDER = -(1 << 40)  # a priority that no request has
+MOST_PRIORITY = 1 << 31
+AHEAD = 2  # blocks are given up to a half of one before they are needed: to many at once, and not in every step
+SLOT_SHARE = 16  # a client with one slot in so many is large, and one in so many is kept for those that are not
+SPARE = 100  # a newcomer leaves one block in so many to those who run; it would soon be preempted for them
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`Scheduler` checks it against its schedule."""
+
+    max_model_len: int  # tokens of prompt and answer together
+    token_budget: int = 2048  # that one step computes at most
+    vocabulary: int = 1 << 31  # ids of prompts are below that
+    eos_ids: tuple[int, ...] = ()
+    has_prefix_cache: bool = True  # False: blocks are shared only within a request
+    has_overlap: bool = True  # a step is planned while the one before it runs
+    max_short_prompt: int | None = None  # prompts of more tokens share no blocks with those of fewer; None: all share
+
+
+class Stats(NamedTuple):
+    """What there is now; and since the beginning, what happened."""
+
+    running: int
+    preempted: int
+    waiting: int
+    free_blocks: int
+    prompt_tokens: int  # of all samples that were let in, each time that they were
+    cached_tokens: int  # those of them that the cache had
+    preemptions: int
+
+
+class Scheduler:
+    """For each step: `plan`, send and apply it, `sent`; and when it is done, `done`. In between whatever else."""
+
+    def __init__(self, schedule: Schedule, config: SchedulerConfig) -> None:
+        """Raises ValueError where not even one request of the longest kind would fit."""
+        slots, size = schedule.slots, schedule.block_size
+        if not 2 <= config.max_model_len <= schedule.most_blocks * size:
+            raise ValueError(
+                f"max_model_len: expected 2 to {schedule.most_blocks * size}, as many as there is room for, "
+                f"got {config.max_model_len}"
+            )
+        if config.token_budget < slots:
+            raise ValueError(f"token_budget: expected a token for each of {slots} slots, got {config.token_budget}")
+        self.cache = BlockCache(schedule.blocks)
+        self._schedule = schedule
+        self._config = config
+        self._size = size
+        self._most_flights = 2 if config.has_overlap else 1
+        self._requests: dict[tuple[int, int], Request] = {}  # those that are open
+        self._arrivals = 0
+        # ── who waits ──
+        self._queue: Queue[Request] = Queue()
+        self._aside: list[tuple[tuple[int, int, int], Sample]] = []  # a heap, by rank
+        self._forking: dict[int, Request] = {}  # by slot of the first sample; the others wait for its prompt's blocks
+        self._turns = 0  # how many were let in
+        self._reserve = slots // SLOT_SHARE  # slots; none where there are few
+        self._slots_of: dict[str, int] = {}  # how many each client has that is named
+        self._large: set[str] = set()  # those of them that are large
+        self._refused: tuple[Sample, int, bool] | None = None  # who did not fit, and into what
+        # ── who has a slot ──
+        self._progress = Progress(schedule, self.cache, self._queue, config.max_model_len, config.eos_ids)
+        self._priorities = np.zeros(slots, np.int64)  # by slot
+        self._prefilling: set[int] = set()
+        self._leaving: list[Sample] = []
+        # ── steps ──
+        self._comers: list[int] = []  # slots that join with the step that is being planned, or get blocks again
+        self._gone: set[int] = set()  # rows that do not run in that step any more
+        self._resting: set[int] = set()  # rows that run and compute nothing in it, as all of their tokens are sampled
+        self._prompt_tokens = self._cached_tokens = self._preemptions = 0
+
+    # ── from outside ──
+    def submit(self, submit: Submit) -> None:
+        """Raises Refused where it can never run."""
+        number, length, most = (submit.server, submit.request), submit.prompt.size, self._config.max_model_len
+        if not 1 <= length < most:
+            raise Refused(400, f"expected a prompt of 1 to {most - 1} tokens, got {length}")
+        if submit.prompt.ndim != 1 or submit.prompt.min() < 0 or submit.prompt.max() >= self._config.vocabulary:
+            raise Refused(400, f"expected ids from 0 to {self._config.vocabulary - 1} in the prompt")
+        try:
+            require_choice(submit.params.value, self._config.eos_ids, self._config.vocabulary)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+        if number in self._requests:
+            raise Refused(409, f"request {number[1]} of server {number[0]} is open already")
+        self._arrivals += 1
+        inputs, keys = inputs_of(submit.inputs, length, self._arrivals)
+        max_short_prompt = self._config.max_short_prompt
+        kind = b"s" if max_short_prompt is None or length <= max_short_prompt else b"l"
+        salt = kind + submit.salt if self._config.has_prefix_cache else b"%d" % self._arrivals
+        request = Request(
+            *number,
+            np.array(submit.prompt, np.int32),
+            submit.params,
+            self._size,
+            arrival=self._arrivals,
+            priority=max(-MOST_PRIORITY, min(submit.priority, MOST_PRIORITY)),
+            client=submit.client,
+            salt=salt,
+            inputs=inputs,
+            keys=keys,
+        )
+        self._requests[number] = request
+        self._queue.push(request)
+
+    def abort(self, server: int, request: int) -> None:
+        """Wherever it is. One that has ended already, or never was, is no error: messages cross."""
+        found = self._requests.get((server, request))
+        if found is not None:
+            for sample in found.samples:
+                self._end(sample)
+
+    def halt(self, slot: int, birth: int) -> None:
+        """The sample that joined this slot with that step has ended. If another has the slot now, it is not meant."""
+        sample = self._progress.born(slot, birth)
+        if sample is not None:
+            self._end(sample)
+
+    def forget_server(self, server: int) -> list[int]:
+        """Returns its requests that were open."""
+        numbers = [number for its, number in self._requests if its == server]
+        for number in numbers:
+            self.abort(server, number)
+        return numbers
+
+    @property
+    def in_flight(self) -> int:
+        return self._progress.in_flight
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def waiting(self) -> int:
+        """Requests of which nothing runs yet."""
+        return len(self._queue)
+
+    @property
+    def stats(self) -> Stats:
+        status = self._schedule.status
+        return Stats(
+            running=self._schedule.rows.size,
+            preempted=int(np.count_nonzero(status)) - self._schedule.rows.size,
+            waiting=self.waiting,
+            free_blocks=self.cache.free,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            preemptions=self._preemptions,
+        )
+
+    # ── the next step ──
+    def plan(self, plan: Plan) -> bool:
+        """Decides the next step. False, and nothing has been decided, where there is none now: results are missing."""
+        if self._progress.in_flight == self._most_flights:
+            return False
+        if self._is_steady(plan):
+            return True
+        self._gone.clear()
+        is_told = bool(self._leaving)
+        if is_told:
+            self._leave(plan)
+        is_waited_for = self._is_waited_for(plan)
+        if is_waited_for:
+            self._progress.charge()
+        put_aside = self._make_way(plan) if is_waited_for else []
+        made_way = len(put_aside)
+        self._rest()
+        stalled = self._extend(plan, put_aside)
+        rows = self._schedule.rows.size - len(self._gone)
+        advancing = rows - len(self._resting) - len(stalled)
+        budget = self._config.token_budget - (advancing - len(self._prefilling))
+        if self._prefilling:
+            budget = self._prefill(plan, budget)
+        if is_waited_for and not stalled and len(put_aside) == made_way:  # else there is no room
+            self._let_in(plan, budget, rows)
+        for sample in put_aside:  # not before: their step is the next one at the earliest
+            heapq.heappush(self._aside, (sample.rank, sample))
+        assert advancing or self._resting or not rows, "nobody comes on"
+        if not (is_told or put_aside or advancing or self._comers):
+            return False
+        for slot in (*self._resting, *stalled):
+            plan.advance(slot, 0)
+        return True
+
+    def _is_steady(self, plan: Plan) -> bool:
+        """All who run come on by a token each, as in the step before, and nobody else could: nothing is to decide."""
+        if self._leaving or self._gone or self._resting or self._prefilling or self._is_waited_for(plan):
+            return False
+        schedule = self._schedule
+        return (
+            schedule.rows.size > 0 and not schedule.short_of_blocks().size and not self._progress.sampled_to_the_last()
+        )
+
+    def _is_waited_for(self, plan: Plan) -> bool:
+        """There is somebody to be let in, and a slot for it."""
+        return bool(self._aside) or (plan.free_slots > 0 and bool(self._queue))
+
+    def _leave(self, plan: Plan) -> None:
+        for sample in self._leaving:
+            slot = sample.slot
+            assert slot is not None
+            if self._schedule.status[slot] == RUNNING:
+                self._gone.add(slot)
+            self.cache.release(self._schedule.blocks_of(slot))
+            plan.leave(slot)
+            self._progress.leave(slot)
+            self._prefilling.discard(slot)
+            sample.slot = None
+            sample.request.slots.discard(slot)
+            self._count_slot(sample.request.client, -1)
+        self._leaving.clear()
+
+    def _preempt(self, plan: Plan, sample: Sample) -> None:
+        slot = sample.slot
+        assert slot is not None
+        self._preemptions += 1
+        self._gone.add(slot)
+        self.cache.release(self._schedule.blocks_of(slot))
+        plan.preempt(slot)
+        self._prefilling.discard(slot)
+        sample.is_aside = True
+
+    def _make_way(self, plan: Plan) -> list[Sample]:
+        """Preempts those of worse priority for the one to be let in next, if that helps."""
+        sample = self._next(plan.free_slots)
+        if sample is None or self._is_elders_turn or (sample.slot is None and not plan.free_slots):
+            return []
+        wanted = self._blocks_for(sample) + self._spare - self.cache.free
+        if wanted <= 0:
+            return []
+        rows = self._schedule.rows
+        worse = rows[self._priorities[rows] > sample.request.priority].tolist()
+        worse = [slot for slot in worse if slot not in self._gone]
+        if int(self._schedule.block_counts[worse].sum()) < wanted:
+            return []
+        put_aside = []
+        for one in sorted(map(self._progress.sample, worse), key=_rank, reverse=True):
+            if wanted <= 0:
+                break
+            free = self.cache.free
+            self._preempt(plan, one)
+            put_aside.append(one)
+            wanted -= self.cache.free - free
+        return put_aside
+
+    def _rest(self) -> None:
+        slots, status = self._progress.sampled_to_the_last(), self._schedule.status
+        self._resting = {slot for slot in slots if status[slot] == RUNNING and slot not in self._gone}
+        self._prefilling -= self._resting
+
+    def _extend(self, plan: Plan, put_aside: list[Sample]) -> list[int]:
+        """Gives a block to those who need one for their next token. The slots of those who must wait for it."""
+        short = self._short_of_blocks(1)  # nobody who prefills: it has blocks for all that is known
+        if not short.size:
+            return []
+        for some in (self._short_of_blocks(self._size // AHEAD), short):
+            blocks = self.cache.take(some.size)
+            if blocks is not None:
+                plan.append_each(some, blocks)
+                return []
+        stalled = []
+        still = self._gone | self._resting
+        rows = [slot for slot in self._schedule.rows.tolist() if slot not in still]
+        victims = sorted(map(self._progress.sample, rows), key=_rank)  # the last one is the next
+        for sample in sorted(map(self._progress.sample, short.tolist()), key=_rank):
+            slot = sample.slot
+            assert slot is not None
+            if slot in self._gone:
+                continue
+            while not self.cache.free and victims[-1] is not sample:
+                put_aside.append(victims.pop())
+                self._preempt(plan, put_aside[-1])
+            block = self.cache.take(1)
+            if block is not None:
+                plan.append(slot, block.tolist())
+            else:
+                stalled.append(slot)
+        return stalled
+
+    def _short_of_blocks(self, by: int) -> Index:
+        """Who comes on, and has no block for one of so many tokens that come next."""
+        schedule = self._schedule
+        short = schedule.short_of_blocks(by)
+        short = short[schedule.block_counts[short] < schedule.most_blocks]  # the others end before
+        if short.size and (self._gone or self._resting):
+            still = self._gone | self._resting
+            short = np.array([slot for slot in short.tolist() if slot not in still], np.intp)
+        return short
+
+    def _prefill(self, plan: Plan, budget: int) -> int:
+        """The next chunks of those who have begun. What is left of the budget."""
+        for sample in sorted(map(self._progress.sample, self._prefilling), key=_rank):
+            slot = sample.slot
+            assert slot is not None
+            chunk = min(budget, int(self._schedule.known[slot] - self._schedule.computed[slot]))
+            budget -= chunk
+            if chunk != 1:
+                plan.advance(slot, chunk)
+        return budget
+
+    # ── letting in ──
+    @property
+    def _is_elders_turn(self) -> bool:
+        return self._turns % ELDER_EVERY == ELDER_EVERY - 1
+
+    @property
+    def _spare(self) -> int:
+        return self.cache.blocks // SPARE
+
+    def _next(self, free_slots: int) -> Sample | None:
+        """Who is to be let in next: nobody else is, before it fits."""
+        small, large = self._first_aside()
+        if self._is_elders_turn:
+            eldest = min((one for _, one in self._aside if one.is_aside), key=_age, default=None)
+            oldest = self._queue.oldest()
+            if oldest is not None and (eldest is None or eldest.request.arrival >= oldest.arrival):
+                eldest = oldest.samples[0]
+            if eldest is None or free_slots > self._reserve or not self._is_large(eldest):
+                return eldest
+        first = self._queue.first(() if free_slots > self._reserve else self._large)
+        if first is not None and (small is None or first.priority < small.request.priority):
+            small = first.samples[0]
+        if large is None or free_slots <= self._reserve:
+            return small
+        return large if small is None or large.request.priority < small.request.priority else small
+
+    def _first_aside(self) -> tuple[Sample | None, Sample | None]:
+        """The best that is put aside: of those who are not large, or need no slot; and of the others."""
+        small, large = None, []
+        while self._aside and small is None:
+            sample = self._aside[0][1]
+            if not sample.is_aside:
+                heapq.heappop(self._aside)
+            elif self._is_large(sample):
+                large.append(heapq.heappop(self._aside))
+            else:
+                small = sample
+        for entry in large:
+            heapq.heappush(self._aside, entry)
+        return small, large[0][1] if large else None
+
+    def _is_large(self, sample: Sample) -> bool:
+        """It wants a slot, and its client has a large share of them."""
+        request = sample.request
+        slots = self._slots_of.get(request.client, 0) if request.client else len(request.slots)
+        return sample.slot is None and 0 < self._reserve <= slots
+
+    def _count_slot(self, client: str, change: int) -> None:
+        if not client:
+            return
+        slots = self._slots_of[client] = self._slots_of.get(client, 0) + change
+        if not slots:
+            del self._slots_of[client]
+        if 0 < self._reserve <= slots:
+            self._large.add(client)
+        else:
+            self._large.discard(client)
+
+    def _known(self, sample: Sample) -> int:
+        return sample.request.prompt.size if sample.slot is None else self._progress.ids(sample.slot)
+
+    def _blocks_for(self, sample: Sample) -> int:
+        return -(-self._known(sample) // self._size)
+
+    def _let_in(self, plan: Plan, budget: int, rows: int) -> None:
+        while budget > 0:
+            sample = self._next(plan.free_slots)
+            if sample is None or (sample.slot is None and not plan.free_slots):
+                return
+            before = sample, self.cache.free, rows > 0
+            if before == self._refused:
+                return  # nothing has changed
+            hashes = sample.request.hashes if sample.slot is None else self._progress.hashes(sample.slot)
+            found = self.cache.match(hashes[: (self._known(sample) - 1) // self._size * HASH_NBYTES])
+            wanted = self._blocks_for(sample) - found.size
+            if wanted + (self._spare if rows else 0) > self.cache.free:
+                self.cache.release(found)
+                self._refused = before
+                return
+            taken = self.cache.take(wanted)
+            assert taken is not None
+            computed = found.size * self._size
+            chunk = min(budget, self._known(sample) - computed)
+            self._begin(plan, sample, np.concatenate((found, taken)), computed, chunk)
+            budget -= chunk
+            rows += 1
+
+    def _begin(self, plan: Plan, sample: Sample, blocks: Ints, computed: int, chunk: int) -> None:
+        """It gets a slot if it has none, and its blocks, `computed` tokens of which are found in them."""
+        request = sample.request
+        if request.is_waiting:
+            self._queue.take(request)
+        sample.is_aside = False
+        if self._is_elders_turn:
+            sample.rank = (ELDER, *sample.rank[1:])
+        self._turns += 1
+        self._prompt_tokens += self._known(sample)
+        self._cached_tokens += computed
+        slot = sample.slot
+        if slot is not None:
+            plan.resume(slot, blocks, computed=computed, chunk=chunk)
+        else:
+            slot = plan.join(
+                request.number,
+                request.prompt,
+                request.interned,
+                blocks,
+                computed=computed,
+                chunk=chunk,
+                parent=min(request.slots, default=None),
+                server=request.server,
+                inputs=request.inputs,
+                sample=sample.index,
+            )
+            self._queue.charge(request.client, request.prompt.size - computed)
+            self._take_slot(sample, slot)
+        self._priorities[slot] = sample.rank[0]
+        self._progress.begin(slot, computed // self._size)
+        self._prefilling.add(slot)
+        self._comers.append(slot)
+
+    def _take_slot(self, sample: Sample, slot: int) -> None:
+        request = sample.request
+        sample.slot = slot
+        self._progress.join(slot, sample)
+        request.slots.add(slot)
+        self._count_slot(request.client, 1)
+        if sample.index:
+            self._put_aside(request, sample.index + 1)
+        elif len(request.samples) > 1:
+            self._forking[slot] = request
+            if request.prompt.size <= self._size:
+                self._fork(slot)
+
+    def _fork(self, slot: int) -> None:
+        """The blocks of the prompt that the other samples can share are there, or will never be."""
+        self._put_aside(self._forking.pop(slot), 1)
+
+    def _put_aside(self, request: Request, index: int) -> None:
+        """The next of its samples, from this one on, waits for a slot; when it has one, the next after it does."""
+        for sample in request.samples[index:]:
+            if not sample.is_ended:
+                sample.is_aside = True
+                heapq.heappush(self._aside, (sample.rank, sample))
+                return
+
+    # ── what comes of it ──
+    def sent(self, step: Step) -> None:
+        """What was planned has been sent, and the schedule has applied it."""
+        now = self._schedule
+        self._progress.sent(step, self._comers)
+        self._comers.clear()
+        if self._prefilling:
+            self._prefilling = {slot for slot in self._prefilling if now.known[slot] - now.computed[slot] > 1}
+
+    def done(self, done: StepDone) -> None:
+        """Raises DecodeError, and changes nothing, where it does not tell of the oldest step in flight."""
+        progress = self._progress
+        flight = progress.land(done)
+        for sample in progress.failed(flight, done):
+            self._end(sample)  # before its blocks are published
+        progress.publish(flight)
+        for sample in progress.receive(flight, done.ids):
+            self._end(sample)
+        for slot, request in list(self._forking.items()):
+            shared = (request.prompt.size - 1) // self._size * self._size
+            if progress.has_come(slot, flight, shared):
+                self._fork(slot)
+
+    def _end(self, sample: Sample) -> None:
+        """Whatever it still computes is nobody's. It leaves with the next step."""
+        if sample.is_ended:
+            return
+        sample.is_ended, sample.is_aside = True, False
+        request, slot = sample.request, sample.slot
+        if slot is not None:
+            self._progress.end(slot)
+            self._leaving.append(sample)
+            self._queue.charge(request.client, sample.serve(self._progress.ids(slot)))
+            if slot in self._forking:
+                self._fork(slot)
+        request.open_samples -= 1
+        if not request.open_samples:
+            if request.is_waiting:
+                self._queue.drop(request)
+            self._queue.close(request.client)
+            del self._requests[request.server, request.number]
+
+
+def _rank(sample: Sample) -> tuple[int, int, int]:
+    return sample.rank
+
+
+def _age(sample: Sample) -> tuple[int, int]:
+    return sample.request.arrival, sample.index

@@ -1,0 +1,231 @@
+"""What a scheduler decides for one step, one request after the other, gathered into the columns of a `Step`.
+
+Leaves to `schedule` whether it fits: the core applies what it has made as everybody else does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.protocol.batch_state import (
+    FREE,
+    NOTHING,
+    Column,
+    Input,
+    Params,
+    Schedule,
+    columns_of_inputs,
+    columns_of_params,
+)
+from penstock.engine.protocol.messages import Advances, Appended, Ints, Joined, Resumed, Rewound, Slots, Step
+
+Blocks = Sequence[int] | Ints
+
+
+class Plan:
+    """The step that is being decided. `finish` makes it, and begins the next one."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._free: list[int] = np.flatnonzero(schedule.status == FREE).tolist()  # a heap: low slots keep arrays dense
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rewound: dict[int, int] = {}
+        self._left: list[int] = []
+        self._preempted: list[int] = []
+        self._joined: dict[int, _Joining] = {}
+        self._resumed: dict[int, tuple[Blocks, int]] = {}
+        self._appended: dict[int, list[int]] = {}
+        self._each: list[tuple[Column, Ints]] = []
+        self._advances: dict[int, tuple[int, int, Ints]] = {}
+        self._has_drafts = self._knows_drafts = False
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def join(
+        self,
+        request: int,
+        prompt: Ints,
+        params: Params,
+        blocks: Blocks,
+        *,
+        computed: int = 0,
+        chunk: int = 1,
+        parent: int | None = None,
+        server: int = 0,
+        inputs: tuple[Input, ...] = (),
+        sample: int = 0,
+    ) -> int:
+        """Gives a request a slot. `computed` tokens are in its blocks already; this step computes `chunk` more.
+
+        With a `parent` (a slot) it is another `sample` of that one's prompt, which is not sent again, nor are its
+        inputs. Raises ValueError when there is no slot.
+        """
+        if not self._free:
+            raise ValueError("no slot is free: `free_slots` says how many are")
+        slot = heapq.heappop(self._free)
+        self._joined[slot] = _Joining(request, prompt, params, blocks, computed, parent, server, inputs, sample)
+        if chunk != 1:
+            self.advance(slot, chunk)
+        return slot
+
+    def leave(self, slot: int) -> None:
+        """A request has ended, in whatever way. A join of this step may get its slot."""
+        self._take_back(slot)
+        if self._joined.pop(slot, None) is None:
+            self._left.append(slot)
+        heapq.heappush(self._free, slot)
+
+    def preempt(self, slot: int) -> None:
+        """It loses its blocks, and waits in its slot."""
+        self._take_back(slot)
+        if self._resumed.pop(slot, None) is None:
+            self._preempted.append(slot)
+
+    def _take_back(self, slot: int) -> None:
+        """What was decided for it before."""
+        self._appended.pop(slot, None)
+        self._advances.pop(slot, None)
+
+    def resume(self, slot: int, blocks: Blocks, *, computed: int = 0, chunk: int = 1) -> None:
+        self._resumed[slot] = blocks, computed
+        if chunk != 1:
+            self.advance(slot, chunk)
+
+    def append(self, slot: int, blocks: Blocks) -> None:
+        """More blocks for one request."""
+        self._appended.setdefault(slot, []).extend(blocks)
+
+    def append_each(self, slots: Column, blocks: Ints) -> None:
+        """One more block for each of these; nothing else that is appended, leaves or is preempted in this step."""
+        if slots.size:
+            self._each.append((slots, blocks))
+
+    def advance(self, slot: int, count: int, *, draft_count: int = 0, drafts: Ints | None = None) -> None:
+        """This step computes `count` tokens of the request; without this call, one. The last `draft_count` of them are
+        to be verified; they are `drafts`, or the workers' own proposals if that is None for all of a step."""
+        drafts = NOTHING if drafts is None else drafts
+        self._has_drafts |= draft_count > 0 or drafts.size > 0
+        self._knows_drafts |= drafts.size > 0
+        self._advances[slot] = count, max(draft_count, drafts.size), drafts
+
+    def rewind(self, slot: int, count: int) -> None:
+        """The last `count` tokens of the request, computed by former steps, were wrong drafts."""
+        self._rewound[slot] = self._rewound.get(slot, 0) + count
+
+    def finish(self, leader: int, number: int) -> Step:
+        step = Step(
+            leader,
+            number,
+            rewound=self._columns_of_rewound() if self._rewound else None,
+            left=_slots(self._left) if self._left else None,
+            preempted=_slots(self._preempted) if self._preempted else None,
+            joined=self._columns_of_joined() if self._joined else None,
+            resumed=self._columns_of_resumed() if self._resumed else None,
+            appended=self._columns_of_appended() if self._appended or self._each else None,
+            advances=self._columns_of_advances() if self._advances else None,
+        )
+        self._begin()
+        return step
+
+    def _columns_of_rewound(self) -> Rewound:
+        return Rewound(_slots(self._rewound), _ints(self._rewound.values()))
+
+    def _columns_of_joined(self) -> Joined:
+        slots, rows = list(self._joined), list(self._joined.values())
+        own = [NOTHING if row.parent is not None else np.asarray(row.prompt, np.int32) for row in rows]
+        params, others, params_of = columns_of_params([row.params for row in rows])
+        return Joined(
+            slots=_slots(slots),
+            requests=_ints([row.request for row in rows]),
+            params=params,
+            lengths=_ints([one.size for one in own]),
+            ids=np.concatenate(own),
+            block_counts=_ints([len(row.blocks) for row in rows]),
+            blocks=_together([row.blocks for row in rows]),
+            others=others,
+            params_of=params_of if len(rows) > 1 else None,
+            computed=_ints([row.computed for row in rows]) if any(row.computed for row in rows) else None,
+            parents=_slots([slot if row.parent is None else row.parent for slot, row in self._joined.items()])
+            if any(row.parent is not None for row in rows)
+            else None,
+            servers=_slots([row.server for row in rows]) if any(row.server for row in rows) else None,
+            inputs=columns_of_inputs([() if row.parent is not None else row.inputs for row in rows]),
+            samples=_slots([row.sample for row in rows]) if any(row.sample for row in rows) else None,
+        )
+
+    def _columns_of_resumed(self) -> Resumed:
+        rows = self._resumed.values()
+        return Resumed(
+            _slots(self._resumed),
+            _ints([len(blocks) for blocks, _ in rows]),
+            _together([blocks for blocks, _ in rows]),
+            _ints([computed for _, computed in rows]) if any(computed for _, computed in rows) else None,
+        )
+
+    def _columns_of_appended(self) -> Appended:
+        slots = [column.astype(np.uint16) for column, _ in self._each]
+        blocks = [column.astype(np.int32, copy=False) for _, column in self._each]
+        if not self._appended:
+            return Appended(np.concatenate(slots), np.concatenate(blocks))
+        counts = [np.ones(column.size, np.int32) for column in slots]
+        counts.append(_ints([len(more) for more in self._appended.values()]))
+        slots.append(_slots(self._appended))
+        blocks += [_ints(more) for more in self._appended.values()]
+        together = np.concatenate(counts)
+        return Appended(np.concatenate(slots), np.concatenate(blocks), None if (together == 1).all() else together)
+
+    def _columns_of_advances(self) -> Advances:
+        rows = self._advances.values()
+        return Advances(
+            _slots(self._advances),
+            _ints([count for count, _, _ in rows]),
+            _ints([draft_count for _, draft_count, _ in rows]) if self._has_drafts else None,
+            np.concatenate([drafts for _, _, drafts in rows]) if self._knows_drafts else None,
+        )
+
+
+class _Joining:
+    """One row of `Joined`."""
+
+    __slots__ = ("blocks", "computed", "inputs", "params", "parent", "prompt", "request", "sample", "server")
+
+    def __init__(
+        self,
+        request: int,
+        prompt: Ints,
+        params: Params,
+        blocks: Blocks,
+        computed: int,
+        parent: int | None,
+        server: int,
+        inputs: tuple[Input, ...],
+        sample: int,
+    ) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.params = params
+        self.blocks = blocks
+        self.computed = computed
+        self.parent = parent
+        self.server = server
+        self.inputs = inputs
+        self.sample = sample
+
+
+def _slots(slots: Any) -> Slots:
+    return np.array(list(slots), np.uint16)
+
+
+def _ints(numbers: Any) -> Ints:
+    return np.array(list(numbers), np.int32)
+
+
+def _together(blocks: list[Blocks]) -> Ints:
+    return np.concatenate([np.asarray(one, np.int32) for one in blocks])

@@ -1,0 +1,324 @@
+"""The process tree: opens what its processes share, starts and watches them, starts again who died, ends all in order.
+
+A group (a core, its workers and outputs) lives and dies as one, a server alone. Deaths are seen by pidfd.
+Leaves to `child` what one process is, and to the processes what they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from penstock import ChannelError, MessageSender, PeerDied
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.process import Child, End
+from penstock.engine.cluster.status_board import Board, Life
+from penstock.engine.cluster.topology import Member, Tree, places
+from penstock.engine.core import engine_core
+from penstock.engine.model_dir import GENERATION, completed
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import Stop
+from penstock.engine.worker import worker
+
+MOST_FAILURES = 3  # starts in a row of a unit that has never served; one that has is started again without end
+BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before the next start, after so many failed ones …
+MOST_SHORT_LIVES = 4  # … and after so many more short lives of units that served
+CALM = 30.0  # seconds from a start: a shorter life is a short one
+STOP_TIMEOUT = 5.0  # seconds; who has not ended by then is killed
+MOURNED, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends that follow from another one's, which says more
+NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
+LOOK_AGAIN = 0.01  # seconds; at the board, while the tree starts or drains
+
+Run = Callable[[Tree, Member], None]
+
+
+class TreeFailed(Exception):
+    """The tree cannot go on; the text says who ended, and how."""
+
+
+class Unit:
+    """Processes that live and die together."""
+
+    def __init__(self, launcher: Launcher, group: int, parts: list[tuple[str, int, Run]]) -> None:
+        self._launcher = launcher
+        self._group = group
+        self._parts = parts  # kind, index, and what it runs
+        self._incarnation = 0
+        self._started = 0.0
+        self._has_served = False  # in any incarnation
+        self._failures = 0  # in a row: it has not served
+        self._short_lives = 0  # in a row
+        self._is_broken = False  # somebody has died, and the others are being killed
+        self._first: tuple[str, End] | None = None  # who has died, and how: the others follow from that
+        self._again: asyncio.TimerHandle | None = None
+        self.children: dict[int, Child] = {}  # by pidfd
+
+    @property
+    def is_group(self) -> bool:
+        return self._parts[0][0] == "core"
+
+    @property
+    def name(self) -> str:
+        return f"group {self._group}" if self.is_group else f"server {self._parts[0][1]}"
+
+    @property
+    def is_loading(self) -> bool:
+        """It does not serve: it has nothing to drain, and who loads listens to nobody."""
+        if self.is_group:
+            return self._launcher.board.row(self._group)[Board.SERVING] != self._incarnation
+        return self._launcher.is_server_loading(self._parts[0][1])
+
+    def start(self) -> None:
+        self._again = None
+        self._is_broken = False
+        self._first = None
+        self._incarnation += 1
+        self._started = time.monotonic()
+        try:
+            self._start_all()
+        except OSError as error:  # no memory, descriptors or processes left
+            event("unit could not be started", logging.ERROR, unit=self.name, error=str(error))
+            self._first = self.name, End(f"could not be started: {error}")
+            self._break(is_failure=True)
+            if not self.children:
+                self._all_ended()
+
+    def _start_all(self) -> None:
+        """Raises OSError."""
+        if self.is_group and self._launcher.tree.config.tensor_parallel > 1:
+            self._launcher.tree.meetings[self._group] = _meeting()
+        for kind, index, run in self._parts:
+            member = Member(kind, self._group, index, self._incarnation)
+            child = Child.start(member, run, self._launcher.tree)
+            self.children[child.pidfd] = child
+            self._launcher.tell_life(child.member, child.pid)
+            asyncio.get_running_loop().add_reader(child.pidfd, self._ended, child)
+            event("process started", child=str(child.member), child_pid=child.pid)
+
+    def signal(self, number: int) -> None:
+        for child in self.children.values():
+            child.signal(number)
+
+    def forget(self) -> None:
+        """Whoever is not running is not started again."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+
+    def _ended(self, child: Child) -> None:
+        asyncio.get_running_loop().remove_reader(child.pidfd)
+        del self.children[child.pidfd]
+        end, is_ours, was_loading = child.bury(), self._is_broken, self.is_loading
+        self._launcher.tell_life(child.member, 0)
+        level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
+        event("process ended", level, child=str(child.member), child_pid=child.pid, how=end.how)
+        self._launcher.bury(child.member)
+        if not self._is_broken and not self._launcher.is_stopping:
+            self._break(is_failure=was_loading)
+        if self._first is None or (MOURNED in self._first[1].how and MOURNED not in end.how and end.how != KILLED):
+            self._first = str(child.member), end
+        if not self.children:
+            self._all_ended()
+
+    def _break(self, is_failure: bool) -> None:
+        """`is_failure`: it has not served in this incarnation."""
+        self._is_broken = True
+        self._has_served |= not is_failure
+        if self.is_group:
+            self._launcher.board.row(self._group)[Board.SERVING] = 0
+        self._count_end(is_failure, time.monotonic() - self._started)
+        self.signal(signal.SIGKILL)
+
+    def _count_end(self, is_failure: bool, lived: float) -> None:
+        self._failures = self._failures + 1 if is_failure else 0
+        self._short_lives = self._short_lives + 1 if lived < CALM else 0
+
+    @property
+    def _pause(self) -> float:
+        """Before the next start."""
+        short_lives = min(max(self._short_lives - 1, 0), MOST_SHORT_LIVES)
+        return BACK_OFF[max(min(self._failures, len(BACK_OFF) - 1), short_lives)]
+
+    def _all_ended(self) -> None:
+        if self.is_group:
+            self._launcher.board.begin(self._group)
+            self._launcher.board.row(self._group)[Board.FAILED_STARTS] = self._failures
+        else:
+            self._launcher.count_failed_starts(self._parts[0][1], self._failures)
+        assert self._first is not None, "all have ended, and none was the first"
+        who, end = self._first
+        if self._launcher.is_stopping:
+            self._launcher.look_who_is_left()
+        elif end.is_lasting and not self._has_served:
+            self._launcher.fail(f"{who} cannot start: {end.how}")
+        elif self._failures >= MOST_FAILURES and not self._has_served:
+            self._launcher.fail(f"{who} ended {self._failures} times before it served, the last time: {end.how}")
+        elif not self._launcher.has_failed:
+            event("unit starts again", unit=self.name, after=self._pause, failed_starts=self._failures)
+            self._again = asyncio.get_running_loop().call_later(self._pause, self.start)
+
+
+class Launcher:
+    """Runs in the event loop of the process that owns the tree, in its main thread.
+
+    `serve` is what each server process runs; without it there are none, and clients in this process may take their
+    places (`Client(launcher.tree, 0)`).
+    """
+
+    def __init__(self, config: EngineConfig, serve: Run | None = None) -> None:
+        config = completed(config)
+        self.tree = Tree.lay(config)
+        self.board = Board(self.tree.board, writable=True)
+        self._places = [(one.kind, one.group, one.index) for one in places(config)]
+        self.is_stopping = False
+        groups = [Unit(self, group, self._parts_of_group()) for group in range(config.data_parallel)]
+        self._servers = [Unit(self, 0, [("server", one, serve)]) for one in range(config.api_servers) if serve]
+        self.units = (*groups, *self._servers)
+        lane = self.tree.launcher_lane
+        self._inboxes = [group.inbox.sender(lane, name="launcher") for group in self.tree.groups]
+        self._failure: TreeFailed | None = None
+        self._is_over = asyncio.Event()  # it has failed, or a signal has said so
+        self._left = asyncio.Event()  # nobody is
+        self._signals = 0  # that say that it is time to end
+
+    def _parts_of_group(self) -> list[tuple[str, int, Run]]:
+        config = self.tree.config
+        workers: list[tuple[str, int, Run]] = [("worker", rank, worker.run) for rank in range(config.tensor_parallel)]
+        outputs: list[tuple[str, int, Run]] = [("output", one, run_output) for one in range(config.output_processors)]
+        return [("core", 0, engine_core.run), *workers, *outputs]
+
+    def tell_life(self, member: Member, pid: int) -> None:
+        """Whoever looks at the board sees who has this place; 0: nobody now."""
+        place = self._places.index((member.kind, member.group, member.index))
+        self.board.live(place, Life(member.incarnation, pid))
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self._look_who_is_stopped)
+        config = self.tree.config
+        if config.sampling_defaults.given:
+            source, given = f"{config.model}/{GENERATION}", config.sampling_defaults.given
+            event("default sampling parameters", source=source, **given, neutral_ones=NEUTRAL_ONES)
+        for unit in self.units:
+            unit.start()
+
+    async def serving(self, timeout: float | None = None) -> None:
+        """Until all groups and servers serve. Raises TreeFailed, and TimeoutError."""
+        timeout = self.tree.config.start_timeout if timeout is None else timeout
+        deadline = time.monotonic() + timeout
+        while late := [unit.name for unit in self.units if unit.is_loading]:
+            if self._failure is not None:
+                raise self._failure
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{', '.join(late)}: not serving within {timeout:g} s")
+            await asyncio.sleep(LOOK_AGAIN)
+
+    async def run(self) -> None:
+        """The life of a tree with servers: until SIGTERM or SIGINT, which drain it; a second one stops it at once.
+        Raises TreeFailed."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._hear_signal)
+        try:
+            self.start()
+            await self._is_over.wait()
+            await self.stop(self.tree.config.drain_timeout if self._failure is None else 0.0)
+            if self._failure is not None:
+                raise self._failure
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _hear_signal(self) -> None:
+        self._signals += 1
+        self._is_over.set()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def fail(self, reason: str) -> None:
+        if self._failure is None:
+            event("tree failed", logging.ERROR, reason=reason)
+            self._failure = TreeFailed(reason)
+            self._is_over.set()
+
+    # ── the end ──
+    async def stop(self, drain_timeout: float = 0.0) -> list[str]:
+        """Takes no more requests, waits so long for the open ones, and ends all; who loads, at once. Returns who else
+        had to be killed."""
+        event("tree drains", timeout=drain_timeout)
+        self.is_stopping = True
+        self.board.drain()
+        for unit in self.units:
+            unit.forget()
+            if unit.is_loading:
+                unit.signal(signal.SIGKILL)
+        for server in self._servers:
+            server.signal(signal.SIGTERM)
+        deadline = time.monotonic() + drain_timeout
+        while self._has_open() and time.monotonic() < deadline and self._signals < 2:
+            await asyncio.sleep(LOOK_AGAIN)
+        for inbox in self._inboxes:
+            _tell_to_stop(inbox)
+        self.look_who_is_left()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._left.wait(), STOP_TIMEOUT if self._signals < 2 else 0.0)
+        late = [str(child.member) for unit in self.units for child in unit.children.values()]
+        for unit in self.units:
+            unit.signal(signal.SIGKILL)
+        await self._left.wait()
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+        for inbox in self._inboxes:
+            inbox.close()
+        self.board.close()
+        self.tree.close()
+        event("tree stopped", killed=",".join(late) or "nobody")
+        return late
+
+    def _has_open(self) -> bool:
+        return any(server.children for server in self._servers) or any(row[Board.OPEN] for row in self.board.rows)
+
+    def bury(self, member: Member) -> None:
+        """For whoever keeps something of a process that has ended."""
+
+    def count_failed_starts(self, index: int, number: int) -> None:
+        """For whoever is told how often in a row a server has ended before it served."""
+
+    def is_server_loading(self, index: int) -> bool:
+        """For whoever is told by servers when they serve."""
+        return False
+
+    def look_who_is_left(self) -> None:
+        if not any(unit.children for unit in self.units):
+            self._left.set()
+
+    # ── who is stopped, and does not go on ──
+    def _look_who_is_stopped(self) -> None:
+        """SIGCHLD: a stopped process is not dead, but nobody can wait for it for ever."""
+        for unit in self.units:
+            for child in unit.children.values():
+                child.look_whether_stopped(self.tree.config.step_timeout)
+
+
+def _meeting() -> str:
+    """Where the ranks of a group find together: a port that nobody had a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+
+
+def _tell_to_stop(inbox: MessageSender) -> None:
+    for _ in range(2):  # the first may only tell that a core before this one has died
+        with contextlib.suppress(PeerDied, ChannelError):
+            return inbox.send_nowait(Stop("the tree ends"))
+
+
+def run_output(tree: Tree, me: Member) -> None:
+    from penstock.engine.output import output_processor
+
+    output_processor.run(tree, me)

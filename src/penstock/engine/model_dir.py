@@ -1,0 +1,147 @@
+"""What the directory of a model says that the engine must know before any of its processes: end ids, length and words.
+
+Leaves to `model` the numbers. A simulated device needs no directory: without one its words are its tokens' numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.engine.cluster.logs import event
+from penstock.engine.families import VISION
+from penstock.engine.output.detokenizer import Vocabulary, vocabulary_of
+from penstock.engine.protocol.config import EngineConfig, SamplingDefaults
+
+GENERATION = "generation_config.json"
+INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"  # of weights: in several files, or in one
+SAID_IN = (GENERATION, "config.json")  # the first that names an end id
+SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in generation_config.json
+    **{name: name for name in SamplingDefaults.__struct_fields__},
+    "max_tokens": "max_new_tokens",
+}
+
+
+def completed(config: EngineConfig) -> EngineConfig:
+    """With the end ids and the sampling defaults that the model names, and no longer than it knows.
+
+    Raises ValueError.
+    """
+    if config.simulated is not None:
+        simulated = config.simulated
+        found = () if simulated.end_id is None else (simulated.end_id,)
+        if config.model and tokenizer_path(config).exists():  # or its answers would have ids that mean nothing
+            known = tokenizer_of(config).get_vocab_size()
+            simulated = msgspec.structs.replace(simulated, vocabulary=min(simulated.vocabulary, known))
+        return msgspec.structs.replace(config, simulated=simulated, end_ids=tuple(sorted({*config.end_ids, *found})))
+    directory = Path(config.model)
+    if not directory.is_dir():
+        raise ValueError(f"model is the directory of a model, not {config.model!r}")
+    end: int | list[int] | None = _said(directory, "eos_token_id", SAID_IN, int | list[int])
+    end_ids = {*config.end_ids, *(end if isinstance(end, list) else () if end is None else (end,))}
+    longest = _longest(directory)
+    return msgspec.structs.replace(
+        config,
+        end_ids=tuple(sorted(end_ids)),
+        max_model_len=min(config.max_model_len, longest or config.max_model_len),
+        sampling_defaults=sampling_defaults(directory) if config.generation_config == "auto" else SamplingDefaults(),
+    )
+
+
+def require_length(config: EngineConfig) -> None:
+    """Of a length that a user gives. Raises ValueError where the model knows fewer positions."""
+    longest = _longest(Path(config.model))
+    if longest is not None and config.max_model_len > longest:
+        raise ValueError(
+            f"User-specified max_model_len ({config.max_model_len}) is greater than the model's "
+            f"(max_position_embeddings={longest} in {config.model}/config.json): --max-model-len {longest} or less"
+        )
+
+
+def _longest(directory: Path) -> int | None:
+    """None: its files do not say."""
+    longest: int | None = _said(directory, "max_position_embeddings", SAID_IN[-1:], int)
+    return longest
+
+
+def sampling_defaults(directory: Path) -> SamplingDefaults:
+    """The model's own, by generation_config.json. As in vLLM, `do_sample` is not one of them. Raises ValueError."""
+    path = directory / GENERATION
+    if not path.exists():
+        return SamplingDefaults()
+    whole, _ = parts(path)
+    given = {name: whole.get(theirs) for name, theirs in SAMPLING_FIELDS.items()}
+    if given["top_k"] == -1:  # as some files name "all"
+        given["top_k"] = 0
+    with expected(f"{path} (--generation-config vllm does without it)"):
+        return msgspec.convert(given, SamplingDefaults)
+
+
+def takes_images(config: EngineConfig) -> bool:
+    """A simulated device sees nothing. Raises ValueError."""
+    path = Path(config.model) / "config.json"
+    if config.simulated is not None or not path.exists():
+        return False
+    whole, _ = parts(path)
+    return whole.get("model_type") in VISION
+
+
+def vocabulary(config: EngineConfig, tokenizer: Any = None) -> Vocabulary:
+    """A model without a tokenizer answers in ids alone. `tokenizer`: the model's, where it has been read already."""
+    if config.simulated is not None and not config.model:
+        return Vocabulary([b" %d" % one for one in range(config.simulated.vocabulary)])
+    if tokenizer is None and not tokenizer_path(config).exists():
+        event("model without a tokenizer", logging.WARNING, missing=tokenizer_path(config))
+        return Vocabulary([])
+    return vocabulary_of(tokenizer_of(config) if tokenizer is None else tokenizer)
+
+
+def tokenizer_of(config: EngineConfig) -> Any:
+    """Raises ValueError where the model has none."""
+    from tokenizers import Tokenizer
+
+    path = tokenizer_path(config)
+    if not path.exists():
+        raise ValueError(f"there is no {path}: the model has no tokenizer")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no narrower one
+        raise ValueError(f"{path} is no tokenizer: {error}") from None
+
+
+def tokenizer_path(config: EngineConfig) -> Path:
+    return Path(config.model) / "tokenizer.json"
+
+
+def _said(directory: Path, name: str, files: Iterable[str], kind: Any) -> Any:
+    """By the first of these files that says it, of the whole model or of its part for text; None: by none. Raises
+    ValueError."""
+    for file in files:
+        path = directory / file
+        if not path.exists():
+            continue
+        for part in parts(path):
+            if part.get(name) is not None:
+                with expected(f"{name} of {path}"):
+                    return msgspec.convert(part[name], kind)
+    return None
+
+
+def parts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What one of a model's files says of it all, and of its part for text. Raises ValueError."""
+    with expected(str(path)):
+        whole = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return whole, msgspec.convert(whole.get("text_config") or {}, dict[str, Any])
+
+
+@contextlib.contextmanager
+def expected(what: str) -> Iterator[None]:
+    try:
+        yield
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{what} is not what was expected: {error}") from None

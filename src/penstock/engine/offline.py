@@ -1,0 +1,205 @@
+"""`penstock generate`: answers to prompts from a file, by a tree of its own, in the order in which they were asked.
+
+Leaves to the launcher the tree, and to the client the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import IO, Annotated, Any
+
+import msgspec
+
+from penstock.engine.client.client import Client
+from penstock.engine.client.stream import EngineError
+from penstock.engine.cluster import logs
+from penstock.engine.launcher import Launcher, TreeFailed
+from penstock.engine.model_dir import completed, tokenizer_of
+from penstock.engine.preflight import require_startable
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import SamplingParams
+
+ATTEMPTS = 3  # at a request whose group dies: it may have been another one's doing
+GREEDY = {"temperature": 0.0}  # where neither a line, nor the command, nor the model gives a temperature
+PAUSE = 0.2  # seconds; in which the launcher hears of that, too
+
+Tokenise = Callable[[str], list[int]]
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class Asked(msgspec.Struct):
+    """A line of the input."""
+
+    ids: list[Id]
+    params: SamplingParams
+
+
+class Answer(msgspec.Struct, omit_defaults=True):
+    """A line of the output: of sample 0 in `text`, `ids` and `finish_reason`; of the others in `more`."""
+
+    index: int
+    text: str = ""
+    ids: list[int] = []
+    finish_reason: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    more: list[dict[str, Any]] = []
+    error: str = ""
+    status: int = 0
+
+
+def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any], at_once: int) -> int:
+    """Files are names, or `-`. Returns 0 if all were answered, and 1 if some were not, whose lines say why.
+
+    `defaults` are sampling parameters of lines that do not give them; they replace the model's own.
+    Raises ValueError where a line is no prompt, and OSError.
+    """
+    logs.begin("launcher", config.log_format, config.log_level)
+    config = completed(config)
+    require_startable(config)
+    defaults = {**GREEDY, **config.sampling_defaults.given, **defaults}
+    with contextlib.ExitStack() as files:
+        lines = sys.stdin.buffer if prompts == "-" else files.enter_context(open(prompts, "rb"))
+        asked = list(_asked(lines, config, defaults))
+        answers = sys.stdout.buffer if output == "-" else files.enter_context(open(output, "wb"))
+        with _progress(len(asked)) as advance:
+            return asyncio.run(_generate(config, asked, answers, advance, at_once))
+
+
+def _asked(lines: IO[bytes], config: EngineConfig, defaults: dict[str, Any]) -> Iterator[Asked]:
+    tokenise: Tokenise | None = None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            said = msgspec.json.decode(line)
+            options = said if isinstance(said, dict) else {"ids" if isinstance(said, list) else "prompt": said}
+            if "prompt" in options and tokenise is None:
+                tokenise = _tokenise(config)
+            yield _asked_by({**defaults, **options}, tokenise)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"line {number} of the prompts: {error}") from None
+
+
+def _asked_by(options: dict[str, Any], tokenise: Tokenise | None) -> Asked:
+    ids, text = options.pop("ids", None), options.pop("prompt", None)
+    if (ids is None) == (text is None):
+        raise ValueError("expected either 'prompt', a text, or 'ids', a list of token ids")
+    unknown = options.keys() - set(SamplingParams.__struct_fields__)
+    if unknown:
+        raise ValueError(f"unknown options: {', '.join(sorted(unknown))}")
+    if ids is None and tokenise is not None:
+        ids = tokenise(msgspec.convert(text, str))
+    fields = [options.get(name, default) for name, default in _DEFAULTS.items()]
+    return Asked(msgspec.convert(ids, list[Id]), msgspec.convert(fields, SamplingParams))
+
+
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+
+
+def _tokenise(config: EngineConfig) -> Tokenise:
+    if config.simulated is not None and not config.model:
+        return lambda text: [one % config.simulated.vocabulary for one in text.encode()] if config.simulated else []
+    tokenizer = tokenizer_of(config)
+    return lambda text: list(tokenizer.encode(text).ids)
+
+
+async def _generate(
+    config: EngineConfig, asked: list[Asked], output: IO[bytes], advance: Callable[[int], None], at_once: int
+) -> int:
+    launcher = Launcher(config)
+    turns = asyncio.Semaphore(at_once)
+    written = failed = 0
+    try:
+        launcher.start()
+        await launcher.serving()
+        began, tokens = time.monotonic(), 0
+        async with Client(launcher.tree, 0) as client:
+
+            async def one(index: int, ask: Asked) -> Answer:
+                async with turns:
+                    return await _answer(client, index, ask, launcher.serving)
+
+            tasks = [asyncio.ensure_future(one(index, ask)) for index, ask in enumerate(asked)]
+            try:
+                for task in tasks:
+                    answer = await task
+                    written += 1
+                    failed += bool(answer.error)
+                    tokens += answer.completion_tokens
+                    output.write(msgspec.json.encode(answer) + b"\n")
+                    advance(answer.completion_tokens)
+            finally:
+                output.flush()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        took = time.monotonic() - began
+        logs.event("generated", requests=len(asked), failed=failed, tokens=tokens, tokens_per_second=tokens / took)
+    except asyncio.CancelledError:
+        logs.event("interrupted", written=written, requests=len(asked))
+        raise
+    except TreeFailed as failure:
+        raise ValueError(str(failure)) from None
+    finally:
+        await launcher.stop()
+    return 1 if failed else 0
+
+
+async def _answer(client: Client, index: int, ask: Asked, serving: Callable[[], Awaitable[None]]) -> Answer:
+    """Raises TreeFailed where nobody will answer any more."""
+    for _ in range(ATTEMPTS - 1):
+        answer = await _attempt(client, index, ask)
+        if answer.status != 503:
+            return answer
+        await asyncio.sleep(PAUSE)
+        await serving()
+    return await _attempt(client, index, ask)
+
+
+async def _attempt(client: Client, index: int, ask: Asked) -> Answer:
+    answer = Answer(index)
+    samples: list[dict[str, Any]] = [{"text": "", "ids": [], "finish_reason": ""} for _ in range(ask.params.n)]
+    try:
+        async with await client.submit(ask.ids, ask.params) as stream:
+            async for piece in stream:
+                sample = samples[piece.sample]
+                sample["text"] += piece.text
+                sample["ids"] += piece.ids
+                if piece.reason is not None:
+                    sample["finish_reason"] = piece.reason.name.lower()
+        answer.prompt_tokens, answer.completion_tokens = stream.prompt_tokens, stream.completion_tokens
+        answer.cached_tokens = stream.cached_tokens
+    except EngineError as error:
+        answer.error, answer.status = error.reason, error.status
+    first, *answer.more = samples
+    answer.text, answer.ids, answer.finish_reason = first["text"], first["ids"], first["finish_reason"]
+    return answer
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """What is called with the tokens of each answer. A bar, on a terminal that has `rich`."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield lambda tokens: None
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("requests", total=total, tokens=0)
+        made = 0
+
+        def advance(tokens: int) -> None:
+            nonlocal made
+            made += tokens
+            progress.update(bar, advance=1, tokens=made)
+
+        yield advance

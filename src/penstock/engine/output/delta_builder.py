@@ -1,0 +1,130 @@
+"""What is said of the rows of a step: gathered by row, and put into the columns of a `Delta`.
+
+Leaves to `answers` what is said.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.engine.protocol.batch_state import Column, Index
+from penstock.engine.protocol.messages import Delta, Finished, FinishReason, Ints, Logprobs, Requests, Slots
+from penstock.errors import DecodeError
+
+
+class End(NamedTuple):
+    reason: FinishReason
+    stop: int | str | None = None
+
+
+class Silent(NamedTuple):
+    """A sample that ended without another id."""
+
+    server: int
+    request: int
+    sample: int
+    cached: int
+    reason: FinishReason
+
+
+class LogprobRows:
+    """The log-probabilities of some of the rows of a result."""
+
+    def __init__(self, found: Logprobs, starts: Index, counts: Column, ranks: Ints) -> None:
+        self._found = found
+        self._starts = starts
+        self.counts = counts
+        self._ranks = ranks
+
+    @classmethod
+    def read(cls, found: Logprobs | None, size: int) -> LogprobRows | None:
+        """Raises DecodeError where they are not of so many rows."""
+        if found is None:
+            return None
+        counts = found.counts
+        if counts is None:
+            counts = np.full(size, found.ids.size // size if size else 0, np.int32)
+        if counts.shape != (size,) or found.ranks.shape != (size,):
+            raise DecodeError(f"expected {size} counts and ranks, got {counts.size}, {found.ranks.size} at $.logprobs")
+        if size and counts.min() < 0:
+            raise DecodeError(f"expected 0 or more, got {counts.min()} at $.logprobs.counts")
+        ends = np.cumsum(counts, dtype=np.intp)
+        total = int(ends[-1]) if size else 0
+        if found.ids.shape != (total,) or found.values.shape != (total,):
+            raise DecodeError(
+                f"expected {total} ids and values, got {found.ids.size}, {found.values.size} at $.logprobs"
+            )
+        return cls(found, ends - counts, counts, found.ranks)
+
+    def of(self, rows: Index) -> LogprobRows:
+        return LogprobRows(self._found, self._starts[rows], self.counts[rows], self._ranks[rows])
+
+    def columns(self, without: list[int]) -> Logprobs | None:
+        """In columns. Of the rows in `without`, none."""
+        counts = self.counts.astype(np.int32)
+        counts[without] = 0
+        total = int(counts.sum())
+        if not total:
+            return None
+        ends = np.cumsum(counts)
+        where = np.arange(total) + np.repeat(self._starts - (ends - counts), counts)
+        return Logprobs(self._found.ids[where], self._found.values[where], self._ranks, counts)
+
+
+class Rows:
+    """Of samples that got an id each. A row's text and end are said later."""
+
+    def __init__(self, slots: Index, ids: Ints, logprobs: LogprobRows | None) -> None:
+        self.slots = slots
+        self.ids = ids
+        self.logprobs = logprobs
+        self.texts: list[bytes] = []
+        self.ends: dict[int, End] = {}
+        self.wrapped: list[int] = []  # whose log-probabilities are in their texts
+
+    def of(self, rows: Index) -> Rows:
+        """These rows alone."""
+        its = Rows(self.slots[rows], self.ids[rows], None if self.logprobs is None else self.logprobs.of(rows))
+        numbers = rows.tolist()
+        if self.texts:
+            its.texts = [self.texts[row] for row in numbers]
+        if self.ends or self.wrapped:
+            new = {row: number for number, row in enumerate(numbers)}
+            its.ends = {new[row]: end for row, end in self.ends.items() if row in new}
+            its.wrapped = [new[row] for row in self.wrapped if row in new]
+        return its
+
+    def delta(self, requests: Requests, samples: Slots, cached: Ints, silent: list[Silent]) -> Delta:
+        """With the columns of these rows; those of the silent ones come after them."""
+        size = self.slots.size
+        lengths = np.fromiter(map(len, self.texts), np.int32, size)
+        counts = None
+        if silent:
+            none = np.zeros(len(silent), np.int32)
+            requests = np.concatenate([requests, np.array([row.request for row in silent], np.int32)])
+            lengths = np.concatenate([lengths, none])
+            samples = np.concatenate([samples, np.array([row.sample for row in silent], np.uint16)])
+            counts = np.concatenate([np.ones(size, np.uint16), none.astype(np.uint16)])
+        return Delta(
+            size + len(silent),
+            np.concatenate([requests, lengths, self.ids]),
+            b"".join(self.texts),
+            counts,
+            samples if samples.any() else None,
+            self._finished(cached, silent) if self.ends or silent else None,
+            None if self.logprobs is None else self.logprobs.columns(self.wrapped),
+        )
+
+    def _finished(self, cached: Ints, silent: list[Silent]) -> Finished:
+        size, ended = self.slots.size, list(self.ends)
+        reasons = [*(end.reason for end in self.ends.values()), *(row.reason for row in silent)]
+        stops = (*(end.stop for end in self.ends.values()), *[None] * len(silent))
+        its_cached = np.concatenate([cached[ended], np.array([row.cached for row in silent], np.int32)])
+        return Finished(
+            np.array([*ended, *range(size, size + len(silent))], np.uint16),
+            np.array(reasons, np.uint8),
+            stops if any(stop is not None for stop in stops) else None,
+            its_cached if its_cached.any() else None,
+        )

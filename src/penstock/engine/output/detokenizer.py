@@ -1,0 +1,298 @@
+"""From ids to text, as they come: no half characters, and nothing of a stop string or beyond it.
+
+Leaves to `output` whose text it is, and how it is wrapped.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from penstock.engine.protocol.messages import Ints
+
+CONTEXT = 8  # ids of the prompt that a tokenizer is shown, to know how the text goes on
+
+
+class Stream(Protocol):
+    """The text of one sample, so far as it is certain."""
+
+    def take(self, one: int) -> str:
+        """What is certain with one id more. Never a part of a character."""
+
+    def rest(self) -> str:
+        """What was held back, now that no more ids come: for the bytes that are no character, U+FFFD."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is held back."""
+
+
+class Vocabulary:
+    """What every id means. Where texts are just the bytes of ids, one after the other, these stand in tables.
+
+    There are three tables in one: without the special ids, with them, and one in which nothing means anything. A row of
+    the first, say, is `SKIP_SPECIAL * stride + id`; what is no id of ours has the last row of each table.
+    """
+
+    SKIP_SPECIAL, KEEP_SPECIAL, NO_TEXT = 0, 1, 2
+
+    def __init__(self, pieces: Sequence[bytes], special: Collection[int] = (), tokenizer: Any = None) -> None:
+        """With a tokenizer (of `tokenizers`), texts are what it says, and `pieces` only how an id looks by itself."""
+        self.stride = len(pieces) + 1
+        self._pieces = [*pieces, b""]
+        self._special = frozenset(special)
+        self._tokenizer = tokenizer
+        kept = [b"" if one in self._special else piece for one, piece in enumerate(self._pieces)]
+        self.texts = [*kept, *self._pieces, *[b""] * self.stride]
+        whole = [_is_whole(piece) for piece in self._pieces] if tokenizer is None else [False] * self.stride
+        silent = [one in self._special or is_whole for one, is_whole in enumerate(whole)]
+        self.is_table = tokenizer is None
+        self.is_whole = np.array([*(silent if self.is_table else whole), *whole, *[True] * self.stride], np.bool_)
+        self.is_seen = np.array([len(text) > 0 for text in self.texts], np.bool_)
+        masks = [mask_of(text.decode(errors="replace")) for text in self._pieces]
+        shown = [0 if one in self._special else mask for one, mask in enumerate(masks)]
+        self.masks = np.array([*shown, *masks, *[0] * self.stride], np.uint64)  # of their characters: see `mask_of`
+        # As they stand between the quotes of a JSON string.
+        self.quoted = [quoted(text.decode()) if ok else b"" for text, ok in zip(self.texts, self.is_whole.tolist())]
+
+    def rows(self, ids: Ints, bases: Ints) -> Ints:
+        """Where in the tables these ids are, if each one's table begins at its `base`."""
+        rows: Ints = np.minimum(ids.view(np.uint32), self.stride - 1).astype(np.int32) + bases
+        return rows
+
+    def piece(self, one: int) -> bytes:
+        """How an id looks by itself. It may be a part of a character."""
+        return self._pieces[one] if 0 <= one < self.stride else b""
+
+    def stream(self, prompt: Ints, skip_special: bool) -> Stream:
+        if self._tokenizer is not None:
+            return TokenizerStream(self._tokenizer, prompt[-CONTEXT:].tolist(), skip_special)
+        return ByteStream(self, self._special if skip_special else frozenset())
+
+
+def _is_whole(piece: bytes) -> bool:
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def mask_of(characters: str) -> int:
+    """64 bits; each character sets one. Texts whose masks have none in common have no character in common."""
+    mask = 0
+    for character in characters:
+        mask |= 1 << ord(character) % 64
+    return mask
+
+
+def quoted(text: str) -> bytes:
+    return msgspec.json.encode(text)[1:-1]
+
+
+class ByteStream:
+    """Bytes of ids, one after the other."""
+
+    def __init__(self, vocabulary: Vocabulary, silent: Collection[int]) -> None:
+        self._piece = vocabulary.piece
+        self._silent = silent
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self, one: int) -> str:
+        return "" if one in self._silent else self._decoder.decode(self._piece(one))
+
+    def rest(self) -> str:
+        return self._decoder.decode(b"", True)
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
+
+class TokenizerStream:
+    """What a tokenizer says, whatever its decoder does."""
+
+    def __init__(self, tokenizer: Any, context: list[int], skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._before = context  # ids whose text is out, and decides how the next ones are written
+        self._held: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._stream = DecodeStream(ids=list(self._before), skip_special_tokens=self._skip_special)
+
+    def take(self, one: int) -> str:
+        self._held.append(one)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, one)
+        except Exception:  # its text so far is no beginning of the text with this id: some decoders are like that
+            text = self._after()
+            self._before, self._held = [one], []
+            self._begin()
+            return text
+        if text is None:
+            return ""
+        self._before, self._held = self._held[-CONTEXT:], []
+        return text
+
+    def rest(self) -> str:
+        return self._after() if self._held else ""
+
+    def _after(self) -> str:
+        before: str = self._decode(self._before)
+        text = self._decode([*self._before, *self._held])
+        return text[len(before) :] if text.startswith(before) else self._decode(self._held)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+        return text
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._held)
+
+
+# ── what a tokenizer's ids are in bytes ──────────────────────────────────────────────────────────────────────────────
+def vocabulary_of(tokenizer: Any) -> Vocabulary:
+    """Of a `tokenizers.Tokenizer`: in tables where its decoder is one of the two common ones that allow it."""
+    added = tokenizer.get_added_tokens_decoder()
+    special = [one for one, token in added.items() if token.special]
+    tokens = {one: token for token, one in tokenizer.get_vocab(with_added_tokens=True).items()}
+    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
+    parts = [part["type"] for part in decoder.get("decoders", [decoder]) if part]
+    ids = range(max(tokens, default=-1) + 1)
+    if parts == ["ByteLevel"]:
+        byte_of = _bytes_of_characters()
+        return Vocabulary([_of_characters(tokens.get(one, ""), byte_of) for one in ids], special)
+    if parts[:3] == ["Replace", "ByteFallback", "Fuse"] and decoder["decoders"][0]["pattern"] == {"String": "▁"}:
+        return Vocabulary([_with_fallback(tokens.get(one, "")) for one in ids], special)
+    alone = [tokenizer.decode([one], skip_special_tokens=False).encode() if one in tokens else b"" for one in ids]
+    return Vocabulary(alone, special, tokenizer)
+
+
+def _bytes_of_characters() -> Mapping[str, int]:
+    """How byte-level vocabularies write bytes: those that can be seen as themselves, the others from U+0100 on."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [one for one in range(256) if one not in seen]
+    return {**{chr(one): one for one in seen}, **{chr(0x100 + n): one for n, one in enumerate(others)}}
+
+
+def _of_characters(token: str, byte_of: Mapping[str, int]) -> bytes:
+    try:
+        return bytes([byte_of[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _with_fallback(token: str) -> bytes:
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()
+
+
+# ── stop strings ─────────────────────────────────────────────────────────────────────────────────────────────────────
+class Stops:
+    """Some stop strings, as the states of a machine that reads characters (Aho and Corasick's).
+
+    A state is the longest end of the text that a stop string begins with.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.next: list[dict[str, int]] = [{}]
+        self.shorter = [0]  # the state of the next shorter such end
+        self.found: list[str | None] = [None]  # the longest stop string that ends here
+        self.held = [0]  # how many characters of the text may yet become part of one
+        depths = [0]
+        for stop in stops:
+            state = 0
+            for character in stop:
+                if character not in self.next[state]:
+                    self.next[state][character] = len(self.next)
+                    self.next.append({})
+                    self.shorter.append(0)
+                    self.found.append(None)
+                    self.held.append(0)
+                    depths.append(depths[state] + 1)
+                state = self.next[state][character]
+            self.found[state] = stop
+        level = [0]
+        while level:
+            for state in level:
+                for character, after in self.next[state].items():
+                    shorter = self.step(self.shorter[state], character) if state else 0
+                    self.shorter[after] = shorter
+                    self.found[after] = self.found[after] or self.found[shorter]
+                    self.held[after] = depths[after] if self.next[after] else self.held[shorter]
+            level = [after for state in level for after in self.next[state].values()]
+
+    def step(self, state: int, character: str) -> int:
+        while state and character not in self.next[state]:
+            state = self.shorter[state]
+        return self.next[state].get(character, 0)
+
+
+stops_of = functools.lru_cache(maxsize=1024)(Stops)
+
+
+class Text:
+    """The text of one sample, as it may be shown."""
+
+    __slots__ = ("_held", "_includes_stop", "_state", "_stops", "stop", "stream")
+
+    def __init__(self, stream: Stream, stops: tuple[str, ...] = (), includes_stop: bool = False) -> None:
+        self.stream = stream
+        self.stop: str | None = None  # the one that has ended it; no more is to be given then
+        self._stops = stops_of(stops) if stops else None
+        self._includes_stop = includes_stop
+        self._state = 0
+        self._held = ""
+
+    def take(self, one: int, may_stop: bool = True) -> str:
+        """What may be shown with one id more. A stop string whose last character comes with an id that may not stop is
+        none. Of several, the one whose last character comes first ends the text; of those, the longest."""
+        text = self.stream.take(one)
+        return self._show(text, may_stop) if self._stops is not None else text
+
+    def end(self, may_stop: bool = True) -> str:
+        """What was held back, as nothing more comes."""
+        text = self.stream.rest()
+        if self._stops is None:
+            return text
+        text = self._show(text, may_stop)
+        if self.stop is None:
+            text += self._held
+            self._held = ""
+        return text
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something is held back."""
+        return bool(self._held) or self.stream.is_waiting
+
+    def _show(self, text: str, may_stop: bool) -> str:
+        stops = self._stops
+        assert stops is not None, "searched for stop strings without any"
+        state, step = self._state, stops.step
+        for position, character in enumerate(text, len(self._held) + 1):
+            state = step(state, character)
+            stop = stops.found[state]
+            if stop is not None and may_stop:
+                self.stop = stop
+                shown = (self._held + text)[: position if self._includes_stop else position - len(stop)]
+                self._held = ""
+                return shown
+        self._state = state
+        text = self._held + text
+        until = len(text) - stops.held[state]
+        self._held = text[until:]
+        return text[:until]

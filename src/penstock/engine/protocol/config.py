@@ -1,0 +1,168 @@
+"""What a tree of processes is told once, when it starts: frozen, and checked where it enters.
+
+Leaves to the command line how it is said, and to each process what it makes of it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.engine.cluster.logs import LEVELS
+from penstock.engine.protocol.messages import MOST_SLOTS, SamplingParams
+
+SHIPPED = str(Path(__file__).parent.parent / "shipped" / "penstock-shapes")  # so that there is always a model to serve
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = re.compile(r"cpu|cuda(:\d+)?")
+MOST_LANES = 64  # of an inbox; native/layout.h
+MAX_MODEL_LEN = 4096
+_MANY = (1 << 31) - 1
+
+
+class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """The device that computes nothing: a step takes so long on a clock, and tokens come from a rule."""
+
+    step_seconds: float = 0.005
+    token_seconds: float = 0.0  # more for each token that the step computes
+    blocks: int = 65_536
+    vocabulary: int = 32_000
+    seed: int = 0
+    end_id: int | None = None  # the token that ends a sample; None: the rule never gives one
+    end_one_in: int = 64  # one token in so many is the end
+    opens_images: bool = True  # and reads a byte of each page of theirs, when their request joins
+
+    def __post_init__(self) -> None:
+        _within(self, "step_seconds", float, 0, 3600)
+        _within(self, "token_seconds", float, 0, 60)
+        _within(self, "blocks", int, 1, _MANY)
+        _within(self, "vocabulary", int, 1, _MANY)
+        _within(self, "seed", int, 0, (1 << 64) - 1)
+        _within(self, "end_one_in", int, 1, _MANY)
+        if not isinstance(self.opens_images, bool):
+            raise TypeError(f"opens_images is True or False, not {self.opens_images!r}")
+        if self.end_id is not None:
+            _within(self, "end_id", int, 0, self.vocabulary - 1)
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters of requests that do not give them. None: the default of `SamplingParams`."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        SamplingParams(**self.given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A tree of processes. Times are in seconds."""
+
+    model: str = ""  # a directory; not needed by a simulated device
+    simulated: SimulatedDevice | None = None  # None: the model is computed
+    device: str = "cpu"
+    dtype: str = "auto"
+    threads: int | None = None  # of each worker, that compute on a CPU; None: what proves best when the model is loaded
+    cuda_graphs: bool = True  # steps of decoding are recorded, and replayed: on a device of CUDA
+
+    api_servers: int = 1  # processes that submit requests
+    data_parallel: int = 1  # groups: each a core, its workers and its output processors
+    tensor_parallel: int = 1  # workers of each core
+    output_processors: int = 1  # of each core; 0: their work is done in the core
+    overlap: bool = True  # a step is sent before the result of the one before it is in
+
+    slots: int = 256  # samples that run, or are preempted, at a time
+    block_size: int = 16  # tokens
+    blocks: int | None = None  # of the cache; None: as many as can be filled, and the device has room for
+    token_budget: int = 2048  # tokens that one step computes, at most
+    max_model_len: int = MAX_MODEL_LEN  # tokens of a prompt and its answer; never more than the model has positions for
+    prefix_caching: bool = True
+    end_ids: tuple[int, ...] = ()  # besides those that the model's own files name
+    generation_config: str = "auto"  # sampling defaults are those of generation_config.json; "vllm": neutral ones
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # of requests; read from the model by `completed`
+    store_nbytes: int = 0  # of the store for images; 0: there is none
+
+    start_timeout: float = 600.0  # until a group serves
+    step_timeout: float = 30.0  # until a step's result is in, or somebody takes what is sent to it
+    drain_timeout: float = 30.0  # until open requests are answered, when the tree is to end
+    log_format: str = "text"  # or "json"
+    log_level: str = "info"  # events below it are not logged; "debug" has the trace of what could not start
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("api_servers", 1, 32),
+            ("data_parallel", 1, 16),
+            ("tensor_parallel", 1, 16),
+            ("output_processors", 0, 8),
+            ("slots", 1, MOST_SLOTS - 1),
+            ("block_size", 1, 4096),
+            ("token_budget", 1, _MANY),
+            ("max_model_len", 1, 1 << 30),
+            ("store_nbytes", 0, 1 << 44),
+        ):
+            _within(self, name, int, low, high)
+        for name in ("start_timeout", "step_timeout", "drain_timeout"):
+            _within(self, name, float, 0, 1e6)
+        for name in ("overlap", "prefix_caching", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
+        for name in ("blocks", "threads"):
+            if getattr(self, name) is not None:
+                _within(self, name, int, 1, _MANY)
+        for end_id in self.end_ids:
+            if end_id < 0:
+                raise ValueError(f"end_ids are numbers of tokens, not {end_id!r}")
+        require_dtype(self.dtype)
+        if not DEVICES.fullmatch(self.device):
+            raise ValueError(f"device is cpu, cuda, or cuda:N for the device of that number, not {self.device!r}")
+        if self.generation_config not in ("auto", "vllm"):
+            raise ValueError(f"generation_config is 'auto' or 'vllm', not {self.generation_config!r}")
+        if self.log_format not in ("text", "json"):
+            raise ValueError(f"log_format is 'text' or 'json', not {self.log_format!r}")
+        if self.log_level not in LEVELS:
+            raise ValueError(f"log_level is {', '.join(LEVELS)}, not {self.log_level!r}")
+        if self.simulated is None and not self.model:
+            raise ValueError("model is the directory of a model, or simulated says how to do without one")
+        if self.token_budget < self.slots:
+            raise ValueError(f"token_budget is at least one for each of {self.slots} slots, not {self.token_budget}")
+        lanes = self.data_parallel * (1 + self.output_processors) + 1
+        if lanes > MOST_LANES:
+            raise ValueError(
+                f"data_parallel x (1 + output_processors) is at most {MOST_LANES - 1}, as each of them answers each "
+                f"server: not {lanes - 1}"
+            )
+
+    def device_of(self, group: int, rank: int) -> str:
+        """Each worker has a CUDA device of its own."""
+        return f"cuda:{group * self.tensor_parallel + rank}" if self.device == "cuda" else self.device
+
+    @property
+    def most_blocks(self) -> int:
+        """Of one sample."""
+        return -(-self.max_model_len // self.block_size)
+
+
+def require_dtype(name: str) -> None:
+    """Raises ValueError."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {', '.join(DTYPES)}, not {name!r}")
+
+
+def _within(struct: Any, name: str, kind: type, low: float, high: float) -> None:
+    value: Any = getattr(struct, name)
+    is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
+    if not is_number:
+        raise TypeError(f"{name} is a {'whole ' if kind is int else ''}number, not {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is between {low} and {high}, not {value}")

@@ -1,0 +1,135 @@
+"""Which id or length ends a sample: computed alike, from the same ids, by the core and by the output processors.
+
+Leaves to `text` what ends a sample by its text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock._native import count_up
+from penstock.engine.protocol.batch_state import Index
+from penstock.engine.protocol.messages import Bytes, FinishReason, Ints, SamplingParams
+
+BUCKETS = 1 << 14  # ids that end somebody are looked for by their low bits first: few others share them
+
+
+class Ended(NamedTuple):
+    """The samples that ended, one row each."""
+
+    rows: Index  # where in the columns that were given, ascending
+    reasons: Bytes  # FinishReason
+    stops: list[int | None]  # the one of its `stop_token_ids` that ended it; None: the model's own end id, or a length
+
+
+NOBODY = Ended(np.zeros(0, np.intp), np.zeros(0, np.uint8), [])
+
+
+class Endings:
+    """Of every slot, how many tokens it has generated, and when it ends. Arrays are by slot."""
+
+    def __init__(self, slots: int, max_model_len: int, eos_ids: Collection[int]) -> None:
+        """`eos_ids` end every sample that does not ignore them; `max_model_len` is for prompt and answer together."""
+        self.generated = np.zeros(slots, np.int32)
+        self.has_ended = np.ones(slots, np.bool_)  # free slots too: what is sampled there is nobody's
+        self.limits = np.zeros(slots, np.int32)  # so many, and no more, does it generate
+        self._least = np.zeros(slots, np.int32)  # min_tokens
+        self._stops: list[frozenset[int]] = [frozenset()] * slots
+        self._heeds_eos = np.zeros(slots, np.bool_)
+        self._max_model_len = max_model_len
+        self._eos_ids = frozenset(eos_ids)
+        self._users: Counter[int] = Counter()  # how many slots would end by an id of this bucket, where any would
+        self._marks = np.zeros(BUCKETS // 8, np.uint8)  # a bit for each bucket that is used: 2 KB stay at hand
+        for one in self._eos_ids:
+            self._use(one % BUCKETS, 1)
+
+    def join(self, slot: int, params: SamplingParams, prompt_length: int) -> None:
+        """Raises ValueError where the model has no room for a single token after this prompt."""
+        room = self._max_model_len - prompt_length
+        if room < 1:
+            raise ValueError(
+                f"expected a prompt of less than {self._max_model_len} tokens, as many as fit the model with an "
+                f"answer, got {prompt_length}"
+            )
+        self._forget_stops(slot)
+        self.generated[slot] = 0
+        self.has_ended[slot] = False
+        self.limits[slot] = room if params.max_tokens is None else min(room, params.max_tokens)
+        self._least[slot] = params.min_tokens
+        self._heeds_eos[slot] = not params.ignore_eos
+        self._stops[slot] = frozenset(params.stop_token_ids)
+        for one in self._stops[slot]:
+            self._use(one % BUCKETS, 1)
+
+    def leave(self, slot: int) -> None:
+        self._forget_stops(slot)
+        self.has_ended[slot] = True
+
+    def end(self, slot: int) -> None:
+        """It has ended for a reason that is not to be found here: what is sampled for it from now on is discarded."""
+        self.has_ended[slot] = True
+
+    def may_stop(self, slot: int) -> bool:
+        """Whether it may end by the token that was counted last: `min_tokens` have come before."""
+        return bool(self.generated[slot] > self._least[slot])
+
+    def check(self, slots: Index, ids: Ints) -> Ended:
+        """Counts one more token of each slot, none of them twice; says which samples end with it, and marks them.
+
+        An id ends a sample only after `min_tokens` others; so the sampler does not choose it before. Slots that have
+        ended already are passed over.
+        """
+        rows = count_up(self.generated, self.limits, self._marks, slots, ids)
+        if rows is None:
+            return NOBODY
+        ended: list[int] = []
+        reasons: list[int] = []
+        stops: list[int | None] = []
+        for row, slot, one in zip(rows.tolist(), slots[rows].tolist(), ids[rows].tolist(), strict=True):
+            if self.has_ended[slot]:
+                continue
+            stop = None
+            reason = FinishReason.LENGTH
+            if self.may_stop(slot):
+                if one in self._eos_ids and self._heeds_eos[slot]:
+                    reason = FinishReason.STOP
+                elif one in self._stops[slot]:
+                    reason, stop = FinishReason.STOP, one
+            if reason == FinishReason.STOP or self.generated[slot] >= self.limits[slot]:
+                self.has_ended[slot] = True
+                ended.append(row)
+                reasons.append(int(reason))
+                stops.append(stop)
+        return Ended(np.array(ended, np.intp), np.array(reasons, np.uint8), stops)
+
+    def _forget_stops(self, slot: int) -> None:
+        for one in self._stops[slot]:
+            self._use(one % BUCKETS, -1)
+        self._stops[slot] = frozenset()
+
+    def _use(self, bucket: int, by: int) -> None:
+        self._users[bucket] += by
+        bit = 1 << bucket % 8
+        if self._users[bucket]:
+            self._marks[bucket // 8] |= bit
+        else:
+            self._marks[bucket // 8] &= ~bit & 0xFF
+
+
+def require_choice(params: SamplingParams, eos_ids: Collection[int], vocabulary: int) -> None:
+    """Raises ValueError where not one of the ids that are allowed can be the first token of an answer."""
+    if params.allowed_token_ids is None:
+        return
+    allowed = {one for one in params.allowed_token_ids if 0 <= one < vocabulary}
+    if not allowed:
+        raise ValueError(f"expected an id below {vocabulary} at $.allowed_token_ids, as one must be allowed")
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+    if params.min_tokens and allowed <= ends:
+        raise ValueError(
+            "expected an id at $.allowed_token_ids that does not end the answer, as min_tokens is "
+            f"{params.min_tokens}: all {len(allowed)} are end ids"
+        )

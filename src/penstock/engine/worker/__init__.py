@@ -1,0 +1,1 @@
+"""The workers: one process per tensor-parallel rank, which run the model."""

@@ -1,0 +1,81 @@
+"""Rows that compute one token each, on a CPU: the native core reads their keys and values where they lie.
+
+Nothing is gathered, padded or masked, which is most of what such a step costs otherwise. Leaves to `attention` what a
+layer is, and chunks of more tokens, for which products of matrices are better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock import _native
+from penstock.engine.protocol.batch_state import Index
+from penstock.engine.protocol.messages import Ints
+from penstock.engine.worker.input_batch import Batch
+
+if TYPE_CHECKING:
+    from penstock.engine.worker.paged_attention import Manner
+
+DTYPES = (torch.float32, torch.bfloat16)
+WORTH_A_THREAD = 4_000_000  # products: a third of a millisecond, several times what it takes to wake somebody for them
+
+
+class Rows(NamedTuple):
+    """What each one sees."""
+
+    table: Ints  # [rows, width]
+    firsts: Index
+    lengths: Index
+
+    @property
+    def positions(self) -> int:
+        """Of all rows together."""
+        return int((self.lengths - self.firsts).sum())
+
+
+def rows_of(batch: Batch, window: int | None) -> Rows:
+    return Rows(batch.table, batch.firsts(window), batch.lengths)
+
+
+class Memory:
+    """What all layers keep, as the native core reads it."""
+
+    def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], block_size: int) -> None:
+        self._layers = {layer: (_numbers(keys), _numbers(values)) for layer, (keys, values) in layers.items()}
+        self._block_size = block_size
+        self._others: ThreadPoolExecutor | None = None
+
+    def attend(self, layer: int, query: Tensor, attended: Tensor, rows: Rows, how: Manner) -> None:
+        """The first rows of `query` [tokens, heads, size] attend, and so many of `attended` are what comes of it."""
+        count = rows.lengths.size
+        keys, values = self._layers[layer]
+        sinks = None if how.sinks is None else how.sinks.float().numpy()
+        vectors = (_numbers(query[:count]), keys, values, _numbers(attended[:count]))
+        asked = (*vectors, *rows, self._block_size, how.scale, how.softcap or 0.0, sinks)
+        threads, parts = torch.get_num_threads(), 1
+        if threads > 1:
+            products = rows.positions * query.shape[1] * (keys.shape[2] + values.shape[2])
+            parts = max(1, min(threads, products // WORTH_A_THREAD))
+        if parts == 1:
+            return _native.attend(*asked)
+        if self._others is None:
+            self._others = ThreadPoolExecutor(threads - 1, "attention")
+        others = [self._others.submit(_native.attend, *asked, part, parts) for part in range(1, parts)]
+        _native.attend(*asked, 0, parts)
+        for other in others:
+            other.result()
+        return None
+
+
+def _numbers(tensor: Tensor) -> npt.NDArray[Any]:
+    """The tensor's own memory; of bfloat16, which NumPy does not know, the bits."""
+    if tensor.dtype == torch.float32:
+        return tensor.numpy()
+    return tensor.view(torch.int16).numpy().view(np.uint16)

@@ -1,0 +1,78 @@
+"""How many threads compute a step on a CPU: found by trying when a model is loaded, as it depends on both of them.
+
+Threads of one product wait for each other, which in a small step takes longer than the product, and a processor that
+they use is one less for the processes that feed the device. Leaves to the backend which steps there are.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from penstock.engine.cluster.logs import event
+from penstock.engine.worker.tensor_parallel import Ranks
+
+SHORT = 64  # tokens: up to so many a step has its threads, beyond it has others
+TRIED = (16, 256)  # tokens of a short step and of a long one
+GAIN = 1.3  # what twice as many threads must gain, at least
+TIMES = 3  # that each is tried; the best counts, as others may have been in the way
+LONG = 100_000  # microseconds: such a step has use for all threads, and is not tried with fewer
+
+
+def share(of: int) -> int:
+    """Of the processors that this process may use, what each of so many processes has."""
+    return max(1, len(os.sched_getaffinity(0)) // of)
+
+
+class Threads:
+    """Of two kinds of steps, on all ranks alike."""
+
+    def __init__(self, short: int, long: int) -> None:
+        self._short, self._long = short, long
+        self.use(1)
+
+    def use(self, tokens: int) -> None:
+        """A step of so many tokens comes next."""
+        wanted = self._short if tokens <= SHORT else self._long
+        if wanted != torch.get_num_threads():
+            torch.set_num_threads(wanted)
+
+
+def found(most: int, compute: Callable[[int], object], ranks: Ranks) -> Threads:
+    """`compute` a step of so many tokens, which all ranks do together."""
+    most = ranks.least(most)
+    short, long = (_least(most, partial(compute, tokens), ranks) for tokens in TRIED)
+    if most > 1:
+        event("threads", short_steps=short, long_steps=long, of=most)
+    return Threads(short, max(short, long))
+
+
+def _least(most: int, compute: Callable[[], object], ranks: Ranks) -> int:
+    """From the most downwards, as long as fewer do as well."""
+    best = most
+    if most == 1:
+        return best
+    its = _microseconds(best, compute, ranks)
+    while best > 1 and its < LONG:
+        fewer = best // 2
+        theirs = _microseconds(fewer, compute, ranks)
+        if theirs > its * GAIN:
+            break
+        best, its = fewer, theirs
+    return best
+
+
+def _microseconds(threads: int, compute: Callable[[], object], ranks: Ranks) -> int:
+    """Of the slowest rank, as the others wait for it."""
+    torch.set_num_threads(threads)
+    compute()  # the first time costs more
+    spent: list[int] = []
+    while len(spent) < TIMES and (not spent or min(spent) < LONG):
+        began = time.monotonic_ns()
+        compute()
+        spent.append(-ranks.least(-((time.monotonic_ns() - began) // 1000)))
+    return min(spent)

@@ -1,0 +1,63 @@
+"""What a worker drives: a device that is given one step after the other, and says when each is done.
+
+Leaves to `backend` and `simulated` what a device is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.messages import Bytes, FinishReason, Ints, Logprobs, Slots, Step
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step has sampled."""
+
+    ids: Ints  # in the order of `Schedule.sampled`
+    logprobs: Logprobs | None = None
+    failed: Slots | None = None
+    reasons: Bytes | None = None  # FinishReason of each that has failed; None: all ERROR
+
+
+def failures(found: Mapping[int, FinishReason]) -> tuple[Slots | None, Bytes | None]:
+    """The last two of `Sampled`, of slots and why each has failed."""
+    if not found:
+        return None, None
+    slots = sorted(found)
+    return np.array(slots, np.uint16), np.array([found[slot] for slot in slots], np.uint8)
+
+
+class Flight(Protocol):
+    """A step that has been launched."""
+
+    @property
+    def done_at(self) -> float | None:
+        """When it will be done, by `time.monotonic()`, if that is known beforehand."""
+
+    def is_done(self) -> bool: ...
+
+    def result(self) -> Sampled:
+        """Blocks until it is done."""
+
+
+class Device(Protocol):
+    @property
+    def blocks(self) -> int:
+        """How many the cache has room for."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids of prompts are below that."""
+
+    @property
+    def max_short_prompt(self) -> int | None:
+        """Prompts of more tokens have other keys, from the first one on, than shorter ones (see `rope`); None: none."""
+
+    def launch(self, schedule: Schedule, step: Step) -> Flight:
+        """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""

@@ -1,0 +1,55 @@
+"""What rank 0 sees of its device: for how long it ran, for how long it could have, and how many tokens came of it.
+
+A simulated device knows the times better, and is asked. Leaves to the board who reads them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from penstock.engine.cluster.status_board import Board, Row
+from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.messages import Step
+from penstock.engine.worker.device import Device, Sampled
+from penstock.engine.worker.simulated_device import Simulated
+
+
+class Meter:
+    """For each step `launched`, and when its result is in, `done`."""
+
+    def __init__(self, device: Device) -> None:
+        self._simulated = device if isinstance(device, Simulated) else None
+        self._begun: deque[int | None] = deque()  # of each step in flight, when it was launched; None: it is empty
+        self._free_at = 0  # when the last one was seen to be done
+        self._is_awaited = False  # somebody had a row in the last step
+        self.busy_ns = self.idle_ns = 0
+        self.computed = self.sampled = 0
+
+    def launched(self, schedule: Schedule, step: Step, began: int) -> None:
+        """`schedule` has just applied the step; at `began` it was handed to the device."""
+        rows = schedule.rows.size
+        if self._is_awaited and rows and not self._begun:
+            self.idle_ns += began - self._free_at
+        self._is_awaited = rows > 0
+        self._begun.append(began if rows else None)
+        joined = 0 if step.joined is None else step.joined.slots.size
+        joined += 0 if step.resumed is None else step.resumed.slots.size
+        tokens = rows if step.advances is None else int(schedule.counts.sum())
+        # Of what is computed, a token of a prompt is what does not become an answer's next one; but of each prompt the
+        # last token does.
+        self.computed += tokens - schedule.sampled.size + joined
+
+    def done(self, sampled: Sampled, now: int) -> None:
+        """The oldest one in flight."""
+        began = self._begun.popleft()
+        if began is not None:
+            self.busy_ns += now - max(began, self._free_at)
+        self._free_at = now
+        self.sampled += sampled.ids.size
+
+    def publish(self, row: Row) -> None:
+        device = self._simulated
+        row[Board.BUSY_NS] = self.busy_ns if device is None else int(device.busy * 1e9)
+        row[Board.IDLE_NS] = self.idle_ns if device is None else int(device.idle * 1e9)
+        row[Board.COMPUTED] = self.computed
+        row[Board.SAMPLED] = self.sampled

@@ -1,0 +1,113 @@
+"""What a step computes, token by token, and the tokens themselves.
+
+All tokens of a step stand in one row: first those of the requests that compute one token, one each, then the chunks.
+Leaves to the device what is done with them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.engine.protocol.batch_state import Index, Schedule
+from penstock.engine.protocol.messages import Ints
+
+
+class Chunk(NamedTuple):
+    """More than one token of one request."""
+
+    first: int  # where they begin among the tokens of the step
+    tokens: int
+    length: int  # of all that is computed of the request, these included
+    blocks: Ints
+
+
+class Batch(NamedTuple):
+    block_size: int
+    slots: Index  # of each token's request
+    positions: Index  # of each token in it
+    places: Index  # of its keys and values
+    rows: Index  # slots, in the order in which their tokens stand
+    starts: Index  # where the tokens of each row begin
+    counts: Index
+    lengths: Index  # of the rows that compute one token: what is computed of each, this one included
+    table: Ints  # their blocks, padded
+    chunks: tuple[Chunk, ...]
+    last: Index  # the tokens whose outcome is sampled, in the order of `Schedule.sampled`
+
+    def firsts(self, window: int | None) -> Index:
+        """Of the rows that compute one token: the first position that each sees, where it sees so many."""
+        return np.zeros_like(self.lengths) if window is None else np.maximum(self.lengths - window, 0)
+
+
+def batch_of(schedule: Schedule) -> Batch:
+    """The step that the schedule has applied."""
+    rows = schedule.rows
+    short, long = schedule.counts[rows] == 1, schedule.counts[rows] > 1
+    rows = np.concatenate((rows[short], rows[long]))
+    counts = schedule.counts[rows].astype(np.intp)
+    lengths = schedule.computed[rows].astype(np.intp)
+    singles = int(np.count_nonzero(short))
+    ends = np.cumsum(counts)
+    starts = ends - counts
+    slots = np.repeat(rows, counts)
+    positions = np.arange(slots.size) + np.repeat(lengths - ends, counts)
+    block_size = schedule.block_size
+    places = schedule.table[slots, positions // block_size].astype(np.intp) * block_size + positions % block_size
+    most = int(schedule.block_counts[rows[:singles]].max(initial=0))
+    last = np.zeros(schedule.slots, np.intp)
+    last[rows] = ends - 1
+    return Batch(
+        block_size,
+        slots,
+        positions,
+        places,
+        rows,
+        starts,
+        counts,
+        lengths[:singles],
+        schedule.table[rows[:singles], :most],
+        tuple(
+            Chunk(int(starts[row]), int(counts[row]), int(lengths[row]), schedule.blocks_of(int(rows[row])).copy())
+            for row in range(singles, rows.size)
+        ),
+        last[schedule.sampled],
+    )
+
+
+def moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """To the device, without waiting for what it does yet, as is done for memory that is not pinned."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class Tokens:
+    """Every token of every request, prompts and what was sampled, where the model needs them."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self._ids = torch.zeros(slots, 256, dtype=torch.int32, device=device)
+
+    def join(self, slot: int, prompt: Ints) -> None:
+        self._make_room(prompt.size)
+        self._ids[slot, : prompt.size] = moved(prompt.copy(), self._ids.device)
+
+    def read(self, slots: Tensor, positions: Tensor) -> Tensor:
+        return self._ids[slots, positions]
+
+    def write(self, slots: Index, positions: Ints, ids: Tensor) -> None:
+        """What was sampled. It may be on its way yet."""
+        if slots.size:
+            self._make_room(int(positions.max()) + 1)
+            where = moved(np.stack((slots, positions.astype(np.intp))), ids.device)
+            self._ids[where[0], where[1]] = ids.to(torch.int32)
+
+    def _make_room(self, length: int) -> None:
+        slots, there = self._ids.shape
+        if length > there:
+            wider = self._ids.new_zeros(slots, max(length, 2 * there))
+            wider[:, :there] = self._ids
+            self._ids = wider

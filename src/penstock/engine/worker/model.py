@@ -1,0 +1,99 @@
+"""A stock model, from a local directory, on one rank: token ids in, hidden states and logits out.
+
+Leaves to `attention` how its layers attend, to `sharding` what this rank has of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from penstock.engine.families import VISION, require_family
+from penstock.engine.worker import rope, weight_loader
+from penstock.engine.worker.paged_attention import NAME, Decode, Memory, Paged, Probe, Shape
+from penstock.engine.worker.tensor_parallel import Ranks, shard
+from penstock.engine.worker.weight_slices import Heads
+
+
+class Model:
+    """What it takes to run a step. `stock` is the model of transformers; `max_short_prompt`: see `rope.by_row`."""
+
+    def __init__(self, stock: Any, ranks: Ranks, device: torch.device) -> None:
+        self.stock = stock
+        self.ranks = ranks
+        self.device = device
+        text = stock.config.get_text_config()
+        self.dtype: torch.dtype = stock.dtype
+        self.vocab_size: int = text.vocab_size
+        self.max_length: int = text.max_position_embeddings
+        self.image_id: int | None = getattr(stock.config, "image_token_id", None)
+        self.max_short_prompt = rope.by_row(stock.get_decoder(), text)
+        if self.max_short_prompt is not None and hasattr(stock.base_model, "get_rope_index"):
+            raise ValueError(f"{stock.config.model_type!r} with rope_type longrope is not supported")
+        self.shapes = self._probe()
+        self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
+
+    def _probe(self) -> dict[int, Shape]:
+        """What its layers keep, which under any plan they know best."""
+        probe = Probe()
+        nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.hidden(probe, nothing, nothing)
+        return probe.shapes
+
+    def memory(self, blocks: int, block_size: int) -> Memory:
+        return Memory(self.shapes, blocks, block_size, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def embeds(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self.stock.get_input_embeddings()(ids)
+        return embedded
+
+    @torch.inference_mode()
+    def hidden(
+        self, paged: Paged | Decode | Probe, ids: Tensor, positions: Tensor, embeds: Tensor | None = None
+    ) -> Tensor:
+        """One row of tokens [tokens], or what stands for them; positions [tokens] or [3, tokens], see `rope`."""
+        given = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
+        outcome = self.stock.get_decoder()(
+            **given, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
+        )
+        hidden: Tensor = outcome.last_hidden_state[0]
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of [rows, size]: [rows, vocab_size], in float32."""
+        logits: Tensor = self.stock.get_output_embeddings()(hidden).float()
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+
+def load(path: Path, ranks: Ranks, device: torch.device, dtype: torch.dtype | None = None) -> Model:
+    """Raises ValueError where this is no model that is known here, or cannot be cut for so many ranks.
+
+    Without a type, it has that of its configuration.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{path}: expected a local directory with config.json and safetensors")
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    require_supported(config)
+    text = config.get_text_config()
+    heads = Heads(text.num_attention_heads, text.num_key_value_heads)
+    chosen = dtype or config.dtype or torch.float32
+    kind: Any = AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
+    own = {"text_config": NAME, "vision_config": "sdpa"} if config.model_type in VISION else NAME
+    with torch.device("meta"):
+        stock = kind.from_config(config, dtype=chosen, attn_implementation=own)
+    stock.eval().requires_grad_(False)
+    slices = shard(stock, stock.tp_plan, ranks, heads)
+    weight_loader.rebuild_buffers(stock, device)
+    weight_loader.load(stock, path, slices, device)
+    return Model(stock, ranks, device)
+
+
+def require_supported(config: Any) -> None:
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    require_family(config.model_type, config.architectures or (), is_quantized)

@@ -1,0 +1,231 @@
+"""The real device: a stock model on this rank, its memory of keys and values, and what it has read and written.
+
+Leaves to `batch` what a step computes, to `model` the arithmetic, to `sampling` the choice.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock._native import memory_available
+from penstock.engine.protocol.batch_state import Index, Schedule
+from penstock.engine.protocol.config import require_dtype
+from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step
+from penstock.engine.worker import model as models
+from penstock.engine.worker import rope
+from penstock.engine.worker.cpu_threads import Threads, found, share
+from penstock.engine.worker.decode_graphs import Decoding, Recorder
+from penstock.engine.worker.device import Sampled, failures
+from penstock.engine.worker.input_batch import Batch, Tokens, batch_of, moved
+from penstock.engine.worker.paged_attention import Memory, Paged, Probe
+from penstock.engine.worker.sampler import Chosen, Sampler
+from penstock.engine.worker.tensor_parallel import Ranks
+from penstock.engine.worker.vision_encoder import Images, Open
+from penstock.tensor import Incoming
+
+CPU_SHARE = 0.3  # of the memory that is available
+CUDA_SHARE = 0.9  # of what is free when the model is there
+_NOBODY = torch.zeros(0, dtype=torch.int32)
+
+
+class TorchDevice:
+    """Launches one step after the other. All ranks of a model launch the same ones."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        slots: int,
+        ranks: Ranks | None = None,
+        device: str = "cpu",
+        dtype: str = "auto",
+        block_size: int = 16,
+        blocks: int | None = None,
+        most_blocks: int | None = None,
+        token_budget: int = 2048,
+        open_item: Open | None = None,
+        threads: int | None = None,
+        processes: int = 1,
+        end_ids: Collection[int] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks, but not more
+        than `most_blocks`. `threads`: that compute on a CPU; None: what proves best, up to the share of one of so many
+        `processes`. `open_item`: gives images; None: only those that travel inline. `recorder`: of steps in which
+        everybody computes one token; None: they are computed as any other.
+
+        Raises ValueError where the model is none that is known here, or there is no room.
+        """
+        self._ranks = ranks or Ranks()
+        most = threads or share(processes)
+        torch.set_num_threads(most)
+        where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        self._device = where
+        self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
+        self.vocabulary: int = self._model.vocab_size
+        self.max_short_prompt = self._model.max_short_prompt
+        self._prompt_lengths = np.zeros(slots, np.intp)
+        self._threads = Threads(most, most) if threads or where.type != "cpu" else self._found_threads(most)
+        self.block_size = block_size
+        spare = 0 if recorder is None else 1  # the block that is nobody's
+        if blocks is None:
+            room = self._room(token_budget, spare)
+            blocks = room if most_blocks is None else min(room, most_blocks)
+        self.blocks = blocks
+        self._memory = self._model.memory(self.blocks + spare, block_size)
+        self._tokens = Tokens(slots, where)
+        # one rank chooses, as ranks that add up in another order may differ in the last bit
+        self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
+        self._images = (
+            None if self._model.image_id is None else Images(self._model, open_item or Incoming(None).open, slots)
+        )
+        self._decoding = None
+        if recorder is not None:
+            planes = 1 if self._images is None else self._images.planes
+            self._decoding = Decoding(self._model, self._memory, recorder, slots, planes)
+            self._decoding.prepare()
+
+    @torch.inference_mode()  # all of it: a tensor that is made or grown here may be written nowhere else
+    def launch(self, schedule: Schedule, step: Step) -> TorchFlight:
+        """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""
+        self._follow(schedule, step)
+        batch = batch_of(schedule)
+        if not batch.slots.size:
+            return TorchFlight(_NOBODY, schedule.sampled, None, {})
+        self._threads.use(batch.slots.size)
+        hidden, failed = self._compute(batch)
+        if not batch.last.size:
+            return TorchFlight(_NOBODY, schedule.sampled, None, failed)
+        logits = self._model.logits(hidden[moved(batch.last, self._device)])
+        slots = schedule.sampled
+        chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
+        ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
+        self._ranks.from_first(ids)
+        self._tokens.write(slots, schedule.computed[slots], ids)
+        return TorchFlight(ids, slots, chosen, failed)
+
+    def _follow(self, schedule: Schedule, step: Step) -> None:
+        """Who leaves, and who joins."""
+        if step.left is not None:
+            for slot in step.left.tolist():
+                if self._sampler is not None:
+                    self._sampler.leave(slot)
+                if self._images is not None:
+                    self._images.leave(slot)
+        if step.joined is not None:
+            for slot in step.joined.slots.tolist():
+                if self._sampler is not None:
+                    self._sampler.join(
+                        slot,
+                        _params_of(schedule, slot),
+                        schedule.prompts[slot],
+                        drawn=_drawn(step.leader, int(schedule.servers[slot]), int(schedule.requests[slot])),
+                        sample=int(schedule.samples[slot]),
+                    )
+                self._tokens.join(slot, schedule.prompts[slot])
+                self._prompt_lengths[slot] = schedule.prompts[slot].size
+                if self._images is not None:
+                    self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
+
+    def _compute(self, batch: Batch) -> tuple[Tensor, dict[int, FinishReason]]:
+        """The hidden states of the step's tokens, and slots that fail, whatever these are, with the reasons."""
+        where = moved(np.stack((batch.slots, batch.positions)), self._device)
+        ids = self._tokens.read(where[0], where[1]).to(torch.int64)
+        positions, embeds = batch.positions, None
+        failed: dict[int, FinishReason] = {}
+        if self._images is not None:
+            positions = self._images.positions(batch)
+            embeds, failed = self._images.embeds(batch, ids)
+        if self.max_short_prompt is not None:
+            positions = rope.mark_long(positions, batch, self._prompt_lengths[batch.rows], self.max_short_prompt)
+        if embeds is None and self._decoding is not None:
+            hidden = self._decoding.hidden(batch, ids, positions)
+            if hidden is not None:
+                return hidden, failed
+        paged = Paged(self._memory, batch, self._device)
+        return self._model.hidden(paged, ids, moved(positions, self._device), embeds), failed
+
+    def _room(self, token_budget: int, spare: int) -> int:
+        """How many blocks there is memory for besides the spare one, on the rank that has the least."""
+        if self._device.type == "cuda":
+            free = CUDA_SHARE * torch.cuda.mem_get_info(self._device)[0] - self._nbytes_of_a_step(token_budget)
+            if spare:  # what is recorded has memory of its own
+                free -= Memory.nbytes_of_gathering(self._model.shapes, self._model.dtype)
+        else:
+            free = CPU_SHARE * memory_available()[0] / self._ranks.size
+        each = Memory.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)
+        blocks = self._ranks.least(int(free // each) - spare)
+        if blocks < 1:
+            raise ValueError(f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes")
+        return blocks
+
+    def _found_threads(self, most: int) -> Threads:
+        def compute(tokens: int) -> None:
+            numbers = torch.arange(tokens)
+            self._model.logits(self._model.hidden(Probe(), torch.zeros_like(numbers), numbers))
+
+        return found(most, compute, self._ranks)
+
+    def _nbytes_of_a_step(self, token_budget: int) -> int:
+        """What the largest step needs besides, and gives back."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        tokens = torch.zeros(token_budget, dtype=torch.int64, device=self._device)
+        self._model.hidden(Probe(), tokens, tokens)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+class TorchFlight:
+    """A step that has been launched. On a CPU it is done by then."""
+
+    done_at: float | None = None
+
+    def __init__(self, ids: Tensor, slots: Index, chosen: Chosen | None, failed: dict[int, FinishReason]) -> None:
+        """`failed` are those besides whom the choice has found."""
+        # copied now, as a copy that is asked for later waits for what was launched in between
+        self._ids = ids.to("cpu", non_blocking=True)
+        self._slots = slots
+        self._chosen = None if chosen is None else chosen.on_host()
+        self._failed = failed
+        self._event: Any = None
+        if ids.is_cuda:
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
+            self._event.record(torch.cuda.current_stream(ids.device))
+
+    def is_done(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def result(self) -> Sampled:
+        """Blocks until the step is done."""
+        if self._event is not None:
+            self._event.synchronize()
+        failed, logprobs = self._failed, None
+        if self._chosen is not None:
+            found = self._chosen.failed(self._slots)
+            failed = failed if found is None else {**dict.fromkeys(found.tolist(), FinishReason.ERROR), **failed}
+            logprobs = self._chosen.logprobs()
+        return Sampled(self._ids.numpy(), logprobs, *failures(failed))
+
+
+def _params_of(schedule: Schedule, slot: int) -> SamplingParams:
+    params = schedule.params[slot]
+    assert params is not None, "a slot that has joined, without parameters"
+    return params.value
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    """None: the model's own."""
+    require_dtype(name)
+    return None if name == "auto" else getattr(torch, name)
+
+
+def _drawn(*numbers: int) -> int:
+    """A seed for who has none: another for every request."""
+    return zlib.crc32(",".join(map(str, numbers)).encode())

@@ -1,0 +1,285 @@
+"""Attention over paged memory: what the layers of stock models call instead of their own.
+
+Leaves to `batch` which tokens a step computes and where their keys and values lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from penstock.engine.worker import cpu_attention
+from penstock.engine.worker.input_batch import Batch, Chunk, moved
+
+NAME = "penstock"  # of this attention, among those of transformers; there is no mask of this name, so none is built
+MOST_GATHERED = 1 << 16  # positions whose keys are copied together: what is copied is short-lived, and not small
+
+
+class Shape(NamedTuple):
+    """What one layer keeps of a token."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+
+class Probe:
+    """Stands where `Paged` does, and finds out what a model's layers keep. Attends to nothing."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, Shape] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: Manner) -> Tensor:
+        self.shapes[layer] = Shape(key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+class Memory:
+    """Keys and values of all layers, in blocks: what `BlockCache` gives numbers to."""
+
+    def __init__(
+        self, shapes: dict[int, Shape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self.layers = {
+            layer: (
+                _zeros((blocks * block_size, shape.heads, shape.key_size), dtype, device),
+                _zeros((blocks * block_size, shape.heads, shape.value_size), dtype, device),
+            )
+            for layer, shape in shapes.items()
+        }
+        self.on_cpu = None
+        if device.type == "cpu" and dtype in cpu_attention.DTYPES:
+            self.on_cpu = cpu_attention.Memory(self.layers, block_size)
+
+    @staticmethod
+    def nbytes_of_gathering(shapes: dict[int, Shape], dtype: torch.dtype) -> int:
+        """What one layer copies together, at most."""
+        return max(shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values()) * (
+            MOST_GATHERED * dtype.itemsize
+        )
+
+    @staticmethod
+    def nbytes_of_block(shapes: dict[int, Shape], block_size: int, dtype: torch.dtype) -> int:
+        sizes = (shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values())
+        return sum(sizes) * block_size * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU pages come when they are written to, and large ones where there are any: a process that has few of them
+    has ended soon, and until then nobody hears of its death."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python, that knows of one size only
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+class Manner(NamedTuple):
+    """How a layer attends."""
+
+    scale: float
+    window: int | None = None  # a token sees so many, itself among them
+    softcap: float | None = None
+    sinks: Tensor | None = None  # per head: a score that takes its share of the attention and gives nothing
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+class Paged:
+    """One step, as the layers see it."""
+
+    def __init__(self, memory: Memory, batch: Batch, device: torch.device) -> None:
+        self._memory = memory
+        self._batch = batch
+        self._device = device
+        self._places = moved(batch.places, device)
+        self._decodes: dict[int | None, list[tuple[Tensor, Tensor, Tensor]]] = {}  # by window
+        self._chunks: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
+        self._rows: dict[int | None, cpu_attention.Rows] = {}
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Manner) -> Tensor:
+        """Keeps keys and values [tokens, heads, size], and attends with the queries to all that came before them."""
+        keys, values = self._memory.layers[layer]
+        keys.index_copy_(0, self._places, key.to(keys.dtype))
+        values.index_copy_(0, self._places, value.to(values.dtype))
+        attended = query.new_empty(*query.shape[:2], value.shape[2])
+        on_cpu = self._memory.on_cpu
+        if on_cpu is None:
+            for rows, places, mask in self._reach_of_rows(how.window):
+                attended[rows] = attention(query[rows, None], keys[places], values[places], mask[:, None], how)[:, 0]
+        elif self._batch.lengths.size:
+            if how.window not in self._rows:
+                self._rows[how.window] = cpu_attention.rows_of(self._batch, how.window)
+            on_cpu.attend(layer, query, attended, self._rows[how.window], how)
+        for number, chunk in enumerate(self._batch.chunks):
+            part = slice(chunk.first, chunk.first + chunk.tokens)
+            own = query[None, part]
+            if chunk.tokens == chunk.length and how.is_plain and (how.window is None or how.window >= chunk.length):
+                attended[part] = _from_the_start(own, key[None, part], value[None, part], how.scale)[0]
+                continue
+            places, mask = self._reach_of_chunks(how.window)[number]
+            attended[part] = attention(own, keys[places][None], values[places][None], mask[None], how)[0]
+        return attended
+
+    def _reach_of_rows(self, window: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
+        if window not in self._decodes:
+            self._decodes[window] = [self._moved(*piece) for piece in pieces(self._batch, window)]
+        return self._decodes[window]
+
+    def _reach_of_chunks(self, window: int | None) -> list[tuple[Tensor, Tensor]]:
+        if window not in self._chunks:
+            block_size = self._memory.block_size
+            self._chunks[window] = [
+                self._moved(*reach_of_chunk(chunk, block_size, window)) for chunk in self._batch.chunks
+            ]
+        return self._chunks[window]
+
+    def _moved(self, *arrays: Any) -> Any:
+        return tuple(moved(array, self._device) for array in arrays)
+
+
+class Decode:
+    """A step in which every row computes one token, from tensors alone: what it does depends on their shapes, and on no
+    number in them. So it can be recorded, and done again with other numbers."""
+
+    def __init__(self, memory: Memory, lengths: Tensor, table: Tensor) -> None:
+        """`lengths` [rows]: of what is computed of each, this token included. `table` [rows, width]: their blocks."""
+        self._memory = memory
+        self._lengths = lengths
+        self._table = table
+        block_size, last = memory.block_size, (lengths - 1)[:, None]
+        self._own = table.gather(1, last // block_size) * block_size + last % block_size
+        self._reaches: dict[int | None, tuple[Tensor, Tensor]] = {}  # by window
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Manner) -> Tensor:
+        """As `Paged.attend`."""
+        keys, values = self._memory.layers[layer]
+        keys.index_copy_(0, self._own[:, 0], key.to(keys.dtype))
+        values.index_copy_(0, self._own[:, 0], value.to(values.dtype))
+        if how.window not in self._reaches:
+            self._reaches[how.window] = self._reach(how.window)
+        places, is_seen = self._reaches[how.window]
+        together = max(1, MOST_GATHERED // places.shape[1])
+        attended = [
+            attention(query[part, None], keys[places[part]], values[places[part]], is_seen[part, None], how)[:, 0]
+            for part in (slice(first, first + together) for first in range(0, places.shape[0], together))
+        ]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _reach(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """What `pieces` finds, for all rows: as many places for each as the table is wide, or the window."""
+        block_size, width = self._memory.block_size, self._table.shape[1]
+        lengths = self._lengths[:, None]
+        first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
+        most = width if window is None else min(width, -(-window // block_size) + 1)
+        columns = first // block_size + torch.arange(most, device=lengths.device)
+        blocks = self._table.gather(1, columns.clamp(max=width - 1))
+        offsets = torch.arange(block_size, device=lengths.device)
+        places = (blocks[:, :, None] * block_size + offsets).flatten(1)
+        positions = (columns[:, :, None] * block_size + offsets).flatten(1)
+        is_seen = (positions >= first) & (positions < lengths)
+        return torch.where(is_seen, places, self._own), is_seen
+
+
+def pieces(batch: Batch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
+    """The rows that decode, those of about a length together: which rows, the places of what each one sees (padded),
+    and which of these places are meant."""
+    block_size = batch.block_size
+    lengths = batch.lengths
+    first = batch.firsts(window)
+    first_block = first // block_size
+    block_counts = -(-lengths // block_size) - first_block
+    order = np.argsort(block_counts, kind="stable")
+    while order.size:  # from the longest to the shortest
+        most = int(block_counts[order[-1]])
+        rows = order[-max(1, MOST_GATHERED // (most * block_size)) :]
+        order = order[: -rows.size]
+        columns = first_block[rows, None] + np.arange(most)
+        blocks = batch.table[rows[:, None], np.minimum(columns, batch.table.shape[1] - 1)]
+        offsets = np.arange(block_size)
+        places = (blocks[:, :, None] * block_size + offsets).reshape(rows.size, -1)
+        positions = (columns[:, :, None] * block_size + offsets).reshape(rows.size, -1)
+        is_seen = (positions >= first[rows, None]) & (positions < lengths[rows, None])
+        own = batch.places[rows, None]  # not what others have left in the rest of a block: none times no number is none
+        yield rows, np.where(is_seen, places, own), is_seen
+
+
+def reach_of_chunk(chunk: Chunk, block_size: int, window: int | None) -> tuple[Any, Any]:
+    """The places of what the tokens of a chunk see together, and what each one sees of it."""
+    queries = np.arange(chunk.length - chunk.tokens, chunk.length)
+    first = 0 if window is None else max(0, int(queries[0]) + 1 - window)
+    positions = np.arange(first, chunk.length)
+    places = chunk.blocks[positions // block_size] * block_size + positions % block_size
+    sees = positions <= queries[:, None]
+    if window is not None:
+        sees &= positions > queries[:, None] - window
+    return places, sees
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: Manner) -> Tensor:
+    """Query [rows, tokens, heads, size] to key and value [rows, positions, fewer heads, size], where the mask [rows,
+    tokens, positions] is true. Heads that share keys are put below each other, as if they were more tokens."""
+    rows, tokens, heads, size = query.shape
+    groups = heads // key.shape[2]
+    packed = query.view(rows, tokens, -1, groups, size).permute(0, 2, 3, 1, 4).reshape(rows, -1, groups * tokens, size)
+    mask = mask[:, None].repeat(1, 1, groups, 1) if tokens > 1 and groups > 1 else mask[:, None]
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    if how.is_plain:
+        attended = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=how.scale)
+    else:
+        scores = (packed @ key.transpose(2, 3)) * how.scale
+        if how.softcap is not None:
+            scores = torch.tanh(scores / how.softcap) * how.softcap
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if how.sinks is not None:
+            sinks = how.sinks.view(1, -1, groups, 1, 1).expand(rows, -1, -1, tokens, 1).flatten(2, 3)
+            scores = torch.cat((scores, sinks.to(scores.dtype)), dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+        attended = weights[..., : key.shape[2]] @ value
+    return attended.view(rows, -1, groups, tokens, value.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _from_the_start(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Whoever has nothing before it needs no mask, for which there are faster ways."""
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    shares = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shares).transpose(
+        1, 2
+    )
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    paged: Paged | Decode | Probe,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: [1, heads, tokens, size] each; the answer is [1, tokens, heads, size]."""
+    how = Manner(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    one, two, three = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return paged.attend(module.layer_idx, one, two, three, how)[None], None
+
+
+AttentionInterface.register(NAME, _attend)

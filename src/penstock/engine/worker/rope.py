@@ -1,0 +1,93 @@
+"""Rotary positions that a stock model chooses by the longest row of a call: here by each row's own length.
+
+With `longrope`, transformers has one set of frequencies for calls of up to `original_max_position_embeddings` tokens,
+and another for longer ones. A prompt is one call there, and each token of an answer another: the prompt's length
+decides for all tokens of the prompt, and the position of a token of the answer for that token. A step of ours has
+tokens of many requests: the positions of tokens with long frequencies are inverted, below 0. What `dynamic`
+changes lies beyond `max_position_embeddings`, where no request of ours comes: it keeps the frequencies it begins with.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from penstock.engine.protocol.batch_state import Index
+from penstock.engine.worker.input_batch import Batch
+
+LONG = "longrope"
+
+
+def by_row(decoder: nn.Module, config: Any) -> int | None:
+    """Changes a model's text decoder. Returns the most tokens of a prompt with short frequencies; None: all have them.
+
+    `config` is that of its text. Raises ValueError where layers begin with the long ones at different lengths.
+    """
+    limits: set[int] = set()
+    rotaries = [(name, module) for name, module in decoder.named_modules() if hasattr(module, "rope_type")]
+    for name, rotary in rotaries:
+        types = _types(rotary)
+        kinds = [kind for kind, rope_type in types.items() if rope_type == LONG]
+        if kinds:
+            limits.update(_parameters(config, kind)["original_max_position_embeddings"] for kind in kinds)
+            owner, _, own = name.rpartition(".")
+            setattr(decoder.get_submodule(owner), own, _ByRow(rotary, config, kinds))
+        _set_types(rotary, {kind: "default" if _looks_at_the_call(one) else one for kind, one in types.items()})
+    if len(limits) > 1:
+        raise ValueError(f"longrope with several original_max_position_embeddings ({sorted(limits)}) is not supported")
+    return min(limits, default=None)
+
+
+def mark_long(positions: Index, batch: Batch, prompt_lengths: Index, most: int) -> Index:
+    """Positions [tokens], those with long frequencies inverted. `prompt_lengths` are of the batch's rows."""
+    lengths = np.repeat(prompt_lengths, batch.counts)
+    return np.where(np.maximum(lengths, positions + 1) > most, ~positions, positions)
+
+
+class _ByRow(nn.Module):
+    """Both sets of frequencies, and for each token its own."""
+
+    def __init__(self, rotary: Any, config: Any, kinds: list[str | None]) -> None:
+        super().__init__()
+        _set_types(rotary, dict.fromkeys(_types(rotary), "default"))
+        self.short, self.long = rotary, copy.deepcopy(rotary)
+        self._kinds = kinds
+        for kind in kinds:
+            name = "inv_freq" if kind is None else f"{kind}_inv_freq"
+            short: Tensor = getattr(rotary, name)
+            length = _parameters(config, kind)["original_max_position_embeddings"] + 1
+            long, _ = ROPE_INIT_FUNCTIONS[LONG](config, short.device, seq_len=length, layer_type=kind)
+            setattr(self.long, name, long.to(short.dtype))
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        given = {} if layer_type is None else {"layer_type": layer_type}
+        is_long = position_ids < 0
+        positions = torch.where(is_long, ~position_ids, position_ids)
+        cos, sin = self.short(x, positions, **given)
+        if layer_type not in self._kinds:
+            return cos, sin
+        long_cos, long_sin = self.long(x, positions, **given)
+        chosen = is_long[..., None]
+        return torch.where(chosen, long_cos, cos), torch.where(chosen, long_sin, sin)
+
+
+def _looks_at_the_call(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == LONG
+
+
+def _types(rotary: Any) -> dict[str | None, str]:
+    """By kind of layer; None: of all."""
+    return dict(rotary.rope_type) if isinstance(rotary.rope_type, dict) else {None: rotary.rope_type}
+
+
+def _set_types(rotary: Any, types: dict[str | None, str]) -> None:
+    rotary.rope_type = types if isinstance(rotary.rope_type, dict) else types[None]
+
+
+def _parameters(config: Any, kind: str | None) -> Any:
+    return config.rope_parameters if kind is None else config.rope_parameters[kind]

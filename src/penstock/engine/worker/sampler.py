@@ -1,0 +1,315 @@
+"""From logits to ids, on the device that has the logits, for all rows of a step at once.
+
+What is random is a function of a sample's own seed and of how many tokens it has: nothing else in the batch, no
+preemption and no other device changes what it draws. Leaves to `ending` who has ended, and to the backend when the
+ids are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.engine.protocol.batch_state import NOTHING, Index
+from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Slots
+from penstock.engine.worker.input_batch import moved
+
+GREEDY = 1e-5  # below this temperature only the likeliest is left
+DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that sum
+Pairs = tuple[torch.Tensor, torch.Tensor]  # rows of the batch, and ids
+
+
+class Likely(NamedTuple):
+    """Of the rows that asked: the sampled id and the likeliest, as many for all, and what each one is due."""
+
+    ids: torch.Tensor
+    values: torch.Tensor
+    ranks: torch.Tensor
+    rows: Index
+    counts: Ints
+
+
+class Chosen:
+    """What a step has sampled. It may be on its way yet."""
+
+    def __init__(self, ids: torch.Tensor, is_failed: torch.Tensor, likely: Likely | None) -> None:
+        self.ids = ids  # int32, one a row
+        self._is_failed = is_failed
+        self._likely = likely
+
+    def on_host(self) -> Chosen:
+        """To be looked at when the device has done what it was told up to now."""
+        likely = self._likely
+        if likely is not None:
+            likely = likely._replace(
+                ids=likely.ids.to("cpu", non_blocking=True),
+                values=likely.values.to("cpu", non_blocking=True),
+                ranks=likely.ranks.to("cpu", non_blocking=True),
+            )
+        return Chosen(self.ids.to("cpu", non_blocking=True), self._is_failed.to("cpu", non_blocking=True), likely)
+
+    def failed(self, slots: Index) -> Slots | None:
+        """Those of the rows' slots whose logits were not numbers: their ids mean nothing."""
+        is_failed = self._is_failed.cpu().numpy()
+        return slots[is_failed].astype(np.uint16) if is_failed.any() else None
+
+    def logprobs(self) -> Logprobs | None:
+        """Of the model's own distribution, before anything that the request wanted of it. A rank of 1 is the likeliest;
+        rows that did not ask have a count and a rank of 0."""
+        if self._likely is None:
+            return None
+        likely = self._likely
+        size = self.ids.shape[0]
+        counts, ranks = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        counts[likely.rows] = likely.counts
+        ranks[likely.rows] = likely.ranks.cpu().numpy()
+        is_due = np.arange(likely.ids.shape[1]) < likely.counts[:, None]
+        return Logprobs(likely.ids.cpu().numpy()[is_due], likely.values.cpu().numpy()[is_due], ranks, counts)
+
+
+class Sampler:
+    """Knows of every slot how its next token is to be chosen. Changed when samples join and leave only."""
+
+    def __init__(
+        self, slots: int, vocabulary: int, eos_ids: Collection[int] = (), device: torch.device | str = "cpu"
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._eos_ids = tuple(eos_ids)
+        self._device = torch.device(device)
+        self._temperatures = np.zeros(slots, np.float32)
+        self._top_ps = np.ones(slots, np.float32)
+        self._top_ks = np.full(slots, vocabulary, np.int64)
+        self._min_ps = np.zeros(slots, np.float32)
+        self._repetitions = np.ones(slots, np.float32)
+        self._presences = np.zeros(slots, np.float32)
+        self._frequencies = np.zeros(slots, np.float32)
+        self._logprobs = np.zeros(slots, np.int32)  # how many besides the sampled one, and 1
+        self._least = np.zeros(slots, np.int32)
+        self._generated = np.zeros(slots, np.int64)
+        self._seeds = np.zeros(slots, np.uint64)
+        self._has_ids = np.zeros(slots, np.bool_)  # something in one of these three:
+        self._allowed: list[Ints | None] = [None] * slots
+        self._biases: list[tuple[Ints, npt.NDArray[np.float32]] | None] = [None] * slots
+        self._ends: list[Ints] = [NOTHING] * slots  # that may not come before `min_tokens`
+        self._is_penalized = np.zeros(slots, np.bool_)
+        self._places = np.zeros(slots, np.int64)  # of those that are, in the tables below
+        self._free_places: list[int] = []
+        self._counts = torch.zeros((0, vocabulary), dtype=torch.int32, device=self._device)  # of generated ids
+        self._is_in_prompt = torch.zeros((0, vocabulary), dtype=torch.bool, device=self._device)
+        self._batch: _Batch | None = None
+
+    def join(self, slot: int, params: SamplingParams, prompt: Ints, *, drawn: int, sample: int = 0) -> None:
+        """`drawn` is the seed of who has none; `sample` is which of a request's n it is."""
+        self.leave(slot)
+        self._temperatures[slot] = params.temperature
+        self._top_ps[slot] = params.top_p
+        self._top_ks[slot] = min(params.top_k, self._vocabulary) or self._vocabulary
+        self._min_ps[slot] = params.min_p
+        self._repetitions[slot] = params.repetition_penalty
+        self._presences[slot] = params.presence_penalty
+        self._frequencies[slot] = params.frequency_penalty
+        self._logprobs[slot] = 0 if params.logprobs is None else min(params.logprobs, self._vocabulary) + 1
+        self._least[slot] = params.min_tokens
+        self._generated[slot] = 0
+        self._seeds[slot] = _seed(drawn if params.seed is None else params.seed, sample)
+        if params.allowed_token_ids is not None:
+            self._allowed[slot] = self._known(params.allowed_token_ids)
+        if params.logit_bias:
+            biases = {one: bias for one, bias in params.logit_bias if 0 <= one < self._vocabulary}
+            self._biases[slot] = self._known(biases), np.array(list(biases.values()), np.float32)
+        if params.min_tokens:
+            self._ends[slot] = self._known({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
+        self._has_ids[slot] = bool(params.allowed_token_ids is not None or params.logit_bias or params.min_tokens)
+        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
+            self._remember(slot, prompt)
+        self._batch = None
+
+    def leave(self, slot: int) -> None:
+        if self._is_penalized[slot]:
+            self._free_places.append(int(self._places[slot]))
+            self._is_penalized[slot] = False
+        self._allowed[slot] = self._biases[slot] = None
+        self._ends[slot] = NOTHING
+        self._has_ids[slot] = False
+        self._least[slot] = 0
+        self._batch = None
+
+    def _known(self, ids: Collection[int]) -> Ints:
+        return np.array([one for one in ids if 0 <= one < self._vocabulary], np.int32)
+
+    def _remember(self, slot: int, prompt: Ints) -> None:
+        """Gives it a place in the tables of what it has said."""
+        if not self._free_places:
+            size = self._counts.shape[0]
+            more = max(4, size)
+            self._counts = torch.cat([self._counts, self._counts.new_zeros((more, self._vocabulary))])
+            self._is_in_prompt = torch.cat([self._is_in_prompt, self._is_in_prompt.new_zeros((more, self._vocabulary))])
+            self._free_places.extend(range(size, size + more))
+        place = self._free_places.pop()
+        self._places[slot], self._is_penalized[slot] = place, True
+        self._counts[place] = 0
+        self._is_in_prompt[place] = False
+        self._is_in_prompt[place, self._ids(self._known(prompt.tolist()))] = True
+
+    def sample(self, logits: torch.Tensor, slots: Index) -> Chosen:
+        """One token for each row. The rows are of these slots, none of them twice; each has one token more then.
+
+        The same array of slots as in the step before, and nobody new in them, costs nothing for each row.
+        """
+        batch = self._batch
+        if batch is None or batch.slots is not slots:
+            batch = self._batch = _Batch(self, slots)
+        raw = logits
+        most, ids = logits.max(dim=-1)
+        is_failed = ~torch.isfinite(most)
+        generated = self._generated[slots]
+        is_early = generated < self._least[slots] if batch.has_least else None
+        if batch.has_penalties or batch.has_ids or (is_early is not None and is_early.any()):
+            logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
+            if batch.has_penalties:
+                batch.penalize(logits, self._counts, self._is_in_prompt)
+            if batch.has_ids:
+                batch.restrict(logits)
+            if is_early is not None and is_early.any():
+                rows, ends = self._pairs(slots, [self._ends[slot] for slot in slots.tolist()], is_early)
+                logits[rows, ends] = -torch.inf
+            most, ids = logits.max(dim=-1)
+            is_failed |= ~torch.isfinite(most)
+        if batch.random.size:
+            rows = batch.random_rows
+            draws = moved(_draws(self._seeds[slots[batch.random]], generated[batch.random]), self._device)
+            ids[rows] = batch.draw(logits[rows].float(), most[rows].float(), draws)
+        ids = ids.masked_fill(is_failed, 0).to(torch.int32)
+        self._generated[slots] = generated + 1
+        if batch.has_penalties:
+            one = torch.ones((), dtype=torch.int32, device=self._device)
+            self._counts.index_put_((batch.places, ids[batch.penalized].long()), one, accumulate=True)
+        return Chosen(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None)
+
+    def _pairs(self, slots: Index, ids: list[Ints], is_wanted: npt.NDArray[np.bool_]) -> Pairs:
+        """Where these ids of these rows are in the logits."""
+        wanted: list[int] = np.flatnonzero(is_wanted).tolist()
+        rows = np.repeat(np.array(wanted, np.int64), [ids[row].size for row in wanted])
+        return self._ids(rows), self._ids(np.concatenate([NOTHING, *(ids[row] for row in wanted)]))
+
+    def _ids(self, numbers: npt.NDArray[np.int64] | Ints) -> torch.Tensor:
+        return moved(numbers.astype(np.int64), self._device)
+
+
+class _Batch:
+    """What is the same for these slots until somebody joins or leaves."""
+
+    def __init__(self, sampler: Sampler, slots: Index) -> None:
+        s, device = sampler, sampler._device
+
+        def column(of: npt.NDArray[np.generic], rows: Index) -> torch.Tensor:
+            return moved(of[slots[rows]], device)[:, None]
+
+        self.slots = slots
+        self.has_least = bool((s._least[slots] > 0).any())
+        self.asking = np.flatnonzero(s._logprobs[slots])
+        self.asking_rows = sampler._ids(self.asking)
+        self.due = s._logprobs[slots[self.asking]]
+        # ── who draws, and from how much ──
+        self.random = np.flatnonzero(s._temperatures[slots] >= GREEDY)
+        self.random_rows = sampler._ids(self.random)
+        its = slots[self.random]
+        self.temperatures = column(s._temperatures, self.random)
+        self.min_ps = column(s._min_ps, self.random)
+        self.has_min_p = bool((s._min_ps[its] > 0).any())
+        is_cut = (s._top_ks[its] < s._vocabulary) | (s._top_ps[its] < 1)
+        cut = self.random[is_cut]
+        self.cut = sampler._ids(np.flatnonzero(is_cut))  # in `random`
+        self.top_ks, self.top_ps = column(s._top_ks, cut), column(s._top_ps, cut)
+        self.most_k = int(s._top_ks[slots[cut]].max(initial=0))
+        # ── penalties ──
+        penalized = np.flatnonzero(s._is_penalized[slots])
+        self.has_penalties = bool(penalized.size)
+        self.penalized, self.places = sampler._ids(penalized), sampler._ids(s._places[slots[penalized]])
+        self.repetitions = column(s._repetitions, penalized)
+        self.presences, self.frequencies = column(s._presences, penalized), column(s._frequencies, penalized)
+        # ── ids that are wanted more, less, or alone ──
+        listed: list[int] = slots.tolist() if s._has_ids[slots].any() else []
+        allowed = [s._allowed[slot] for slot in listed]
+        biases = [s._biases[slot] for slot in listed]
+        is_limited = np.array([one is not None for one in allowed], np.bool_)
+        is_biased = np.array([one is not None for one in biases], np.bool_)
+        self.limited = sampler._ids(np.flatnonzero(is_limited))
+        self.allowed = s._pairs(slots, [NOTHING if one is None else one for one in allowed], is_limited)
+        self.biased = s._pairs(slots, [NOTHING if one is None else one[0] for one in biases], is_biased)
+        self.biases = moved(
+            np.concatenate([np.zeros(0, np.float32), *(one[1] for one in biases if one is not None)]), device
+        )
+        self.has_ids = bool(is_limited.any() or is_biased.any())
+
+    def penalize(self, logits: torch.Tensor, counts: torch.Tensor, is_in_prompt: torch.Tensor) -> None:
+        rows = logits[self.penalized]
+        said = counts[self.places]
+        is_known = (said > 0) | is_in_prompt[self.places]
+        rows = torch.where(is_known, torch.where(rows > 0, rows / self.repetitions, rows * self.repetitions), rows)
+        rows -= self.frequencies * said
+        rows -= self.presences * (said > 0)
+        logits[self.penalized] = rows
+
+    def restrict(self, logits: torch.Tensor) -> None:
+        logits.index_put_(self.biased, self.biases, accumulate=True)
+        kept = logits[self.allowed]
+        logits[self.limited] = -torch.inf
+        logits[self.allowed] = kept
+
+    def draw(self, logits: torch.Tensor, most: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        """An id of each row. First the likeliest `top_k` are left, of these so many as make up `top_p`, of these who is
+        at least `min_p` times as likely as the likeliest; and who is as likely as the last of them."""
+        weights = torch.exp((logits - most[:, None]) / self.temperatures)  # 1 for the likeliest
+        if self.most_k:
+            cut = weights[self.cut]
+            weights[self.cut] = cut.masked_fill(cut < self._least_weights(cut), 0)
+        if self.has_min_p:
+            weights = weights.masked_fill(weights < self.min_ps, 0)
+        # In the order of the ids, whatever was done to find who is left: a draw means the same in any batch.
+        sums = weights.cumsum(-1)
+        chosen = torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True)
+        return chosen[:, 0].clamp_(max=sums.shape[1] - 1)  # of a row that has failed, whose sum is no number
+
+    def _least_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """Of each row that is cut, the weight of the last one that is left."""
+        if self.most_k < weights.shape[1] // 4:
+            best = torch.topk(weights, self.most_k).values
+        else:
+            best = torch.sort(weights, dim=-1, descending=True).values
+        ranks = torch.arange(best.shape[1], device=weights.device)
+        best = best.masked_fill(ranks >= self.top_ks, 0)
+        sums = best.cumsum(-1)
+        is_left = (ranks < self.top_ks) & (sums - best < self.top_ps * sums[:, -1:])
+        last = is_left.sum(-1, keepdim=True).clamp_(min=1) - 1
+        return best.gather(1, last)
+
+    def likely(self, logits: torch.Tensor, ids: torch.Tensor) -> Likely:
+        logprobs = torch.log_softmax(logits[self.asking_rows].float(), dim=-1)
+        sampled = ids[self.asking_rows].long()[:, None]
+        values = logprobs.gather(1, sampled)
+        ranks = (logprobs > values).sum(-1) + 1
+        best, best_ids = torch.topk(logprobs, int(self.due.max()) - 1, dim=-1)
+        together = torch.cat([sampled, best_ids], 1).to(torch.int32)
+        return Likely(together, torch.cat([values, best], 1), ranks.to(torch.int32), self.asking, self.due)
+
+
+# ── randomness ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def _seed(seed: int, sample: int) -> int:
+    """64 bits that differ for every seed and sample of a request."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {sample}".encode(), digest_size=8).digest(), "little")
+
+
+def _draws(seeds: npt.NDArray[np.uint64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """One number of [0, 1) for each seed and count (the mixing of splitmix64)."""
+    mixed = seeds + (counts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    draws: npt.NDArray[np.float32] = (mixed >> np.uint64(64 - DRAWS)).astype(np.float32) / np.float32(1 << DRAWS)
+    return draws

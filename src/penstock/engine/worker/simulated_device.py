@@ -1,0 +1,171 @@
+"""A device that computes nothing: a step takes so long on a clock, not on a core, and its tokens come from a rule.
+
+It queues as an accelerator does: what is launched while a step runs begins when that ends. Leaves to the worker that
+steps are launched in their order, and at most so many at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock import DecodeError, Missing
+from penstock.engine.protocol.batch_state import NOTHING, Schedule
+from penstock.engine.protocol.config import SimulatedDevice
+from penstock.engine.protocol.messages import FinishReason, Ints, Step
+from penstock.engine.worker.device import Sampled, failures
+from penstock.tensor import Incoming, Item
+from penstock.tensor.transport import Held
+
+Words = npt.NDArray[np.uint64]
+_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+PAGE_NBYTES = 4096
+_SHIFTS = tuple(np.uint64(one) for one in (30, 27, 31))
+
+
+class Rule:
+    """Which token stands where: a function of the prompt, the sample and the place alone.
+
+    So neither the batch, nor preemption, nor overlap, nor who else asks can change it, and a test can foretell it.
+    """
+
+    def __init__(self, told: SimulatedDevice) -> None:
+        self._told = told
+
+    def key(self, prompt: Ints, sample: int = 0) -> int:
+        """Of a sample: what `tokens` asks for."""
+        content = np.ascontiguousarray(prompt, np.int32).tobytes() + sample.to_bytes(8, "little")
+        digest = hashlib.blake2b(content, digest_size=8, key=self._told.seed.to_bytes(8, "little")).digest()
+        return int.from_bytes(digest, "little")
+
+    def tokens(self, keys: Words, places: Ints) -> Ints:
+        """The tokens at these places, each counted from the beginning of its prompt."""
+        mixed = keys + places.astype(np.uint64) * _GOLDEN  # splitmix64
+        mixed = (mixed ^ (mixed >> _SHIFTS[0])) * _MIX_1
+        mixed = (mixed ^ (mixed >> _SHIFTS[1])) * _MIX_2
+        mixed ^= mixed >> _SHIFTS[2]
+        ids: Ints = (mixed % np.uint64(self._told.vocabulary)).astype(np.int32)
+        end_id = self._told.end_id
+        if end_id is not None:
+            ids[ids == end_id] = (end_id + 1) % self._told.vocabulary
+            ids[(mixed >> np.uint64(32)) % np.uint64(self._told.end_one_in) == 0] = end_id
+        return ids
+
+    def answer(self, prompt: Ints, count: int, sample: int = 0) -> list[int]:
+        """The first `count` tokens after the prompt, or fewer: up to the end id, which is the last of them."""
+        keys = np.full(count, self.key(prompt, sample), np.uint64)
+        ids: list[int] = self.tokens(keys, np.arange(prompt.size, prompt.size + count, dtype=np.int32)).tolist()
+        end_id = self._told.end_id
+        return ids[: ids.index(end_id) + 1] if end_id is not None and end_id in ids else ids
+
+
+class SimulatedFlight:
+    """A step that runs until `done_at`, on the clock."""
+
+    def __init__(self, done_at: float, sampled: Sampled, clock: Callable[[], float]) -> None:
+        self.done_at: float | None = done_at
+        self._sampled = sampled
+        self._clock = clock
+
+    def is_done(self) -> bool:
+        return self.done_at is not None and self._clock() >= self.done_at
+
+    def result(self) -> Sampled:
+        """Blocks until the step is done."""
+        while self.done_at is not None and (left := self.done_at - self._clock()) > 0:
+            time.sleep(left)
+        return self._sampled
+
+
+class Simulated:
+    """The device. `busy` and `idle` are in seconds, and exact on its clock.
+
+    Idle is the time from the end of a step to the launch of the next, where the one before left somebody to be
+    continued: nobody's time is wasted between a step after which all have left and the next one with rows.
+    """
+
+    def __init__(
+        self,
+        told: SimulatedDevice,
+        slots: int,
+        clock: Callable[[], float] = time.monotonic,
+        open_item: Callable[[Item], Held] | None = None,
+    ) -> None:
+        """`open_item` gives images, and raises Missing; None: only those that travel inline."""
+        self.blocks = told.blocks
+        self.vocabulary = 1 << 31  # its rule takes any number
+        self.max_short_prompt = None
+        self.busy = 0.0
+        self.idle = 0.0
+        self._told = told
+        self._rule = Rule(told)
+        self._keys: Words = np.zeros(slots, np.uint64)  # by slot
+        self._clock = clock
+        self._open_item = open_item or Incoming(None).open
+        self._free_at = 0.0  # when the last step that was launched ends
+        self._is_awaited = False  # somebody had a row in the last step, and has not left since
+
+    @property
+    def idle_share(self) -> float:
+        """Of the time in which there was somebody to compute for."""
+        return self.idle / (self.idle + self.busy) if self.busy else 0.0
+
+    def launch(self, schedule: Schedule, step: Step) -> SimulatedFlight:
+        if step.joined is not None:
+            samples = schedule.samples
+            for slot in step.joined.slots.tolist():
+                self._keys[slot] = self._rule.key(schedule.prompts[slot], int(samples[slot]))
+        failed = failures(self._look_at_images(schedule, step) if self._told.opens_images else {})
+        now = self._clock()
+        tokens = int(schedule.counts.sum())
+        if not tokens:  # nothing is computed: somebody left, perhaps
+            self._is_awaited = self._is_awaited and schedule.rows.size > 0
+            return SimulatedFlight(max(now, self._free_at), Sampled(NOTHING, None, *failed), self._clock)
+        if self._is_awaited and now > self._free_at:
+            self.idle += now - self._free_at
+        self._is_awaited = True
+        duration = self._told.step_seconds + self._told.token_seconds * tokens
+        self._free_at = max(now, self._free_at) + duration
+        self.busy += duration
+        sampled = schedule.sampled
+        ids = self._rule.tokens(self._keys[sampled], schedule.computed[sampled]) if sampled.size else NOTHING
+        return SimulatedFlight(self._free_at, Sampled(ids, None, *failed), self._clock)
+
+    def _look_at_images(self, schedule: Schedule, step: Step) -> dict[int, FinishReason]:
+        """Of those who join and bring images: each one that the cache has not got the whole of. Who fails by it."""
+        joined = step.joined
+        if joined is None or joined.inputs is None:
+            return {}
+        failed = {}
+        slots: list[int] = joined.slots.tolist()
+        parents = slots if joined.parents is None else joined.parents.tolist()
+        for slot, parent in zip(slots, parents, strict=True):
+            if parent != slot:
+                continue  # whose images these are has looked at them
+            cached = int(schedule.computed[slot] - schedule.counts[slot])
+            try:
+                for item, position, length in schedule.inputs[slot]:
+                    if position + length > cached:
+                        with self._open_item(item) as held:
+                            _touch(held.value())
+            except Missing:
+                failed[slot] = FinishReason.MISSING
+            except (DecodeError, ValueError):
+                failed[slot] = FinishReason.MISFIT
+        return failed
+
+
+def _touch(value: Any) -> None:
+    """Reads a byte of each page, as who copies it to an accelerator reads all of them."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for one in value:
+            _touch(one)
+    elif isinstance(value, np.ndarray) and value.nbytes:
+        value.reshape(-1).view(np.uint8)[::PAGE_NBYTES].max()

@@ -1,0 +1,219 @@
+"""Models on several ranks: which slice of each parameter a rank has, and where the ranks add up what they have.
+
+The model's own plan says which layers are cut, and how. Every tensor is a plain one: a layer that is cut is the same
+layer, only narrower. Leaves to `slices` where they begin and end, to `weights` to read them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from penstock.engine.worker.weight_slices import FIRST_ONLY, Heads, Slice, share, within
+
+ALIGNED = 8  # columns, or rows: the arithmetic of some devices and of experts wants 16 bytes, of two-byte numbers
+KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")  # layers whose outputs are heads, or, of the last, inputs
+
+
+class Ranks:
+    """The processes that share a model. With one alone, nothing is said to anybody."""
+
+    def __init__(self, rank: int = 0, size: int = 1, meeting: str = "", device: str = "cpu") -> None:
+        """Blocks until all have come. `meeting` is where: `tcp://127.0.0.1:PORT`, or `file://PATH`.
+
+        `device` is this rank's own; "cuda" is that of its number.
+        """
+        self.rank = rank
+        self.size = size
+        if device.startswith("cuda"):
+            torch.cuda.set_device(rank if device == "cuda" else torch.device(device).index)
+        if size > 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or it asks what this machine is called, and believes it
+            torch.distributed.init_process_group(
+                "nccl" if device.startswith("cuda") else "gloo",
+                init_method=meeting,
+                rank=rank,
+                world_size=size,
+                timeout=datetime.timedelta(minutes=5),
+            )
+
+    def close(self) -> None:
+        if self.size > 1:
+            torch.distributed.destroy_process_group()
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """The sum of what all ranks have, in place."""
+        if self.size > 1:
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """What all ranks have, side by side in the last dimension."""
+        if self.size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, tensor.contiguous())
+        return torch.cat(parts, dim=-1)
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        """What rank 0 has, in place."""
+        if self.size > 1:
+            torch.distributed.broadcast(tensor, 0)
+        return tensor
+
+    def least(self, number: int) -> int:
+        if self.size == 1:
+            return number
+        device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+        tensor = torch.tensor(number, device=device)
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)
+        return int(tensor)
+
+
+def shard(model: nn.Module, plan: dict[str, str], ranks: Ranks, heads: Heads) -> dict[str, Slice]:
+    """Cuts a model that is on the meta device. Returns the slice of each parameter that has one.
+
+    Raises ValueError where the plan has a style that is not known here, or there are too few heads.
+    """
+    heads.require(ranks.size)
+    slices: dict[str, Slice] = {}
+    if ranks.size == 1:
+        return slices
+    modules = dict(model.named_modules())
+    names = [*modules, *(name for name, _ in model.named_parameters(remove_duplicate=False))]
+    styles = {re.sub(r"\.\d+(?=\.|$)", ".*", name): name for name in names}
+    for pattern, style in plan.items():
+        if pattern in styles and style not in STYLES:
+            raise ValueError(
+                f"{pattern}: the plan of {type(model).__name__} wants {style!r}; known are {', '.join(sorted(STYLES))}"
+            )
+    for name in names:
+        wanted = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if wanted is not None:
+            STYLES[wanted](_Cut(model, modules, ranks, heads, slices), name)
+    return slices
+
+
+class _Cut(NamedTuple):
+    """One cut, as the styles make it."""
+
+    model: nn.Module
+    modules: dict[str, nn.Module]
+    ranks: Ranks
+    heads: Heads
+    slices: dict[str, Slice]
+
+    def parameter(self, name: str, dimension: int, parts: int = 1) -> None:
+        """`parts` stand one after the other in this dimension, each to be cut."""
+        owner, _, own = name.rpartition(".")
+        module = self.modules[owner]
+        whole = module._parameters.get(own)
+        if whole is not None:
+            cut = self._slice(owner.rpartition(".")[2], dimension, whole.shape[dimension], parts)
+            module._parameters[own] = nn.Parameter(whole.new_empty(cut.shape(whole.shape)), requires_grad=False)
+            self.slices[name] = cut
+
+    def _slice(self, layer: str, dimension: int, length: int, parts: int) -> Slice:
+        rank, size = self.ranks.rank, self.ranks.size
+        if layer in KEYS:
+            return self.heads.of_keys(dimension, length, rank, size)
+        if layer in QUERIES:
+            return self.heads.of_queries(dimension, length, rank, size)
+        part = length // parts
+        begin, width = share(part, rank, size, ALIGNED)
+        begin, end = within(begin, width, part)
+        ranges = tuple((number * part + begin, number * part + end) for number in range(parts))
+        return Slice(dimension, length, ranges, width)
+
+    def after(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        self.modules[name].register_forward_hook(lambda _module, _inputs, outcome: change(outcome))
+
+    def add_up_after(self, name: str) -> None:
+        self.after(name, self.ranks.add_up)
+
+
+def _colwise(cut: _Cut, name: str, parts: int = 1) -> None:
+    if name not in cut.modules:  # a parameter: the outputs are its last dimension but one
+        cut.parameter(name, -2, parts)
+        return
+    cut.parameter(f"{name}.weight", -2, parts)
+    cut.parameter(f"{name}.bias", -1, parts)
+
+
+def _packed_colwise(cut: _Cut, name: str) -> None:
+    _colwise(cut, name, parts=2)
+
+
+def _colwise_gather_output(cut: _Cut, name: str) -> None:
+    module: Any = cut.modules[name]
+    whole = module.out_features
+    _colwise(cut, name)
+    cut.after(name, lambda outcome: cut.ranks.gather(outcome)[..., :whole])
+
+
+def _rowwise(cut: _Cut, name: str) -> None:
+    if name not in cut.modules:  # a parameter: whose module it is adds up
+        cut.parameter(name, -1)
+        return
+    cut.parameter(f"{name}.weight", -1)
+    if cut.modules[name]._parameters.get("bias") is not None and cut.ranks.rank > 0:
+        cut.slices[f"{name}.bias"] = FIRST_ONLY
+    cut.add_up_after(name)
+
+
+def _rowwise_split_input(cut: _Cut, name: str) -> None:
+    _rowwise(cut, name)
+    part = cut.slices[f"{name}.weight"]
+
+    def split(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (part.of(inputs[0], inputs[0].shape, name), *inputs[1:])
+
+    cut.modules[name].register_forward_pre_hook(split)
+
+
+def _embedding_rowwise(cut: _Cut, name: str) -> None:
+    """Each rank knows some of the ids, and has zeros for the others."""
+    cut.parameter(f"{name}.weight", -2)
+    embedding: Any = cut.modules[name]
+    each = embedding.weight.shape[0]
+    embedding.padding_idx = None  # for who trains; it may be another rank's
+    look_up = embedding.forward
+
+    def forward(ids: Tensor) -> Tensor:
+        here = ids - cut.ranks.rank * each
+        elsewhere = (here < 0) | (here >= each)
+        found = look_up(here.clamp(0, each - 1))
+        return cut.ranks.add_up(found.masked_fill(elsewhere[..., None], 0))
+
+    embedding.forward = forward
+
+
+def _add_up(cut: _Cut, name: str) -> None:
+    cut.add_up_after(name)
+
+
+def _whole(_: _Cut, __: str) -> None:
+    """Every rank has all of it."""
+
+
+STYLES: dict[str, Callable[[_Cut, str], None]] = {
+    "colwise": _colwise,
+    "packed_colwise": _packed_colwise,
+    "colwise_gather_output": _colwise_gather_output,
+    "colwise_rep": _colwise_gather_output,
+    "rowwise": _rowwise,
+    "rowwise_rep": _rowwise_split_input,
+    "rowwise_split_input": _rowwise_split_input,
+    "embedding_rowwise": _embedding_rowwise,
+    "moe_tp_experts": _add_up,
+    "all_reduce": _add_up,
+    "replicate": _whole,
+    "replicated_with_grad_allreduce": _whole,
+}

@@ -1,0 +1,231 @@
+"""What stands in prompts instead of text: each image is encoded once, when a step first needs it, and kept by its key.
+
+An image is opened for as long as it takes to encode it. All ranks do so in the same step, and where one of them does
+not find it, none has it: that request fails alike on all. Leaves to the store where an image's tensors lie, and to
+whoever filled it what they are: what the model's processor makes of one image.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed
+from torch import Tensor
+
+from penstock import DecodeError, Missing
+from penstock.engine.cluster.logs import event
+from penstock.engine.protocol.batch_state import Index, Input
+from penstock.engine.protocol.messages import FinishReason, Ints
+from penstock.engine.worker.input_batch import Batch, moved
+from penstock.engine.worker.model import Model
+from penstock.tensor import Item
+from penstock.tensor.transport import Held
+
+Open = Callable[[Item], Held]  # raises Missing
+Name: TypeAlias = "bytes | int"  # of an image: its key; of one without, who its item is, as long as a slot has it
+MOST_NBYTES = 1 << 28  # of encoded images that nobody needs at the moment
+MOST_GRIDS = 1 << 14  # of images whose shape is remembered
+
+MISSING, MISFIT, THERE = range(3)  # what a rank says of an image; the least counts
+WHY = {MISSING: FinishReason.MISSING, MISFIT: FinishReason.MISFIT}
+OURS = (torch.OutOfMemoryError, torch.distributed.DistError)  # whatever else a model raises, the image's tensors did
+
+
+class Unusable(Exception):
+    """An image that is not there, or is no image to this model. All ranks say so."""
+
+    def __init__(self, why: FinishReason) -> None:
+        super().__init__(why.name)
+        self.why = why
+
+
+class Images:
+    """Of all requests, by slot."""
+
+    def __init__(self, model: Model, open_item: Open, slots: int) -> None:
+        self._model = model
+        self._open_item = open_item
+        self._image_id = model.image_id or 0
+        self._encoded: OrderedDict[Name, Tensor] = OrderedDict()  # those last used last
+        self._nbytes = 0
+        self._grids: OrderedDict[Name, Tensor] = OrderedDict()  # [1, 3]: who is in the cache need not be opened for it
+        self._inputs: dict[int, list[tuple[Input, Index]]] = {}  # with the positions at which the image stands
+        self._ends = np.zeros(slots, np.intp)  # from here on there is only text
+        self._offsets = np.zeros(slots, np.intp)  # of rope positions, from there on
+        self._ropes: dict[int, Index] = {}  # and up to there [3, end]
+        self._broken: dict[int, FinishReason] = {}  # slots of which nobody knows where their tokens stand
+        self._has_ropes = hasattr(model.stock.base_model, "get_rope_index")
+
+    def join(self, slot: int, prompt: Ints, inputs: tuple[Input, ...]) -> None:
+        self.leave(slot)
+        if not inputs:
+            return
+        self._inputs[slot] = [
+            (one, one[1] + np.flatnonzero(prompt[one[1] : one[1] + one[2]] == self._image_id)) for one in inputs
+        ]
+        self._ends[slot] = max(position + length for _, position, length in inputs)
+        if self._has_ropes:
+            try:
+                self._find_ropes(slot, prompt, inputs)
+            except Unusable as unusable:
+                self._broken[slot] = unusable.why
+
+    def leave(self, slot: int) -> None:
+        for (item, _, _), _ in self._inputs.pop(slot, ()):
+            if item.key is None and not self._is_wanted(item):
+                self._forget(id(item))
+        self._ropes.pop(slot, None)
+        self._broken.pop(slot, None)
+        self._ends[slot] = self._offsets[slot] = 0
+
+    def _is_wanted(self, item: Item) -> bool:
+        """By another sample of its request."""
+        return any(one is item for inputs in self._inputs.values() for (one, _, _), _ in inputs)
+
+    def _forget(self, name: Name) -> None:
+        self._grids.pop(name, None)
+        encoded = self._encoded.pop(name, None)
+        self._nbytes -= 0 if encoded is None else encoded.nbytes
+
+    # ── where tokens stand ──
+    @property
+    def planes(self) -> int:
+        """In how many positions the model is told where a token stands."""
+        return 3 if self._has_ropes else 1
+
+    def _find_ropes(self, slot: int, prompt: Ints, inputs: tuple[Input, ...]) -> None:
+        ids = torch.tensor(prompt, dtype=torch.int64)[None]
+        grids = torch.cat([self._grid(item) for item, _, _ in inputs])
+        try:
+            positions, _ = self._model.stock.base_model.get_rope_index(
+                ids, mm_token_type_ids=ids.eq(self._image_id).int(), image_grid_thw=grids
+            )
+        except Exception as error:
+            raise self._misfit(error) from None
+        ropes = positions[:, 0].numpy().astype(np.intp)
+        self._ropes[slot] = ropes[:, : self._ends[slot]]
+        self._offsets[slot] = ropes.max() + 1 - prompt.size
+
+    def _grid(self, item: Item) -> Tensor:
+        name = _name(item)
+        if name not in self._grids:
+            grid = self._open(item).get("image_grid_thw")
+            if grid is None or grid.numel() != 3:
+                raise self._misfit(ValueError("expected an image_grid_thw of three numbers"))
+            self._grids[name] = grid.reshape(1, 3).clone()
+            if len(self._grids) > MOST_GRIDS:
+                self._grids.popitem(last=False)
+        else:
+            self._grids.move_to_end(name)
+        return self._grids[name]
+
+    def positions(self, batch: Batch) -> Index:
+        """What the model is told of where tokens stand: [tokens], or [3, tokens] where it sees pictures as planes."""
+        if not self._has_ropes:
+            return batch.positions
+        positions = np.tile(batch.positions + self._offsets[batch.slots], (self.planes, 1))
+        for slot, first, begin, end in self._rows_before_their_ends(batch):
+            if slot in self._ropes:
+                there = self._ropes[slot][:, begin:end]
+                positions[:, first : first + there.shape[1]] = there
+        return positions
+
+    # ── what stands there ──
+    def embeds(self, batch: Batch, ids: Tensor) -> tuple[Tensor | None, dict[int, FinishReason]]:
+        """What stands for the tokens of the step (None: only they themselves); and slots that want an image that is
+        not there, or is another than their prompt has room for."""
+        failed = {slot: self._broken[slot] for slot in self._broken.keys() & set(batch.rows.tolist())}
+        places: list[Index] = []
+        pieces: list[Tensor] = []
+        for slot, first, begin, end in self._rows_before_their_ends(batch):
+            for (item, _, _), there in self._inputs[slot]:
+                low, high = np.searchsorted(there, (begin, end))
+                if low == high:
+                    continue
+                try:
+                    encoded = self._encoding(item)
+                except Unusable as unusable:
+                    failed[slot] = unusable.why
+                    continue
+                if encoded.shape[0] != there.size:
+                    failed[slot] = FinishReason.MISFIT
+                    continue
+                places.append(first + there[low:high] - begin)
+                pieces.append(encoded[low:high])
+        if not pieces:
+            return None, failed
+        self._make_room()
+        where = moved(np.concatenate(places), ids.device)
+        embeds = self._model.embeds(ids).clone()
+        embeds[where] = torch.cat(pieces).to(embeds.dtype)
+        return embeds, failed
+
+    def _rows_before_their_ends(self, batch: Batch) -> list[tuple[int, int, int, int]]:
+        """Slot, first token in the step, first position, and the position after the last, of rows with images yet."""
+        begins = batch.positions[batch.starts]
+        rows = np.flatnonzero(begins < self._ends[batch.rows])
+        return [
+            (int(batch.rows[row]), int(batch.starts[row]), int(begins[row]), int(begins[row] + batch.counts[row]))
+            for row in rows
+        ]
+
+    def _encoding(self, item: Item) -> Tensor:
+        """Of an image [tokens, size]. Raises Unusable."""
+        name = _name(item)
+        if name in self._encoded:
+            self._encoded.move_to_end(name)
+            return self._encoded[name]
+        found = self._open(item)
+        try:
+            encoded = self._encode(found)
+        except OURS:
+            raise
+        except Exception as error:
+            raise self._misfit(error) from None
+        self._encoded[name] = encoded
+        self._nbytes += encoded.nbytes
+        return encoded
+
+    def _encode(self, found: Mapping[str, Tensor]) -> Tensor:
+        model = self._model
+        given: dict[str, Any] = {
+            name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
+            for name, tensor in found.items()
+        }
+        features = model.stock.get_image_features(**given, return_dict=True).pooler_output
+        return torch.cat([one.flatten(0, -2) for one in features])
+
+    def _make_room(self) -> None:
+        while self._nbytes > MOST_NBYTES and len(self._encoded) > 1:
+            self._nbytes -= self._encoded.popitem(last=False)[1].nbytes
+
+    # ── opening ──
+    def _open(self, item: Item) -> dict[str, Tensor]:
+        """An image's tensors, which hold it for as long as one of them lives. Raises Unusable."""
+        found: dict[str, Tensor] = {}
+        state = MISFIT
+        try:
+            value = self._open_item(item).value("torch")
+            if isinstance(value, Mapping):
+                found = {name: one for name, one in value.items() if isinstance(one, Tensor)}
+                state = THERE
+        except Missing:
+            state = MISSING
+        except (DecodeError, ValueError) as error:
+            event("not an image", error=error)
+        state = self._model.ranks.least(state)  # who goes on alone would wait for the others, and add up nonsense
+        if state != THERE:
+            raise Unusable(WHY[state])
+        return found
+
+    def _misfit(self, error: Exception) -> Unusable:
+        event("image does not fit the model", error=f"{type(error).__name__}: {error}")
+        return Unusable(FinishReason.MISFIT)
+
+
+def _name(item: Item) -> Name:
+    return id(item) if item.key is None else item.key

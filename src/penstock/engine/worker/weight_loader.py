@@ -1,0 +1,162 @@
+"""Parameters from a directory of safetensors: each rank reads its slices, and nothing else.
+
+What a checkpoint calls its tensors, and which of them have become one, is for transformers to know.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from penstock.engine.model_dir import ALONE, INDEX
+from penstock.engine.worker.weight_slices import FIRST_ONLY, Slice
+
+
+class Files:
+    """The tensors of a directory, by name, none of them read yet. Raises ValueError where there are none."""
+
+    def __init__(self, path: Path) -> None:
+        if (path / INDEX).exists():
+            self._file_of: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
+            self._files = {name: self._open(path / name) for name in set(self._file_of.values())}
+        elif (path / ALONE).exists():
+            self._files = {ALONE: self._open(path / ALONE)}
+            self._file_of = dict.fromkeys(self._files[ALONE].keys(), ALONE)
+        else:
+            raise ValueError(f"{path}: no {ALONE} and no {INDEX}")
+        self.names = sorted(self._file_of, key=dot_natural_key)
+
+    @staticmethod
+    def _open(path: Path) -> Any:
+        return safe_open(path, framework="pt")
+
+    def read(self, name: str, part: Slice | None) -> Tensor:
+        source = self._files[self._file_of[name]].get_slice(name)
+        whole: Tensor = source[...] if part is None else part.of(source, source.get_shape(), name)
+        return whole
+
+
+def load(model: Any, path: Path, slices: dict[str, Slice], device: torch.device) -> None:
+    """Gives a model on the meta device its parameters, in the types that they have there.
+
+    Raises ValueError where one is not in the files, or has another shape.
+    """
+    files = Files(path)
+    wanted = {
+        name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
+    }
+    for name, tensor in _converted(model, files, wanted, slices):
+        _put(model, name, tensor, wanted, device)
+        del wanted[name]
+    for name, source in model.all_tied_weights_keys.items():
+        if name in wanted:
+            _put(model, name, _tied(model, name, source, slices), wanted, device)
+            del wanted[name]
+    if wanted:
+        some = ", ".join(list(wanted)[:4])
+        raise ValueError(f"{path}: {len(wanted)} parameters of {type(model).__name__} are not there: {some}")
+
+
+def _converted(
+    model: Any, files: Files, wanted: dict[str, Tensor], slices: dict[str, Slice]
+) -> Iterator[tuple[str, Tensor]]:
+    """Each parameter that is in the files, by the model's name for it."""
+    known = get_model_conversion_mapping(model)
+    renamings = [one for one in known if isinstance(one, WeightRenaming)]
+    converters = [one for one in known if isinstance(one, WeightConverter)]
+    merged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for key in files.names:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
+        if name not in wanted and key in wanted:
+            name, pattern = key, None
+        if name not in wanted:
+            continue  # a part of the model that is not for this
+        if pattern is None:
+            part = slices.get(name)
+            yield name, torch.zeros_like(wanted[name], device="cpu") if part is FIRST_ONLY else files.read(key, part)
+        else:
+            merged[name][pattern].append(key)
+    for name, keys in merged.items():
+        first = next(iter(keys))
+        converter = copy.deepcopy(next(one for one in converters if first in one.source_patterns))
+        yield from _merged(model, files, name, keys, converter, slices)
+
+
+def _merged(
+    model: Any, files: Files, name: str, keys: dict[str, list[str]], converter: Any, slices: dict[str, Slice]
+) -> Iterator[tuple[str, Tensor]]:
+    """A parameter of which the file has the pieces: experts, most often, each of them to be cut as the whole."""
+    part = slices.get(name)
+    only_put_together = all(isinstance(one, (MergeModulelist, Concatenate)) for one in converter.operations)
+    cut_first = part is not None and only_put_together and len(part.ranges) in (1, len(converter.source_patterns))
+    own = part.first() if part is not None and cut_first else None
+    for pattern, sources in keys.items():
+        converter.collected_tensors[pattern] = [files.read(key, own) for key in sources]
+    for target, tensor in converter.convert(name, model=model, config=model.config).items():
+        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        cut = slices.get(target)
+        yield target, tensor if cut is None or cut_first else cut.of(tensor, tensor.shape, target)
+
+
+def _tied(model: Any, name: str, source: str, slices: dict[str, Slice]) -> Tensor:
+    """What one parameter has of another's memory."""
+    tensor: Tensor = model.get_parameter(source)
+    mine, theirs = slices.get(name), slices.get(source)
+    if mine == theirs:
+        return tensor
+    if mine is None or theirs is not None:
+        raise ValueError(f"{name} is the same as {source}, and the plan cuts them differently")
+    return mine.of(tensor, tensor.shape, name)
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor, wanted: dict[str, Tensor], device: torch.device) -> None:
+    empty = wanted[name]
+    if tensor.shape != empty.shape:
+        raise ValueError(f"{name}: expected a shape of {tuple(empty.shape)}, got {tuple(tensor.shape)}")
+    owner, _, own = name.rpartition(".")
+    module = model.get_submodule(owner)
+    tensor = tensor.to(device=device, dtype=empty.dtype)
+    if own in module._buffers:
+        module._buffers[own] = tensor
+    else:
+        module._parameters[own] = nn.Parameter(tensor, requires_grad=False)
+
+
+def rebuild_buffers(model: Any, device: torch.device) -> None:
+    """Computes what is in no file, and was left empty by the meta device: frequencies, for example.
+
+    Before `load`, as it would set parameters, too. Raises ValueError where the model does not say how.
+    """
+    buffers = []
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        if buffer.is_meta:
+            owner, _, own = name.rpartition(".")
+            empty = torch.full_like(buffer, _NEVER.get(buffer.dtype, float("nan")), device=device)
+            model.get_submodule(owner)._buffers[own] = empty
+            buffers.append((name, empty))
+    model.initialize_weights()
+    for name, _ in buffers:
+        buffer = model.get_buffer(name)
+        never = _NEVER.get(buffer.dtype)
+        if bool(buffer.isnan().any() if never is None else (buffer == never).any()):
+            raise ValueError(f"{name}: {type(model).__name__} does not say how it is computed")
+
+
+_NEVER: dict[torch.dtype, int | bool] = {torch.int64: -(1 << 62), torch.int32: -(1 << 30)}  # of others: not a number

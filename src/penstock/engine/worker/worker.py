@@ -1,0 +1,179 @@
+"""A worker: follows the core's steps, gives them to its device, and says what each has sampled.
+
+It waits for whatever comes first: the next step, or the end of the oldest one that runs. Leaves to the device what a
+step is, and to the launcher what follows when the core dies.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from penstock import EndOfChannel, Timeout
+from penstock.codec.follow import Follower, Following
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.process import starting
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Member, Tree, past_the_dead
+from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import Ready, Step, StepDone, Stop, Whole
+from penstock.engine.worker.device import Device, Flight
+from penstock.engine.worker.device_stats import Meter
+from penstock.engine.worker.simulated_device import Simulated
+from penstock.tensor import Incoming
+
+if TYPE_CHECKING:  # who needs torch
+    from penstock.engine.worker.decode_graphs import Recorder
+
+MOST_IN_FLIGHT = 2  # one runs, one waits: the device need not wait for us between them
+LOOKS = 10_000  # of a thread for the others of its product: about 0.1 ms. With none, a short step takes twice as long
+LOOK_AGAIN = 0.0002  # seconds; at a flight of which nobody knows when it will end
+
+
+def run(tree: Tree, me: Member) -> None:
+    with starting():
+        device = device_of(tree, me)
+    worker = Worker(tree, me, device)
+    gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
+    worker.run()
+    if isinstance(device, Simulated):
+        event("device stopped", busy=device.busy, idle=device.idle, idle_share=device.idle_share)
+
+
+def device_of(tree: Tree, me: Member) -> Device:
+    """Blocks until all ranks have come, and the model is loaded."""
+    config = tree.config
+    if config.simulated is not None:
+        return Simulated(config.simulated, config.slots, open_item=Incoming(tree.store).open)
+    # Read when torch is loaded. Threads of a product that wait for each other look for about as long as it takes to
+    # wake somebody, then give their processor away: core and servers need it, and bring the next step.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", str(LOOKS))
+    # Imported here: torch is not needed by anybody else.
+    from penstock.engine.worker.model_runner import TorchDevice
+    from penstock.engine.worker.tensor_parallel import Ranks
+
+    device = config.device_of(me.group, me.index)
+    ranks = Ranks(me.index, config.tensor_parallel, tree.meetings[me.group], device)
+    return TorchDevice(
+        config.model,
+        slots=config.slots,
+        ranks=ranks,
+        device=device,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        blocks=config.blocks,
+        most_blocks=config.slots * config.most_blocks,  # which is what all of them can fill
+        token_budget=config.token_budget,
+        open_item=Incoming(tree.store).open,
+        threads=config.threads,
+        processes=config.tensor_parallel * config.data_parallel,
+        end_ids=config.end_ids,
+        recorder=recorder_of(config),
+    )
+
+
+def recorder_of(config: EngineConfig) -> Recorder | None:
+    """Of what this process's current device does; only CUDA's can be recorded, and a sum of its ranks with it."""
+    if not config.device.startswith("cuda"):
+        return None
+    if not config.cuda_graphs:
+        event("decode steps are not recorded", why="cuda_graphs is off")
+        return None
+    from penstock.engine.worker.cuda_graphs import CudaGraphs
+
+    return CudaGraphs()
+
+
+class Worker:
+    def __init__(self, tree: Tree, me: Member, device: Device) -> None:
+        config, group = tree.config, tree.groups[me.group]
+        self._me = me
+        self._device = device
+        self._flights: deque[tuple[Step, Flight]] = deque()
+        self._timeout = config.step_timeout
+        self._row = Board(tree.board, writable=True).row(me.group)
+        self._meter = Meter(device) if me.index == 0 else None
+        name = str(me)
+        self._steps = group.steps.receiver(me.index, name=name)
+        self._inbox = group.inbox.sender(tree.worker_lane(me.index), name=name)
+        self._results = group.results.sender(name=name) if me.index == 0 else None
+        ready = Ready(me.index, device.blocks, device.vocabulary, device.max_short_prompt)
+        past_the_dead(me, lambda: self._inbox.send(ready, config.start_timeout), config.start_timeout)
+        event("worker ready", blocks=device.blocks)
+        first = past_the_dead(me, self._steps.receive, config.start_timeout)
+        if not isinstance(first, Whole):
+            self._is_stopped = isinstance(first, Stop)
+            if not self._is_stopped:
+                raise RuntimeError(f"expected a picture as the core's first message, got {type(first).__name__}")
+            return
+        self._is_stopped = False
+        self._schedule = Schedule(first.slots, first.blocks, first.block_size, config.most_blocks)
+        follower = Follower(self._schedule, name)
+        follower.take(first)
+        self._next = first.number + 1
+        self._following = Following(self._steps, follower, self._inbox.send_nowait)
+
+    def run(self) -> None:
+        """Until the core says that it is time to stop. Raises PeerDied when it has died."""
+        while not self._is_stopped:
+            self._turn()
+        while self._flights:
+            self._answer()
+        for end in (self._steps, self._inbox, self._results):
+            if end is not None:
+                end.close()
+
+    def _turn(self) -> None:
+        """Launches a step, or answers for one that is done."""
+        if self._flights and (len(self._flights) == MOST_IN_FLIGHT or self._flights[0][1].is_done()):
+            return self._answer()
+        try:
+            step = self._following.receive(self._patience())
+        except Timeout:
+            return None
+        except EndOfChannel:
+            self._is_stopped = True
+            return None
+        if isinstance(step, Stop):
+            self._is_stopped = True
+            return None
+        if step.number != self._next:  # what the cache holds is not what the core believes
+            raise RuntimeError(f"step {self._next} was missed: the next one that fits is {step.number}")
+        self._next += 1
+        began = time.monotonic_ns()
+        self._flights.append((step, self._device.launch(self._schedule, step)))
+        if self._meter is not None:
+            self._meter.launched(self._schedule, step, began)
+        return None
+
+    def _patience(self) -> float | None:
+        """For how long to wait for another step."""
+        if not self._flights:
+            return None
+        done_at = self._flights[0][1].done_at
+        return LOOK_AGAIN if done_at is None else max(0.0, done_at - time.monotonic())
+
+    def _answer(self) -> None:
+        step, flight = self._flights.popleft()
+        sampled = flight.result()
+        if self._results is None:
+            return
+        done = StepDone(
+            step.leader,
+            step.number,
+            sampled.ids,
+            logprobs=sampled.logprobs,
+            failed=sampled.failed,
+            reasons=sampled.reasons,
+        )
+        done_at = time.monotonic_ns()
+        results = self._results
+        past_the_dead(self._me, lambda: results.send(done, self._timeout), self._timeout)
+        assert self._meter is not None, "whoever tells results counts them"
+        self._meter.done(sampled, done_at)  # nobody waits for that
+        self._meter.publish(self._row)

@@ -1,0 +1,161 @@
+"""Prompts from texts and messages, and how an id looks: what a server process knows of the model's tokenizer.
+
+Leaves the texts of answers to the output processors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from penstock.engine.model_dir import parts, tokenizer_of, vocabulary
+from penstock.engine.output.detokenizer import Vocabulary
+from penstock.engine.protocol.config import EngineConfig
+from penstock.server.chat.chat_template import Template, in_one
+from penstock.server.chat.length_bound import length_bound
+from penstock.server.chat.request_schema import Conversation
+from penstock.server.errors import ApiError, Limit, context_length_exceeded
+from penstock.server.images.image_prompts import ImageReader, Prompt
+
+T = TypeVar("T")
+
+LONG = 4096  # characters: about 1 ms of tokenising; longer ones are done by a thread, and the loop goes on
+MANY = 128  # parts of messages: about 0.5 ms of a template
+THREADS = 2  # for both. The tokenizer lets the interpreter go
+
+
+class Words(Protocol):
+    """Of a model, or of a simulated device. Made once in a process."""
+
+    most_ids: int  # there are no ids from this one on
+    tokenizer: Any  # of `tokenizers`; None: a text is its bytes
+
+    def encode(self, text: str, add_special: bool) -> list[int]: ...
+
+    def min_tokens(self, text: str) -> int:
+        """How many ids a text has at least, found out much sooner than its ids."""
+
+    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+        """The prompt that a conversation is. Raises ApiError."""
+
+
+def words_of(config: EngineConfig) -> Words:
+    """Of a simulated device, the bytes of a text are its ids, unless a directory with a tokenizer is named."""
+    if config.simulated is not None and not (Path(config.model) / "tokenizer.json").exists():
+        return BytesWords(config.simulated.vocabulary)
+    return ModelWords(config)
+
+
+class BytesWords:
+    tokenizer = None
+
+    def __init__(self, vocabulary: int) -> None:
+        self.most_ids = vocabulary
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        return [one % self.most_ids for one in text.encode()]
+
+    def min_tokens(self, text: str) -> int:
+        return len(text)
+
+    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+        said = "".join(f"{one['role']}: {in_one(one['content'])}\n" for one in messages)
+        return f"{said}assistant:" if is_answered else said
+
+
+class ModelWords:
+    def __init__(self, config: EngineConfig) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is not cut among threads
+        self.tokenizer = tokenizer_of(config)
+        self._bound = length_bound(Path(config.model) / "tokenizer.json")
+        self._template = Template(Path(config.model))
+        self.most_ids = _most_ids(config)
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        # As a batch, though of one: only for a batch the interpreter is let go meanwhile.
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def min_tokens(self, text: str) -> int:
+        return 0 if self._bound is None else self._bound.min_tokens(text)
+
+    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+        return self._template.prompt(messages, is_answered, options)
+
+
+def _most_ids(config: EngineConfig) -> int:
+    """An id that the model has no place for would be the end of its worker."""
+    if config.simulated is not None:
+        return 1 << 31
+    whole, text = parts(Path(config.model) / "config.json")
+    most: int = (text or whole)["vocab_size"]
+    return most
+
+
+class Reader:
+    """Makes prompts without holding up the loop."""
+
+    def __init__(self, config: EngineConfig, words: Words, images: ImageReader | None = None) -> None:
+        """`images`: None where the model takes none."""
+        self._config = config
+        self.words = words
+        self._images = images
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
+        self._vocabulary: asyncio.Future[Vocabulary] | None = None
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._images is not None:
+            self._images.close()
+
+    async def conversation(
+        self,
+        said: Conversation,
+        is_answered: bool,
+        options: dict[str, Any],
+        add_special: bool = False,
+        limit: Limit | None = None,
+    ) -> Prompt:
+        """To be released, unless a request gets it. Raises ApiError."""
+        if said.images and self._images is None:
+            where = said.images[0].where
+            raise ApiError(400, f"expected text, got an image at $.{where}: this model takes none", param=where)
+        work = functools.partial(self.words.chat, said.messages, is_answered, options)
+        text = work() if said.parts <= MANY else await self.in_a_thread(work)
+        ids = await self.ids(text, add_special, limit)
+        if not said.images or self._images is None:
+            return Prompt(ids)
+        return await self._images.prompt(ids, said.images)
+
+    async def ids(self, prompt: str | list[int], add_special: bool = True, limit: Limit | None = None) -> list[int]:
+        """Raises ApiError where they are none that the model could answer, or a text must have more than `limit`."""
+        if not isinstance(prompt, str):
+            # A longer one is refused for its length, unless it is cut: then its end is as good as its beginning.
+            looked_at = prompt if limit is None else prompt[: limit.tokens + 1]
+            if looked_at and max(looked_at) >= self.words.most_ids:
+                message = f"expected ids below {self.words.most_ids}, got {max(looked_at)} at $.prompt"
+                raise ApiError(400, message, param="prompt")
+            return prompt
+        if len(prompt) <= LONG:
+            return self.words.encode(prompt, add_special)
+        if limit is not None:
+            tokens = await self.in_a_thread(lambda: self.words.min_tokens(prompt))
+            if tokens > limit.tokens:
+                raise context_length_exceeded(self._config.max_model_len, tokens, limit, at_least=True)
+        return await self.in_a_thread(lambda: self.words.encode(prompt, add_special))
+
+    async def vocabulary(self) -> Vocabulary:
+        """Made when it is first asked for: few want to know how ids look."""
+        if self._vocabulary is None:
+            make = functools.partial(vocabulary, self._config, self.words.tokenizer)
+            self._vocabulary = asyncio.ensure_future(self.in_a_thread(make))
+        return await asyncio.shield(self._vocabulary)
+
+    async def in_a_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -1,0 +1,200 @@
+"""The fields of a request that no struct of `bodies` has: which are refused, which are ignored, and which are unknown.
+
+The tables hold every field of OpenAI's API and of what vLLM and SGLang add to it; docs/howto/serve.md lists them and
+/openapi.json is made from them. A field that would change the answer is refused by its name, unless its value is
+neutral. A field that cannot change an answer of this server is ignored. Any other name is unknown: the answer names it
+in a header and the log does so once, since it may be a field that is misspelled.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.engine.cluster.logs import event
+from penstock.server.errors import ApiError
+
+HEADER = "x-ignored-fields"
+MAX_NAMES = 8  # of unknown fields that one answer names
+MAX_CHARACTERS = 64  # of one of them
+MAX_REMEMBERED = 256  # unknown names per process that are logged, and for which the nearest known one is looked up
+
+_EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
+
+# Each with its neutral values, besides null: an answer without the field is the one that was asked for.
+NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
+    # OpenAI
+    "audio": _EMPTY,
+    "echo": _EMPTY,
+    "function_call": ("none", "auto"),
+    "functions": _EMPTY,
+    "modalities": ([], ["text"]),
+    "moderation": (),
+    "suffix": _EMPTY,
+    "tool_choice": ("none", "auto"),
+    "tools": _EMPTY,
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    # vLLM
+    "bad_words": _EMPTY,
+    "chat_template": _EMPTY,
+    "continue_final_message": _EMPTY,
+    "documents": _EMPTY,
+    "ec_transfer_params": _EMPTY,
+    "guided_choice": _EMPTY,
+    "guided_grammar": _EMPTY,
+    "guided_json": _EMPTY,
+    "guided_regex": _EMPTY,
+    "kv_transfer_params": _EMPTY,
+    "logits_processors": _EMPTY,
+    "logprob_token_ids": _EMPTY,
+    "media_io_kwargs": _EMPTY,
+    "mm_processor_kwargs": _EMPTY,
+    "prompt_embeds": _EMPTY,
+    "prompt_logprobs": (False,),
+    "repetition_detection": _EMPTY,
+    "return_prompt_text": _EMPTY,
+    "return_token_ids": _EMPTY,
+    "return_token_strs": _EMPTY,
+    "return_tokens_as_token_ids": _EMPTY,
+    "routed_experts_prompt_start": _EMPTY,
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": _EMPTY,
+    "thinking_token_budget": (-1,),
+    "use_beam_search": _EMPTY,
+    "vllm_xargs": _EMPTY,
+    "watermarking": _EMPTY,
+    # SGLang
+    "custom_logit_processor": _EMPTY,
+    "custom_params": _EMPTY,
+    "ebnf": _EMPTY,
+    "json_schema": _EMPTY,
+    "lora_path": _EMPTY,
+    "no_stop_trim": _EMPTY,
+    "regex": _EMPTY,
+    "return_hidden_states": _EMPTY,
+    "return_routed_experts": _EMPTY,
+    "session_params": _EMPTY,
+    "stop_regex": _EMPTY,
+    # llama.cpp and text-generation-inference
+    "grammar": _EMPTY,
+    "mirostat": _EMPTY,
+    "no_repeat_ngram_size": _EMPTY,
+    "typical_p": (*_EMPTY, 1),
+}
+
+# Whatever their value. Of `stream_options` those that it has besides `include_usage`.
+IGNORED: frozenset[str] = frozenset(
+    {
+        # OpenAI: what is kept, billed or counted elsewhere, and hints
+        *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
+        *("stream_options.continuous_usage_stats", "stream_options.include_obfuscation"),
+        # vLLM and SGLang: where and in which pieces an answer is made, and what only fields read that are refused
+        *("data_parallel_rank", "guided_decoding_backend", "guided_whitespace_pattern", "include_reasoning"),
+        *(
+            "length_penalty",
+            "return_cached_tokens_details",
+            "return_mm_kwargs",
+            "return_token_offsets",
+            "rid",
+        ),
+        *("routed_dp_rank", "separate_reasoning", "session_id", "stream_interval", "stream_reasoning"),
+    }
+)
+
+_NAMES: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_PRINTABLE = re.compile(r"[!-~]+")
+
+
+def unknown_fields(body: bytes | bytearray | memoryview, known: Collection[str]) -> list[str]:
+    """Returns the names that are unknown, in their order. `known`: fields that are honoured; `body`: a JSON object.
+
+    Raises ApiError for a field that is not supported, with a value that is not neutral.
+    """
+    given = _NAMES.decode(body)
+    if "stream_options" in given and "stream_options" in known:
+        options = msgspec.json.decode(given["stream_options"], type=dict[str, msgspec.Raw] | None) or {}
+        given.update((f"stream_options.{name}", value) for name, value in options.items())
+    unknown = []
+    for name, value in given.items():
+        if name in known or name in IGNORED:
+            continue
+        if name in NEUTRAL_ONLY:
+            require_neutral(name, msgspec.json.decode(value))
+        else:
+            unknown.append(name)
+    return unknown
+
+
+def require_neutral(name: str, value: Any) -> None:
+    """Of a field in NEUTRAL_ONLY. Raises ApiError."""
+    if not is_neutral(value, NEUTRAL_ONLY[name]):
+        raise ApiError(400, f"{name} is not supported{_way_out(NEUTRAL_ONLY[name])}", param=name)
+
+
+def strict(kind: type[msgspec.Struct], options: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """`kind` with the fields of all tables, to decode a body and find out whether it has unknown ones in one go.
+
+    `options`: the struct of `stream_options`.
+    """
+
+    def extended(base: type[msgspec.Struct], names: Iterable[str], more: Iterable[tuple[str, Any, Any]] = ()) -> Any:
+        fields = [*((name, Any, None) for name in names), *more]
+        return msgspec.defstruct(base.__name__, fields, bases=(base,), kw_only=True, forbid_unknown_fields=True)
+
+    outer = [name for name in IGNORED if "." not in name]
+    inner = [name.partition(".")[2] for name in IGNORED if "." in name]
+    has_options = "stream_options" in kind.__struct_fields__
+    more = [("stream_options", extended(options, inner) | None, None)] if has_options else []
+    return extended(kind, [*NEUTRAL_ONLY, *outer], more)  # type: ignore[no-any-return]
+
+
+def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
+    """As JSON compares values: true is not 1."""
+    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+def _way_out(neutral: tuple[Any, ...]) -> str:
+    """Which values would pass, where that says more than that the field may be left out."""
+    said = [json.dumps(one) for one in neutral if one not in _EMPTY]
+    return f": expected {' or '.join(said)}, or nothing" if said else ""
+
+
+def properties() -> dict[str, Any]:
+    """What /openapi.json says of these fields, besides those that are honoured."""
+    refused: dict[str, Any] = {name: {"enum": [None, *neutral]} for name, neutral in NEUTRAL_ONLY.items()}
+    ignored: dict[str, Any] = {name: {"description": "ignored"} for name in IGNORED if "." not in name}
+    return dict(sorted((refused | ignored).items()))
+
+
+class UnknownFields:
+    """What a server process tells of unknown fields: its clients each time, its log once for each name."""
+
+    def __init__(self, known: Iterable[str]) -> None:
+        self._known = sorted({*known, *NEUTRAL_ONLY, *IGNORED})
+        self._descriptions: dict[str, str] = {}
+
+    def describe(self, names: Sequence[str], **context: object) -> str:
+        """Returns the value of the header. `context`: fields of the line in the log."""
+        described = [self._describe(name, context) for name in names[:MAX_NAMES]]
+        more = len(names) - len(described)
+        return ", ".join(described) + (f" and {more} more" if more else "")
+
+    def _describe(self, name: str, context: Mapping[str, object]) -> str:
+        if name in self._descriptions:
+            return self._descriptions[name]
+        shown = name if _PRINTABLE.fullmatch(name) else json.dumps(name)
+        shown = shown if len(shown) <= MAX_CHARACTERS else f"{shown[:MAX_CHARACTERS]}..."
+        if len(self._descriptions) == MAX_REMEMBERED or len(name) > MAX_CHARACTERS:
+            return shown
+        (nearest,) = difflib.get_close_matches(name, self._known, 1) or ("",)
+        event("field ignored", logging.WARNING, field=shown, nearest=nearest, **context)
+        self._descriptions[name] = f"{shown} (did you mean {nearest}?)" if nearest else shown
+        return self._descriptions[name]

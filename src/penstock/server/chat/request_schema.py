@@ -1,0 +1,351 @@
+"""What the bodies of requests may say: the fields that are honoured, with their types.
+
+A field that is null is one that was not given. Leaves to `fields` what becomes of any other field, and to
+`SamplingParams` which numbers make sense.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+import msgspec.inspect
+
+from penstock.engine.protocol.config import SamplingDefaults
+from penstock.engine.protocol.messages import SamplingParams
+from penstock.server.chat.data_urls import LONG, cut
+from penstock.server.chat.json_limits import MOST_NBYTES, MOST_VALUES, require_little
+from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
+from penstock.server.errors import ApiError, of_a_body
+from penstock.server.images.image_prompts import Named
+from penstock.server.request_ids import PATTERN
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+MOST_SAMPLES = 128  # of one prompt
+MOST_PARTS, MOST_MESSAGES = MOST_VALUES, 1 << 14  # more are no prompt of any model, and are not looked at
+MOST_PROMPTS = 128
+MOST_STOPS = 64
+MOST_CHARACTERS = 1024  # of one of them, and of what a client is called
+MOST_IDS = 1024  # with a bias, or that stop
+MOST_LOGPROBS = 20  # besides the sampled token
+NEUTRAL = SamplingDefaults()
+TOKENS_OF_A_COMPLETION = 16  # where none are said; a chat may go on as long as the model can
+
+Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Short = Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)]
+Word = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_CHARACTERS)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]  # as a key; a pattern would be a call of `re` for each
+NUMBERS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_CHARACTERS)]
+RequestId = Annotated[str, msgspec.Meta(pattern=PATTERN)]
+# In a message, where a value would change the prompt.
+Unsupported = Annotated[Any, msgspec.Meta(extra_json_schema={"enum": [None, False, 0, "", [], {}]})]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Annotated[str, msgspec.Meta(extra_json_schema={"const": "text"})]
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """What chats and completions have in common; from `top_k` on, what OpenAI has not, and others have."""
+
+    model: str | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    seed: Word | None = None
+    stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MOST_STOPS)] | None = None
+    logit_bias: Annotated[dict[Number, Bias], msgspec.Meta(max_length=MOST_IDS, extra_json_schema=NUMBERS)] | None = (
+        None
+    )
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Short | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)] | None = None
+    min_tokens: Id | None = None
+    stop_token_ids: Annotated[list[Id], msgspec.Meta(max_length=MOST_IDS)] | None = None
+    allowed_token_ids: Annotated[list[Id], msgspec.Meta(min_length=1, max_length=MOST_IDS)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Id | None = None
+    request_id: RequestId | None = None
+    cache_salt: Salt | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def params(self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
+        """Raises ApiError for what makes no sense, or is not supported."""
+        if self.response_format is not None and self.response_format.type != "text":
+            message = f"expected 'text', got {self.response_format.type!r} at $.response_format.type"
+            raise ApiError(400, message, param="response_format.type")
+        given = {name: getattr(self, name) for name in _ALIKE if getattr(self, name) is not None}
+        given = {**defaults.given, **given, "max_tokens": max_tokens, "logprobs": logprobs}
+        if given.get("top_k") == -1:  # as others say it
+            given["top_k"] = 0
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if name in given:
+                given[name] = tuple(given[name])
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.logit_bias is not None:
+            given["logit_bias"] = tuple(self.logit_bias.items())
+        try:
+            return SamplingParams(**given)
+        except ValueError as error:
+            words = str(error).split(" ")
+            known = [word for word in (words[1], "stop") if word in SamplingParams.__struct_fields__]
+            raise ApiError(400, str(error), param=known[0]) from None
+
+
+_ALIKE = (
+    *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p"),
+    *("repetition_penalty", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
+)
+
+
+# ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class Completion(Sampling, kw_only=True):
+    prompt: str | Annotated[list[str | Id | list[Id]], msgspec.Meta(max_length=MOST_PARTS)]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    best_of: int | None = None
+
+    def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ApiError(400, "best_of is not supported: ask for n", param="best_of")
+        return self.params(self.max_tokens or TOKENS_OF_A_COMPLETION, self.logprobs, defaults)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Raises ApiError where they are of several kinds, or none."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(one) for one in self.prompt}
+        if kinds != {int} and len(self.prompt) > MOST_PROMPTS:
+            raise ApiError(400, f"expected at most {MOST_PROMPTS} prompts, got {len(self.prompt)}", param="prompt")
+        if len(kinds) != 1:
+            raise ApiError(400, "expected texts, or lists of numbers, and not both or none at $.prompt", param="prompt")
+        if kinds == {int}:
+            return [[one for one in self.prompt if isinstance(one, int)]]
+        return [one for one in self.prompt if not isinstance(one, int)]
+
+
+# ── chats ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class TextPart(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class ImageUrl(msgspec.Struct):
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
+    image_url: ImageUrl
+
+
+class Message(msgspec.Struct):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart | ImagePart] | None = None
+    name: str | None = None
+    tool_calls: Unsupported = None
+    function_call: Unsupported = None
+    audio: Unsupported = None
+
+
+class Chat(Sampling, kw_only=True):
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "expected logprobs: true with top_logprobs", param="top_logprobs")
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if most is None:
+            most = defaults.max_tokens
+        return self.params(most, (self.top_logprobs or 0) if self.logprobs else None, defaults)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is told besides the messages; `reasoning_effort` as vLLM tells it."""
+        effort = self.reasoning_effort
+        told = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return {**told, **(self.chat_template_kwargs or {})}
+
+
+class Conversation(NamedTuple):
+    """Messages as templates want them, which are told only where images stand; and these, in their order."""
+
+    messages: list[dict[str, Any]]
+    images: list[Named]
+
+    @property
+    def parts(self) -> int:
+        return sum(1 if isinstance(one["content"], str) else len(one["content"]) for one in self.messages)
+
+    @classmethod
+    def of(cls, messages: list[Message]) -> Conversation:
+        found = cls([], [])
+        for place, message in enumerate(messages):
+            for name in ("tool_calls", "function_call", "audio"):
+                if getattr(message, name):
+                    where = f"messages[{place}].{name}"
+                    raise ApiError(400, f"{name} is not supported: expected nothing at $.{where}", param=where)
+            content: Any = message.content or ""
+            if not isinstance(content, str):
+                parts = enumerate(content)
+                content = [found._plain(f"messages[{place}].content[{part}]", one) for part, one in parts]
+            said = {"role": message.role, "content": content}
+            found.messages.append(said if message.name is None else {**said, "name": message.name})
+        return found
+
+    def _plain(self, where: str, part: TextPart | ImagePart) -> dict[str, str]:
+        if isinstance(part, TextPart):
+            return {"type": "text", "text": part.text}
+        self.images.append(Named(where, part.image_url.url))
+        return {"type": "image"}
+
+
+# ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Tokenize(msgspec.Struct, kw_only=True):
+    """Either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def what(self) -> str | Conversation:
+        """Raises ApiError."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "expected either prompt or messages", param="prompt")
+        return (self.prompt or "") if self.messages is None else Conversation.of(self.messages)
+
+
+DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (Completion, Chat, Tokenize)
+}
+STRICT: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(strict(kind, StreamOptions)) for kind in DECODERS
+}
+FIELDS: dict[type[msgspec.Struct], frozenset[str]] = {
+    kind: frozenset((*kind.__struct_fields__, *(f"stream_options.{name}" for name in StreamOptions.__struct_fields__)))
+    for kind in DECODERS
+}
+
+WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+def decoded(body: bytes | bytearray, kind: type[T], unknown: list[str] | None = None) -> T:
+    """Names of unknown fields are appended to `unknown`. Raises ApiError."""
+    if len(body) > LONG:
+        found = _decoded_in_parts(body, kind, unknown)
+        if found is not None:
+            return found
+        require_little(body)
+    try:
+        return _decode(body, kind, unknown)
+    except WRONG as error:
+        raise of_a_body(error) from None
+
+
+def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T | None:
+    """None: it is to be decoded in one, as there is nothing to cut out, or as what is wrong is told with its place."""
+    short, urls = cut(body)
+    if not urls:
+        return None
+    require_little(short)
+    try:
+        found = _decode(short, kind, unknown)
+    except WRONG as error:
+        if len(body) <= MOST_NBYTES:
+            return None
+        raise of_a_body(error, "long images not counted") from None
+    return found if _is_whole_with(found, urls) else None
+
+
+def _decode(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T:
+    """Raises WRONG, ApiError."""
+    try:
+        found: T = STRICT[kind].decode(body)
+    except msgspec.ValidationError as error:
+        if "unknown field" in str(error) or "got `float`" in str(error):
+            return _decode_with_unknown(body, kind, unknown)
+        raise
+    for name in NEUTRAL_ONLY:
+        if getattr(found, name) is not None:
+            require_neutral(name, getattr(found, name))
+    return found
+
+
+def _decode_with_unknown(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T:
+    """As `_decode`, ten times as slow. Names of unknown fields are appended to `unknown`."""
+    try:
+        found: T = DECODERS[kind].decode(body)
+    except msgspec.ValidationError as error:
+        repaired = _with_whole_numbers(body, kind) if "got `float`" in str(error) else None
+        if repaired is None:
+            raise
+        return _decode_with_unknown(repaired, kind, unknown)
+    names = unknown_fields(body, FIELDS[kind])
+    if unknown is not None:
+        unknown[:] = names
+    return found
+
+
+def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> bytes | None:
+    """The body with 10.0 written as 10, as JSON knows one kind of number, wherever a field wants a whole one.
+
+    None: there is nothing to mend.
+    """
+    said: dict[str, Any] = msgspec.json.decode(body)
+    floats = [name for name in _whole_numbers(kind) & said.keys() if isinstance(said[name], float)]
+    whole = {name: int(said[name]) for name in floats if said[name].is_integer()}
+    return msgspec.json.encode({**said, **whole}) if whole else None
+
+
+@functools.cache
+def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """Fields whose values are whole numbers, or nothing."""
+    fields = msgspec.inspect.type_info(kind).fields  # type: ignore[attr-defined]
+    kinds = {field.encode_name: {type(one) for one in getattr(field.type, "types", (field.type,))} for field in fields}
+    optional = {msgspec.inspect.IntType, msgspec.inspect.NoneType}
+    return frozenset(name for name, found in kinds.items() if msgspec.inspect.IntType in found <= optional)
+
+
+def _is_whole_with(found: msgspec.Struct, urls: dict[str, str]) -> bool:
+    """Puts images where their marks stand. False: some stand where no image is said, and may mean something there."""
+    messages: list[Message] = getattr(found, "messages", None) or []
+    for message in messages:
+        if isinstance(message.content, list):
+            for part in message.content:
+                if isinstance(part, ImagePart):
+                    part.image_url.url = urls.pop(part.image_url.url, part.image_url.url)
+    return not urls

@@ -1,0 +1,286 @@
+"""Answers on their way to a client: as events, while they come, or whole.
+
+Lines that are ready-made are passed on as they are. Leaves to `app` which prompts they answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from penstock.engine.client.stream import EngineError, Piece, Stream
+from penstock.engine.cluster.logs import event
+from penstock.engine.output.detokenizer import Vocabulary
+from penstock.engine.output.sse_chunks import LEAST_LOGPROB
+from penstock.engine.protocol.messages import FinishReason, Logprobs
+from penstock.server.errors import ApiError, Gone
+from penstock.server.status.counters import Row
+
+T = TypeVar("T")
+
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # or nginx keeps the events back
+]
+DONE = b"data: [DONE]\n\n"
+
+
+def engine_failed(error: EngineError, request_id: str) -> ApiError:
+    """What a client is told of it. What is not its own doing is logged under the same id."""
+    if error.status >= 500:
+        event("request failed", logging.WARNING, request_id=request_id, status=error.status, error=error.reason)
+    return ApiError.of(error, request_id)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What the work gives. It is cancelled, and Gone raised, as soon as the client has gone.
+
+    The work must not end the response: from then on, `receive` says of every client that it has gone.
+    """
+    doing = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():  # even if the work is, too: what a client that goes held up ends when it goes
+            raise Gone
+        return doing.result()
+    finally:
+        doing.cancel()
+        watching.cancel()
+        await asyncio.gather(doing, watching, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Pace:
+    """Writes down how long the pieces of an answer took."""
+
+    def __init__(self, row: Row, began: float) -> None:
+        self._row = row
+        self._began = began
+        self._last: dict[tuple[int, int], float] = {}  # by prompt and sample
+
+    def piece(self, prompt: int, piece: Piece) -> None:
+        many = len(piece.ids)
+        if not many:
+            return
+        now, whose = time.monotonic(), (prompt, piece.sample)
+        if whose in self._last:
+            self._row.between.add((now - self._last[whose]) / many, many)
+        elif not self._last:
+            self._row.first.add(now - self._began)
+        self._last[whose] = now
+
+    def end(self, *streams: Stream) -> None:
+        row = self._row
+        row.whole.add(time.monotonic() - self._began)
+        row[Row.PROMPT_TOKENS] += sum(one.prompt_tokens for one in streams)
+        row[Row.CACHED_TOKENS] += sum(one.cached_tokens for one in streams)
+        row[Row.COMPLETION_TOKENS] += sum(one.completion_tokens for one in streams)
+
+
+def usage_of(*streams: Stream) -> dict[str, Any]:
+    prompt = sum(one.prompt_tokens for one in streams)
+    completion = sum(one.completion_tokens for one in streams)
+    cached = sum(one.cached_tokens for one in streams)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+# ── the prompts of a request ─────────────────────────────────────────────────────────────────────────────────────────
+class Batch:
+    """The prompts of one request in the engine, at most `max_open` of them at a time: what is left is for others."""
+
+    def __init__(
+        self, submits: Sequence[Callable[[], Awaitable[Stream]]], max_open: int, release: Callable[[], None]
+    ) -> None:
+        """`release` lets go of what stands in the prompts instead of text, also of those that are never submitted."""
+        self.streams: list[Stream] = []  # of the prompts that have been submitted
+        self.release = release
+        self._submits = submits
+        self._room = asyncio.Semaphore(max_open)
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        """The number of a prompt, and what is new of its answer. All are aborted when this ends, in whatever way.
+
+        Raises EngineError.
+        """
+        if len(self._submits) == 1:  # as most requests are: each piece goes through one generator less
+            async with await self._submits[0]() as stream:
+                self.streams.append(stream)
+                async for piece in stream:
+                    yield 0, piece
+            return
+        queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(1)
+        pumps = [asyncio.ensure_future(self._pump(prompt, queue)) for prompt in range(len(self._submits))]
+        left = len(pumps)
+        try:
+            while left:
+                prompt, item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield prompt, item
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _answer(self, prompt: int) -> AsyncGenerator[Piece, None]:
+        async with self._room, await self._submits[prompt]() as stream:
+            self.streams.append(stream)
+            async for piece in stream:
+                yield piece
+
+    async def _pump(self, prompt: int, queue: asyncio.Queue[tuple[int, Piece | Exception | None]]) -> None:
+        try:
+            async with contextlib.aclosing(self._answer(prompt)) as pieces:
+                async for piece in pieces:
+                    await queue.put((prompt, piece))
+            await queue.put((prompt, None))
+        except Exception as error:
+            await queue.put((prompt, error))
+
+
+# ── as it comes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class Events:
+    """An answer whose pieces are finished lines. What goes wrong before the first one is raised; later it is an event.
+
+    A client that reads slowly holds up its own answer only: the stream keeps what it has not taken, up to a bound.
+    """
+
+    def __init__(self, batch: Batch, head: bytes, includes_usage: bool, pace: Pace, request_id: str) -> None:
+        self.status_code = 200  # of the answer as a whole: it may go wrong after this has been said
+        self._batch = batch
+        self._head = head
+        self._includes_usage = includes_usage
+        self._pace = pace
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            last = await unless_gone(receive, self._tell(send))
+        finally:
+            self._batch.release()
+        self._pace.end(*self._batch.streams)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _tell(self, send: Send) -> bytes:
+        """Everything but the last event, which it returns."""
+        has_begun = False
+        try:
+            async with contextlib.aclosing(self._batch.pieces()) as pieces:
+                async for prompt, piece in pieces:
+                    self._pace.piece(prompt, piece)
+                    if not has_begun:
+                        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                        has_begun = True
+                    if piece.utf8:
+                        await send({"type": "http.response.body", "body": piece.utf8, "more_body": True})
+        except EngineError as error:
+            if not has_begun:
+                raise
+            self.status_code = error.status
+            return b"data: %b\n\n" % engine_failed(error, self._request_id).body
+        if not self._includes_usage:
+            return DONE
+        usage = msgspec.json.encode(usage_of(*self._batch.streams))
+        return b'data: %b,"choices":[],"usage":%b}\n\n' % (self._head, usage) + DONE
+
+
+# ── whole ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Choice:
+    """One sample, as far as it has come."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._length = 0
+        self._logprobs: list[tuple[int, list[tuple[int, float]]]] = []  # where its text begins, and what was likely
+        self.reason: FinishReason | None = None
+        self.stop: int | str | None = None
+
+    def add(self, piece: Piece) -> None:
+        if piece.logprobs is not None:
+            self._logprobs += [(self._length, row) for row in likely(piece.logprobs)]
+        text = piece.text
+        self._texts.append(text)
+        self._length += len(text)
+        if piece.reason is not None:
+            self.reason, self.stop = piece.reason, piece.stop
+
+    def _finish(self) -> dict[str, Any]:
+        return {"finish_reason": self.reason and self.reason.name.lower(), "stop_reason": self.stop}
+
+    def of_chat(self, index: int, vocabulary: Vocabulary | None) -> dict[str, Any]:
+        content = "".join(self._texts)
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": content},
+            "logprobs": None if vocabulary is None else {"content": self._told(vocabulary)},
+            **self._finish(),
+        }
+
+    def _told(self, vocabulary: Vocabulary) -> list[dict[str, Any]]:
+        told = []
+        for _, row in self._logprobs:
+            first, *others = (
+                {"token": _shown(vocabulary, one), "logprob": value, "bytes": list(vocabulary.piece(one))}
+                for one, value in row
+            )
+            told.append({**first, "top_logprobs": others})
+        return told
+
+    def of_completion(self, index: int, vocabulary: Vocabulary | None) -> dict[str, Any]:
+        logprobs = None
+        if vocabulary is not None:
+            rows = [row for _, row in self._logprobs]
+            logprobs = {
+                "text_offset": [offset for offset, _ in self._logprobs],
+                "tokens": [_shown(vocabulary, row[0][0]) for row in rows],
+                "token_logprobs": [row[0][1] for row in rows],
+                "top_logprobs": [{_shown(vocabulary, one): value for one, value in row[1:]} for row in rows],
+            }
+        return {"index": index, "text": "".join(self._texts), "logprobs": logprobs, **self._finish()}
+
+
+def _shown(vocabulary: Vocabulary, one: int) -> str:
+    return vocabulary.piece(one).decode(errors="replace")
+
+
+def likely(found: Logprobs) -> Iterator[list[tuple[int, float]]]:
+    """For each sampled token: itself first, then the likeliest."""
+    tokens = found.ranks.size
+    counts = [found.ids.size // tokens] * tokens if found.counts is None else found.counts.tolist()
+    values = [max(value, LEAST_LOGPROB) for value in found.values.tolist()]
+    pairs = list(zip(found.ids.tolist(), values, strict=True))
+    at = 0
+    for count in counts:
+        yield pairs[at : at + count]
+        at += count
+
+
+async def gathered(batch: Batch, prompts: int, samples: int, pace: Pace) -> list[Choice]:
+    """Those of the first prompt, then those of the next. Raises EngineError where one does not come to its end."""
+    choices = [Choice() for _ in range(prompts * samples)]
+    async with contextlib.aclosing(batch.pieces()) as pieces:
+        async for prompt, piece in pieces:
+            pace.piece(prompt, piece)
+            choices[prompt * samples + piece.sample].add(piece)
+    return choices

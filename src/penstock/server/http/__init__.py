@@ -1,0 +1,1 @@
+"""HTTP: routes, connections, and the pages that describe a server."""

@@ -1,0 +1,470 @@
+"""What can be asked of a server process, and by whom: the routes, each answered by a method.
+
+Leaves to `bodies` what a request may say, to `telling` how its answer goes out, and to the engine's client the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import functools
+import hmac
+import logging
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from penstock.engine.client.client import Client
+from penstock.engine.client.stream import EngineError, Stream
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import SamplingParams, Style
+from penstock.engine.protocol.stop_conditions import require_choice
+from penstock.server.chat import request_schema
+from penstock.server.chat.prompt_builder import Reader
+from penstock.server.chat.request_fields import HEADER as IGNORED_FIELDS
+from penstock.server.chat.request_fields import UnknownFields
+from penstock.server.chat.request_schema import Chat, Completion, Conversation, Sampling, Tokenize, decoded
+from penstock.server.chat.streaming import Batch, Choice, Events, Pace, engine_failed, gathered, unless_gone, usage_of
+from penstock.server.errors import ApiError, Gone, Limit, context_length_exceeded
+from penstock.server.heap import Heap
+from penstock.server.http import openapi
+from penstock.server.http.dashboard import Dashboard
+from penstock.server.http.health import Health
+from penstock.server.http.metrics import Metrics
+from penstock.server.images.image_prompts import Prompt
+from penstock.server.options import ServerOptions
+from penstock.server.request_ids import HEADER as REQUEST_ID
+from penstock.server.request_ids import RequestIds, is_valid
+from penstock.server.status.counters import ROUTES, Row, Tally
+from penstock.server.status.server_info import served_name
+
+LONG = 64 << 10  # bytes of a body: most are decoded in a fraction of 1 ms; longer ones by a thread, as the loop goes on
+BODIES_AT_ONCE = 8  # of the longest: what a process keeps of requests that have not come as a whole
+MAX_PATH = 256  # characters of a path whose nearest route is looked for
+MAX_SHARE = 2  # the prompts of one request take at most 1/MAX_SHARE of all slots at a time
+LIKE = 0.75  # how much of it the nearest one shares; other routes of OpenAI's API share less
+CLIENT_GONE = 499  # in the tally: nobody is told
+NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
+
+Answer: TypeAlias = Response | Events
+T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
+
+
+class Api:
+    """Of one server process."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ServerOptions,
+        client: Client,
+        reader: Reader,
+        tally: Tally,
+        board: Board,
+        me: int,
+    ) -> None:
+        self._config = config
+        self._options = options
+        self._client = client
+        self._reader = reader
+        self._row = tally.rows[me]
+        self._keys = [key.encode() for key in options.api_keys]
+        self._metrics = Metrics(tally, board)
+        self._health = Health(tally, board, me)
+        self._dashboard = Dashboard()
+        self._unknown_fields = UnknownFields(name for names in request_schema.FIELDS.values() for name in names)
+        self._name = served_name(config, options)
+        self._paths: list[str] = []  # of the routes
+        self._started = int(time.time())
+        self._reading_nbytes = 0  # of bodies that have begun to come
+        self._heap = Heap()
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/chat/completions", Endpoint(self, "chat", self._chat), methods=["POST"]),
+            Route("/v1/completions", Endpoint(self, "completions", self._completions), methods=["POST"]),
+            Route("/tokenize", Endpoint(self, "tokenize", self._tokenize), methods=["POST"]),
+            Route("/v1/models", Endpoint(self, "models", self._list_models), methods=["GET"]),
+            Route("/v1/models/{name:path}", Endpoint(self, "models", self._tell_model), methods=["GET"]),
+            Route("/metrics", Endpoint(self, "metrics", self._tell_metrics), methods=["GET"]),
+            Route("/dashboard", self._dashboard.page),
+            Route("/dashboard/data", Endpoint(self, "dashboard", self._dashboard.tell), methods=["GET"]),
+            openapi.route(bool(self._keys)),
+            Route("/health", self._health.whole),
+            Route("/health/live", self._health.live),
+            Route("/health/ready", self._health.ready),
+        ]
+        self._paths = [route.path.replace(":path", "") for route in routes]
+        middleware = [Middleware(RequestIds), *cors(self._options)]
+        return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: self._no_route})
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "registered for no other"
+        path, headers = request.url.path, error.headers
+        if error.status_code == 405 and headers is not None:
+            message = f"{request.method} {path} is not allowed: expected {headers['Allow']}"
+        else:
+            nearest = difflib.get_close_matches(path[:MAX_PATH], self._paths, 1, LIKE)
+            way_out = f"the nearest is {nearest[0]}" if nearest else f"{openapi.PATH} lists all"
+            message = f"there is no route {path}: {way_out}"
+        return ApiError(error.status_code, message, headers=headers).response()
+
+    # ── who may ask, and how much ──
+    def require_key(self, request: Request) -> None:
+        if not self._keys:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        said = key.strip().encode()
+        is_ours = [hmac.compare_digest(said, one) for one in self._keys]  # all, so that time tells nothing
+        if scheme.lower() != "bearer" or not any(is_ours):
+            message, headers = "expected an API key: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, headers=headers, code="invalid_api_key")
+
+    @contextlib.contextmanager
+    def admitted(self) -> Iterator[None]:
+        """While it is answered, a request is open. Raises ApiError where there are too many."""
+        if self._row[Row.OPEN] >= self._options.most_open:
+            raise ApiError(429, f"{self._options.most_open} requests are open already")
+        self._row[Row.OPEN] += 1
+        try:
+            yield
+        finally:
+            self._row[Row.OPEN] -= 1
+
+    @contextlib.asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
+        """While a prompt is made of it, it counts among those that are being read."""
+        most, got = self._options.most_body_nbytes, bytearray()
+        said = request.headers.get("content-length", "0")
+        if not said.isdecimal() or int(said) > most:
+            raise _too_long(most)
+        try:
+            async for part in request.stream():
+                got += part
+                self._reading_nbytes += len(part)
+                if len(got) > most:
+                    raise _too_long(most)
+                if self._reading_nbytes > BODIES_AT_ONCE * most:
+                    raise ApiError(503, "too much of the bodies of other requests is being read")
+            yield got
+        finally:
+            self._reading_nbytes -= len(got)
+            if len(got) > LONG:
+                self._heap.was_used()
+
+    async def _aside(self, request: Request, body: bytearray, work: Callable[[], T]) -> T:
+        """What is made of a body: of a long one by a thread, unless the client goes meanwhile."""
+        if len(body) <= LONG:
+            return work()
+        return await unless_gone(request.receive, self._reader.in_a_thread(work))
+
+    async def _decoded(self, request: Request, body: bytearray, kind: type[BodyT]) -> BodyT:
+        unknown: list[str] = []
+        asked = await self._aside(request, body, lambda: decoded(body, kind, unknown))
+        if unknown:
+            context = {"path": request.url.path, "request_id": request.state.request_id}
+            described = self._unknown_fields.describe(unknown, **context)
+            request.state.headers.append((IGNORED_FIELDS.encode(), described.encode()))
+        return asked
+
+    def _require_model(self, name: str | None) -> None:
+        if name is not None and name not in (self._name, self._config.model):
+            message = f"there is no model {name!r} here, but {self._name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    # ── what is generated ──
+    async def _chat(self, request: Request) -> Answer:
+        async with self._body(request) as body:
+            asked = await self._decoded(request, body, Chat)
+            self._require_model(asked.model)
+            params = asked.sampling(self._config.sampling_defaults)
+            said = await self._aside(request, body, lambda: Conversation.of(asked.messages))
+            limit = self._limit(asked, params, "messages")
+            prompt = await self._prompt(request, said, asked.template_options, asked, limit)
+            asked.messages = []  # images are long, and it may take long to answer
+        try:
+            return await self._generate(request, Style.CHAT, asked, params, [prompt], "messages")
+        except BaseException:
+            prompt.release()
+            raise
+
+    async def _prompt(
+        self,
+        request: Request,
+        said: Conversation,
+        options: dict[str, Any],
+        asked: Chat | Tokenize,
+        limit: Limit | None = None,
+    ) -> Prompt:
+        """To be released, unless a request gets it."""
+        is_answered, add_special = asked.add_generation_prompt is not False, asked.add_special_tokens is True
+        reading = self._reader.conversation(said, is_answered, options, add_special, limit)
+        if not said.images:
+            return await reading
+        try:
+            return await unless_gone(request.receive, reading)
+        finally:
+            self._heap.was_used()
+
+    async def _completions(self, request: Request) -> Answer:
+        async with self._body(request) as body:
+            asked = await self._decoded(request, body, Completion)
+            self._require_model(asked.model)
+            params = asked.sampling(self._config.sampling_defaults)
+            said = await self._aside(request, body, asked.prompts)
+            prompts, limit = [], self._limit(asked, params, "prompt")
+            for prompt in said:
+                prompts.append(Prompt(await self._reader.ids(prompt, asked.add_special_tokens is not False, limit)))
+                await asyncio.sleep(0)  # each takes up to 1 ms, and others go on in between
+        return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
+
+    async def _generate(
+        self,
+        request: Request,
+        style: Style,
+        asked: Sampling,
+        params: SamplingParams,
+        prompts: Sequence[Prompt],
+        param: str,
+    ) -> Answer:
+        prompts = [self._truncated(prompt, asked, params) for prompt in prompts]
+        for prompt in prompts:
+            self._require_room(prompt.ids, params, param)
+        try:
+            require_choice(params, self._config.end_ids, self._reader.words.most_ids)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="allowed_token_ids") from None
+        pace = Pace(self._row, request.state.began)
+        short, name = NAMES[style]
+        if asked.request_id is not None and not request.state.is_named:
+            if not is_valid(asked.request_id):  # a line's end after it, which its pattern lets pass
+                raise ApiError(400, "expected printable characters at $.request_id", param="request_id")
+            request.state.request_id = asked.request_id
+        request_id: str = request.state.request_id
+        said: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
+        said["model"] = asked.model or self._name
+        if not asked.stream:
+            batch = self._batch(asked, params, prompts)
+            return await unless_gone(request.receive, self._whole(style, batch, params, len(prompts), said, pace))
+        if style == Style.CHAT:
+            said["object"] += ".chunk"
+        head = msgspec.json.encode(said)[:-1]
+        nothing_yet = b',"usage":null' if asked.includes_usage else b""
+        batch = self._batch(asked, params, prompts, (style, head + nothing_yet))
+        return Events(batch, head, asked.includes_usage, pace, request_id)
+
+    def _batch(
+        self,
+        asked: Sampling,
+        params: SamplingParams,
+        prompts: Sequence[Prompt],
+        announce: tuple[Style, bytes] | None = None,
+    ) -> Batch:
+        slots = self._config.slots * self._config.data_parallel
+        submits = [
+            functools.partial(
+                self._submit, asked, params, prompt, None if announce is None else (*announce, index * params.n)
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+
+        def release() -> None:
+            for prompt in prompts:
+                prompt.release()
+
+        return Batch(submits, max(1, slots // MAX_SHARE // params.n), release)
+
+    def _truncated(self, prompt: Prompt, asked: Sampling, params: SamplingParams) -> Prompt:
+        """With as many of its ids as `truncate_prompt_tokens` leaves: the last ones, unless `truncation_side` is right.
+
+        -1 leaves as many as the model and `max_tokens` have room for. Raises ApiError.
+        """
+        tokens = asked.truncate_prompt_tokens
+        if tokens is None:
+            return prompt
+        name, room = "truncate_prompt_tokens", self._config.max_model_len - (params.max_tokens or 1)
+        if tokens > room or room < 1:
+            message = (
+                f"expected at most {max(0, room)} tokens, as the model has {self._config.max_model_len} and the answer "
+                f"may take {params.max_tokens or 1}, got {tokens} at $.{name}"
+            )
+            raise ApiError(400, message, param=name)
+        kept = room if tokens == -1 else tokens
+        if kept >= len(prompt.ids):
+            return prompt
+        if prompt.items:
+            raise ApiError(
+                400, f"a prompt with images cannot be truncated, and has {len(prompt.ids)} tokens", param=name
+            )
+        is_from_left = asked.truncation_side != "right"
+        return prompt._replace(ids=prompt.ids[len(prompt.ids) - kept :] if is_from_left else prompt.ids[:kept])
+
+    def _require_room(self, ids: list[int], params: SamplingParams, param: str) -> None:
+        """A prompt that leaves no room for a token of its answer is too long."""
+        most = self._config.max_model_len
+        if not ids:
+            raise ApiError(400, f"expected a prompt of 1 to {most - 1} tokens, got none", param=param)
+        if len(ids) >= most:
+            raise context_length_exceeded(most, len(ids), Limit(most - 1, param, params.max_tokens))
+
+    def _limit(self, asked: Sampling, params: SamplingParams, param: str) -> Limit | None:
+        """None: a longer prompt is cut."""
+        if asked.truncate_prompt_tokens is not None:
+            return None
+        return Limit(self._config.max_model_len - 1, param, params.max_tokens)
+
+    async def _submit(
+        self, asked: Sampling, params: SamplingParams, prompt: Prompt, announce: tuple[Style, bytes, int] | None
+    ) -> Stream:
+        return await self._client.submit(
+            prompt.ids,
+            params,
+            items=prompt.items,
+            scope=prompt.scope,
+            priority=asked.priority or 0,
+            client=asked.user or "",
+            salt=(asked.cache_salt or "").encode(),
+            announce=announce,
+        )
+
+    async def _whole(
+        self,
+        style: Style,
+        batch: Batch,
+        params: SamplingParams,
+        prompts: int,
+        said: dict[str, Any],
+        pace: Pace,
+    ) -> Response:
+        choices = await gathered(batch, prompts, params.n, pace)
+        vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
+        tell = Choice.of_chat if style == Style.CHAT else Choice.of_completion
+        said["choices"] = []
+        for index, choice in enumerate(choices):
+            if index:
+                await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
+            said["choices"].append(tell(choice, index, vocabulary))
+        said["usage"] = usage_of(*batch.streams)
+        pace.end(*batch.streams)
+        return _json(said)
+
+    # ── what is known ──
+    async def _tokenize(self, request: Request) -> Answer:
+        async with self._body(request) as body:
+            asked = await self._decoded(request, body, Tokenize)
+            self._require_model(asked.model)
+            what = await self._aside(request, body, asked.what)
+            if isinstance(what, str):
+                ids = await self._reader.ids(what, asked.add_special_tokens is not False)
+            else:
+                prompt = await self._prompt(request, what, asked.chat_template_kwargs or {}, asked)
+                prompt.release()
+                ids = prompt.ids
+        return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
+
+    async def _list_models(self, request: Request) -> Answer:
+        return _json({"object": "list", "data": [self._model]})
+
+    async def _tell_model(self, request: Request) -> Answer:
+        self._require_model(request.path_params["name"])
+        return _json(self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "penstock",
+            "max_model_len": self._config.max_model_len,
+        }
+
+    async def _tell_metrics(self, request: Request) -> Answer:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def count(self, route: str, status: int) -> None:
+        if route in ROUTES:
+            self._row[self._row.answered(route, status)] += 1
+
+
+class Endpoint:
+    """A route. Whoever has no key, asks too much or what makes no sense is told so in OpenAI's form."""
+
+    def __init__(self, api: Api, route: str, answer: Callable[[Request], Awaitable[Answer]]) -> None:
+        self._api = api
+        self._route = route
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive, send)
+        request.state.began = time.monotonic()
+        status = 500
+        try:
+            status = await self._respond(request, scope, receive, send)
+        finally:
+            self._api.count(self._route, status)
+
+    async def _respond(self, request: Request, scope: Scope, receive: Receive, send: Send) -> int:
+        with contextlib.ExitStack() as admission:
+            try:
+                self._api.require_key(request)
+                if scope["method"] == "POST":
+                    admission.enter_context(self._api.admitted())
+                answer = await self._answer(request)
+                await answer(scope, receive, send)
+                return answer.status_code
+            except ApiError as error:
+                refused = error
+            except EngineError as error:
+                refused = engine_failed(error, request.state.request_id)
+            except (Gone, ClientDisconnect):
+                return CLIENT_GONE
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                request_id = request.state.request_id
+                trace = traceback.format_exc()
+                event(
+                    "request failed", logging.ERROR, request_id=request_id, route=self._route, error=what, trace=trace
+                )
+                refused = ApiError(500, f"the server has failed; its log says how, of request {request_id}")
+        await refused.response()(scope, receive, send)
+        return refused.status
+
+
+def cors(options: ServerOptions) -> list[Middleware]:
+    """What lets pages of other origins ask; none are allowed unless they are named."""
+    if not options.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
+            expose_headers=(REQUEST_ID, IGNORED_FIELDS, "retry-after"),
+        )
+    ]
+
+
+def _too_long(most: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {most} bytes")
+
+
+def _json(said: object) -> Response:
+    return Response(msgspec.json.encode(said), media_type="application/json")

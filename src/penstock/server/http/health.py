@@ -1,0 +1,69 @@
+"""`/health`: whether this process lives, whether a request would be answered now, and how every process is.
+
+Leaves to the board and the tally what there is to know. Nobody needs a key to ask.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.engine.cluster.status_board import Board
+from penstock.server.status.counters import Row, Tally
+
+
+class Health:
+    def __init__(self, tally: Tally, board: Board, me: int) -> None:
+        self._tally = tally
+        self._board = board
+        self._groups = board.rows
+        self._me = me
+
+    @property
+    def _is_ready(self) -> bool:
+        return not self._board.is_draining and any(row[Board.SERVING] for row in self._groups)
+
+    async def live(self, request: Request) -> Response:
+        return _told({"status": "live", "server": self._me, "pid": os.getpid()}, 200)
+
+    async def ready(self, request: Request) -> Response:
+        """503 while no group serves, and when the tree is about to end."""
+        return _told(self._status(), 200 if self._is_ready else 503)
+
+    async def whole(self, request: Request) -> Response:
+        servers = [
+            {
+                "server": number,
+                "pid": row[Row.PID],
+                "serves": row[Row.SERVING] == 1,
+                "open": row[Row.OPEN],
+                "failed_starts": 0 if row[Row.SERVING] else row[Row.FAILED_STARTS],
+            }
+            for number, row in enumerate(self._tally.rows)
+        ]
+        groups = [
+            {
+                "group": number,
+                "incarnation": row[Board.SERVING],
+                "serves": row[Board.SERVING] > 0,
+                "open": row[Board.OPEN],
+                "waiting": row[Board.WAITING],
+                "free_blocks": row[Board.FREE_BLOCKS],
+                "steps": row[Board.STEPS],
+                "failed_starts": 0 if row[Board.SERVING] else row[Board.FAILED_STARTS],
+            }
+            for number, row in enumerate(self._groups)
+        ]
+        return _told({**self._status(), "servers": servers, "groups": groups}, 200 if self._is_ready else 503)
+
+    def _status(self) -> dict[str, Any]:
+        is_ready, is_draining = self._is_ready, self._board.is_draining
+        return {"status": "ready" if is_ready else "draining" if is_draining else "starting"}
+
+
+def _told(said: dict[str, Any], status: int) -> Response:
+    return Response(msgspec.json.encode(said), status, media_type="application/json")

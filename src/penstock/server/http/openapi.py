@@ -1,0 +1,141 @@
+"""`/openapi.json`: what can be asked here and what is answered, as an OpenAPI document.
+
+What may be asked is read off the structs that decode it and the tables of `fields`; what stands there is refused and
+documented alike.
+Leaves to `shapes` what answers look like.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import penstock
+from penstock.server.chat import request_fields, response_schema
+from penstock.server.chat.request_schema import DECODERS, Chat, Completion, Tokenize
+from penstock.server.errors import RETRIED
+from penstock.server.status.snapshot_rates import Seen
+
+PATH = "/openapi.json"
+SCHEMAS = "#/components/schemas/"
+JSON, EVENTS, METRICS, PAGE = "application/json", "text/event-stream", "text/plain", "text/html"
+KEY = "key"  # the name of the security scheme
+
+REFUSALS = {
+    400: "it makes no sense; `param` is where",
+    401: "no API key, or none of ours",
+    404: "there is nothing of that name",
+    408: "the body did not come in time",
+    413: "the body is too long",
+    429: "too many requests are open: `Retry-After` says when to come again",
+    500: "the server has failed",
+    503: "nobody can answer it now: send it again",
+}
+OF_A_BODY = tuple(REFUSALS)
+OF_A_QUESTION = (401, 500)
+
+
+def route(has_keys: bool) -> Route:
+    """The document does not change while a server lives; it is made when somebody asks for it."""
+    document = functools.cache(lambda: msgspec.json.encode(documented(has_keys)))
+
+    async def tell(request: Request) -> Response:
+        return Response(document(), media_type=JSON)
+
+    return Route(PATH, tell, methods=["GET"])
+
+
+def documented(has_keys: bool) -> dict[str, Any]:
+    kinds = (Chat, Completion, Tokenize, Seen, *response_schema.ALL)
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
+    for kind in DECODERS:
+        schemas[kind.__name__]["properties"].update(request_fields.properties())
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Penstock",
+            "version": penstock.__version__,
+            "description": "OpenAI's API. Fields that are not named here are ignored; the answer names them in its "
+            f"header {request_fields.HEADER}.",
+        },
+        "paths": _paths(has_keys),
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {KEY: {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _paths(has_keys: bool) -> dict[str, Any]:
+    security: list[Any] = [{KEY: []}] if has_keys else []
+
+    def asked(summary: str, kind: type, answer: type, chunk: type | None = None) -> dict[str, Any]:
+        content = {JSON: _schema(answer)} | ({} if chunk is None else {EVENTS: _events(chunk)})
+        return {
+            "summary": summary,
+            "operationId": kind.__name__,
+            "security": security,
+            "requestBody": {"required": True, "content": {JSON: _schema(kind)}},
+            "responses": {"200": {"description": "the answer", "content": content}, **_refusals(*OF_A_BODY)},
+        }
+
+    def told(summary: str, answer: type | str, *refusals: int, is_open: bool = False) -> dict[str, Any]:
+        """`answer`: or the kind of text that it is."""
+        content = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else {JSON: _schema(answer)}
+        return {
+            "summary": summary,
+            "security": [] if is_open else security,
+            "responses": {"200": {"description": "what is known", "content": content}, **_refusals(*refusals)},
+        }
+
+    def health(summary: str, answer: type) -> dict[str, Any]:
+        said = told(summary, answer, is_open=True)
+        unready = {"description": "no group serves, or the server is about to end", "content": {JSON: _schema(answer)}}
+        return {**said, "responses": {**said["responses"], "503": unready}}
+
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    model = told("One model", response_schema.Model, 404, *OF_A_QUESTION)
+    chat = asked("Continue a conversation", Chat, response_schema.ChatAnswer, response_schema.ChatChunk)
+    completion = asked("Continue a text", Completion, response_schema.CompletionAnswer, response_schema.CompletionChunk)
+    return {
+        "/v1/chat/completions": {"post": chat},
+        "/v1/completions": {"post": completion},
+        "/tokenize": {"post": asked("The ids of a text", Tokenize, response_schema.Tokens)},
+        "/v1/models": {"get": told("All models", response_schema.Models, *OF_A_QUESTION)},
+        "/v1/models/{name}": {"get": {**model, "parameters": [name]}},
+        "/metrics": {"get": told("Counters, as Prometheus reads them", METRICS, *OF_A_QUESTION)},
+        "/dashboard": {"get": told("A page that shows what the server does", PAGE, is_open=True)},
+        "/dashboard/data": {"get": told("What that page shows", Seen, *OF_A_QUESTION, 503)},
+        "/health": {"get": health("How every process is", response_schema.Health)},
+        "/health/live": {"get": told("Whether this process lives", response_schema.Live, is_open=True)},
+        "/health/ready": {"get": health("Whether a request would be answered now", response_schema.Readiness)},
+    }
+
+
+def _schema(kind: type) -> dict[str, Any]:
+    return {"schema": {"$ref": SCHEMAS + kind.__name__}}
+
+
+def _events(chunk: type) -> dict[str, Any]:
+    """Each of them; what goes wrong after the first one is an event too."""
+    said = {"anyOf": [_schema(kind)["schema"] for kind in (chunk, response_schema.Error)]}
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": said}
+    events = [{"properties": {"data": one}} for one in (data, {"const": "[DONE]"})]
+    return {"schema": {"type": "object", "required": ["data"], "anyOf": events}}
+
+
+def _refusals(*statuses: int) -> dict[str, Any]:
+    again = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
+    return {
+        str(status): {
+            "description": REFUSALS[status],
+            "content": {JSON: _schema(response_schema.Error)},
+            **({"headers": again} if status in RETRIED else {}),
+        }
+        for status in statuses
+    }

@@ -1,0 +1,227 @@
+"""Images from other hosts, if these are open to clients: one request each, by a thread, to an address looked at before.
+
+Whoever names a URL has this machine ask for it, and it may reach what the client cannot. So hosts are named by whoever
+starts the server; an address is looked at and then connected to, so that a name cannot come to mean another one in
+between; redirects are not followed; and a client is not told what became of a connection. Leaves to http.client what
+HTTP is, and to the engine's images what the bytes are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import ipaddress
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import urlsplit
+
+from penstock.engine.client.image_processor import ImageRefused
+from penstock.engine.cluster.logs import event
+from penstock.server.images.image_urls import TYPES, kind_of
+
+AT_ONCE = 8  # fetches of a server process; others wait for one of them to end
+SECONDS = 10.0  # of one, with the wait for its turn, for its host's name, and all that the host sends
+MOST_SAID = 200  # characters in the log of what went wrong: the host's own words may be in it
+MOST_ADDRESSES = 4  # of a host, that are tried
+PORTS = {"http": 80, "https": 443}
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+HEADERS = {"User-Agent": "penstock", "Accept": "image/*", "Accept-Encoding": "identity", "Connection": "close"}
+FAILED = "the image could not be fetched from its host"
+
+Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Host(NamedTuple):
+    name: str
+    port: int | None  # None: that of the scheme
+
+    @classmethod
+    def of(cls, said: str) -> Host:
+        """'example.org', '10.0.0.7:8080', '[::1]'. Raises ValueError."""
+        parts = urlsplit(f"//{said}")
+        if not parts.hostname or parts.netloc != said or "@" in said or not _is_plain(said) or parts.port == 0:
+            raise ValueError(f"expected a host as in example.org or 10.0.0.7:8080, not {said!r}")
+        return cls(parts.hostname.lower(), parts.port)
+
+
+def is_elsewhere(url: str) -> bool:
+    return url[:8].lower().startswith(("http://", "https://"))
+
+
+def is_public(address: Address) -> bool:
+    """Whether it is one of the internet, and not of this machine, its network, a group of machines or nobody."""
+    if isinstance(address, ipaddress.IPv6Address):
+        nat64 = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in NAT64 else None
+        inner = address.ipv4_mapped or address.sixtofour or nat64 or (address.teredo and address.teredo[1])
+        if inner:  # that is where it leads
+            return is_public(inner)
+        if address.is_site_local:
+            return False
+    return address.is_global and not (address.is_multicast or address.is_reserved)
+
+
+class Fetcher:
+    """Of one server process."""
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        *,
+        seconds: float = SECONDS,
+        resolve: Callable[..., list[Any]] = socket.getaddrinfo,
+        is_open: Callable[[Address], bool] = is_public,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`is_open`: which addresses names may have. A host that is said by its address is open as it is.
+
+        Raises ValueError.
+        """
+        self._hosts = frozenset(map(Host.of, hosts))
+        self._seconds = seconds
+        self._resolve = resolve
+        self._is_open = is_open
+        self._tls = tls or ssl.create_default_context()
+        self._threads = ThreadPoolExecutor(AT_ONCE, "fetch")
+
+    def close(self) -> None:
+        """Waits for none that is under way: each has an end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def fetch(self, url: str, most_nbytes: int) -> bytes:
+        """Raises ImageRefused. Cancelled, it gives its connection up at once."""
+        asked = self._asked(url)
+        fetch = _Fetch(asked, most_nbytes, self._seconds)
+        doing = asyncio.get_running_loop().run_in_executor(self._threads, self._run, fetch)
+        try:
+            return await asyncio.wait_for(doing, self._seconds)
+        except asyncio.TimeoutError:
+            raise ImageRefused(400, f"{FAILED} within {self._seconds:g} s") from None
+        finally:
+            fetch.end()
+
+    def _asked(self, url: str) -> Asked:
+        try:
+            parts = urlsplit(url)
+            name, port = (parts.hostname or "").lower(), parts.port
+        except ValueError:
+            raise ImageRefused(400, f"expected a URL with a host, got {url[:80]!r}") from None
+        if not name or "@" in parts.netloc or not _is_plain(url) or parts.scheme not in PORTS:
+            raise ImageRefused(400, f"expected a URL like https://HOST/PATH, percent-encoded, got {url[:80]!r}")
+        usual = PORTS[parts.scheme]
+        port = usual if port is None else port
+        if Host(name, port) not in self._hosts and (port != usual or Host(name, None) not in self._hosts):
+            raise ImageRefused(400, "images are not fetched from this host: send this one as data:image/png;base64,…")
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        said = f"[{name}]" if ":" in name else name
+        return Asked(parts.scheme == "https", name, port, said if port == usual else f"{said}:{port}", target)
+
+    def _run(self, fetch: _Fetch) -> bytes:
+        """In a thread."""
+        asked = fetch.asked
+        try:
+            found = self._resolve(asked.name, asked.port, type=socket.SOCK_STREAM)
+            is_said = _address(asked.name) is not None
+            places = [(one[0], one[4]) for one in found if is_said or self._is_open(_address(one[4][0]))]
+            return fetch.run(places, self._tls if asked.is_tls else None)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if not fetch.is_over:
+                what = f"{type(error).__name__}: {error}"
+                event("image not fetched", logging.WARNING, host=asked.said, error=what[:MOST_SAID])
+            raise ImageRefused(400, FAILED) from None
+
+
+class Asked(NamedTuple):
+    is_tls: bool
+    name: str
+    port: int
+    said: str  # the host, as HTTP says it
+    target: str
+
+
+class _Fetch:
+    """One, by a thread. The loop may end it at any moment."""
+
+    def __init__(self, asked: Asked, most_nbytes: int, seconds: float) -> None:
+        self.asked = asked
+        self.is_over = False
+        self._most_nbytes = most_nbytes
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._line: socket.socket | None = None  # the same connection once more: what TLS is made of cannot be ended
+
+    def end(self) -> None:
+        """Whoever waits for something in it waits no longer."""
+        with self._lock:
+            self.is_over = True
+            if self._line is not None:
+                with contextlib.suppress(OSError):  # it has been ended from there
+                    self._line.shutdown(socket.SHUT_RDWR)
+
+    def run(self, places: Sequence[tuple[int, Any]], tls: ssl.SSLContext | None) -> bytes:
+        """`places`: families and addresses, all of which may be asked. Raises OSError, HTTPException, ImageRefused."""
+        failed = OSError("it has no address that may be asked")
+        for family, address in places[:MOST_ADDRESSES]:
+            with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as plain, self._watched(plain):
+                try:
+                    plain.settimeout(self._seconds / 2)  # the next one has a chance
+                    plain.connect(address)
+                    plain.settimeout(None)  # but for `end`
+                except OSError as error:
+                    failed = error
+                    continue
+                if tls is None:
+                    return self._ask(plain)
+                with tls.wrap_socket(plain, server_hostname=self.asked.name) as secret:
+                    return self._ask(secret)
+        raise failed
+
+    @contextlib.contextmanager
+    def _watched(self, plain: socket.socket) -> Iterator[None]:
+        with self._lock:
+            if self.is_over:
+                raise ConnectionAbortedError("nobody waits for it")
+            self._line = line = plain.dup()
+        try:
+            yield
+        finally:
+            with self._lock:
+                line.close()
+                self._line = None
+
+    def _ask(self, line: socket.socket) -> bytes:
+        connection = http.client.HTTPConnection(self.asked.name, self.asked.port)
+        connection.sock = line  # it would look the name up again
+        connection.request("GET", self.asked.target, headers={"Host": self.asked.said, **HEADERS})
+        with connection.getresponse() as answer:
+            if answer.status != 200:
+                raise ImageRefused(400, f"{FAILED}: it answered {answer.status}, and redirects are not followed")
+            if answer.getheader("Content-Encoding", "identity").lower() != "identity":
+                raise ImageRefused(400, f"{FAILED}: it sends it in an encoding that it was not asked for")
+            most = self._most_nbytes
+            raw = answer.read(most + 1) if answer.length is None or answer.length <= most else None
+            if raw is None or len(raw) > most:
+                raise ImageRefused(413, f"an image has at most {most} bytes, this one has more")
+            if answer.length:  # of what it has announced, so much has not come
+                raise http.client.IncompleteRead(raw, answer.length)
+        if kind_of(raw) not in TYPES.values():
+            raise ImageRefused(400, f"expected an image of type {', '.join(TYPES)} from its host, got something else")
+        return raw
+
+
+def _address(said: str) -> Any:
+    """None: it is a name."""
+    try:
+        return ipaddress.ip_address(said)
+    except ValueError:
+        return None
+
+
+def _is_plain(url: str) -> bool:
+    """Of characters that a URL may be of: parsers agree about these."""
+    return url.isascii() and url.isprintable() and not set(url) & set(' "<>\\^`{|}')

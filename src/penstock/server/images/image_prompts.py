@@ -1,0 +1,139 @@
+"""Images in conversations: read, made what the model takes, and put where their placeholders stand in the prompt.
+
+By threads of this process, and not by processes of their own: decoding, scaling and arithmetic let the interpreter go,
+so the loop goes on; what is made is written once, straight into the store, under a lease that this process holds from
+then on; and there is no second kind of death to tell of. A decoder that crashes takes this server with it, which comes
+again, alone, while the others answer. Leaves to `media` where bytes come from, and to the engine all that is made of
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.engine.client.image_placeholders import Places
+from penstock.engine.client.image_processor import ImageRefused, Images, Loaded
+from penstock.engine.cluster.logs import event
+from penstock.engine.model_dir import takes_images, tokenizer_of
+from penstock.engine.protocol.batch_state import Input
+from penstock.engine.protocol.config import EngineConfig
+from penstock.server.errors import ApiError, Limit, context_length_exceeded
+from penstock.server.images import image_urls
+from penstock.server.images.image_fetcher import Fetcher, is_elsewhere
+from penstock.server.options import ServerOptions
+from penstock.tensor import Outgoing, Scope, Store
+
+THREADS = 8  # at most: each may hold some copies of an image of as many pixels as are allowed
+
+
+class Named(NamedTuple):
+    """An image of a conversation."""
+
+    where: str  # in the body: "messages[0].content[1]"
+    url: str
+
+
+class Prompt(NamedTuple):
+    """Ids, and what stands in them instead of text. `scope` holds that: until the request ends which gets it."""
+
+    ids: list[int]
+    items: tuple[Input, ...] = ()
+    scope: Scope | None = None
+
+    def release(self) -> None:
+        if self.scope is not None:
+            self.scope.release()
+
+
+class ImageReader:
+    """Of one server process, for a model that takes images."""
+
+    def __init__(self, config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any) -> None:
+        """Raises ValueError where the model lacks what it takes."""
+        # Inline they would be found by nobody. The next one who sends an image is to find even a small one made.
+        self._outgoing = Outgoing(store, inline_nbytes=0)
+        threads = min(THREADS, len(os.sched_getaffinity(0)))
+        self._most_tokens = config.max_model_len
+        self._images = Images(
+            config.model,
+            self._outgoing,
+            limits=options.image_limits,
+            threads=threads,
+            most_tokens=self._most_tokens,
+        )
+        self._places = Places(self._images, tokenizer_of(config) if tokenizer is None else tokenizer)
+        self._folders = [Path(one).resolve(strict=True) for one in options.media_folders]
+        self._fetcher = Fetcher(options.media_hosts) if options.media_hosts else None
+
+    def close(self) -> None:
+        if self._fetcher is not None:
+            self._fetcher.close()
+        self._images.close()
+
+    async def prompt(self, ids: list[int], named: Sequence[Named]) -> Prompt:
+        """With these images for the placeholders in it. Raises ApiError, which names the one that is wrong."""
+        most = self._images.limits.count
+        if len(named) > most:
+            message = f"a request has at most {most} images, this one has {len(named)}"
+            raise ApiError(400, message, param=named[most].where)
+        try:
+            self._places.require(ids, len(named))
+        except ValueError as error:
+            message = f"{error}: the model's chat template writes it where an image stands, and no text may"
+            raise ApiError(400, message, param="messages") from None
+        scope = self._outgoing.scope()
+        try:
+            loaded = await self._load_all(named, scope)
+        except BaseException:
+            scope.release()
+            raise
+        ids, places = self._places.spread(ids, loaded)
+        return Prompt(ids, tuple((one.item, *place) for one, place in zip(loaded, places, strict=True)), scope)
+
+    async def _load_all(self, named: Sequence[Named], scope: Scope) -> list[Loaded]:
+        """Side by side. The first that is refused, or too many of them, end it for all."""
+        tasks = [asyncio.ensure_future(self._load(one, scope)) for one in named]
+        tokens = 0
+        try:
+            for loaded in asyncio.as_completed(tasks):
+                tokens += (await loaded).tokens
+                if tokens > self._most_tokens:
+                    raise context_length_exceeded(
+                        self._most_tokens, tokens, Limit(self._most_tokens - 1, "messages", None), at_least=True
+                    )
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _load(self, named: Named, scope: Scope) -> Loaded:
+        most = self._images.limits.nbytes
+        raw: bytes | Callable[[], bytes] = functools.partial(image_urls.read, named.url, most, self._folders)
+        try:
+            if self._fetcher is not None and is_elsewhere(named.url):
+                raw = await self._fetcher.fetch(named.url, most)
+            return await self._images.load(raw, scope)
+        except ImageRefused as refused:
+            raise ApiError(refused.status, f"{refused.reason} at $.{named.where}", param=named.where) from None
+
+
+def image_reader(
+    config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any = None
+) -> ImageReader | None:
+    """None: the model takes no images, or lacks what it takes to make anything of them, and answers text alone.
+
+    `tokenizer`: the model's, where somebody has it already: reading it takes long.
+    """
+    if not takes_images(config):
+        return None
+    try:
+        return ImageReader(config, options, store, tokenizer)
+    except ValueError as error:
+        event("images are not taken", logging.WARNING, reason=error)
+        return None

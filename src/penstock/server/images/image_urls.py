@@ -1,0 +1,112 @@
+"""The bytes that the URL of an image names: it carries them, or they are a file beneath a folder open to clients.
+
+Leaves to `fetching` what is elsewhere, and to the engine's images what these bytes are when they are decoded.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from penstock.engine.client.image_processor import ImageRefused
+
+TYPES = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WebP", "image/gif": "GIF"}
+LONGEST_HEAD = 256  # characters, before the comma of a data URL
+PIECE = 1 << 18  # characters of base64, a multiple of 4: what is decoded before other threads have their turn
+BAD_BASE64 = "what the data URL carries is no base64"
+
+
+def read(url: str, most_nbytes: int, folders: Sequence[Path]) -> bytes:
+    """In this thread. `folders`: open to clients, without symbolic links in their own paths. Raises ImageRefused."""
+    scheme = url.partition(":")[0].lower() if ":" in url[:16] else ""
+    if scheme == "data":
+        return _carried(url, most_nbytes)
+    if scheme == "file":
+        return _in_a_file(url, most_nbytes, folders)
+    if scheme in ("http", "https"):
+        raise ImageRefused(400, "images are not fetched from elsewhere: send this one as data:image/png;base64,…")
+    raise ImageRefused(400, f"expected a URL that begins with data:, got {url[:40]!r}")
+
+
+# ── carried in the URL ───────────────────────────────────────────────────────────────────────────────────────────────
+def _carried(url: str, most_nbytes: int) -> bytes:
+    comma = url.find(",", 0, LONGEST_HEAD)
+    kind, *parameters = url[len("data:") : max(comma, 0)].lower().split(";")
+    if comma < 0 or parameters[-1:] != ["base64"]:
+        raise ImageRefused(400, f"expected data:image/png;base64,…, got {url[:40]!r}")
+    if kind not in TYPES:
+        raise ImageRefused(400, f"expected an image of type {', '.join(TYPES)}, got {kind!r}")
+    begin = comma + 1
+    if (len(url) - begin) // 4 * 3 - 2 > most_nbytes:
+        raise ImageRefused(413, f"an image has at most {most_nbytes} bytes, this one has more")
+    raw = _from_base64(url, begin)
+    if kind_of(raw) != TYPES[kind]:
+        raise ImageRefused(400, f"expected a {TYPES[kind]} image, as its URL says, got {kind_of(raw)}")
+    return raw
+
+
+def _from_base64(url: str, begin: int) -> bytes:
+    raw = bytearray()
+    for at in range(begin, len(url), PIECE):
+        piece = url[at : at + PIECE]
+        try:
+            raw += base64.b64decode(piece, validate=True)
+        except ValueError as error:
+            raise ImageRefused(400, f"{BAD_BASE64}: {error}") from None
+        if piece.endswith("=") and at + PIECE < len(url):
+            raise ImageRefused(400, f"{BAD_BASE64}: more comes after its end")
+    return bytes(raw)
+
+
+def kind_of(raw: bytes) -> str:
+    """By its first bytes."""
+    if raw.startswith(b"RIFF") and raw[8:12] == b"WEBP":
+        return "WebP"
+    heads = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
+    return next((kind for head, kind in heads.items() if raw.startswith(head)), "something else")
+
+
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _in_a_file(url: str, most_nbytes: int, folders: Sequence[Path]) -> bytes:
+    if not folders:
+        raise ImageRefused(400, "files are not open to clients here: see --allowed-local-media-path")
+    path = _path_of(url)
+    _require_beneath(os.path.realpath(path), folders)  # before it is opened, as opening a device may do something
+    try:
+        with open(path, "rb", opener=_open) as file:
+            # Which file it was, whatever has changed meanwhile.
+            _require_beneath(os.readlink(f"/proc/self/fd/{file.fileno()}"), folders)
+            told = os.fstat(file.fileno())
+            if not stat.S_ISREG(told.st_mode):
+                raise ImageRefused(400, "the file cannot be read: it is no regular file")
+            if told.st_size > most_nbytes:
+                raise ImageRefused(413, f"an image has at most {most_nbytes} bytes, this one has {told.st_size}")
+            return file.read(most_nbytes)
+    except OSError as error:
+        raise ImageRefused(400, f"the file cannot be read: {error.strerror}") from None
+
+
+def _open(path: str, flags: int) -> int:
+    """Waits for nobody: it may be no file."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _path_of(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        path = os.fsdecode(unquote_to_bytes(parts.path))
+        if parts.netloc in ("", "localhost") and path.startswith("/") and "\0" not in path:
+            return path
+    except ValueError:
+        pass
+    raise ImageRefused(400, f"expected file:///and an absolute path, got {url[:80]!r}")
+
+
+def _require_beneath(path: str, folders: Sequence[Path]) -> None:
+    """Whether or not there is such a file."""
+    if not any(Path(path).is_relative_to(folder) for folder in folders):
+        raise ImageRefused(400, "the file is not beneath a folder that is open to clients")

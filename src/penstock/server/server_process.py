@@ -1,0 +1,181 @@
+"""A server process: takes connections from the socket that all of them share, and answers them from one event loop.
+
+Leaves to `app` what is answered, and to the launcher that it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import functools
+import gc
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+import penstock
+from penstock.engine.client.client import Client
+from penstock.engine.cluster.logs import LOGGER, event
+from penstock.engine.cluster.process import starting
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.topology import Member, Tree
+from penstock.server.chat.prompt_builder import Reader, words_of
+from penstock.server.http.app import Api
+from penstock.server.http.connection import Connection
+from penstock.server.http.loop_errors import LoopErrors
+from penstock.server.images.image_prompts import image_reader
+from penstock.server.options import ServerOptions
+from penstock.server.status.counters import Row, Tally
+
+BACKLOG = 1024  # connections that nobody has taken yet
+KEPT = (
+    75  # seconds for which a connection without a request is kept: longer than proxies keep theirs, who then close it
+)
+CONNECTIONS = 4  # for each request that may be open
+OTHER_DESCRIPTORS = 128  # of a process, besides its connections
+KERNEL_NBYTES = 256 << 10  # of an answer in the kernel, for a client that does not read
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Handed to each server process while it is being spawned."""
+
+    options: ServerOptions
+    listener: socket.socket
+    tally: penstock.Segment
+    notice: penstock.Segment  # nobody reads it here: it is what a process is looked into by
+
+
+def listen(options: ServerOptions) -> socket.socket:
+    """The socket from which all server processes take connections.
+
+    One socket with one queue, and not one each (SO_REUSEPORT): who is idle takes the next connection, one that waits
+    in the queue does not go with a process that dies, and none is given to a process that is stopped. Raises OSError,
+    which names host and port.
+    """
+    try:
+        return _listener(options)
+    except OSError as error:
+        hint = ": another --port, or 0 for one that is free" if error.errno == errno.EADDRINUSE else ""
+        text = f"cannot listen on port {options.port} of {options.host!r}: {error.strerror or error}{hint}"
+        raise OSError(error.errno, text) from None
+
+
+def _listener(options: ServerOptions) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        for level, name, value in (
+            (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1),
+            # What is taken from it is like it. A client that takes nothing for so long is gone, says the kernel.
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_NBYTES),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(options.patience * 1e3)),
+        ):
+            listener.setsockopt(level, name, value)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def serve(shared: Shared, tree: Tree, me: Member) -> None:
+    """The process, until SIGTERM; then it answers what is open, for as long as the tree's `drain_timeout`."""
+    _do_without_torch()
+    asyncio.run(_serve(shared, tree, me))
+
+
+def _do_without_torch() -> None:
+    """A server computes nothing with it, and transformers, which makes images and prompts, does as well without it.
+
+    Where it finds torch it brings it in: 260 MB and 5 s of a processor, for each server of a model that takes images.
+    """
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault("torch", None)  # how Python notes that there is none
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that it was not found
+
+
+async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
+    asyncio.get_running_loop().set_exception_handler(LoopErrors())
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).handlers[:] = LOGGER.handlers
+        logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of is what clients do: it may be much
+    tally, board = Tally(shared.tally, tree.config.api_servers, writable=True), Board(tree.board)
+    row = tally.rows[me.index]
+    row[Row.PID], row[Row.SERVING], row[Row.OPEN] = os.getpid(), 0, 0
+    with starting():
+        words = words_of(tree.config)
+        images = image_reader(tree.config, shared.options, tree.store, words.tokenizer)
+    with contextlib.closing(Reader(tree.config, words, images)) as reader:
+        async with Client(tree, me) as client:
+            api = Api(tree.config, shared.options, client, reader, tally, board, me.index)
+            server = Server(api, row, shared.options, tree.config.drain_timeout)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
+            gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up every stream
+            await server.serve([shared.listener])
+
+
+class Server(uvicorn.Server):
+    """Signals are the process's own affair."""
+
+    def __init__(self, api: Api, row: Row, options: ServerOptions, drain_timeout: float) -> None:
+        wanted = CONNECTIONS * options.most_open
+        most = _room_for(wanted)
+        if most < wanted:
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            remedy = f"ulimit -Hn {wanted + OTHER_DESCRIPTORS}, or a smaller --most-open"
+            event("few connections", logging.WARNING, most=most, wanted=wanted, descriptors=hard, remedy=remedy)
+        config = uvicorn.Config(
+            api.app(),
+            http=functools.partial(Connection, most, options.patience),  # type: ignore[arg-type]
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            # A process takes one connection at a time, so that the others may have the next.
+            backlog=1,
+            timeout_keep_alive=KEPT,
+            timeout_graceful_shutdown=math.ceil(drain_timeout),
+        )
+        super().__init__(config)
+        self._row = row
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._row[Row.SERVING]:
+            self._row[Row.SERVING] = 2
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)  # the loop has said how many it takes at a time, which is something else
+        self._row[Row.SERVING] = 1
+
+
+def _room_for(connections: int) -> int:
+    """How many of them this process may have descriptors for; it asks for more than it was given."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(connections + OTHER_DESCRIPTORS, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(1, min(connections, max(soft, wanted) - OTHER_DESCRIPTORS))

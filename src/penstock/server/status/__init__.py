@@ -1,0 +1,1 @@
+"""What a server counts, and how its processes read it."""

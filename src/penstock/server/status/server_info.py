@@ -1,0 +1,59 @@
+"""What a server says of itself to whoever looks from outside: a page that the launcher writes once, nobody after it.
+
+It is also how a server is found: who has such a page open is one. Leaves to the board and the tally what changes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import msgspec
+
+import penstock
+from penstock.engine.cluster.topology import Member, places
+from penstock.engine.protocol.config import EngineConfig
+from penstock.server.options import ServerOptions
+from penstock.tools.inspect.segments import harmless
+
+NAME = "notice"
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+    pid: int  # the launcher's
+    name: str  # of the model, as clients call it
+    url: str
+    started: float  # seconds since 1970
+    places: tuple[Member, ...]  # of processes, in the order of the board's `members`
+    slots: int
+    token_budget: int
+    is_simulated: bool
+
+    @staticmethod
+    def lay(config: EngineConfig, options: ServerOptions, url: str) -> penstock.Segment:
+        notice = Notice(
+            version=penstock.__version__,
+            pid=os.getpid(),
+            name=served_name(config, options),
+            url=url,
+            started=time.time(),
+            places=tuple(places(config)),
+            slots=config.slots,
+            token_budget=config.token_budget,
+            is_simulated=config.simulated is not None,
+        )
+        said = msgspec.json.encode(notice)
+        page = penstock.Segment.create(len(said), name=NAME)
+        page.view(writable=True)[:] = said
+        return page
+
+    @staticmethod
+    def read(page: penstock.Segment) -> Notice:
+        """Raises msgspec.DecodeError where another version has laid it."""
+        return msgspec.convert(harmless(msgspec.json.decode(page.view())), Notice)
+
+
+def served_name(config: EngineConfig, options: ServerOptions) -> str:
+    """What clients call the model."""
+    return options.served_name or config.model.rstrip("/").rpartition("/")[2] or "simulated"

@@ -1,0 +1,109 @@
+"""What a server was at one moment: plain data, which travels as JSON, and from which others make rates and pictures.
+
+Numbers of things that happened count from the beginning of whoever counts them. Leaves to `watch` where it all stands.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.server.status.server_info import Notice
+
+
+class Process(msgspec.Struct, frozen=True):
+    role: str  # launcher, core, worker, output, server
+    group: int  # means something for core, worker and output
+    index: int
+    pid: int  # 0: there is none now
+    incarnation: int  # 0: none has been started; 1: this is the first
+    state: str  # starting, serves, draining, stopped, gone
+    cpu_seconds: float
+    private_nbytes: int | None  # memory that only this process has; None: there is none now, or the kernel does not say
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.role, self.group, self.index
+
+    @property
+    def title(self) -> str:
+        place = {"launcher": "", "server": f" {self.index}"}
+        return self.role + place.get(self.role, f" {self.group}.{self.index}")
+
+
+class Channel(msgspec.Struct, frozen=True):
+    name: str
+    kind: str  # ring, broadcast, inbox
+    records: int  # sent, by all senders
+    nbytes: int
+    sleeps: int  # of all ends, because there was nothing to read, or no room
+    behind: int  # records that the slowest receiver has not given back
+    behind_nbytes: int
+    slowest: str  # who that is; empty: nobody is behind
+    blocked: float  # seconds for which a sender has been waiting for room now
+    longest_blocked: float  # and for which one ever did
+
+
+class Holder(msgspec.Struct, frozen=True):
+    name: str
+    blocks: int
+    nbytes: int
+
+
+class Store(msgspec.Struct, frozen=True):
+    name: str
+    nbytes: int  # that fit
+    kept_nbytes: int  # under keys
+    taken_nbytes: int  # those, and blocks without a key
+    keys: int
+    held_keys: int
+    hits: int
+    misses: int
+    puts: int
+    evictions: int
+    evicted_nbytes: int
+    holders: tuple[Holder, ...]
+
+
+class Group(msgspec.Struct, frozen=True):
+    incarnation: int  # of its core; 0: it does not serve
+    open: int  # requests
+    waiting: int  # those of them that have no slot yet
+    blocks: int
+    free_blocks: int
+    steps: int
+    core_ns: int  # the core's own time
+    device_ns: int  # in which a step ran
+    idle_ns: int  # in which none ran, though somebody waited for the next
+    prompt_tokens: int  # computed
+    generated_tokens: int
+    preemptions: int
+
+    @property
+    def running(self) -> int:
+        return max(self.open - self.waiting, 0)
+
+
+class Server(msgspec.Struct, frozen=True):
+    open: int  # requests
+    answered: int
+    refused: int  # those of them that were answered with an error, or by nobody, as the client had gone
+    prompt_tokens: int  # of requests that are over
+    cached_tokens: int
+    completion_tokens: int
+    first_pieces: int  # answers that have begun
+    first_seconds: float  # all together, from the request to that
+    gaps: int  # between two tokens
+    gap_seconds: float  # all together
+
+
+class Moment(msgspec.Struct, frozen=True):
+    at: float  # seconds on the clock of that machine, which only goes forward
+    time: float  # seconds since 1970
+    notice: Notice
+    is_draining: bool
+    shared_nbytes: int  # memory of all segments, which is there once, however many processes have it
+    processes: tuple[Process, ...]
+    channels: tuple[Channel, ...]
+    stores: tuple[Store, ...]
+    groups: tuple[Group, ...]
+    servers: tuple[Server, ...]

@@ -1,0 +1,139 @@
+"""What became of a server between two moments: each count as a rate, and each time as a share or a mean.
+
+Whoever counts begins anew when it is started again; then what it has counted since is what happened. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from penstock.server.status.snapshot import Channel, Group, Moment, Store
+
+
+class ChannelRates(msgspec.Struct, frozen=True):
+    records: float  # per second
+    nbytes: float
+    sleeps: float
+
+
+class StoreRates(msgspec.Struct, frozen=True):
+    hits: float  # per second
+    misses: float
+    evictions: float
+    hit_share: float | None  # of what was asked for; None: nothing was
+
+
+class GroupRates(msgspec.Struct, frozen=True):
+    steps: float  # per second
+    step: float | None  # seconds from the beginning of one to that of the next; None: there was none
+    device: float | None  # of them: the device ran
+    waiting: float | None  # and it did not
+    core: float | None  # seconds of the core's own per step, most of them while the device ran
+    prompt_tokens: float  # per second
+    generated_tokens: float
+    preemptions: float
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """In the order of the moment's own tuples; of what was not there before, what it has done since it came."""
+
+    seconds: float  # between the two
+    cpu: tuple[float, ...]  # of each process: processors
+    channels: tuple[ChannelRates, ...]
+    stores: tuple[StoreRates, ...]
+    groups: tuple[GroupRates, ...]
+    prompt_tokens: float  # per second, of all groups
+    generated_tokens: float
+    answered: float  # requests per second
+    refused: float
+    first_piece: float | None  # seconds, the mean; None: no answer has begun
+    gap: float | None  # seconds from token to token, the mean
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What both views show."""
+
+    moment: Moment
+    rates: Rates | None  # None: it is the first, or the one before is too long ago
+
+    @classmethod
+    def after(cls, before: Moment | None, moment: Moment, most: float) -> Seen:
+        """`most`: seconds between the two, for rates that tell of now."""
+        if before is None or before.notice != moment.notice or not 0 < moment.at - before.at <= most:
+            return cls(moment, None)
+        return cls(moment, rates_of(before, moment))
+
+
+def rates_of(before: Moment, now: Moment) -> Rates:
+    """Of the same server; `now` is later."""
+    seconds = now.at - before.at
+    groups = [_of_group(old, new, seconds) for old, new in zip(before.groups, now.groups, strict=True)]
+    used = {(one.key, one.incarnation): one.cpu_seconds for one in before.processes}
+    channels = {one.name: one for one in before.channels}
+    stores = {one.name: one for one in before.stores}
+    answered, refused, begun, first_seconds, gaps, gap_seconds = (
+        _all(now.servers, name) - _all(before.servers, name)
+        for name in ("answered", "refused", "first_pieces", "first_seconds", "gaps", "gap_seconds")
+    )
+    return Rates(
+        seconds=seconds,
+        cpu=tuple(
+            max(one.cpu_seconds - used.get((one.key, one.incarnation), 0.0), 0.0) / seconds for one in now.processes
+        ),
+        channels=tuple(_of_channel(channels.get(one.name), one, seconds) for one in now.channels),
+        stores=tuple(_of_store(stores.get(one.name), one, seconds) for one in now.stores),
+        groups=tuple(groups),
+        prompt_tokens=sum(one.prompt_tokens for one in groups),
+        generated_tokens=sum(one.generated_tokens for one in groups),
+        answered=answered / seconds,
+        refused=refused / seconds,
+        first_piece=_mean(first_seconds, begun),
+        gap=_mean(gap_seconds, gaps),
+    )
+
+
+def _of_group(old: Group, new: Group, seconds: float) -> GroupRates:
+    """It begins anew with each incarnation; a group that has ended has no numbers."""
+    is_same = old.incarnation == new.incarnation
+
+    def since(name: str) -> int:
+        many: int = getattr(new, name) - (getattr(old, name) if is_same else 0)
+        return max(many, 0)
+
+    steps, device, idle, core = since("steps"), since("device_ns"), since("idle_ns"), since("core_ns")
+    return GroupRates(
+        steps=steps / seconds,
+        step=_mean((device + idle) / 1e9, steps),
+        device=_mean(device / 1e9, steps),
+        waiting=_mean(idle / 1e9, steps),
+        core=_mean(core / 1e9, steps),
+        prompt_tokens=since("prompt_tokens") / seconds,
+        generated_tokens=since("generated_tokens") / seconds,
+        preemptions=since("preemptions") / seconds,
+    )
+
+
+def _of_channel(old: Channel | None, new: Channel, seconds: float) -> ChannelRates:
+    return ChannelRates(*(_grown(old, new, name) / seconds for name in ("records", "nbytes", "sleeps")))
+
+
+def _of_store(old: Store | None, new: Store, seconds: float) -> StoreRates:
+    hits, misses, evictions = (_grown(old, new, name) for name in ("hits", "misses", "evictions"))
+    return StoreRates(hits / seconds, misses / seconds, evictions / seconds, _mean(hits, hits + misses))
+
+
+def _grown(old: object, new: object, name: str) -> int:
+    """By how much; an end that is opened again counts from nothing."""
+    before: int = 0 if old is None else getattr(old, name)
+    now: int = getattr(new, name)
+    return now - before if now >= before else now
+
+
+def _all(rows: Iterable[object], name: str) -> float:
+    return sum(float(getattr(row, name)) for row in rows)
+
+
+def _mean(whole: float, many: float) -> float | None:
+    return whole / many if many > 0 else None

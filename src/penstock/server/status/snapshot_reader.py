@@ -1,0 +1,193 @@
+"""Takes moments of a server, from outside or from one of its own processes, and disturbs nobody.
+
+What is read is opened for reading, mapped for reading, joined by nobody, and let go again: between two moments nothing
+is held, so no memory outlives its time because somebody looks. Leaves to `inspect` the opening, to the native core what
+a segment tells.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from penstock import PenstockError
+from penstock.engine.cluster.status_board import Board, Life
+from penstock.engine.cluster.status_board import Row as GroupRow
+from penstock.engine.cluster.topology import Member
+from penstock.server.status.counters import ROUTES, STATUSES, Row, Tally
+from penstock.server.status.server_info import NAME, Notice
+from penstock.server.status.snapshot import Channel, Group, Holder, Moment, Process, Server, Store
+from penstock.tools.inspect import Json, private_nbytes_of, process_of
+from penstock.tools.inspect.segments import Place, descriptors_of, page_at, snapshot_of
+
+PAGES = (NAME, "board", "tally")
+RAW = "segment"  # the kind of those; others are channels and pools
+HOLDERS = 8  # of a store, those that hold most
+
+
+class NoServer(Exception):
+    """There is no server to look at; the text is one line that says why."""
+
+
+class Watch:
+    """Of one server, by a process that has its segments: the launcher, or a server process itself."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises NoServer."""
+        self._pid = pid
+        self._start = _start_of(pid)
+        self._pages: dict[str, tuple[int, Place]] = {}
+        self._others: list[tuple[int, Place]] = []
+        self._raw_nbytes = 0  # of segments that are neither channels nor pools, which never grow
+        seen: set[Place] = set()
+        try:
+            for number, place in descriptors_of(pid):
+                if place in seen:
+                    continue
+                try:
+                    told = snapshot_of(pid, number, place)
+                except FileNotFoundError:  # it was open for a moment only
+                    continue
+                seen.add(place)
+                if told["kind"] != RAW:
+                    self._others.append((number, place))
+                    continue
+                self._raw_nbytes += told["claimed_nbytes"]
+                if told["name"] in PAGES:
+                    self._pages[told["name"]] = number, place
+        except (OSError, PenstockError, ValueError) as error:
+            raise NoServer(f"process {pid} cannot be looked into: {error}") from None
+        if set(self._pages) != set(PAGES):
+            raise NoServer(f"process {pid} is no penstock server")
+
+    def take(self) -> Moment:
+        """Raises NoServer, when it has ended."""
+        if _start_of(self._pid) != self._start:
+            raise NoServer(f"process {self._pid} has ended")
+        try:
+            return self._moment()
+        except (OSError, PenstockError) as error:  # it closes what it has, one after the other
+            raise NoServer(f"process {self._pid} is ending: {error}") from None
+        except (msgspec.DecodeError, IndexError) as error:
+            raise NoServer(f"process {self._pid} is of another version of penstock: {error}") from None
+
+    def _moment(self) -> Moment:
+        notice_page, board_page, tally_page = (page_at(self._pid, *self._pages[name]) for name in PAGES)
+        notice = Notice.read(notice_page)
+        servers = sum(one.kind == "server" for one in notice.places)
+        board, tally = Board(board_page), Tally(tally_page, servers)
+        told = [snapshot_of(self._pid, number, place) for number, place in self._others]
+        return Moment(
+            at=time.monotonic(),
+            time=time.time(),
+            notice=notice,
+            is_draining=board.is_draining,
+            shared_nbytes=self._raw_nbytes + sum(one["claimed_nbytes"] for one in told),
+            processes=tuple(_processes(notice, board, tally)),
+            channels=tuple(_channel(one) for one in told if "senders" in one),
+            stores=tuple(_store(one) for one in told if "store" in one),
+            groups=tuple(map(_group, board.rows)),
+            servers=tuple(map(_server, tally.rows)),
+        )
+
+
+def _start_of(pid: int) -> int:
+    process = process_of(pid)
+    if process is None or process.state == "Z":
+        raise NoServer(f"there is no process {pid}")
+    return process.start
+
+
+# ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _processes(notice: Notice, board: Board, tally: Tally) -> Iterator[Process]:
+    rows, is_draining = board.rows, board.is_draining
+    yield _process(Member("launcher", 0, 0, 1), Life(1, notice.pid), "draining" if is_draining else "serves")
+    for member, life in zip(notice.places, board.members, strict=True):
+        if member.kind == "server":
+            row = tally.rows[member.index]
+            serves = row[Row.SERVING] == 1 and row[Row.PID] == life.pid
+        else:
+            serves = rows[member.group][Board.SERVING] == life.incarnation
+        yield _process(member, life, "draining" if is_draining else "serves" if serves else "starting")
+
+
+def _process(member: Member, life: Life, otherwise: str) -> Process:
+    """`otherwise`: its state, if it lives and has not been stopped."""
+    found = process_of(life.pid) if life.pid else None
+    if found is None or found.state == "Z":
+        state = "gone" if life.incarnation else "starting"
+        return Process(member.kind, member.group, member.index, 0, life.incarnation, state, 0.0, None)
+    state = "stopped" if found.state in "Tt" else otherwise
+    used, private = found.cpu_seconds, private_nbytes_of(life.pid)
+    return Process(member.kind, member.group, member.index, life.pid, life.incarnation, state, used, private)
+
+
+# ── segments ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _channel(told: Json) -> Channel:
+    senders, receivers = told["senders"], told["receivers"]
+    live = [one for one in receivers if one["state"] == "live"]
+    slowest = max(live, key=lambda one: (one["records_behind"], one["nbytes_behind"]), default=None)
+    behind = 0 if slowest is None else slowest["records_behind"]
+    return Channel(
+        name=told["name"],
+        kind=told["kind"],
+        records=sum(one["records"] for one in senders),
+        nbytes=sum(one["nbytes"] for one in senders),
+        sleeps=sum(one["parks"] for one in (*senders, *receivers)),
+        behind=behind,
+        behind_nbytes=0 if slowest is None else slowest["nbytes_behind"],
+        slowest=slowest["name"] if slowest is not None and behind else "",
+        blocked=max((one["waiting_ns"] for one in senders if one["state"] == "live"), default=0) / 1e9,
+        longest_blocked=max((one["longest_wait_ns"] for one in senders), default=0) / 1e9,
+    )
+
+
+def _store(told: Json) -> Store:
+    pool, kept = told["pool"][0], told["store"][0]
+    holders = sorted(pool["holders"], key=lambda one: -one["nbytes"])[:HOLDERS]
+    return Store(
+        name=told["name"],
+        nbytes=pool["nbytes"],
+        kept_nbytes=kept["nbytes"],
+        taken_nbytes=pool["taken_nbytes"],
+        keys=kept["keys"],
+        held_keys=sum(one["holders"] > 0 for one in kept["items"]),
+        holders=tuple(Holder(one["name"], one["blocks"], one["nbytes"]) for one in holders),
+        **{name: kept[name] for name in ("hits", "misses", "puts", "evictions", "evicted_nbytes")},
+    )
+
+
+# ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _group(row: GroupRow) -> Group:
+    return Group(
+        incarnation=row[Board.SERVING],
+        open=row[Board.OPEN],
+        waiting=row[Board.WAITING],
+        blocks=row[Board.BLOCKS],
+        free_blocks=row[Board.FREE_BLOCKS],
+        steps=row[Board.STEPS],
+        core_ns=row[Board.OWN_NS],
+        device_ns=row[Board.BUSY_NS],
+        idle_ns=row[Board.IDLE_NS],
+        prompt_tokens=row[Board.COMPUTED],
+        generated_tokens=row[Board.SAMPLED],
+        preemptions=row[Board.PREEMPTIONS],
+    )
+
+
+def _server(row: Row) -> Server:
+    by_status = {status: sum(row[row.answered(route, status)] for route in ROUTES) for status in STATUSES}
+    return Server(
+        open=row[Row.OPEN],
+        answered=sum(by_status.values()),
+        refused=sum(many for status, many in by_status.items() if status >= 400),
+        prompt_tokens=row[Row.PROMPT_TOKENS],
+        cached_tokens=row[Row.CACHED_TOKENS],
+        completion_tokens=row[Row.COMPLETION_TOKENS],
+        first_pieces=sum(row.first.counts),
+        first_seconds=row.first.seconds,
+        gaps=sum(row.between.counts),
+        gap_seconds=row.between.seconds,
+    )

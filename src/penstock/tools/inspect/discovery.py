@@ -1,0 +1,129 @@
+"""The whole picture of a process tree or of a ticket: its segments, and all that share these.
+
+Leaves to `segments` one segment, to `verdict` what it all means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.errors import PenstockError
+from penstock.memory import Ticket
+from penstock.tools.inspect.diagnosis import verdict_of
+from penstock.tools.inspect.processes import Process, all_processes, owner_of, process_of, with_descendants
+from penstock.tools.inspect.segments import Json, Place, descriptors_of, snapshot_of
+
+MOST_FOLLOWED = 1024  # processes; a corrupt segment names as many as it likes
+
+
+class NotFound(Exception):
+    """There is nothing to look at; the text is one line that says why."""
+
+
+def look(target: int | Ticket) -> Json:
+    """The whole picture: of the process and its descendants, or of the ticket's segment, and of all that share these.
+
+    `asked` tells the segments of these from those that are only reached through their peers, for the sake of the
+    verdict: who holds somebody up may itself be waiting elsewhere. Raises NotFound.
+    """
+    everybody = all_processes()
+    roots = roots_of(target, everybody)
+    segments: dict[Place, Json] = {}
+    unreadable: dict[Place, str] = {}
+    closed_to_us: list[str] = []
+    queue = list(roots)
+    for pid in queue:  # grows while it is walked
+        try:
+            held = list(descriptors_of(pid))
+        except FileNotFoundError:
+            continue
+        except PermissionError:
+            closed_to_us.append(f"process {pid} belongs to {owner_of(pid)}: only that user can look into it")
+            continue
+        for number, place in held:
+            if place in segments:
+                segments[place]["held_by"].append({"pid": pid, "fd": number})
+                continue
+            try:
+                snapshot = snapshot_of(pid, number, place)
+            except (OSError, PenstockError, ValueError) as error:
+                unreadable[place] = f"descriptor {number} of process {pid}: {error}"
+                continue
+            snapshot["inode"] = place[1]
+            snapshot["asked"] = pid in roots and is_meant(target, place[1], snapshot["nonce"])
+            snapshot["held_by"] = [{"pid": pid, "fd": number}]
+            segments[place] = snapshot
+            for peer in snapshot["peers"]:
+                is_there = peer["state"] not in ("dead", "left") and peer["pid"] in everybody
+                if is_there and peer["pid"] not in queue and len(queue) < MOST_FOLLOWED:
+                    queue.append(peer["pid"])
+    if not any(segment["asked"] for segment in segments.values()):
+        reasons = [*closed_to_us, *unreadable.values()]
+        more = f" (and {len(reasons) - 1} more like that)" if len(reasons) > 1 else ""
+        raise NotFound(reasons[0] + more if reasons else nothing_of(target, everybody, len(roots)))
+    found = sorted(segments.values(), key=lambda one: (not one["asked"], one["kind"], one["name"], one["inode"]))
+    names = names_of(found)
+    seen = [everybody[pid] for pid in queue if pid in everybody and (pid in roots or pid in names)]
+    return {
+        "target": str(target),
+        "verdict": verdict_of(found),
+        "processes": [
+            {
+                "pid": one.pid,
+                "parent": one.parent,
+                "command": one.name,
+                "state": one.state,
+                "asked": one.pid in roots,
+                "peers": sorted(names.get(one.pid, ())),
+            }
+            for one in seen
+        ],
+        "segments": found,
+        "unreadable": [*closed_to_us, *unreadable.values()],
+    }
+
+
+def roots_of(target: int | Ticket, everybody: dict[int, Process]) -> list[int]:
+    pid = target.pid if isinstance(target, Ticket) else target
+    process = process_of(pid) if pid > 0 else None
+    if process is None:
+        raise NotFound(f"there is no process {pid}")
+    if isinstance(target, int):
+        return with_descendants(pid, everybody)
+    if process.start != target.start:
+        raise NotFound(f"the owner of the ticket, process {pid}, is gone: the number belongs to another one by now")
+    return [pid]
+
+
+def is_meant(target: int | Ticket, inode: int, nonce: str) -> bool:
+    return not isinstance(target, Ticket) or (inode, int(nonce, 16)) == (target.inode, target.nonce)
+
+
+def nothing_of(target: int | Ticket, everybody: dict[int, Process], many: int) -> str:
+    if isinstance(target, Ticket):
+        return f"the ticket's owner, process {target.pid}, has closed the segment"
+    name = everybody[target].name if target in everybody else "?"
+    among = f", and none of its {many - 1} descendants," if many > 1 else ""
+    return f"process {target} ({name}){among} has no segment of penstock open"
+
+
+def names_of(segments: Iterable[Json]) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for segment in segments:
+        for peer in segment["peers"]:
+            if peer["state"] not in ("dead", "left"):
+                found.setdefault(peer["pid"], set()).add(peer["name"])
+    return found
+
+
+def holders_of_segments() -> list[tuple[Process, int]]:
+    """Who, of those we may look into, has segments open, and how many."""
+    found = []
+    for process in all_processes().values():
+        try:
+            places = {place for _, place in descriptors_of(process.pid)}
+        except OSError:
+            continue
+        if places:
+            found.append((process, len(places)))
+    return found

@@ -1,0 +1,83 @@
+"""The processes of this machine, as /proc tells of them.
+
+Leaves to `segments` what they have open.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from dataclasses import dataclass
+
+from penstock.tools.inspect.numbers import printable
+
+TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    name: str
+    state: str  # as in /proc/PID/stat: R, S, D, T, Z …
+    start: int
+    cpu_seconds: float  # used so far
+    rss_nbytes: int
+
+
+def all_processes() -> dict[int, Process]:
+    """Everybody on this machine whom we may see."""
+    found = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (process := process_of(int(entry))):
+            found[process.pid] = process
+    return found
+
+
+def process_of(pid: int, path: str = "/proc/{}/stat") -> Process | None:
+    try:
+        with open(path.format(pid), "rb") as file:
+            text = file.read().decode(errors="replace")
+        name, _, rest = text.partition("(")[2].rpartition(")")  # a name may hold anything, a ')' too
+        fields = rest.split()
+        used = (int(fields[11]) + int(fields[12])) / TICKS
+        return Process(pid, int(fields[1]), printable(name), fields[0], int(fields[19]), used, int(fields[21]) * PAGE)
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def private_nbytes_of(pid: int) -> int | None:
+    """Memory that only this process has: without pages of segments and files. None: the kernel does not say."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            line = next(line for line in file if line.startswith(b"RssAnon:"))
+        return int(line.split()[1]) << 10
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+
+
+def with_descendants(pid: int, among: dict[int, Process]) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for process in among.values():
+        children.setdefault(process.parent, []).append(process.pid)
+    found = [pid]
+    for one in found:
+        found.extend(child for child in children.get(one, ()) if child not in found)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether any of its threads is on a processor, or would like to be."""
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    states = (process_of(int(task), f"/proc/{pid}/task/{{}}/stat") for task in tasks)
+    return any(state is not None and state.state == "R" for state in states)
+
+
+def owner_of(pid: int) -> str:
+    try:
+        return f"user '{pwd.getpwuid(os.stat(f'/proc/{pid}').st_uid).pw_name}'"
+    except (OSError, KeyError):
+        return "another user"

@@ -1,0 +1,59 @@
+"""What was seen, on a terminal: with rich if that is installed, as plain text otherwise."""
+
+from __future__ import annotations
+
+import sys
+
+from penstock.tools.inspect.segments import Json
+from penstock.tools.inspect.tables import Table, tables_of
+
+
+def headline(seen: Json) -> str:
+    bad = [one for one in seen["verdict"] if one["level"] in ("deadlock", "stuck")]
+    asked = sum(one["asked"] for one in seen["segments"])
+    if bad:
+        return "somebody is stuck:"
+    if any(one["level"] == "warning" for one in seen["verdict"]):
+        return "somebody may be stuck:"
+    return f"nobody is stuck: {asked} segments, {len(seen['processes'])} processes"
+
+
+def show(seen: Json) -> None:
+    """Prints it for a person: with rich if that is installed, as plain text otherwise."""
+    lines = [headline(seen), *(f"{one['level']:>8}: {one['text']}" for one in seen["verdict"])]
+    lines += [f"unreadable: {text}" for text in seen["unreadable"]]
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ImportError:
+        print("\n".join(lines))
+        for table in tables_of(seen):
+            print("\n" + plain(table))
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    styles = {"deadlock": "bold red", "stuck": "bold red", "warning": "yellow", "idle": "dim"}
+    for line in lines:
+        # Text, not a string: a name may look like markup
+        console.print(Text(line, style=styles.get(line.partition(":")[0].strip(), "")), soft_wrap=True)
+    for table in tables_of(seen):
+        if table.title:
+            console.print(Text("\n" + table.title, style="bold"), soft_wrap=True)
+        if not table.rows:
+            continue
+        shown = RichTable(box=box.SIMPLE, pad_edge=False)
+        for column in table.columns:
+            shown.add_column(column)
+        for row in table.rows:
+            shown.add_row(*map(Text, row))
+        console.print(shown)
+
+
+def plain(table: Table) -> str:
+    if not table.rows:
+        return table.title
+    rows = [table.columns, *table.rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(table.columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join([*([table.title] if table.title else []), *(f"  {line}" for line in lines)])

@@ -1,0 +1,120 @@
+"""One segment, found among the descriptors of a process: what it tells of itself, and how its ends are called.
+
+Leaves to the native core: reading it (snapshot). What that says may be garbage, because any of the segment's processes
+may have written it: nothing here trusts a number.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any
+
+from penstock import _native
+from penstock.codec.catalogue import Schema
+from penstock.errors import LayoutMismatch
+from penstock.memory import Segment
+from penstock.tools.inspect.numbers import printable
+
+Json = dict[str, Any]
+Place = tuple[int, int]  # device and inode: the same segment in whatever process
+
+
+def descriptors_of(pid: int) -> Iterator[tuple[int, Place]]:
+    """The descriptors of a process that lead to segments. Raises PermissionError, FileNotFoundError."""
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{number}"
+        try:
+            if os.readlink(path).startswith("/memfd:penstock:"):
+                status = os.stat(path)  # before it is opened: opening something else may have effects
+                if stat.S_ISREG(status.st_mode):
+                    yield int(number), (status.st_dev, status.st_ino)
+        except (OSError, ValueError):
+            continue  # closed while we looked
+
+
+def open_place(pid: int, number: int, place: Place) -> int:
+    """A descriptor of our own, for reading. Raises OSError, FileNotFoundError too where it leads elsewhere by now."""
+    fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(fd)
+    if (status.st_dev, status.st_ino) != place:
+        os.close(fd)
+        raise FileNotFoundError("closed while we looked")
+    return fd
+
+
+def page_at(pid: int, number: int, place: Place) -> Segment:
+    """The segment itself, mapped for reading and joined by nobody. Raises OSError or PenstockError."""
+    return Segment(_native.Segment.adopt(open_place(pid, number, place), True))
+
+
+def snapshot_of(pid: int, number: int, place: Place) -> Json:
+    """Raises OSError or PenstockError."""
+    fd = open_place(pid, number, place)
+    found: Json = _native.snapshot(fd)
+    if "schema" in found:
+        found.update(messages_of(found.pop("schema")))
+    return dict(harmless(found))
+
+
+def messages_of(schema: str) -> Json:
+    """What a channel carries: the names of its messages, or why they cannot be told."""
+    try:
+        return {"messages": [one.name for one in Schema.decode(schema.encode()).messages]}
+    except LayoutMismatch as error:
+        return {"messages": [], "messages_error": str(error)}
+
+
+def harmless(value: Any) -> Any:
+    """The same without what a terminal might obey: a name may hold anything."""
+    if isinstance(value, dict):
+        return {key: harmless(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [harmless(one) for one in value]
+    return printable(value) if isinstance(value, str) else value
+
+
+# ── what a snapshot says, in words ───────────────────────────────────────────────────────────────────────────────────
+def title_of(segment: Json) -> str:
+    is_elsewhere = any(pool["is_elsewhere"] for pool in segment.get("pool", ()))
+    return f"{segment['kind']}{' of device memory' if is_elsewhere else ''} '{segment['name']}'"
+
+
+def states_of(segment: Json) -> dict[int, str]:
+    return {peer["index"]: peer["state"] for peer in segment["peers"]}
+
+
+def state_of(segment: Json, end: Json) -> str:
+    if end["state"] != "live":
+        return str(end["state"])
+    return states_of(segment).get(end["peer"], "unknown")
+
+
+def name_of(segment: Json, end: Json) -> str:
+    """'worker 2' (pid 15, stopped)"""
+    state = state_of(segment, end)
+    return f"'{end['name']}' (pid {end['pid']}{'' if state == 'live' else ', ' + state})"
+
+
+def peer_at(segment: Json, index: int) -> str:
+    """'worker 2' (pid 15, stopped), of whoever has that place; 'nobody we know'."""
+    for peer in segment["peers"]:
+        if peer["index"] == index:
+            return f"'{peer['name']}' (pid {peer['pid']}{'' if peer['state'] == 'live' else ', ' + peer['state']})"
+    return "nobody we know"
+
+
+def short_key(item: Json) -> str:
+    """As much of a key of a store as tells it from the others."""
+    return f"{item['key'][:12]}…"
+
+
+def behind_of(segment: Json, receiver: Json, lane: int) -> tuple[int, int]:
+    """Records and bytes that this receiver has not given back to this sender."""
+    if len(segment["senders"]) == 1:
+        return receiver["records_behind"], receiver["nbytes_behind"]
+    for one in receiver["behind"]:
+        if one["sender"] == lane:
+            return one["records_behind"], one["nbytes_behind"]
+    return 0, 0

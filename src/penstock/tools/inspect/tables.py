@@ -1,0 +1,127 @@
+"""What was seen, as tables: of processes, and of each segment's peers, ends and pool.
+
+Leaves to `showing` how they look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.tools.inspect.numbers import counted, in_seconds, in_units
+from penstock.tools.inspect.segments import Json, peer_at, short_key, state_of, title_of
+
+MOST_NAMES = 8  # of messages, in a title
+MOST_ITEMS = 16  # of a store; --json has all
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def tables_of(seen: Json) -> Iterator[Table]:
+    holders = {one["pid"] for segment in seen["segments"] for one in segment["held_by"]}
+    rows = [
+        (str(one["pid"]), str(one["parent"]), one["command"], one["state"], ", ".join(one["peers"]))
+        for one in seen["processes"]
+        if one["pid"] in holders
+    ]
+    yield Table("processes", ("pid", "parent", "command", "state", "known as"), rows)
+    for segment in seen["segments"]:
+        if segment["asked"]:
+            yield from tables_of_segment(segment)
+
+
+def tables_of_segment(segment: Json) -> Iterator[Table]:
+    sizes = f"{in_units(segment['claimed_nbytes'])} claimed of {in_units(segment['nbytes'])}"
+    title = f"{title_of(segment)}: {sizes}, {in_seconds(max(segment['age_ns'], 0))} old, inode {segment['inode']}"
+    title += carried(segment)
+    peers = [
+        (str(one["index"]), one["name"], str(one["pid"]), peer_state(one), str(one["epoch"]), one["how"])
+        for one in segment["peers"]
+    ]
+    yield Table(title, ("peer", "name", "pid", "state", "epoch", "how it ended"), peers)
+    ends = [end_row(segment, "sender", one) for one in segment.get("senders", ())]
+    ends += [end_row(segment, "receiver", one) for one in segment.get("receivers", ())]
+    if ends:
+        columns = ("end", "who", "state", "records", "bytes", "behind", "furthest", "longest wait", "spins", "parks",
+                   "wakes", "spilled", "exhausted")  # fmt: skip
+        yield Table("", columns, ends)
+    for pool in segment.get("pool", ()):
+        if segment["kind"] != "pool" and pool["takes"] == 0:
+            continue  # a channel without long records
+        title = (
+            f"pool of '{segment['name']}': {in_units(pool['taken_nbytes'])} of {in_units(pool['nbytes'])} taken in "
+            f"{pool['blocks']} blocks, largest free {in_units(pool['largest_free_nbytes'])}, {pool['takes']} takes, "
+            f"{pool['exhaustions']} exhaustions, {pool['recoveries']} recoveries, {pool['stale_refs']} stale refs"
+        )
+        names = {one["index"]: one["pid"] for one in segment["peers"]}
+        rows = [
+            (one["name"], str(names.get(one["peer"], "?")), str(one["blocks"]), in_units(one["nbytes"]),
+             str(one["granted"]))
+            for one in pool["holders"]
+        ]  # fmt: skip
+        yield Table(title, ("holder", "pid", "blocks", "bytes", "granted, not yet opened"), rows)
+    for store in segment.get("store", ()):
+        yield table_of_store(segment, store)
+
+
+def carried(segment: Json) -> str:
+    if "messages_error" in segment:
+        return f", carries messages of which nothing is known: {segment['messages_error']}"
+    names = segment.get("messages", [])
+    if not names:
+        return ""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f", carries {', '.join(names[:MOST_NAMES])}{more}"
+
+
+def table_of_store(segment: Json, store: Json) -> Table:
+    """What is being written, what is held and what is asked for most comes first."""
+    title = (
+        f"store of '{segment['name']}': {counted(store['keys'], 'key')}, {in_units(store['nbytes'])}, "
+        f"{store['hits']} hits, {store['misses']} misses, {store['puts']} puts, {store['evictions']} evictions "
+        f"({in_units(store['evicted_nbytes'])}), {store['fills_awaited']} fills awaited, {store['abandoned']} abandoned"
+    )
+    items = sorted(store["items"], key=lambda one: (one["state"] != "filling", -one["holders"], -one["hits"]))
+    if len(items) > MOST_ITEMS:
+        title += f"; {MOST_ITEMS} of them"
+    rows = []
+    for one in items[:MOST_ITEMS]:
+        state = f"being written by {peer_at(segment, one['writer'])}" if one["state"] == "filling" else "ready"
+        age, idle = (in_seconds(max(one[which], 0)) for which in ("age_ns", "idle_ns"))
+        rows.append((short_key(one), in_units(one["nbytes"]), str(one["hits"]), str(one["holders"]), age, idle, state))
+    return Table(title, ("key", "bytes", "hits", "holders", "age", "idle", "state"), rows)
+
+
+def peer_state(peer: Json) -> str:
+    since = peer["waiting_for_memory_ns"]
+    return f"waiting for memory {in_seconds(since)}" if peer["state"] == "live" and since > 0 else str(peer["state"])
+
+
+def end_row(segment: Json, role: str, end: Json) -> tuple[str, ...]:
+    state = state_of(segment, end)
+    if state == "live" and end["waiting_ns"] > 0:
+        is_idle = role == "receiver" and end["records_behind"] == 0
+        state = f"{'idle' if is_idle else 'waiting'} {in_seconds(end['waiting_ns'])}"
+    behind = ""
+    if role == "receiver":
+        behind = f"{end['records_behind']} ({in_units(end['nbytes_behind'])})" if end["records_behind"] else "0"
+    return (
+        f"{role} {end['index']}",
+        "" if end["state"] == "expected" else f"{end['name']} ({end['pid']})",
+        state,
+        str(end["records"]),
+        in_units(end["nbytes"]),
+        behind,
+        in_units(end["furthest_behind_nbytes"]),
+        in_seconds(max(end["longest_wait_ns"], 0)),
+        str(end["spins"]),
+        str(end["parks"]),
+        str(end["wakes"]),
+        str(end.get("spills", "")),
+        str(end.get("exhaustions", "")),
+    )

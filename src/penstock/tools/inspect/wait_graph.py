@@ -1,0 +1,146 @@
+"""Who waits in one segment, for what, since when, and who is in the way.
+
+Leaves to `verdict` following that from segment to segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from penstock.tools.inspect.numbers import counted, in_seconds, in_units
+from penstock.tools.inspect.segments import Json, behind_of, name_of, state_of, title_of
+
+STUCK_NS = 500_000_000  # shorter waits are ordinary back-pressure, or the work between two steps
+
+
+@dataclass(frozen=True)
+class Blocker:
+    """Somebody for whom somebody waits: the process, how it is, and a clause about it."""
+
+    pid: int
+    state: str  # of the peer; "expected": nobody yet
+    clause: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """An end that waits, or all receivers of one broadcast that do, and for whom."""
+
+    key: tuple[int, str, int]
+    pids: tuple[int, ...]
+    since_ns: int
+    who: str  # "sender 'core' (pid 12)"
+    what: str  # "for room in broadcast 'steps'"
+    on: tuple[Blocker, ...]  # the one most in the way is the first
+    is_for_records: bool = False
+    is_for_all: bool = False  # of these; otherwise any of them would do
+
+    @property
+    def clause(self) -> str:
+        return f"{self.what} since {in_seconds(self.since_ns)}"
+
+
+def waits_of(segment: Json) -> Iterator[Wait]:
+    for sender in segment.get("senders", ()):
+        if state_of(segment, sender) == "live" and sender["waiting_ns"] >= STUCK_NS:
+            yield sender_wait(segment, sender)
+    waiting = [
+        one
+        for one in segment.get("receivers", ())
+        if state_of(segment, one) == "live" and one["waiting_ns"] >= STUCK_NS
+    ]
+    with_nothing_behind = [one for one in waiting if one["records_behind"] == 0]
+    for peer in segment["peers"]:
+        if peer["state"] == "live" and peer["waiting_for_memory_ns"] >= STUCK_NS:
+            yield memory_wait(segment, peer)
+    if with_nothing_behind:
+        yield receivers_wait(segment, with_nothing_behind)
+    for receiver in waiting:
+        if receiver["records_behind"] != 0:  # which it has read: it holds views of them
+            yield receivers_wait(segment, [receiver])
+
+
+def sender_wait(segment: Json, sender: Json) -> Wait:
+    lane = sender["index"]
+    behind = [(*behind_of(segment, one, lane)[::-1], one) for one in segment["receivers"]]
+    behind.sort(key=lambda one: -one[0])
+    on = []
+    for nbytes, records, receiver in behind:
+        if nbytes <= 0:
+            continue
+        if receiver["state"] == "expected":
+            clause = f"receiver {receiver['index']}, which has never attached,"
+        else:
+            clause = f"receiver {receiver['index']} {name_of(segment, receiver)}"
+        held = ", which it has read and holds views of" if is_held(receiver) else ""
+        clause += f" is {counted(records, 'record')} ({in_units(nbytes)}) behind{held}"
+        on.append(Blocker(receiver["pid"], state_of(segment, receiver), clause))
+    key = (segment["inode"], "sender", lane)
+    who = f"sender {name_of(segment, sender)}"
+    what = f"for room in {title_of(segment)}"
+    if sender["waits_for_memory"]:
+        what = f"for memory in the pool of {title_of(segment)}"
+        on = [*others_than(sender["pid"], biggest_holders(segment)), *on]
+    is_for_all = not sender["waits_for_memory"]
+    return Wait(key, (sender["pid"],), sender["waiting_ns"], who, what, tuple(on), is_for_all=is_for_all)
+
+
+def memory_wait(segment: Json, peer: Json) -> Wait:
+    key = (segment["inode"], "peer", peer["index"])
+    on = others_than(peer["pid"], biggest_holders(segment))
+    who = f"'{peer['name']}' (pid {peer['pid']})"
+    return Wait(
+        key, (peer["pid"],), peer["waiting_for_memory_ns"], who, f"for memory of {title_of(segment)}", tuple(on)
+    )
+
+
+def receivers_wait(segment: Json, receivers: list[Json]) -> Wait:
+    first = receivers[0]
+    on = []
+    for sender in segment["senders"]:
+        if sender["state"] == "expected" and len(segment["senders"]) > 1:
+            continue  # an inbox has room for more senders than come
+        last = sender["last_sent_ns"]
+        sent = f"sent last {in_seconds(last)} ago" if last > 0 else "has not sent yet"
+        if sender["state"] == "expected":
+            clause = "its sender has never attached"
+        else:
+            clause = f"its sender {name_of(segment, sender)} {sent}"
+        on.append(Blocker(sender["pid"], state_of(segment, sender), clause))
+    on.sort(key=lambda one: one.state in ("closed", "dead"))
+    if first["records_behind"] != 0:
+        clause = f"it holds views of {counted(first['records_behind'], 'record')} ({in_units(first['nbytes_behind'])})"
+        on = [Blocker(one.pid, one.state, f"{clause}; {one.clause}") for one in on]
+    key = (segment["inode"], "receiver", first["index"])
+    names = ", ".join(name_of(segment, one) for one in receivers[:4])
+    more = f" and {len(receivers) - 4} more" if len(receivers) > 4 else ""
+    who = f"receiver{'s' if len(receivers) > 1 else ''} {names}{more}"
+    since = min(one["waiting_ns"] for one in receivers)
+    pids = tuple(one["pid"] for one in receivers)
+    return Wait(key, pids, since, who, f"for records of {title_of(segment)}", tuple(on), is_for_records=True)
+
+
+def others_than(pid: int, holders: Iterable[Blocker]) -> list[Blocker]:
+    """Without the one that waits itself, unless it is the only one."""
+    every = list(holders)
+    return [one for one in every if one.pid != pid] or every
+
+
+def is_held(receiver: Json) -> bool:
+    return bool(receiver["waiting_ns"] >= STUCK_NS and receiver["records_behind"] != 0)
+
+
+def biggest_holders(segment: Json) -> Iterator[Blocker]:
+    by_index = {peer["index"]: peer for peer in segment["peers"]}
+    for pool in segment.get("pool", ()):
+        for holder in sorted(pool["holders"], key=lambda one: (-one["nbytes"], -one["granted"]))[:4]:
+            peer = by_index.get(holder["peer"])
+            if peer is None:
+                continue
+            state = "" if peer["state"] == "live" else f", {peer['state']}"
+            clause = f"'{peer['name']}' (pid {peer['pid']}{state}) holds {in_units(holder['nbytes'])} of it"
+            clause += f" in {counted(holder['blocks'], 'block')}"
+            if holder["granted"] > 0:
+                clause += f", and was granted {holder['granted']} more that it has not opened"
+            yield Blocker(peer["pid"], peer["state"], clause)

@@ -1,0 +1,123 @@
+"""One request: asked, and when what came of its answer. Leaves to `figures` what many of them come to."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from penstock.tools.load.http_client import Failure, Wire
+from penstock.tools.load.sse_events import Data, error_of, event_of, shown
+
+MOST_WHOLE = 1 << 22  # bytes of an answer that is to be no stream
+MOST_REFUSAL = 1 << 16  # bytes of an answer that is no stream; who says more says nothing
+
+
+@dataclass
+class Outcome:
+    """What came of a request. Times are those of `time.perf_counter`."""
+
+    due: float  # when it was to be asked
+    sent: float = 0.0
+    stamps: list[float] = field(default_factory=list)  # of each event that brought text
+    counts: list[int] = field(default_factory=list)  # the tokens known after each of these, if the server tells
+    done: float = 0.0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None  # None: the server has not told
+    has_silent_end: bool = False  # a token ended it, and brought no text
+    failure: Failure | None = None
+
+
+class Stream:
+    """Takes an answer that is a stream of events, and writes down in an outcome what comes."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+        self._data = Data()
+        self._status = 0
+        self._is_stream = False
+        self._whole = bytearray()  # what is no stream
+        self._has_ended = False
+
+    def begin(self, status: int, headers: dict[str, str]) -> None:
+        self._status = status
+        self._is_stream = status == 200 and headers.get("content-type", "").startswith("text/event-stream")
+
+    def take(self, data: bytes, at: float) -> bool:
+        if not self._is_stream:
+            self._whole += data[: MOST_REFUSAL - len(self._whole)]
+            return len(self._whole) < MOST_REFUSAL
+        try:
+            found = self._data.feed(data)
+        except ValueError as error:
+            raise Failure("no events", str(error)) from None
+        for one in found:
+            self._event(one, at)
+        return bool(found)
+
+    def end(self) -> None:
+        """The answer is whole. Raises Failure where it says that it is none."""
+        if self._status != 200:
+            raise Failure(f"status {self._status}", self._refusal() or "no reason is given")
+        if not self._is_stream:
+            raise Failure("no stream", f"the answer is no stream of events: {shown(bytes(self._whole))}")
+        if not self._has_ended:
+            raise Failure("cut off", "the stream ended before its answer did")
+
+    def _refusal(self) -> str:
+        try:
+            return error_of(event_of(bytes(self._whole))) or shown(bytes(self._whole))
+        except ValueError:
+            return shown(bytes(self._whole))
+
+    def _event(self, data: bytes, at: float) -> None:
+        if data == b"[DONE]":
+            self._has_ended = True
+            return
+        try:
+            event = event_of(data)
+        except ValueError as error:
+            raise Failure("not JSON", str(error)) from None
+        if (told := error_of(event)) is not None:
+            raise Failure("error event", told)
+        outcome = self._outcome
+        usage = event.usage
+        if usage is not None:
+            outcome.prompt_tokens = usage.prompt_tokens
+            outcome.completion_tokens = usage.completion_tokens
+        brings_text = False
+        for choice in event.choices or ():
+            brings_text = brings_text or choice.brings_text
+            if choice.finish_reason is not None:
+                self._has_ended = True
+                outcome.has_silent_end = choice.finish_reason == "stop" and not choice.brings_text
+        if brings_text:
+            outcome.stamps.append(at)
+            if usage is not None and usage.completion_tokens is not None:
+                outcome.counts.append(usage.completion_tokens)
+
+
+class Whole:
+    """Takes an answer that is no stream."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = bytearray()
+
+    def begin(self, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+
+    def take(self, data: bytes, at: float) -> bool:
+        self.body += data[: MOST_WHOLE - len(self.body)]
+        return len(self.body) < MOST_WHOLE
+
+
+async def ask(wire: Wire, path: str, body: bytes, outcome: Outcome) -> None:
+    """Never raises Failure: it stands in the outcome. Cancelled, it leaves one that is not done."""
+    stream = Stream(outcome)
+    outcome.sent = time.perf_counter()
+    try:
+        await wire.post(path, body, stream)
+        stream.end()
+    except Failure as failure:
+        outcome.failure = failure
+    outcome.done = time.perf_counter()

@@ -1,0 +1,190 @@
+"""The command `penstock bench serve`: asks a server, and tells how it answered.
+
+0: every request was answered. 1: some were not, and the table says why. 2: there was nothing to measure. 130: it was
+interrupted; what had been answered by then is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from penstock.measure import tables
+from penstock.tools.load import prompts, report
+from penstock.tools.load.arrivals import Load
+from penstock.tools.load.chat_request import Outcome, Whole, ask
+from penstock.tools.load.http_client import Failure, Wire
+from penstock.tools.load.latency_stats import Figures, figures_of, tokens_of
+from penstock.tools.load.prompts import Body, Lines, Size, Wanted
+from penstock.tools.load.sse_events import shown
+
+
+class NothingToMeasure(ValueError):
+    """The server does not answer as a server of OpenAI's interface does; the text says in which way."""
+
+
+class Results(msgspec.Struct, kw_only=True):
+    """What stands in the file of `--json`: Figures, after what was asked."""
+
+    url: str
+    model: str
+    asked: str
+    interrupted: bool
+    figures: Figures
+
+
+def run(options: argparse.Namespace) -> int:
+    """Raises ValueError for what makes no sense, NothingToMeasure, and OSError for files that cannot be used."""
+    is_chat = options.endpoint == "chat" or (options.endpoint is None and options.images > 0)
+    if options.images and not is_chat:
+        raise ValueError("--images are for --endpoint chat")
+    wanted = Wanted(
+        is_chat=is_chat,
+        **{name: getattr(options, name) for name in Wanted.__struct_fields__ if name != "is_chat"},
+    )
+    lines = None
+    if options.prompts is not None:
+        lines = prompts.read(options.prompts)  # once: it may be a pipe
+        prompts.of_lines(lines, wanted, 1)  # what is wrong with them is said before anybody is asked
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each stream is one
+    results = asyncio.run(_run(options, wanted, lines))
+    title = f"{results.model} at {results.url}: {results.asked}"
+    tables.print_tables(report.tables(title, results.figures))
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    if results.interrupted:
+        return 130
+    return 1 if results.figures.failed else 0
+
+
+async def _run(options: argparse.Namespace, wanted: Wanted, lines: Lines | None) -> Results:
+    async with Wire(options.url, options.api_key, options.timeout) as wire:
+        measured = Measured(options, wanted, wire, lines)
+        doing = asyncio.ensure_future(measured.run())
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, doing.cancel)
+        try:
+            await asyncio.wait([doing])
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+        if not doing.cancelled():
+            doing.result()
+        return measured.results(is_interrupted=doing.cancelled())
+
+
+class Measured:
+    """A run, and what it has come to when it ends or is cancelled."""
+
+    def __init__(self, options: argparse.Namespace, wanted: Wanted, wire: Wire, lines: Lines | None) -> None:
+        """`lines`: of prompts, if they are not to be made."""
+        self._options = options
+        self._wanted = wanted
+        self._wire = wire
+        self._lines = lines
+        self._load = Load(wire, [], lambda outcome: None)
+        self._cpu = 0.0
+        self._until = 0.0
+
+    async def run(self) -> None:
+        options, wire, wanted = self._options, self._wire, self._wanted
+        if not wanted.model:
+            self._wanted = wanted = msgspec.structs.replace(wanted, model=await _first_model(wire))
+        if self._lines is None:
+            size = await _size(wire, wanted)
+            warming = await _made(wanted, size, options.warmup, "warm-up")
+            bodies = await _made(wanted, size, options.requests, "load")
+        else:
+            bodies = prompts.of_lines(self._lines, wanted, options.requests)
+            warming = bodies[: options.warmup]
+        await Load(wire, warming, lambda outcome: None).closed(options.concurrency)
+        with _progress(len(bodies)) as ended:
+            self._load = load = Load(wire, bodies, ended)
+            before = time.process_time()
+            try:
+                if options.rate is None:
+                    await load.closed(options.concurrency)
+                else:
+                    await load.open(options.rate, wanted.seed)
+            finally:
+                self._until, self._cpu = time.perf_counter(), time.process_time() - before
+
+    def results(self, is_interrupted: bool) -> Results:
+        options = self._options
+        how = f"{options.concurrency} at a time" if options.rate is None else f"{options.rate:g} a second"
+        return Results(
+            url=options.url,
+            model=self._wanted.model,
+            asked=f"{options.requests:,} requests, {how}",
+            interrupted=is_interrupted,
+            figures=figures_of(self._load.outcomes, self._until, self._cpu),
+        )
+
+
+async def _first_model(wire: Wire) -> str:
+    answer = Whole()
+    try:
+        await wire.get("/v1/models", answer)
+        if answer.status != 200:
+            raise Failure(f"status {answer.status}", shown(bytes(answer.body)))
+        named = msgspec.json.decode(bytes(answer.body))
+        model: str = msgspec.convert(named["data"][0]["id"], str)
+    except Failure as failure:
+        raise NothingToMeasure(f"which models are there: {failure.kind}: {failure}") from None
+    except (ValueError, LookupError, TypeError):
+        raise NothingToMeasure(f"which models are there: {shown(bytes(answer.body))}: say --model") from None
+    return model
+
+
+async def _size(wire: Wire, wanted: Wanted) -> Size:
+    """How many tokens a prompt has, as the server counts two of them."""
+    counts = []
+    for words in prompts.PROBES:
+        outcome = Outcome(time.perf_counter())
+        await ask(wire, *prompts.probe(wanted, words), outcome)
+        if outcome.failure is not None:
+            raise NothingToMeasure(f"a request of {words} words: {outcome.failure.kind}: {outcome.failure}")
+        if outcome.prompt_tokens is None:
+            return Size()
+        counts.append(outcome.prompt_tokens)
+    return Size.of(counts)
+
+
+async def _made(wanted: Wanted, size: Size, requests: int, purpose: str) -> list[Body]:
+    bodies = []
+    for index in range(requests):
+        bodies.append(prompts.made(wanted, size, index, purpose))
+        await asyncio.sleep(0)  # it can be cancelled
+    return bodies
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[Outcome], None]]:
+    """What is called with each outcome. A bar, on a terminal."""
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]} failed, {task.fields[tokens]} tokens"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("requests", total=total, failed=0, tokens=0)
+        failed = tokens = 0
+
+        def ended(outcome: Outcome) -> None:
+            nonlocal failed, tokens
+            failed += outcome.failure is not None
+            tokens += tokens_of(outcome)
+            progress.update(bar, advance=1, failed=failed, tokens=tokens)
+
+        yield ended

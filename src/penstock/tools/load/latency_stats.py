@@ -1,0 +1,167 @@
+"""From the outcomes of requests to figures: what each time means stands here, and nowhere else.
+
+TTFT     from when a request was due until the first event that brought text: connecting, and being late, are in it.
+latency  from when it was due until its answer was whole.
+gap      between an event that brought text and the one before it. Events of one read came at the same time.
+ITL      of a token: the gap before its event, divided by the tokens which that event brought. So an event of k tokens
+         counts k times, and the sum over a request is its time of decoding, however they are cut into events.
+         Tokens of the first event have none: they are TTFT's.
+TPOT     of a request: the mean of its ITL.
+
+How many tokens an event brought stands in its usage, where a server counts as it goes. Otherwise the request's tokens
+are spread evenly over its events, but for one that ends the answer without a text: with one token in each event, as is
+usual, that is exact. A server that tells no usage at all is taken to bring one token with each event.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock.tools.load.chat_request import Outcome
+from penstock.tools.load.http_client import Failure
+
+Floats = npt.NDArray[np.float64]
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+SLACK = 1 - 1e-12  # of sums of weights, which are not exact
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Of milliseconds. Quantiles are nearest ranks: values that occurred."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Floats, weights: Floats | None = None) -> Spread | None:
+        """None where there is nothing. A value of weight 3 counts as three of them."""
+        if not seconds.size:
+            return None
+        weights = np.ones(seconds.size) if weights is None else weights
+        order = np.argsort(seconds)
+        ranks = np.cumsum(weights[order])
+        at = np.searchsorted(ranks, np.array([*QUANTILES.values()]) * ranks[-1] * SLACK)
+        quantiles = seconds[order][np.minimum(at, seconds.size - 1)]
+        return cls(float(np.average(seconds, weights=weights)) * 1e3, *(float(one) * 1e3 for one in quantiles))
+
+
+class Paces(NamedTuple):
+    """The ITL of one request: a value of each event after the first, and how many tokens have it."""
+
+    seconds: Floats
+    tokens: Floats
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Paces:
+        events = len(outcome.stamps)
+        if len(outcome.counts) == events:
+            brought = np.diff(np.array(outcome.counts, float))
+        else:
+            seen = max(tokens_of(outcome) - (outcome.completion_tokens is not None and outcome.has_silent_end), 1)
+            brought = np.full(max(events - 1, 0), seen / max(events, 1))
+        gaps = np.diff(np.array(outcome.stamps))
+        has_some = brought > 0  # a text may come in two events, and its token is counted with the first
+        if not has_some.all():
+            gaps = _added_to_the_next(gaps, has_some)
+            brought = brought[has_some]
+        return cls(gaps / brought, brought)
+
+
+def _added_to_the_next(gaps: Floats, has_some: npt.NDArray[np.bool_]) -> Floats:
+    """Of events that brought no token the gaps are those of the next that did."""
+    ends = np.flatnonzero(has_some)
+    return np.diff(np.cumsum(gaps)[ends], prepend=0.0)
+
+
+def tokens_of(outcome: Outcome) -> int:
+    told = outcome.completion_tokens
+    return len(outcome.stamps) if told is None else told
+
+
+class Error(msgspec.Struct, frozen=True):
+    kind: str
+    requests: int
+    example: str
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """Times are milliseconds where the name does not say otherwise. A Spread that is None had nothing to be made of."""
+
+    requests: int  # with a whole answer; of these, and of no others, are all figures below
+    failed: int
+    unfinished: int  # when it was interrupted
+    seconds: float  # from when the first request was due until the last was answered, or it was interrupted
+    requests_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens: int | None  # None: not told by the server, or not for each request
+    output_tokens: int
+    counted_by_events: int  # requests whose tokens the server has not told
+    tokens_per_event: float
+    ttft: Spread | None
+    tpot: Spread | None
+    itl: Spread | None
+    latency: Spread | None
+    late: Spread | None  # how long after it was due a request was sent
+    cpu_cores: float  # of the load generator: near 1, it is itself what is measured
+    most_open: int  # requests at a time
+    errors: list[Error]
+
+
+def figures_of(outcomes: Sequence[Outcome], until: float, cpu_seconds: float) -> Figures:
+    """Of all requests that were sent. An outcome without `done` was interrupted, at `until`."""
+    ended = [one for one in outcomes if one.done]
+    whole = [one for one in ended if one.failure is None]
+    seconds = max(until - min((one.due for one in outcomes), default=until), 1e-3)
+    output = sum(map(tokens_of, whole))
+    prompts = [one.prompt_tokens for one in whole]
+    paces = [Paces.of(one) for one in whole]
+    events = sum(len(one.stamps) for one in whole)
+    timed = [(each.seconds @ each.tokens) / each.tokens.sum() for each in paces if each.tokens.size]
+    itl, weights = (np.concatenate(each) if paces else np.zeros(0) for each in (list(zip(*paces)) or [(), ()]))
+    first = [one.stamps[0] - one.due for one in whole if one.stamps]
+    return Figures(
+        requests=len(whole),
+        failed=len(ended) - len(whole),
+        unfinished=len(outcomes) - len(ended),
+        seconds=seconds,
+        requests_per_s=len(whole) / seconds,
+        output_tokens_per_s=output / seconds,
+        prompt_tokens=None if None in prompts else sum(one or 0 for one in prompts),
+        output_tokens=output,
+        counted_by_events=sum(one.completion_tokens is None for one in whole),
+        tokens_per_event=output / max(events, 1),
+        ttft=Spread.of(np.array(first)),
+        tpot=Spread.of(np.array(timed)),
+        itl=Spread.of(itl, weights),
+        latency=Spread.of(np.array([one.done - one.due for one in whole])),
+        late=Spread.of(np.array([one.sent - one.due for one in outcomes if one.sent])),
+        cpu_cores=cpu_seconds / seconds,
+        most_open=_most_open(outcomes),
+        errors=_errors([one.failure for one in ended if one.failure is not None]),
+    )
+
+
+def _most_open(outcomes: Sequence[Outcome]) -> int:
+    changes = [(one.sent, 1) for one in outcomes if one.sent]
+    changes += [(one.done, -1) for one in outcomes if one.done]
+    is_open = most = 0
+    for _, change in sorted(changes):  # who ends is counted before who begins at the same time
+        is_open += change
+        most = max(most, is_open)
+    return most
+
+
+def _errors(failures: Sequence[Failure]) -> list[Error]:
+    """The most frequent kind first, each with the first example."""
+    examples: dict[str, str] = {}
+    for one in failures:
+        examples.setdefault(one.kind, str(one))
+    counts = Counter(one.kind for one in failures)
+    return [Error(kind, many, examples[kind]) for kind, many in counts.most_common()]

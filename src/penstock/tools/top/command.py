@@ -1,0 +1,121 @@
+"""`penstock top`: looks at a server as often as it is told, until it is told that this is enough.
+
+Leaves to `source` where that is, to `view` how it looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+from penstock.server.status.snapshot_rates import Seen
+from penstock.server.status.snapshot_reader import NoServer
+from penstock.tools.top import keys
+from penstock.tools.top.source import Local, Refused, Remote, Source, choose, servers_here
+from penstock.tools.top.view import History, drawn
+
+PICTURE = (112, 40)  # columns and lines of an SVG
+FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # rich's is fetched from elsewhere
+
+
+@dataclass(frozen=True)
+class Options:
+    target: int | str | None  # the launcher's pid, the model's name, a URL; None: the only one on this machine
+    key: str
+    interval: float  # seconds
+    seconds: float | None  # None: until it is ended
+    is_once: bool
+    is_json: bool
+    svg: Path | None  # where the last picture is kept
+
+
+def run(options: Options) -> int:
+    """0: it has been looked at. 2: there is nothing to look at, or it was not asked rightly."""
+    try:
+        source = source_of(options)
+        if options.is_json or options.is_once:
+            return show_once(options, source)
+        return show(options, source)
+    except (NoServer, Refused, ValueError, OSError) as error:
+        print(f"penstock top: {error}", file=sys.stderr)
+        return 2
+
+
+def source_of(options: Options) -> Source:
+    if isinstance(options.target, str) and "://" in options.target:
+        return Remote(options.target, options.key, 10 * options.interval)
+    return Local(choose(options.target, servers_here()), 10 * options.interval)
+
+
+def show_once(options: Options, source: Source) -> int:
+    """Two looks: the second has rates."""
+    seen, history = source.look(), History()
+    while seen.rates is None:
+        time.sleep(options.interval)
+        seen = source.look()
+    history.add(seen.rates)
+    if options.is_json:
+        print(msgspec.json.encode(seen).decode(), flush=True)
+    else:
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else PICTURE[0])
+        console.print(drawn(seen, history, console))
+    keep(options, seen, history)
+    return 0
+
+
+def show(options: Options, source: Source) -> int:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PICTURE[0])
+    history, seen = History(), None
+    with contextlib.ExitStack() as screen:
+        live = None
+        if console.is_terminal:
+            screen.enter_context(keys.listening())
+            live = screen.enter_context(Live(console=console, screen=True, auto_refresh=False))
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends it well, wherever it comes
+            for seen, gone in looks(options, source):
+                if not gone:
+                    history.add(seen.rates)
+                if live is not None:
+                    live.update(drawn(seen, history, console, gone), refresh=True)
+                else:
+                    console.print(drawn(seen, history, console, gone))
+    if seen is not None:
+        keep(options, seen, history)
+    return 0
+
+
+def looks(options: Options, source: Source) -> Iterator[tuple[Seen, str]]:
+    """What was seen last, and why there is nothing new. Raises NoServer if it is not there at the beginning."""
+    end = None if options.seconds is None else time.monotonic() + options.seconds
+    seen = source.look()
+    gone = ""
+    while True:
+        yield seen, gone
+        if keys.is_enough(options.interval) or (end is not None and time.monotonic() >= end):
+            return
+        try:
+            seen, gone = source.look(), ""
+        except NoServer as error:
+            gone = str(error)
+
+
+def keep(options: Options, seen: Seen, history: History) -> None:
+    if options.svg is None:
+        return
+    width, height = PICTURE
+    console = Console(
+        record=True, file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="truecolor",
+        highlight=False, legacy_windows=False,
+    )  # fmt: skip
+    console.print(drawn(seen, history, console))
+    options.svg.write_text(FONT.sub("", console.export_svg(title="penstock top", unique_id="top")))

@@ -1,0 +1,134 @@
+"""Where a server is looked at: on this machine in its memory, elsewhere by its `/dashboard/data`.
+
+Leaves to `server.watch` the memory. A server that ends is looked for again: its address is what it is known by.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock import PenstockError
+from penstock.server.status.server_info import NAME, Notice
+from penstock.server.status.snapshot import Moment
+from penstock.server.status.snapshot_rates import Seen
+from penstock.server.status.snapshot_reader import NoServer, Watch
+from penstock.tools.inspect import all_processes
+from penstock.tools.inspect.segments import descriptors_of, harmless, page_at
+
+LINK = f"/memfd:penstock:{NAME} "  # as /proc shows it, before the "(deleted)" that every anonymous file has
+TIMEOUT = 5.0  # seconds; for an answer of a server elsewhere
+MOST_NBYTES = 16 << 20  # of it
+
+
+class Refused(Exception):
+    """It is there, and does not want to be looked at; the text is one line that says why."""
+
+
+class Source(Protocol):
+    def look(self) -> Seen:
+        """Raises NoServer as long as it is gone, Refused."""
+
+
+# ── on this machine ──────────────────────────────────────────────────────────────────────────────────────────────────
+def servers_here() -> dict[int, Notice]:
+    """Those that we may look into, by the pid of their launcher."""
+    found = {}
+    for pid in all_processes():
+        try:
+            for number, place in descriptors_of(pid):
+                if os.readlink(f"/proc/{pid}/fd/{number}").startswith(LINK):
+                    notice = Notice.read(page_at(pid, number, place))
+                    if notice.pid == pid:  # others of its tree have it open too
+                        found[pid] = notice
+        except (OSError, PenstockError, msgspec.DecodeError):
+            continue  # not ours, gone, or of another version
+    return found
+
+
+def choose(target: int | str | None, among: dict[int, Notice]) -> int:
+    """The launcher's pid. `target`: one of its processes is not enough; None: the only one. Raises NoServer."""
+    if isinstance(target, int):
+        meant = [pid for pid in among if pid == target]
+    else:
+        meant = [pid for pid, notice in among.items() if target in (None, notice.name, notice.url)]
+    if len(meant) == 1:
+        return meant[0]
+    which = "" if target is None else f" {target!r}"
+    if not among:
+        raise NoServer("no penstock server of ours runs on this machine")
+    several = "which of these servers?" if meant else f"there is no server{which}, but"
+    lines = [f"{pid:>8}  {one.name}  {one.url}" for pid, one in sorted(among.items()) if not meant or pid in meant]
+    raise NoServer("\n".join([several, *lines]))
+
+
+class Local:
+    def __init__(self, pid: int, most: float) -> None:
+        """`most`: seconds between two looks, for rates that tell of now. Raises NoServer."""
+        self._watch: Watch | None = Watch(pid)
+        self._most = most
+        self._before: Moment | None = None
+
+    def look(self) -> Seen:
+        if self._watch is None:
+            self._watch = self._again()
+        try:
+            moment = self._watch.take()
+        except NoServer:
+            self._watch = None
+            raise
+        seen = Seen.after(self._before, moment, self._most)
+        self._before = moment
+        return seen
+
+    def _again(self) -> Watch:
+        assert self._before is not None, "whoever is looked for has been seen"
+        url = self._before.notice.url
+        return Watch(choose(url, {pid: one for pid, one in servers_here().items() if one.url == url}))
+
+
+# ── elsewhere ────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Remote:
+    """Redirects are not followed: the key is for this server."""
+
+    def __init__(self, url: str, key: str, most: float) -> None:
+        """`most`: seconds between two looks that have rates. Raises ValueError where it is no URL of a server."""
+        self._most = most
+        self._before: Moment | None = None
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"expected http://HOST:PORT, not {url!r}")
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, parts.port
+        self._path = parts.path.rstrip("/").removesuffix("/dashboard").removesuffix("/v1") + "/dashboard/data"
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._url = url
+
+    def look(self) -> Seen:
+        connection = self._kind(self._host, self._port, timeout=TIMEOUT)
+        try:
+            connection.request("GET", self._path, headers=self._headers)
+            answer = connection.getresponse()
+            said = answer.read(MOST_NBYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise NoServer(f"{self._url} does not answer: {error}") from None
+        finally:
+            connection.close()
+        if answer.status == 503:
+            raise NoServer(f"{self._url} has nothing to show now")
+        if answer.status == 401:
+            raise Refused(f"{self._url} wants an API key: --api-key")
+        try:
+            if answer.status != 200:
+                raise ValueError(f"status {answer.status}")
+            moment = msgspec.convert(harmless(msgspec.json.decode(said)), Seen).moment
+        except ValueError as error:  # msgspec's are, too
+            raise Refused(f"{self._url} is no penstock server of this version: {error}") from None
+        # Rates of our own: those in it are from that process's last look to this one, and the next may be another's.
+        seen = Seen.after(self._before, moment, self._most)
+        self._before = moment
+        return seen

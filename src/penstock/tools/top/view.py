@@ -1,0 +1,251 @@
+"""A server on a screen: what matters first, as much of the rest as there is room for.
+
+Leaves to `moment` and `rates` every number. Whatever has a name is `Text`: it may look like markup.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock.server.status.snapshot import Moment, Process
+from penstock.server.status.snapshot_rates import Rates, Seen
+from penstock.tools.inspect import in_seconds, in_units
+
+BARS = " ▁▂▃▄▅▆▇█"
+HISTORY = 240  # looks
+LABEL = 12  # columns in front of a curve or a bar
+FIGURES = 26  # and behind it
+DEVICE, WAITING, CORE, DIM = "green", "red", "cyan", "dim"
+STATES = {"serves": "green", "starting": "yellow", "draining": "yellow", "stopped": "bold red", "gone": "bold red"}
+UNKNOWN = "–"
+
+
+class History:
+    """What curves are made of."""
+
+    def __init__(self) -> None:
+        self.tokens: deque[float] = deque(maxlen=HISTORY)
+        self.steps: deque[float] = deque(maxlen=HISTORY)
+
+    def add(self, rates: Rates | None) -> None:
+        if rates is not None:
+            self.tokens.append(rates.generated_tokens)
+            self.steps.append(max((one.step or 0.0 for one in rates.groups), default=0.0))
+
+
+def drawn(seen: Seen, history: History, console: Console, gone: str = "") -> RenderableType:
+    """`gone`: why it is not there now; what is shown is the last that was seen."""
+    width, moment, rates = console.width, seen.moment, seen.rates
+    above: list[RenderableType] = [head(moment, width, gone), Text()]
+    above += [requests(moment, rates), latency(rates), tokens(moment, rates)]
+    above += curves(history, width) + steps(rates, width)
+    left = (console.height - 1 if console.is_terminal else 1000) - len(above)
+    tables = [
+        (("process", "pid", "state", "restarts", "CPU", "own memory"), processes(seen)),
+        (("channel", "kind", "messages/s", "bytes/s", "behind", "slowest", "sleeps/s", "sender waits"), channels(seen)),
+        (("store", "kept", "hits", "hits/s", "keys held", "evicted", "held by"), stores(seen)),
+    ]
+    shown: list[RenderableType] = []
+    for columns, rows in tables:
+        room = left - 3  # an empty line, the columns' names, a line below them
+        if not rows or room < 2:
+            continue
+        some = rows if len(rows) <= room else rows[: room - 1]
+        table = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), expand=True, header_style="bold"
+        )
+        for column in columns:
+            is_text = column in ("process", "state", "channel", "kind", "slowest", "store", "held by")
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
+        for row in some:
+            table.add_row(*row)
+        if len(some) < len(rows):
+            table.add_row(Text(f"… {len(rows) - len(some)} more", style=DIM))
+        shown += [Text(), table]
+        left -= 3 + len(some) + (len(some) < len(rows))
+    return Group(*above, *shown)
+
+
+# ── above the tables ─────────────────────────────────────────────────────────────────────────────────────────────────
+def head(moment: Moment, width: int, gone: str) -> Text:
+    notice = moment.notice
+    line = Text(no_wrap=True, overflow="ellipsis")
+    line.append(f" {notice.name} ", style="bold reverse")
+    line.append(f"  {notice.url}   pid {notice.pid}   up {in_seconds((moment.time - notice.started) * 1e9)}")
+    line.append(f"   penstock {notice.version}", style=DIM)
+    if gone:
+        line.append(f"   GONE: {gone.splitlines()[0]}", style="bold red")
+    elif moment.is_draining:
+        line.append("   draining", style="yellow")
+    line.append("   " + time.strftime("%H:%M:%S", time.localtime(moment.time)), style=DIM)
+    return line
+
+
+def requests(moment: Moment, rates: Rates | None) -> Text:
+    groups = moment.groups
+    line = label("requests")
+    running, waiting = sum(one.running for one in groups), sum(one.waiting for one in groups)
+    figure(line, str(sum(one.open for one in moment.servers)), "open")
+    figure(line, str(running), "running")
+    figure(line, str(waiting), "waiting", "yellow" if waiting else "")
+    if rates is not None:
+        figure(line, f"{rates.answered:.1f}", "answered/s")
+        figure(line, f"{rates.refused:.1f}", "refused/s", "red" if rates.refused else "")
+    return line
+
+
+def latency(rates: Rates | None) -> Text:
+    """Of the answers that began, and of the tokens that came, since the last look: means."""
+    line = label("latency")
+    figure(line, seconds(None if rates is None else rates.first_piece), "to the first token")
+    figure(line, seconds(None if rates is None else rates.gap), "from token to token")
+    return line
+
+
+def tokens(moment: Moment, rates: Rates | None) -> Text:
+    groups = moment.groups
+    blocks = sum(one.blocks for one in groups)
+    used = sum(one.blocks - one.free_blocks for one in groups)
+    line = label("tokens")
+    figure(line, UNKNOWN if rates is None else amount(rates.prompt_tokens), "prompt/s")
+    figure(line, UNKNOWN if rates is None else amount(rates.generated_tokens), "generated/s")
+    share = f" ({used / blocks:.0%})" if blocks else ""
+    figure(line, f"{used} of {blocks}{share}", "KV blocks", "yellow" if blocks and used > 0.95 * blocks else "")
+    preemptions = sum(one.preemptions for one in groups)
+    figure(line, str(preemptions), "preemption" if preemptions == 1 else "preemptions", "red" if preemptions else "")
+    return line
+
+
+def curves(history: History, width: int) -> list[RenderableType]:
+    return [
+        curve("tokens/s", history.tokens, [amount(one) for one in history.tokens], width),
+        curve("step time", history.steps, [seconds(one or None) for one in history.steps], width),
+    ]
+
+
+def curve(name: str, values: Sequence[float], told: Sequence[str], width: int) -> Text:
+    line = label(name)
+    line.append(sparkline(values, max(10, width - LABEL - FIGURES)), style=DEVICE)
+    if values:
+        line.append(f"  {told[-1]}, most {told[values.index(max(values))]}")
+    return line
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The last of them, the newest to the right; the highest is a full block, and only nothing is a blank."""
+    some = list(values)[-width:]
+    most = max(some, default=0.0) or 1.0
+    levels = [0 if one <= 0 else 1 + min(int(one / most * 8), 7) for one in some]
+    return " " * (width - len(some)) + "".join(BARS[level] for level in levels)
+
+
+def steps(rates: Rates | None, width: int) -> list[RenderableType]:
+    """A bar for each group: the device's part of a step, and what it waited; the core's own work lies beside."""
+    found: list[RenderableType] = []
+    groups = () if rates is None else rates.groups
+    for number, one in enumerate(groups):
+        line = label(f"step {number}" if len(groups) > 1 else "a step")
+        if one.step is None or one.device is None or one.waiting is None or one.core is None:
+            line.append("none", style=DIM)
+            found.append(line)
+            continue
+        room = max(10, min(40, width - LABEL - 70))
+        part = round(room * one.waiting / one.step) if one.step else 0
+        line.append("█" * (room - part), style=DEVICE).append("█" * part, style=WAITING)
+        line.append(f"  {seconds(one.step)}: ").append(f"device {seconds(one.device)}", style=DEVICE)
+        line.append(" + ").append(f"waiting {seconds(one.waiting)}", style=WAITING)
+        line.append("; core ").append(seconds(one.core), style=CORE).append(f"; {one.steps:.0f}/s")
+        found.append(line)
+    return found
+
+
+def label(name: str) -> Text:
+    return Text(f"{name:<{LABEL}}", style="", no_wrap=True, overflow="ellipsis")
+
+
+def figure(line: Text, number: str, what: str, style: str = "") -> None:
+    line.append(number, style=f"bold {style}").append(f" {what}   ", style=DIM)
+
+
+# ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def processes(seen: Seen) -> list[tuple[Text, ...]]:
+    """The first row is what all of them share: it is shown also where there is no room for the last."""
+    cpu = seen.rates.cpu if seen.rates is not None else [None] * len(seen.moment.processes)
+    shared = (Text("shared", style=DIM), *(Text() for _ in range(4)), Text(in_units(seen.moment.shared_nbytes)))
+    rows = [
+        (
+            Text(one.title),
+            Text(str(one.pid or UNKNOWN)),
+            Text(one.state, style=STATES[one.state]),
+            restarts(one),
+            Text(UNKNOWN if share is None or not one.pid else f"{share:.0%}"),
+            Text(UNKNOWN if one.private_nbytes is None else in_units(one.private_nbytes)),
+        )
+        for one, share in zip(seen.moment.processes, cpu, strict=True)
+    ]
+    return [shared, *rows]
+
+
+def restarts(process: Process) -> Text:
+    many = max(process.incarnation - 1, 0)
+    return Text(str(many), style="yellow" if many else DIM)
+
+
+def channels(seen: Seen) -> list[tuple[Text, ...]]:
+    rates = seen.rates.channels if seen.rates is not None else [None] * len(seen.moment.channels)
+    rows: list[tuple[Text, ...]] = []
+    for one, rate in zip(seen.moment.channels, rates, strict=True):
+        behind = f"{one.behind} ({in_units(one.behind_nbytes)})" if one.behind else "0"
+        waits = f"{in_seconds(one.blocked * 1e9)} now" if one.blocked else in_seconds(one.longest_blocked * 1e9)
+        rows.append(
+            (
+                Text(one.name),
+                Text(one.kind, style=DIM),
+                Text(UNKNOWN if rate is None else amount(rate.records)),
+                Text(UNKNOWN if rate is None else in_units(int(rate.nbytes))),
+                Text(behind),
+                Text(one.slowest),
+                Text(UNKNOWN if rate is None else amount(rate.sleeps)),
+                Text(waits if one.longest_blocked or one.blocked else UNKNOWN, style="red" if one.blocked else ""),
+            )
+        )
+    return rows
+
+
+def stores(seen: Seen) -> list[tuple[Text, ...]]:
+    rates = seen.rates.stores if seen.rates is not None else [None] * len(seen.moment.stores)
+    rows: list[tuple[Text, ...]] = []
+    for one, rate in zip(seen.moment.stores, rates, strict=True):
+        asked = one.hits + one.misses
+        holders = ", ".join(f"{each.name} {in_units(each.nbytes)}" for each in one.holders[:2])
+        rows.append(
+            (
+                Text(one.name),
+                Text(f"{in_units(one.kept_nbytes)} of {in_units(one.nbytes)}"),
+                Text(f"{one.hits / asked:.0%} of {asked}" if asked else UNKNOWN),
+                Text(UNKNOWN if rate is None else amount(rate.hits)),
+                Text(f"{one.held_keys} of {one.keys}"),
+                Text(f"{one.evictions} ({in_units(one.evicted_nbytes)})"),
+                Text(holders or "nobody"),
+            )
+        )
+    return rows
+
+
+# ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def seconds(number: float | None) -> str:
+    return UNKNOWN if number is None else in_seconds(number * 1e9)
+
+
+def amount(number: float | None) -> str:
+    """To three figures."""
+    if number is None:
+        return UNKNOWN
+    return f"{number:.1f}" if 0 < number < 99.95 else f"{number:,.0f}"
