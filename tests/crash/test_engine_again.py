@@ -11,7 +11,7 @@ from penstock.engine.cluster import topology as trees
 from penstock.engine.cluster.status_board import Board
 from penstock.engine.cluster.topology import Member, Tree
 from penstock.engine.protocol.messages import SamplingParams, Style
-from tests.engine import SHAPE, START, Running, answered, prompt, running
+from tests.support.engine import SHAPE, START, Running, answered, prompt, running
 
 UNANSWERED = 4.0  # seconds; a request of a few tokens
 

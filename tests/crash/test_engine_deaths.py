@@ -21,7 +21,7 @@ from penstock.engine.launcher import Launcher, TreeFailed
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
 from tests.conftest import eventually
-from tests.engine import PATIENCE, SHAPE, START, Running, answered, fate, prompt, running, told
+from tests.support.engine import PATIENCE, SHAPE, START, Running, answered, fate, prompt, running, told
 
 TOLD_WITHIN = 2.0  # seconds; the goal is 0.1 on a machine that has nothing else to do
 OPEN = 12  # requests, when the blow falls

@@ -18,14 +18,14 @@ from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import Board
 from penstock.engine.cluster.topology import Member, Tree
 from penstock.engine.launcher import Launcher, TreeFailed, Unit
-from penstock.engine.model_dir import vocabulary
 from penstock.engine.output import output_processor
+from penstock.engine.output.detokenizer import vocabulary
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Abort, Announce, SamplingParams, Style, Submit
 from penstock.engine.worker import worker
 from penstock.engine.worker.worker import Worker, device_of
 from tests.crash.test_engine_deaths import load, must_be_told, must_serve_again
-from tests.engine import START, Running, told
+from tests.support.engine import START, Running, told
 
 Life = Callable[[Tree, Member], None]
 STEP_TIMEOUT = 3.0

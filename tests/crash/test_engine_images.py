@@ -18,7 +18,7 @@ from penstock.engine.cluster.process import Child
 from penstock.engine.cluster.status_board import Board
 from penstock.engine.cluster.topology import Member, Tree
 from penstock.engine.protocol.messages import SamplingParams
-from tests.engine import PATIENCE, SHAPE, START, Running, prompt, running
+from tests.support.engine import PATIENCE, SHAPE, START, Running, prompt, running
 
 NBYTES = 32 << 20
 LENGTH = 8  # ids of an image

@@ -32,9 +32,9 @@ from penstock.engine.worker import worker
 from penstock.server.chat.response_schema import Group, Health
 from penstock.server.options import ServerOptions
 from penstock.server.server_process import listen
-from tests.command import serving
 from tests.e2e.test_server import Served, posted
-from tests.engine import START, Running, told
+from tests.support.command import serving
+from tests.support.engine import START, Running, told
 
 Life = Callable[[Tree, Member], None]
 FAILED = 5  # starts in a row, which is more than a unit has that has never served

@@ -14,7 +14,7 @@ from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import Board
 from penstock.engine.protocol.messages import SamplingParams
-from tests.engine import PATIENCE, START, Running, prompt, running, told
+from tests.support.engine import PATIENCE, START, Running, prompt, running, told
 
 SECONDS = 60.0 if os.environ.get("PENSTOCK_FULL") == "1" else 5.0
 TOKENS = 60

@@ -15,7 +15,7 @@ import pytest
 import penstock
 from tests.conftest import eventually
 from tests.crash.zygote import Zygote
-from tests.unit.processes import assert_how
+from tests.support.processes import assert_how
 
 
 def hold_views(talk: Connection, where: str, index: int) -> None:

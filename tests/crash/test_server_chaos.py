@@ -19,8 +19,8 @@ from penstock.engine.cluster.process import Child
 from penstock.engine.cluster.status_board import Board
 from penstock.server.status.counters import Row
 from tests.e2e.test_server import Served, served
-from tests.engine import START, told
-from tests.serving import ANSWERED_WITHIN, LIMITS, SHAPE, Asked, Load, Question, must_be_as_before
+from tests.support.engine import START, told
+from tests.support.serving import ANSWERED_WITHIN, LIMITS, SHAPE, Asked, Load, Question, must_be_as_before
 
 IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
 SECONDS = 60.0 if IS_FULL else 12.0
@@ -134,7 +134,7 @@ def test_a_served_tree_answers_whomever_no_blow_concerns_and_tells_the_others(se
 @pytest.mark.timeout(SECONDS + 1500)
 def test_so_does_one_with_a_model(seed: int, tmp_path: Path) -> None:
     from tests.e2e.test_server_models import save_tokenizer
-    from tests.unit.models import made
+    from tests.support.models import made
 
     made("llama", tmp_path)
     save_tokenizer(tmp_path)

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from tests.browser import Browser
-from tests.command import serving
+from tests.support.browser import Browser
+from tests.support.command import serving
 
 KEY = "sesame & <more>"
 NAME = "<img src=x onerror=\"document.title='run'\"><b id=bold>x</b>"

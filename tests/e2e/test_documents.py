@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import eventually
-from tests.documents import EXAMPLES, PAGES, ROOT, environment, sessions
+from tests.support.documents import EXAMPLES, PAGES, ROOT, environment, sessions
 
 ASKING = ("ask", "see")  # the examples that need a server; the pages with one run them
 PORT = "8000"  # of the pages; here it is one that is free

@@ -10,7 +10,7 @@ from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import Board
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
-from tests.engine import Running, answered, prompt, running, told
+from tests.support.engine import Running, answered, prompt, running, told
 
 END = 7
 

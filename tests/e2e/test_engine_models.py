@@ -14,9 +14,9 @@ from penstock.engine.cluster.status_board import Board  # noqa: E402
 from penstock.engine.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
-from tests.engine import START  # noqa: E402
-from tests.unit.models import BLOCK_SIZE, COUNT, Asked, made, must_be_greedy  # noqa: E402
-from tests.unit.test_rope import changes  # noqa: E402
+from tests.support.engine import START  # noqa: E402
+from tests.support.models import BLOCK_SIZE, COUNT, Asked, made, must_be_greedy  # noqa: E402
+from tests.unit.engine.worker.test_rope import changes  # noqa: E402
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -16,8 +16,8 @@ from penstock.engine.cluster.status_board import Board  # noqa: E402
 from penstock.engine.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
-from tests.engine import START  # noqa: E402
-from tests.unit.models import VOCABULARY, made  # noqa: E402
+from tests.support.engine import START  # noqa: E402
+from tests.support.models import VOCABULARY, made  # noqa: E402
 
 WAYS = [  # overlap, output processors, ranks, prefix cache
     (overlap, outputs, ranks, caching)

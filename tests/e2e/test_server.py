@@ -26,8 +26,8 @@ from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.worker.simulated_device import Rule  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
 from penstock.server.server_process import listen  # noqa: E402
-from tests.command import serving  # noqa: E402
-from tests.engine import START, Running, told  # noqa: E402
+from tests.support.command import serving  # noqa: E402
+from tests.support.engine import START, Running, told  # noqa: E402
 
 KEY = "sesame"
 MOST_OPEN = 8

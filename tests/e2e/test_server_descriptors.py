@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import eventually
-from tests.engine import START
+from tests.support.engine import START
 
 pytest.importorskip("uvicorn")
 

@@ -15,7 +15,7 @@ pytest.importorskip("openai")
 
 from penstock.server.chat import response_schema
 from tests.e2e.test_server import KEY, Served, served
-from tests.engine import told
+from tests.support.engine import told
 
 IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
 EXAMPLES = 1000 if IS_FULL else 15  # of each route, besides what covers its document; no time ends it early

@@ -22,12 +22,12 @@ from penstock.engine.client.image_processor import ImageLimits  # noqa: E402
 from penstock.engine.cluster.status_board import Board  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
 from tests.e2e.test_server import Served, served  # noqa: E402
-from tests.engine import START  # noqa: E402
-from tests.unit.sights import Sight  # noqa: E402
-from tests.unit.test_engine_encoded_image import scans_of_nothing  # noqa: E402
-from tests.unit.test_images import picture  # noqa: E402
-from tests.unit.test_server_fetching import Elsewhere, bare, whole  # noqa: E402
-from tests.unit.test_server_images import named, part, plain, text  # noqa: E402
+from tests.support.engine import START  # noqa: E402
+from tests.support.sights import Sight  # noqa: E402
+from tests.unit.engine.client.test_encoded_image import scans_of_nothing  # noqa: E402
+from tests.unit.engine.client.test_image_processor import picture  # noqa: E402
+from tests.unit.server.images.test_image_fetcher import Elsewhere, bare, whole  # noqa: E402
+from tests.unit.server.images.test_image_prompts import named, part, plain, text  # noqa: E402
 
 COUNT = 10
 SIZES = {"blocks": 256, "max_model_len": 480, "slots": 16, "token_budget": 24, "dtype": "float32", "block_size": 4}

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  
 from transformers import AutoTokenizer  # noqa: E402
 
 from tests.e2e.test_server import served  # noqa: E402
-from tests.unit.models import VOCABULARY, made  # noqa: E402
+from tests.support.models import VOCABULARY, made  # noqa: E402
 
 TEMPLATE = (
     "{{ bos_token }}{% for one in messages %}{{ one['role'][0] }}:{{ one['content'] }};{% endfor %}"

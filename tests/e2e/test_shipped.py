@@ -19,9 +19,9 @@ pytest.importorskip("uvicorn")
 from PIL import Image  # noqa: E402
 
 from penstock.engine.protocol.config import SHIPPED  # noqa: E402
-from tests.command import serving  # noqa: E402
 from tests.e2e.test_generate import generate  # noqa: E402
-from tests.unit.test_server_images import part  # noqa: E402
+from tests.support.command import serving  # noqa: E402
+from tests.unit.server.images.test_image_prompts import part  # noqa: E402
 from training.scenes import Scene, scene  # noqa: E402
 from training.talk import CAPTION, CHAT, caption, question  # noqa: E402
 

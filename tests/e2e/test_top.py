@@ -24,7 +24,7 @@ pytest.importorskip("uvicorn")
 from penstock.engine.cluster.status_board import Board
 from penstock.server.status.snapshot_rates import Seen
 from tests.e2e.test_server import KEY, Served, served
-from tests.engine import told
+from tests.support.engine import told
 
 PROMPT, MOST = "hello there", 40
 STEP = 0.005  # seconds

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import ROOT
+from tests.support.documents import ROOT
 
 TOP = {
     "CHANGELOG.md",

@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.protocol.messages import SamplingParams, Style
-from tests.engine import PATIENCE, answered, prompt, running, told
+from tests.support.engine import PATIENCE, answered, prompt, running, told
 
 ABORTS = 10_000 if os.environ.get("PENSTOCK_FULL") == "1" else 1_000
 AT_ONCE = 200

@@ -28,12 +28,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  
 
 from penstock.engine.cluster.status_board import Board  # noqa: E402
 from tests.e2e.test_server import AUTHORIZED, Served, served  # noqa: E402
-from tests.engine import START  # noqa: E402
-from tests.serving import must_be_as_before  # noqa: E402
 from tests.stress.test_server_soak import looks, must_not_grow  # noqa: E402
-from tests.unit.models import IMAGE, stock_of  # noqa: E402
-from tests.unit.sights import TEMPLATES  # noqa: E402
-from tests.unit.test_images import picture, processor_in  # noqa: E402
+from tests.support.engine import START  # noqa: E402
+from tests.support.models import IMAGE, stock_of  # noqa: E402
+from tests.support.serving import must_be_as_before  # noqa: E402
+from tests.support.sights import TEMPLATES  # noqa: E402
+from tests.unit.engine.client.test_image_processor import picture, processor_in  # noqa: E402
 
 IS_WHOLE = os.environ.get("PENSTOCK_FULL") == "1"
 MAX_LENGTH, MOST_TOKENS = 2304, 2000

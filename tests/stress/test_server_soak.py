@@ -12,8 +12,8 @@ pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 from tests.e2e.test_server import Served, served  # noqa: E402
-from tests.engine import told  # noqa: E402
-from tests.serving import LIMITS, SHAPE, Load, must_be_as_before  # noqa: E402
+from tests.support.engine import told  # noqa: E402
+from tests.support.serving import LIMITS, SHAPE, Load, must_be_as_before  # noqa: E402
 
 SECONDS = float(os.environ.get("PENSTOCK_SOAK_SECONDS", "0"))
 IS_ASKED_FOR = os.environ.get("PENSTOCK_FULL") == "1" and SECONDS > 0

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.unit.models import Family
+    from tests.support.models import Family
 
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Family]":
     """A tiny model by its name, and by what is other than usual, made once, in a folder of its own."""
-    from tests.unit.models import made  # here, because it needs torch
+    from tests.support.models import made  # here, because it needs torch
 
     folder, number = tmp_path_factory.mktemp("models"), itertools.count()
     return functools.cache(lambda name, **changes: made(name, folder / f"{name} {next(number)}", **changes))

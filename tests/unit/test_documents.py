@@ -21,7 +21,7 @@ from penstock.tensor.bridge import TensorStats
 from penstock.tensor.store import StoreStats
 from penstock.tensor.transport import IncomingStats, OutgoingStats
 from penstock.tools import inspect
-from tests.documents import EXAMPLES, NEEDS, PAGES, ROOT, RUN, SHOWN, fences
+from tests.support.documents import EXAMPLES, NEEDS, PAGES, ROOT, RUN, SHOWN, fences
 
 DOCS = ROOT / "docs"
 MAKING = DOCS / "making"

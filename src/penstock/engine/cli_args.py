@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from penstock.engine.cluster.logs import LEVELS
 from penstock.engine.model_dir import require_length
-from penstock.engine.protocol.config import MAX_MODEL_LEN, SHIPPED, EngineConfig, SimulatedDevice
+from penstock.engine.protocol.config import LOG_LEVELS, MAX_MODEL_LEN, SHIPPED, EngineConfig, SimulatedDevice
 
 SAID = (
     *("model", "data_parallel", "tensor_parallel", "output_processors", "device", "dtype", "threads"),
@@ -45,7 +44,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--device-model", choices=["real", "simulated"], default="real", help="compute, or wait (real)")
     add("--step-ms", metavar="MS", type=float, default=5.0, help="of a simulated step (5)")
     add("--log-format", choices=["text", "json"], default="text")
-    add("--log-level", choices=LEVELS, default="info", help="events below it are not logged (info)")
+    add("--log-level", choices=LOG_LEVELS, default="info", help="events below it are not logged (info)")
 
 
 def engine_config(options: argparse.Namespace, *more: str) -> EngineConfig:

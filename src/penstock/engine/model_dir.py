@@ -1,22 +1,41 @@
-"""What the directory of a model says that the engine must know before any of its processes: end ids, length and words.
+"""The directory of a model: which families are served, and what its files say before any process starts.
 
-Leaves to `model` the numbers. A simulated device needs no directory: without one its words are its tokens' numbers.
+Imports neither torch nor transformers, so that a model is refused before a process starts. A test holds the families
+against transformers' own registry, and the table of docs/howto/serve.md against this one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.engine.cluster.logs import event
-from penstock.engine.families import VISION
-from penstock.engine.output.detokenizer import Vocabulary, vocabulary_of
 from penstock.engine.protocol.config import EngineConfig, SamplingDefaults
+
+TEXT = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+VISION = {  # and images
+    "idefics3": "Idefics3ForConditionalGeneration",
+    "llava": "LlavaForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "smolvlm": "SmolVLMForConditionalGeneration",
+}
+FAMILIES = {**TEXT, **VISION}
+_OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)\w+$")  # it classifies, say, and generates nothing
 
 GENERATION = "generation_config.json"
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"  # of weights: in several files, or in one
@@ -25,6 +44,18 @@ SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in gene
     **{name: name for name in SamplingDefaults.__struct_fields__},
     "max_tokens": "max_new_tokens",
 }
+
+
+def require_family(model_type: str, architectures: Sequence[str] = (), is_quantized: bool = False) -> None:
+    """Raises ValueError where a model of this config.json cannot be served."""
+    heads = [one for one in architectures if not _OTHER_HEAD.search(one)]
+    if model_type not in FAMILIES or (architectures and not heads):
+        raise ValueError(
+            f"Model architectures {list(architectures)} (model_type {model_type!r}) are not supported; "
+            f"supported are {', '.join(TEXT.values())}; with images {', '.join(VISION.values())}"
+        )
+    if is_quantized:
+        raise ValueError(f"{model_type!r}: quantized weights are not supported (quantization_config in config.json)")
 
 
 def completed(config: EngineConfig) -> EngineConfig:
@@ -89,16 +120,6 @@ def takes_images(config: EngineConfig) -> bool:
         return False
     whole, _ = parts(path)
     return whole.get("model_type") in VISION
-
-
-def vocabulary(config: EngineConfig, tokenizer: Any = None) -> Vocabulary:
-    """A model without a tokenizer answers in ids alone. `tokenizer`: the model's, where it has been read already."""
-    if config.simulated is not None and not config.model:
-        return Vocabulary([b" %d" % one for one in range(config.simulated.vocabulary)])
-    if tokenizer is None and not tokenizer_path(config).exists():
-        event("model without a tokenizer", logging.WARNING, missing=tokenizer_path(config))
-        return Vocabulary([])
-    return vocabulary_of(tokenizer_of(config) if tokenizer is None else tokenizer)
 
 
 def tokenizer_of(config: EngineConfig) -> Any:

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from penstock.engine.cluster.cuda_devices import cuda_devices
-from penstock.engine.families import require_family
-from penstock.engine.model_dir import ALONE, INDEX, expected, parts, tokenizer_path
+from penstock.engine.model_dir import ALONE, INDEX, expected, parts, require_family, tokenizer_path
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.worker.weight_slices import Heads
 

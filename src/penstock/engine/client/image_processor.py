@@ -27,7 +27,7 @@ import numpy as np
 from penstock import Missing
 from penstock.engine.client.encoded_image import UPRIGHT, EncodedImage
 from penstock.engine.client.turns import Turns
-from penstock.engine.families import VISION
+from penstock.engine.model_dir import VISION
 from penstock.errors import PenstockError
 from penstock.tensor import Item, Outgoing, Scope, key_of
 

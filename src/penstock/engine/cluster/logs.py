@@ -19,9 +19,6 @@ def event(name: str, level: int = logging.INFO, **fields: object) -> None:
     LOGGER.log(level, name, extra={"fields": fields})
 
 
-LEVELS = ("debug", "info", "warning", "error")
-
-
 def begin(process: str, log_format: str, level: str = "info") -> None:
     """From now on the events of this process, of this level and above, go to its standard error."""
     lines = logging.StreamHandler(sys.stderr)

@@ -24,7 +24,7 @@ from penstock.engine.cluster.topology import AGAIN, Member, Tree, is_former, pas
 from penstock.engine.core.request import Refused
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.core.step_builder import Plan
-from penstock.engine.model_dir import vocabulary
+from penstock.engine.output.detokenizer import vocabulary
 from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.batch_state import Schedule
 from penstock.engine.protocol.config import EngineConfig

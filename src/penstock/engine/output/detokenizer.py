@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import functools
 import json
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,6 +16,9 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from penstock.engine.cluster.logs import event
+from penstock.engine.model_dir import tokenizer_of, tokenizer_path
+from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Ints
 
 CONTEXT = 8  # ids of the prompt that a tokenizer is shown, to know how the text goes on
@@ -296,3 +300,13 @@ class Text:
         until = len(text) - stops.held[state]
         self._held = text[until:]
         return text[:until]
+
+
+def vocabulary(config: EngineConfig, tokenizer: Any = None) -> Vocabulary:
+    """A model without a tokenizer answers in ids alone. `tokenizer`: the model's, where it has been read already."""
+    if config.simulated is not None and not config.model:
+        return Vocabulary([b" %d" % one for one in range(config.simulated.vocabulary)])
+    if tokenizer is None and not tokenizer_path(config).exists():
+        event("model without a tokenizer", logging.WARNING, missing=tokenizer_path(config))
+        return Vocabulary([])
+    return vocabulary_of(tokenizer_of(config) if tokenizer is None else tokenizer)

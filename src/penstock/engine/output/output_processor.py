@@ -21,8 +21,7 @@ from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.topology import AGAIN, Member, Tree, past_the_dead
-from penstock.engine.model_dir import vocabulary
-from penstock.engine.output.detokenizer import Vocabulary
+from penstock.engine.output.detokenizer import Vocabulary, vocabulary
 from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.messages import Abort, Announce, Failed, Halt, Step, StepDone, Stop, Whole
 

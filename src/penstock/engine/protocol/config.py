@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.cluster.logs import LEVELS
 from penstock.engine.protocol.messages import MOST_SLOTS, SamplingParams
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
 SHIPPED = str(Path(__file__).parent.parent / "shipped" / "penstock-shapes")  # so that there is always a model to serve
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
@@ -130,8 +130,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"generation_config is 'auto' or 'vllm', not {self.generation_config!r}")
         if self.log_format not in ("text", "json"):
             raise ValueError(f"log_format is 'text' or 'json', not {self.log_format!r}")
-        if self.log_level not in LEVELS:
-            raise ValueError(f"log_level is {', '.join(LEVELS)}, not {self.log_level!r}")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"log_level is {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         if self.simulated is None and not self.model:
             raise ValueError("model is the directory of a model, or simulated says how to do without one")
         if self.token_budget < self.slots:

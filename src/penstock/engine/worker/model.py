@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from penstock.engine.families import VISION, require_family
+from penstock.engine.model_dir import VISION, require_family
 from penstock.engine.worker import rope, weight_loader
 from penstock.engine.worker.paged_attention import NAME, Decode, Memory, Paged, Probe, Shape
 from penstock.engine.worker.tensor_parallel import Ranks, shard

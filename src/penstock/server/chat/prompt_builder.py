@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from penstock.engine.model_dir import parts, tokenizer_of, vocabulary
-from penstock.engine.output.detokenizer import Vocabulary
+from penstock.engine.model_dir import parts, tokenizer_of
+from penstock.engine.output.detokenizer import Vocabulary, vocabulary
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.chat.chat_template import Template, in_one
 from penstock.server.chat.length_bound import length_bound

@@ -1,0 +1,112 @@
+"""The documents of this repository as tests see them: their fenced blocks, and which of these somebody can run.
+
+A block of Python stands in a file of `examples/`, word for word. The shell blocks of a page are one session, from the
+first to the last; the JSON that follows one is what its command prints. What cannot be run by a test says so in its
+first line: `# needs a model`. A page with a session, or an example, says what is to be installed, and nothing else is
+there when it is run.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shlex
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NEEDS = {"a GPU", "a model", "a compiler", "the sources of it", "a quiet machine", "a browser", "root"}
+RUN, SHOWN = {"python", "bash"}, {"text", "json", "nginx", "toml"}
+
+
+class Fence(NamedTuple):
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def needs(self) -> str | None:
+        found = re.match(r"# needs ([^:\n]+)", self.text)
+        return found[1].strip() if found else None
+
+
+def fences(page: Path) -> list[Fence]:
+    found: list[Fence] = []
+    begun, lines = 0, page.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.lstrip().startswith("```"):
+            continue
+        if begun:
+            text = textwrap.dedent("\n".join(lines[begun : number - 1])) + "\n"
+            found.append(Fence(page, begun, lines[begun - 1].strip()[3:].strip(), text))
+        begun = 0 if begun else number
+    assert not begun, f"{page.name}:{begun}: a block that nobody has ended"
+    return found
+
+
+def sessions() -> dict[Path, str]:
+    """For each page with a shell block that can be run: all of them, in order, compared with the JSON that is shown."""
+    found = {}
+    for page in PAGES:
+        blocks: list[str] = []
+        for one in fences(page):
+            if one.language == "bash" and one.needs is None:
+                blocks.append(one.text)
+            elif one.language == "json":
+                command = blocks.pop().rstrip()
+                assert "\n" not in command, f"{one.where}: the output of one command"
+                blocks.append(f'test "$({command})" = {shlex.quote(one.text.rstrip())}\n')
+        if blocks:
+            found[page] = "\n".join(blocks)
+    return found
+
+
+# ── what is installed ────────────────────────────────────────────────────────────────────────────────────────────────
+def stated(document: Path) -> list[str]:
+    """What a page or an example says is to be installed, as in `pip install '.[engine]' openai`."""
+    found = re.search(r"`pip install (\S+(?: [\w-]+)*)`", document.read_text())
+    if found is None:  # an example that says nothing needs nothing
+        assert document.suffix == ".py", f"{document.name} has commands, and does not say what they need"
+        return ["penstock"]
+    return [one.replace(".", "penstock", 1) if one.startswith(".") else one for one in shlex.split(found[1])]
+
+
+def hidden(requirements: list[str]) -> set[str]:
+    """Modules that are installed here, and would not be by these."""
+    allowed: set[str] = set()
+    waiting = [Requirement(one) for one in requirements]
+    known: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        one = waiting.pop()
+        name, extras = re.sub(r"[-_.]+", "-", one.name).lower(), frozenset(one.extras)
+        if (name, extras) in known:
+            continue
+        known.add((name, extras))
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform, or to be had in another way
+        allowed.add(name)
+        for need in map(Requirement, needs):
+            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras or {""}):
+                waiting.append(need)
+    modules = importlib.metadata.packages_distributions()
+    named = {module: {re.sub(r"[-_.]+", "-", one).lower() for one in owners} for module, owners in modules.items()}
+    return {module for module, owners in named.items() if not owners & allowed}
+
+
+def environment(document: Path) -> dict[str, str]:
+    """In which only that can be imported which the document says is installed."""
+    paths = [str(ROOT / "tests" / "hiding"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "PENSTOCK_HIDDEN": ",".join(sorted(hidden(stated(document))))}

@@ -1,0 +1,118 @@
+"""Processes, or threads, that share a tiny model, and what each of them says that its answers are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.worker.model_runner import TorchDevice
+from penstock.engine.worker.tensor_parallel import Ranks
+from tests.conftest import spawn
+from tests.support.models import BLOCK_SIZE, Asked, Family, ask, device, longest, opener
+from tests.support.tape import Eager
+
+
+def ranks_must_answer(
+    size: int, families: Sequence[Family], folder: Path, some: slice, is_recording: bool = False
+) -> None:
+    """As transformers did, each of them, to some of the requests: they wait for each other, which takes its time."""
+    work = {}
+    for of in families:
+        torch.save(of.images, of.path / "images.pt")
+        asked = [(one.prompt, [(key.decode(), *place) for key, *place in one.inputs]) for one in of.asked[some]]
+        work[str(of.path)] = asked
+    (folder / "work").write_text(json.dumps(work))
+    with contextlib.ExitStack() as stack:
+        given = (size, str(folder), is_recording)
+        ranks = [stack.enter_context(spawn(_one_of_them, rank, *given, within=110)) for rank in range(size)]
+        for process in ranks:
+            process.join()
+        assert [process.exitcode for process in ranks] == [0] * size
+    expected = {str(of.path): of.answers[some] for of in families}
+    for rank in range(size):
+        assert json.loads((folder / str(rank)).read_text()) == expected, f"rank {rank}"
+
+
+def _one_of_them(rank: int, size: int, folder: str, is_recording: bool) -> None:
+    """Answers, and writes down what."""
+    torch.set_num_threads(1)
+    ranks = Ranks(rank, size, f"file://{folder}/meeting")
+    found = {}
+    for path, raw in json.loads(Path(folder, "work").read_text()).items():
+        asked = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs]) for prompt, inputs in raw]
+        ours = TorchDevice(
+            path,
+            slots=4,
+            ranks=ranks,
+            block_size=BLOCK_SIZE,
+            blocks=-(-longest(asked) // BLOCK_SIZE),
+            open_item=opener(torch.load(Path(path) / "images.pt")),
+            threads=1,
+            recorder=Eager() if is_recording else None,
+        )
+        found[path] = ask(ours, asked, budget=10).answers
+    Path(folder, str(rank)).write_text(json.dumps(found))
+    ranks.close()
+
+
+class Threads(Ranks):
+    """Ranks of one process, each with a thread: they start at once, and add up without asking the kernel."""
+
+    def __init__(self, rank: int, said: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.rank, self.size = rank, len(said)
+        self._said, self._barrier = said, barrier
+        self.is_running = False  # while a model is loaded, nobody else is there
+
+    def _all(self, own: Any) -> list[Any]:
+        if not self.is_running:
+            return [own] * self.size
+        self._said[self.rank] = own
+        self._barrier.wait()
+        everybody = list(self._said)
+        self._barrier.wait()
+        return everybody
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(sum(self._all(tensor.clone())))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat(self._all(tensor.clone()), dim=-1)
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(self._all(tensor.clone())[0])
+
+    def least(self, number: int) -> int:
+        return min(self._all(number))
+
+
+def threads_must_answer(size: int, of: Family) -> None:
+    """As transformers did, each of them, to the first requests."""
+    assert answers_of_threads(size, of, of.asked[:4]) == [of.answers[:4]] * size
+
+
+def answers_of_threads(size: int, of: Family, asked: Sequence[Asked], **options: Any) -> list[list[list[int]]]:
+    """Of each rank. `options` are the device's, and the budget of a step."""
+    budget = options.pop("budget", 6)
+    said, barrier = [None] * size, threading.Barrier(size, timeout=60)
+    ranks = [Threads(rank, said, barrier) for rank in range(size)]
+    devices = [device(of, ranks=one, **options) for one in ranks]
+
+    def answers(rank: int) -> list[list[int]]:
+        ranks[rank].is_running = True
+        try:
+            return ask(devices[rank], asked, budget=budget).answers
+        except Exception:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(answers, range(size)))

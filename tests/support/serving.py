@@ -1,0 +1,211 @@
+"""Load on a server whose answers are known beforehand: clients that read, that go in the middle, and that do not read.
+
+Whatever text a client gets is right, as far as it goes, or the load fails. An answer that ended well is whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.e2e.test_server import AUTHORIZED, Served
+from tests.support.engine import SHAPE as OF_A_GROUP
+from tests.support.engine import START
+
+ANSWERED_WITHIN = 20.0  # seconds; a request ends by then, in whatever way
+ENDED = (OSError, asyncio.IncompleteReadError)  # the connection has
+PAUSE = 0.05  # seconds, after a request that was refused
+SHAPE = {"api_servers": 2, "data_parallel": 2, **OF_A_GROUP}
+LIMITS = {"most_open": 64, "patience": 5.0}
+
+
+@dataclass
+class Asked:
+    """One request, and what became of it."""
+
+    kind: str
+    began: float
+    ended: float = 0.0
+    error: str = ""  # empty: it was answered, and rightly
+
+
+@dataclass
+class Question:
+    """And its whole answer."""
+
+    prompt: str
+    tokens: int
+    answer: str
+
+
+class Load:
+    def __init__(
+        self,
+        tree: Served,
+        seed: int,
+        question: Callable[[random.Random], Question] | None = None,
+        within: float = ANSWERED_WITHIN,
+    ) -> None:
+        self.tree = tree
+        self.chance = random.Random(seed)
+        self.asked: list[Asked] = []
+        self.gone: Counter[str] = Counter()  # clients of which no answer was expected
+        self.is_over = False
+        self._question = question or self._of_the_rule
+        self._within = within
+
+    def _of_the_rule(self, chance: random.Random) -> Question:
+        prompt = "".join(chance.choices("abcdefgh ", k=chance.randrange(1, 60)))
+        tokens = chance.randrange(1, 80)
+        return Question(prompt, tokens, self.tree.answer(prompt, tokens))
+
+    @contextlib.asynccontextmanager
+    async def running(self, askers: int = 6) -> Any:
+        """Raises what went wrong in any of them."""
+        tasks = [self.ask(kind) for kind in ("whole", "stream") for _ in range(askers // 2)]
+        all_of_them = asyncio.gather(*tasks, self.vanish(), self.ignore())
+        try:
+            yield all_of_them
+            self.is_over = True
+            await asyncio.wait_for(all_of_them, 2 * self._within)
+        finally:
+            self.is_over = True
+            all_of_them.cancel()
+            await asyncio.gather(all_of_them, return_exceptions=True)
+
+    # ── who reads ──
+    async def ask(self, kind: str) -> None:
+        loop = asyncio.get_running_loop()
+        while not self.is_over:
+            asked = Asked(kind, loop.time())
+            one = self._question(self.chance)
+            asked.error = await asyncio.wait_for(self._fate(one, kind == "stream"), self._within)
+            asked.ended = loop.time()
+            self.asked.append(asked)
+            if asked.error:
+                await asyncio.sleep(PAUSE)
+
+    async def _fate(self, one: Question, is_streamed: bool) -> str:
+        """Empty: the answer came, as a whole. Raises AssertionError for a wrong one."""
+        try:
+            reader, writer = await self._connect(one.prompt, one.tokens, is_streamed)
+        except ENDED as error:
+            return f"not connected: {error!r}"
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            status = int(head.split()[1])
+            if status != 200:
+                body = await reader.read()
+                if not body.endswith(b"}}"):
+                    return "cut off"
+                said = json.loads(body)
+                assert status in (429, 500, 503, 504) and said["error"]["message"], (status, said)
+                assert status != 500, said
+                return f"status {status}"
+            if is_streamed:
+                return await self._events(reader, one.answer)
+            body = await reader.read()
+            length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+            if len(body) < int(length.split()[1]):
+                return "cut off"
+            assert json.loads(body)["choices"][0]["text"] == one.answer, one
+            return ""
+        except ENDED as error:
+            return f"cut off: {error!r}"
+        finally:
+            writer.transport.abort()
+
+    async def _events(self, reader: asyncio.StreamReader, answer: str) -> str:
+        text = ""
+        while True:
+            line = await reader.readline()
+            if not line.endswith(b"\n"):
+                return "cut off"
+            if line == b"data: [DONE]\n":
+                assert text == answer, f"{text!r} for {answer!r}"
+                return ""
+            if not line.startswith(b"data: "):
+                continue
+            said = json.loads(line[6:])
+            if "error" in said:
+                return f"told: {said['error']['message']}"
+            text += said["choices"][0]["text"]
+            assert answer.startswith(text), f"{text!r} for {answer!r}"
+
+    async def _connect(
+        self, prompt: str, tokens: int, is_streamed: bool, **options: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        body = {"prompt": prompt, "max_tokens": tokens, "stream": is_streamed, "temperature": 0, "ignore_eos": True}
+        said = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORIZED}"
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.tree.port, **options)
+        writer.write(f"{head}content-length: {len(said)}\r\n\r\n".encode() + said)
+        return reader, writer
+
+    # ── who does not ──
+    async def vanish(self) -> None:
+        """Goes after it has read something, or before."""
+        while not self.is_over:
+            await asyncio.sleep(self.chance.uniform(0, 0.1))
+            one = self._question(self.chance)
+            with contextlib.suppress(*ENDED, asyncio.TimeoutError):
+                reader, writer = await self._connect(one.prompt, 150, self.chance.random() < 0.7)
+                try:
+                    if self.chance.random() < 0.7:
+                        await asyncio.wait_for(reader.read(self.chance.randrange(1, 4000)), 2.0)
+                finally:
+                    writer.transport.abort()
+                self.gone["vanished"] += 1
+
+    async def ignore(self) -> None:
+        """Reads nothing of a long answer, for a while."""
+        while not self.is_over:
+            with contextlib.suppress(*ENDED), socket.socket() as listless:
+                listless.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                listless.setblocking(False)
+                loop = asyncio.get_running_loop()
+                await asyncio.wait_for(loop.sock_connect(listless, ("127.0.0.1", self.tree.port)), self._within)
+                one = self._question(self.chance)
+                said = json.dumps({"prompt": one.prompt, "max_tokens": 150, "n": 4, "stream": True}).encode()
+                head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}content-length: {len(said)}\r\n\r\n"
+                await loop.sock_sendall(listless, head.encode() + said)
+                await asyncio.sleep(self.chance.uniform(0.2, 2.0))
+                self.gone["did not read"] += 1
+
+
+async def must_be_as_before(tree: Served, within: float = START, *, is_keeping: bool = False) -> None:
+    """All groups and servers serve; nothing is open, all memory is there, but what a store that `is_keeping` has under
+    keys, held by none."""
+    await tree.launcher.serving(within)
+    config = tree.config
+    everybody = config.api_servers + config.data_parallel * _of_a_group(tree)
+    await tree.until(lambda: len(tree.children()) == everybody, within)
+    for _ in range(4 * config.api_servers):
+        assert (await tree.get("/v1/models"))[0] == 200
+    for group in range(config.data_parallel):
+        await tree.must_be_empty(group)
+    await until_told(tree, "penstock_open_requests", 0)
+    store = tree.launcher.tree.store
+    if store is not None and is_keeping:
+        await tree.until(lambda: not any(one.holders for one in store.stats_of_keys().items))
+        assert store.stats().blocks == len(store.stats_of_keys().items)
+    elif store is not None:
+        assert store.stats().blocks == 0
+
+
+def _of_a_group(tree: Served) -> int:
+    return 1 + tree.config.tensor_parallel + tree.config.output_processors
+
+
+async def until_told(tree: Served, metric: str, number: float, within: float = 20.0) -> None:
+    deadline = asyncio.get_running_loop().time() + within
+    while (found := await tree.total(metric)) != number:
+        assert asyncio.get_running_loop().time() < deadline, f"{metric} is {found}"
+        await asyncio.sleep(0.05)

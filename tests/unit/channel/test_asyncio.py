@@ -1,0 +1,741 @@
+"""The ends for asyncio: the same semantics, no thread, no polling; what is cancelled or times out loses no record."""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+import penstock
+from penstock import AsyncReceiver, AsyncSender, ClosedError, EndOfChannel, PeerDied, Timeout, WouldBlock
+from tests.conftest import eventually
+from tests.support.processes import assert_how, forked, program, soon, thread
+
+
+def new_ring(**options: object) -> penstock.Ring:
+    return penstock.open_ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+
+
+def run(work: Callable[[AsyncSender, AsyncReceiver], Awaitable[object]], **options: object) -> None:
+    """Runs work with both ends of a new ring, under a watchdog."""
+
+    async def main() -> None:
+        channel = new_ring(**options)
+        async with channel.async_sender() as sender, channel.async_receiver() as receiver:
+            await asyncio.wait_for(work(sender, receiver), 30)
+
+    asyncio.run(main())
+
+
+async def waits(task: "asyncio.Task[object]") -> None:
+    """Until the task is in its wait: the loop has gone round often enough for it to get there."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not task.done()
+
+
+async def fill(sender: AsyncSender) -> int:
+    count = 0
+    with contextlib.suppress(WouldBlock):
+        while True:
+            sender.send_nowait(b"%04d" % count * 240)
+            count += 1
+    return count
+
+
+def test_what_is_sent_is_received() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        for record in (b"", b"x", b"y" * 5000, [b"a", b"b"], memoryview(b"m")):
+            await sender.send(record)
+            expected = b"".join(record) if isinstance(record, list) else bytes(record)
+            assert await receiver.receive() == expected
+        assert (sender.index, receiver.index, receiver.source) == (0, 0, 0)
+
+    run(work)
+
+
+def test_a_pipe_that_a_loop_refused_is_added_by_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "epoll_ctl")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.get_running_loop(), "add_reader", refuse)
+            with pytest.raises(OSError, match="epoll_ctl"):
+                await receiver.receive()
+        task = asyncio.ensure_future(receiver.receive(timeout=5))
+        await waits(task)
+        await sender.send(b"woken")
+        assert await asyncio.wait_for(task, 2) == b"woken"
+
+    run(work)
+
+
+def test_a_waiting_receiver_is_woken() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        for number in range(300):
+            waiting = asyncio.create_task(receiver.receive())
+            await waits(waiting)
+            await sender.send(b"%d" % number)
+            assert await waiting == b"%d" % number
+
+    run(work)
+
+
+def test_records_come_in_order_between_two_tasks_that_wait_for_each_other() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        async def produce() -> None:
+            for number in range(2000):
+                await sender.send(b"%d" % number * (1 + number % 100))
+            sender.close()
+
+        producing = asyncio.create_task(produce())
+        number = 0
+        async for record in receiver:
+            assert record == b"%d" % number * (1 + number % 100)
+            number += 1
+        assert number == 2000
+        await producing
+
+    run(work)
+
+
+def test_a_full_ring_holds_a_sender_up_and_the_loop_goes_on() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        count = await fill(sender)
+        waiting = asyncio.create_task(sender.send(b"last" * 240))
+        await waits(waiting)
+        for number in range(count):
+            assert await receiver.receive() == b"%04d" % number * 240
+        await waiting
+        assert await receiver.receive() == b"last" * 240
+
+    run(work)
+
+
+def test_a_sender_that_waits_for_memory_is_woken_when_a_view_is_released() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        await sender.send(bytes(700_000))
+        view = await receiver.receive_view()
+        waiting = asyncio.create_task(sender.send(b"s" * 700_000))
+        await waits(waiting)
+        view.release()
+        await waiting
+        assert await receiver.receive() == b"s" * 700_000
+
+    run(work)
+
+
+def test_views_are_leases() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        for nbytes in (0, 10, 5000):
+            await sender.send(b"v" * nbytes)
+            with await receiver.receive_view(timeout=5) as lease:
+                assert bytes(lease) == b"v" * nbytes
+                assert memoryview(lease).readonly
+
+    run(work)
+
+
+def test_nowait_says_that_there_is_nothing_or_no_room() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        with pytest.raises(WouldBlock):
+            receiver.receive_nowait()
+        await sender.send(b"x")
+        assert receiver.receive_nowait() == b"x"
+        await fill(sender)
+        with pytest.raises(WouldBlock):
+            sender.send_nowait(b"x" * 960)
+
+    run(work)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 0.001, 0.05])
+def test_a_deadline_is_kept_and_says_what_the_synchronous_one_says(timeout: float) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        for call in (receiver.receive, receiver.receive_view):
+            started = time.monotonic()
+            with pytest.raises(Timeout, match="no record for receiver 0 of 'ring' within"):
+                await call(timeout=timeout)
+            assert max(timeout, 0) <= time.monotonic() - started < 5
+        await fill(sender)
+        with pytest.raises(Timeout, match="'ring' is full for") as told:
+            await sender.send(b"x" * 960, timeout=timeout)
+        assert (told.value.receiver, told.value.pid, told.value.records_behind) == (0, os.getpid(), 4)
+
+    run(work)
+
+
+def test_a_record_that_is_there_comes_even_after_the_deadline() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        await sender.send(b"there")
+        assert await receiver.receive(timeout=0) == b"there"
+        await sender.send(b"room", timeout=0)
+
+    run(work)
+
+
+def test_a_deadline_from_outside_loses_no_record() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        for number in range(50):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(receiver.receive(), 0.001)
+            await sender.send(b"%d" % number)
+            assert await receiver.receive(timeout=5) == b"%d" % number
+
+    run(work)
+
+
+def test_cancelling_at_any_moment_loses_no_record_and_doubles_none(seed: int) -> None:
+    import random
+
+    choose = random.Random(seed)
+
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        got: list[bytes] = []
+        sent = 0
+        for _ in range(500):
+            task = asyncio.create_task(receiver.receive())
+            for _ in range(choose.randrange(4)):
+                await asyncio.sleep(0)
+            if choose.random() < 0.6:
+                await sender.send(b"%d" % sent)
+                sent += 1
+            for _ in range(choose.randrange(3)):
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                got.append(await task)
+        while len(got) < sent:
+            got.append(await receiver.receive(timeout=5))
+        assert got == [b"%d" % number for number in range(sent)]
+        with pytest.raises(WouldBlock):
+            receiver.receive_nowait()
+
+    run(work)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_cancellation_at_the_moment_of_a_wake_up_is_not_lost(turns: int) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        waiting = asyncio.create_task(receiver.receive(timeout=30))
+        await waits(waiting)
+        receiver._on_bell()  # for nothing, as when somebody joins
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        done, _ = await asyncio.wait({waiting}, timeout=1)
+        assert done, "the task waits on although it was cancelled"
+        assert waiting.cancelled()
+
+    run(work)
+
+
+def test_a_deadline_holds_while_another_task_is_in_the_end() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        waiting = asyncio.create_task(receiver.receive())
+        await waits(waiting)
+        with pytest.raises(Timeout):
+            await asyncio.wait_for(receiver.receive(timeout=0.05), 2)
+        await sender.send(b"x")
+        assert await waiting == b"x"
+
+    run(work)
+
+
+def test_a_cancelled_send_sends_nothing_and_the_next_one_goes() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        count = await fill(sender)
+        for _ in range(20):
+            waiting = asyncio.create_task(sender.send(b"cancelled" * 100))
+            await waits(waiting)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        for _ in range(count):
+            await receiver.receive()
+        await sender.send(b"next")
+        assert await receiver.receive(timeout=5) == b"next"
+        with pytest.raises(WouldBlock):
+            receiver.receive_nowait()
+
+    run(work)
+
+
+def test_tasks_share_an_end_and_each_record_goes_to_one_of_them() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        async def consume() -> list[bytes]:
+            return [record async for record in receiver]
+
+        tasks = [asyncio.create_task(consume()) for _ in range(4)]
+        await asyncio.gather(*(sender.send(b"%d" % number) for number in range(200)))
+        sender.close()
+        got = [record for task in tasks for record in await task]
+        assert sorted(got, key=int) == [b"%d" % number for number in range(200)]
+
+    run(work)
+
+
+def test_tasks_that_wait_are_served_in_the_order_in_which_they_came() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        for _ in range(5):
+            receiving = [asyncio.create_task(receiver.receive()) for _ in range(5)]
+            await waits(receiving[-1])
+            for number in range(5):
+                await sender.send(b"%d" % number)
+            assert await asyncio.gather(*receiving) == [b"0", b"1", b"2", b"3", b"4"]
+            count = await fill(sender)
+            sending = [asyncio.create_task(sender.send(b"%d" % number * 960)) for number in range(5)]
+            await waits(sending[-1])
+            for _ in range(count):
+                await receiver.receive()
+            assert [await receiver.receive() for _ in range(5)] == [b"%d" % number * 960 for number in range(5)]
+            await asyncio.gather(*sending)
+
+    run(work)
+
+
+def test_the_end_of_the_channel_ends_a_wait_and_a_loop() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        waiting = asyncio.create_task(receiver.receive())
+        await waits(waiting)
+        sender.close()
+        with pytest.raises(EndOfChannel):
+            await waiting
+        assert [record async for record in receiver] == []
+
+    run(work)
+
+
+@pytest.mark.parametrize("end", ["sender", "receiver"])
+def test_closing_an_end_ends_the_waits_of_its_own_tasks(end: str) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        if end == "sender":
+            await fill(sender)
+        call = (lambda: sender.send(b"x" * 960)) if end == "sender" else receiver.receive
+        tasks = [asyncio.create_task(call()) for _ in range(3)]
+        await waits(tasks[0])
+        (sender if end == "sender" else receiver).close()
+        for task in tasks:
+            with pytest.raises(ClosedError):
+                await asyncio.wait_for(task, 5)
+        with pytest.raises(ClosedError):
+            await call()
+
+    run(work)
+
+
+def test_the_other_sides_close_ends_a_full_send() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        await fill(sender)
+        waiting = asyncio.create_task(sender.send(b"x" * 960))
+        await waits(waiting)
+        receiver.close()
+        with pytest.raises(EndOfChannel):
+            await waiting
+
+    run(work)
+
+
+def test_the_same_ends_serve_one_loop_after_another() -> None:
+    channel = new_ring()
+    sender, receiver = channel.async_sender(), channel.async_receiver()
+
+    async def exchange(number: int) -> None:
+        waiting = asyncio.create_task(receiver.receive())
+        second = asyncio.create_task(receiver.receive())  # waits its turn: in every loop anew
+        await waits(waiting)
+        await sender.send(b"%d" % number)
+        await sender.send(b"and")
+        assert await asyncio.wait_for(waiting, 5) == b"%d" % number
+        assert await asyncio.wait_for(second, 5) == b"and"
+        count = await fill(sender)
+        full = [asyncio.create_task(sender.send(b"f" * 960)) for _ in range(2)]
+        await waits(full[0])
+        for _ in range(count + 2):
+            await receiver.receive(timeout=5)
+        await asyncio.gather(*full)
+
+    for number in range(3):
+        asyncio.run(exchange(number))
+    sender.close()
+    receiver.close()
+
+
+def test_a_loop_that_was_stopped_while_an_end_waited_does_not_break_the_next() -> None:
+    channel = new_ring()
+    sender, receiver = channel.sender(), channel.async_receiver()
+
+    async def give_up() -> None:
+        waiting = asyncio.create_task(receiver.receive())  # cancelled by the end of the loop
+        await waits(waiting)
+
+    async def go_on() -> bytes:
+        return await receiver.receive(timeout=5)
+
+    asyncio.run(give_up())
+    sender.send(b"kept")
+    assert asyncio.run(go_on()) == b"kept"
+    sender.close()
+    receiver.close()
+
+
+def test_an_idle_loop_costs_nothing_and_no_thread() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        threads = len(os.listdir("/proc/self/task"))
+        waiting = asyncio.create_task(receiver.receive())
+        await waits(waiting)
+
+        async def idle() -> float:
+            before = time.process_time()
+            await asyncio.sleep(0.4)
+            return (time.process_time() - before) / 0.4
+
+        measured = [await idle() for _ in range(3)]
+        assert min(measured) < 0.01
+        assert len(os.listdir("/proc/self/task")) == threads
+        assert threading.active_count() == 1
+        await sender.send(b"x")
+        assert await waiting == b"x"
+
+    run(work)
+
+
+def test_a_waiting_loop_is_woken_from_another_thread_soon() -> None:
+    def measure() -> float:
+        channel = new_ring()
+        with channel.sender() as sender:
+
+            async def main() -> float:
+                async with channel.async_receiver() as receiver:
+                    record = await receiver.receive(timeout=20)
+                    assert time.monotonic() > float(record)
+                    return time.monotonic() - float(record)
+
+            with thread(lambda: asyncio.run(main())) as waiting:
+                eventually(lambda: channel.snapshot()["receivers"][0]["waiting_ns"] > 5_000_000)
+                sender.send(b"%.9f" % time.monotonic())
+                waiting.ended()
+            assert isinstance(waiting.value, float)
+            return waiting.value
+
+    soon(measure, 0.02)
+
+
+def test_a_waiting_end_is_seen_from_outside() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        channel = penstock.open_ring()
+        async with channel.async_receiver() as waiting_end:
+            task = asyncio.create_task(waiting_end.receive())
+            await waits(task)
+            assert channel.snapshot()["receivers"][0]["waiting_ns"] > 0
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            assert channel.snapshot()["receivers"][0]["waiting_ns"] == 0
+
+    run(work)
+
+
+# ── with other processes ─────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_synchronous_sender_elsewhere_and_an_asynchronous_receiver_here() -> None:
+    source = """
+        with penstock.attach(sys.argv[1]).sender() as sender:
+            for number in range(1500):
+                sender.send(str(number).encode() * (1 + number % 50), timeout=25)
+                if number % 300 == 0:
+                    time.sleep(0.01)  # so that the other side comes to wait
+    """
+    channel = new_ring()
+
+    async def main() -> None:
+        async with channel.async_receiver() as receiver:
+            number = 0
+            async for record in receiver:
+                assert record == b"%d" % number * (1 + number % 50)
+                number += 1
+            assert number == 1500
+
+    with program(source, channel.ticket) as other:
+        asyncio.run(asyncio.wait_for(main(), 30))
+        assert other.end() == 0
+
+
+def test_an_asynchronous_echo_elsewhere_answers_a_synchronous_one_here() -> None:
+    source = """
+        import asyncio
+
+        async def main():
+            there, back = (penstock.attach(ticket) for ticket in sys.argv[1:3])
+            async with there.async_receiver() as receiver, back.async_sender() as sender:
+                async for record in receiver:
+                    await sender.send(record)
+
+        asyncio.run(main())
+    """
+    there, back = new_ring(), new_ring()
+    with program(source, there.ticket, back.ticket) as other, there.sender() as sender, back.receiver() as receiver:
+        for number in range(1500):
+            sender.send(b"%d" % number, timeout=10)
+            assert receiver.receive(timeout=10) == b"%d" % number
+        sender.close()
+        assert other.end() == 0
+
+
+def test_a_senders_death_ends_a_wait_within_a_tenth_of_a_second() -> None:
+    source = """
+        sender = penstock.attach(sys.argv[1]).sender(name="victim")
+        sender.send(b"ready")
+        hear()
+    """
+
+    async def main(channel: penstock.Ring, kill: Callable[[], float]) -> float:
+        async with channel.async_receiver() as receiver:
+            assert await receiver.receive(timeout=20) == b"ready"
+            waiting = asyncio.create_task(receiver.receive())
+            await waits(waiting)
+            killed_at = kill()
+            with pytest.raises(PeerDied) as told:
+                await waiting
+            took = time.monotonic() - killed_at
+            assert told.value.name == "victim"
+            assert_how(told.value, "killed by SIGKILL", channel.peers)
+            return took
+
+    def measure() -> float:
+        channel = new_ring()
+        with program(source, channel.ticket) as other:
+            return asyncio.run(main(channel, other.kill))
+
+    soon(measure)
+
+
+def test_a_receivers_death_ends_a_full_send() -> None:
+    source = """
+        receiver = penstock.attach(sys.argv[1]).receiver(name="victim")
+        say("ready")
+        hear()
+    """
+
+    async def main(sender: AsyncSender, kill: Callable[[], float]) -> float:
+        async with sender:
+            await fill(sender)
+            waiting = asyncio.create_task(sender.send(b"x" * 960))
+            await waits(waiting)
+            killed_at = kill()
+            with pytest.raises(PeerDied):
+                await waiting
+            return time.monotonic() - killed_at
+
+    def measure() -> float:
+        channel = new_ring()
+        with program(source, channel.ticket) as other:
+            assert other.hear() == "ready"
+            return asyncio.run(main(channel.async_sender(), other.kill))
+
+    soon(measure)
+
+
+def test_many_asynchronous_receivers_of_a_broadcast_all_get_everything() -> None:
+    async def main() -> None:
+        channel = penstock.open_broadcast(16, capacity=4096, spill_nbytes=1 << 20)
+        async with channel.async_sender() as sender, contextlib.AsyncExitStack() as ends:
+            receivers = [await ends.enter_async_context(channel.async_receiver()) for _ in range(16)]
+
+            async def consume(receiver: AsyncReceiver) -> list[bytes]:
+                return [record async for record in receiver]
+
+            tasks = [asyncio.create_task(consume(receiver)) for receiver in receivers]
+            for number in range(200):
+                await sender.send(b"%d" % number * (1 if number % 40 else 500), timeout=10)
+            sender.close()
+            for task in tasks:
+                assert await task == [b"%d" % number * (1 if number % 40 else 500) for number in range(200)]
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_many_asynchronous_senders_of_an_inbox_are_all_heard() -> None:
+    async def main() -> None:
+        channel = penstock.open_inbox(8, capacity=4096)
+        async with channel.async_receiver() as receiver, contextlib.AsyncExitStack() as ends:
+            senders = [await ends.enter_async_context(channel.async_sender()) for _ in range(8)]
+
+            async def produce(sender: AsyncSender) -> None:
+                for number in range(100):
+                    await sender.send(b"%d" % number * 50)
+                sender.close()
+
+            tasks = [asyncio.create_task(produce(sender)) for sender in senders]
+            expected = [0] * 8
+            async for record in receiver:
+                assert record == b"%d" % expected[receiver.source] * 50
+                expected[receiver.source] += 1
+            assert expected == [100] * 8
+            await asyncio.gather(*tasks)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_child_of_fork_has_none_of_its_parents_ends() -> None:
+    channel = new_ring()
+    sender, receiver = channel.async_sender(), channel.async_receiver()
+
+    def use_them() -> None:
+        async def main() -> None:
+            for work in (lambda: receiver.receive(timeout=5), lambda: sender.send(b"x", timeout=5)):
+                with pytest.raises(ClosedError, match="fork"):
+                    await work()
+
+        asyncio.run(main())
+        sender.close()
+        receiver.close()
+
+    assert forked(use_them) == 0
+
+    async def main() -> None:
+        await sender.send(b"still")
+        assert await receiver.receive(timeout=5) == b"still"
+
+    asyncio.run(main())
+    sender.close()
+    receiver.close()
+
+
+def test_ends_that_are_dropped_leave_nothing_with_the_loop() -> None:
+    async def main() -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(10):
+            channel = new_ring()
+            async with channel.async_receiver() as receiver:
+                with pytest.raises(Timeout):
+                    await receiver.receive(timeout=0.001)
+        del channel, receiver
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(main())
+
+
+# ── a peer that cannot wake this end ─────────────────────────────────────────────────────────────────────────────────
+LOOKS_UP_WITHIN = 0.96 + 0.5  # s: what the module states, and what a busy machine adds
+IN_A_LOOP = """
+    import asyncio
+    async def main():
+        channel = penstock.attach(sys.argv[1])
+        receiver, sender = channel.async_receiver(name="loop"), penstock.attach(sys.argv[2]).sender(name="answers")
+        say("ready")
+        async for record in receiver:
+            sender.send(record)
+    asyncio.run(main())
+"""
+
+
+def test_a_receiver_in_a_loop_gets_what_a_sender_without_a_free_descriptor_sends() -> None:
+    source = """
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        ask, answers = penstock.attach(sys.argv[1]).sender(), penstock.attach(sys.argv[2]).receiver()
+        say("ready")
+        hear()
+        hogs = []
+        with contextlib.suppress(OSError):
+            while True:
+                hogs.append(os.open("/dev/null", os.O_RDONLY))
+        for number in range(5):
+            ask.send(b"%d" % number)
+            say(answers.receive(timeout=30).decode())
+        for fd in hogs:
+            os.close(fd)
+    """
+    with new_ring() as ring, new_ring() as back, program(source, ring.ticket, back.ticket) as asks:
+        assert asks.hear() == "ready"
+        with program(IN_A_LOOP, ring.ticket, back.ticket) as loop:
+            assert loop.hear() == "ready"
+            time.sleep(0.3)
+            began = time.monotonic()
+            asks.say("go")
+            for number in range(5):
+                assert asks.hear() == str(number)
+                assert time.monotonic() - began < (number + 1) * LOOKS_UP_WITHIN
+            assert asks.end() == 0
+            assert loop.end() == 0
+
+
+def test_a_receiver_in_a_loop_that_may_not_be_looked_into_gets_what_is_sent() -> None:
+    source = """
+        import asyncio, ctypes
+        if os.geteuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+        ring, back = penstock.open_ring(name="ring"), penstock.open_ring(name="back")
+        if os.fork() == 0:
+            with contextlib.suppress(penstock.PeerDied, penstock.EndOfChannel):
+                ask, answers = ring.sender(), back.receiver()
+                for number in range(10):
+                    time.sleep(0.3 if number == 0 else 0)
+                    ask.send(b"%d" % number)
+                    began = time.monotonic()
+                    answers.receive(timeout=20)
+                    say("after", time.monotonic() - began)
+            os._exit(0)
+        async def main():
+            receiver, sender = ring.async_receiver(), back.sender()
+            for _ in range(10):
+                sender.send(await receiver.receive(timeout=20))
+        asyncio.run(main())
+        os.wait()
+    """
+    with program(source) as other:
+        waited = [float(other.hear().split()[1]) for _ in range(10)]
+        assert max(waited) < LOOKS_UP_WITHIN, waited
+        assert other.end() == 0
+
+
+# ── dropped ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("has_waited", [False, True])
+@pytest.mark.parametrize("end", ["senders", "receivers"])
+def test_an_end_that_is_dropped_in_a_running_loop_is_closed(end: str, has_waited: bool) -> None:
+    async def main() -> None:
+        ring = new_ring()
+        dropped = ring.async_sender() if end == "senders" else ring.async_receiver()
+        if has_waited:
+            with pytest.raises(Timeout):
+                if isinstance(dropped, AsyncSender):
+                    await fill(dropped)
+                    await dropped.send(b"x" * 960, timeout=0.01)
+                else:
+                    await dropped.receive(timeout=0.01)
+        assert ring.snapshot()[end][0]["state"] == "live"
+        del dropped
+        gc.collect()
+        await asyncio.sleep(0.01)
+        assert ring.snapshot()[end][0]["state"] == "closed"
+        assert [peer.state for peer in ring.peers()] == ["left"]
+
+    asyncio.run(main())
+
+
+def test_a_task_that_waits_in_an_end_is_kept_though_nothing_else_refers_to_it() -> None:
+    async def main() -> None:
+        ring = new_ring()
+        sender = ring.sender()
+        got: list[bytes] = []
+
+        async def receive() -> None:
+            got.append(await ring.async_receiver().receive())
+
+        asyncio.ensure_future(receive())  # noqa: RUF006
+        for _ in range(5):
+            await asyncio.sleep(0.005)
+            gc.collect()
+        sender.send(b"kept")
+        await asyncio.sleep(0.05)
+        assert got == [b"kept"]
+
+    asyncio.run(main())

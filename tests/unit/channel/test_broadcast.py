@@ -1,0 +1,213 @@
+"""A broadcast: one sender, many receivers, each of which gets every record; the slowest holds it up, by name."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import pytest
+
+import penstock
+from penstock import EndOfChannel, Receiver, Sender, Timeout, WouldBlock
+from tests.support.processes import program
+
+
+@contextlib.contextmanager
+def broadcast(count: int, **options: object) -> Iterator[tuple[Sender, list[Receiver]]]:
+    channel = penstock.open_broadcast(count, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    with contextlib.ExitStack() as ends:
+        sender = ends.enter_context(channel.sender())
+        yield sender, [ends.enter_context(channel.receiver(name=f"worker {rank}")) for rank in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 64])
+def test_every_receiver_gets_every_record_in_order(count: int) -> None:
+    with broadcast(count) as (sender, receivers):
+        assert [receiver.index for receiver in receivers] == list(range(count))
+        for number in range(60):
+            sender.send(b"%d" % number * 40)
+            for receiver in receivers:
+                assert receiver.receive(timeout=5) == b"%d" % number * 40
+        sender.close()
+        for receiver in receivers:
+            assert list(receiver) == []
+
+
+def test_sixty_four_receivers_share_one_copy_of_a_long_record() -> None:
+    channel = penstock.open_broadcast(64, spill_nbytes=1 << 20)
+    with channel.sender() as sender, contextlib.ExitStack() as ends:
+        receivers = [ends.enter_context(channel.receiver()) for _ in range(64)]
+        sender.send(b"s" * 900_000)  # there is no room for two
+        views = [receiver.receive_view(timeout=5) for receiver in receivers]
+        assert channel.snapshot()["pool"][0]["blocks"] == 1
+        for view in views[:-1]:
+            assert bytes(view) == b"s" * 900_000
+            view.release()
+            with pytest.raises(WouldBlock):
+                sender.send_nowait(b"t" * 900_000)
+        views[-1].release()
+        sender.send_nowait(b"t" * 900_000)
+        for receiver in receivers:
+            assert receiver.receive(timeout=5) == b"t" * 900_000
+        assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+def test_receivers_read_each_at_its_own_pace() -> None:
+    with broadcast(2) as (sender, (fast, slow)):
+        for number in range(20):
+            sender.send(b"%d" % number)
+        assert [fast.receive(timeout=1) for _ in range(20)] == [b"%d" % number for number in range(20)]
+        assert fast.try_receive() is None
+        assert [slow.receive(timeout=1) for _ in range(20)] == [b"%d" % number for number in range(20)]
+
+
+def test_the_slowest_receiver_is_the_one_that_is_named() -> None:
+    with broadcast(3) as (sender, receivers):
+        for _ in range(4):
+            sender.send(b"x" * 960)
+        receivers[0].receive(timeout=1)
+        receivers[2].receive(timeout=1)
+        receivers[2].receive(timeout=1)
+        with pytest.raises(
+            Timeout, match=r"receiver 1, 'worker 1' \(pid \d+\), is 4 records \(3.9 KiB\) behind"
+        ) as told:
+            sender.send(b"y" * 960, timeout=0.01)
+        assert (told.value.receiver, told.value.records_behind, told.value.nbytes_behind) == (1, 4, 4 * 992)
+        receivers[1].receive(timeout=1)
+        sender.send(b"y" * 960, timeout=1)
+
+
+def test_others_read_what_is_there_while_one_holds_the_sender_up() -> None:
+    with broadcast(2) as (sender, (reading, stuck)):
+        sent = 0
+        with contextlib.suppress(WouldBlock):
+            while True:
+                sender.send_nowait(b"%d" % sent)
+                sent += 1
+        assert [reading.receive(timeout=1) for _ in range(sent)] == [b"%d" % number for number in range(sent)]
+        with pytest.raises(WouldBlock):
+            sender.send_nowait(b"more")
+        assert stuck.receive(timeout=1) == b"0"
+        sender.send_nowait(b"more")
+        assert reading.receive(timeout=1) == b"more"
+
+
+def test_a_receiver_that_closes_is_not_waited_for() -> None:
+    with broadcast(2) as (sender, (reading, leaving)):
+        with contextlib.suppress(WouldBlock):
+            while True:
+                sender.send_nowait(b"x" * 100)
+                reading.receive(timeout=1)
+        leaving.close()
+        for number in range(200):
+            sender.send(b"%d" % number, timeout=1)
+            assert reading.receive(timeout=1) == b"%d" % number
+
+
+def test_the_sender_is_told_when_the_last_receiver_has_closed_and_not_before() -> None:
+    with broadcast(3) as (sender, receivers):
+        for receiver in receivers:
+            sender.send(b"x")
+            receiver.close()
+        with pytest.raises(EndOfChannel, match="no receiver left"):
+            sender.send(b"x")
+
+
+def test_an_expected_receiver_that_is_absent_has_its_records_kept() -> None:
+    channel = penstock.open_broadcast(2, capacity=4096)
+    with channel.sender() as sender, channel.receiver() as first:
+        for _ in range(4):
+            sender.send(b"x" * 960)
+            first.receive(timeout=1)
+        with pytest.raises(Timeout, match="receiver 1, which has not attached yet, is 4 records"):
+            sender.send(b"x" * 960, timeout=0.01)
+        with channel.receiver() as second:
+            assert [second.receive(timeout=1) for _ in range(4)] == [b"x" * 960] * 4
+            sender.send(b"y", timeout=1)
+            assert first.receive(timeout=1) == second.receive(timeout=1) == b"y"
+
+
+def test_places_are_given_by_number_or_first_come() -> None:
+    channel = penstock.open_broadcast(3)
+    with channel.receiver(1) as one, channel.receiver() as zero, channel.receiver() as two:
+        assert (zero.index, one.index, two.index) == (0, 1, 2)
+        with pytest.raises(ValueError, match="receiver 0 of 'broadcast' is taken"):
+            channel.receiver()
+        one.close()
+        with channel.receiver() as again:
+            assert again.index == 1
+
+
+def test_a_receiver_that_comes_late_gets_what_is_sent_from_then_on() -> None:
+    with penstock.open_broadcast(2) as channel, channel.sender() as sender, channel.receiver() as stays:
+        with channel.receiver() as leaves:
+            sender.send(b"1")
+            assert leaves.receive(timeout=1) == b"1"
+        sender.send(b"2")
+        with channel.receiver(1) as late:
+            assert late.try_receive() is None
+            sender.send(b"3")
+            sender.send(b"s" * 100_000)
+            assert late.receive(timeout=1) == b"3"
+            assert late.receive(timeout=1) == b"s" * 100_000
+        assert [stays.receive(timeout=1) for _ in range(4)] == [b"1", b"2", b"3", b"s" * 100_000]
+
+
+def test_receivers_come_and_go_and_none_gets_a_record_twice_or_out_of_order(seed: int) -> None:
+    choose = random.Random(seed)
+    channel = penstock.open_broadcast(4, capacity=4096, spill_nbytes=1 << 20)
+    with channel.sender() as sender:
+        # By place: the receiver, and the number that it must get next.
+        present: dict[int, tuple[Receiver, int]] = {rank: (channel.receiver(rank), 0) for rank in range(4)}
+        number = 0
+        for _ in range(3000):
+            rank = choose.randrange(4)
+            action = choose.random()
+            if action < 0.02 and rank in present and len(present) > 1:
+                present.pop(rank)[0].close()
+            elif action < 0.05 and rank not in present:
+                present[rank] = channel.receiver(rank), number
+            elif action < 0.4:
+                with contextlib.suppress(WouldBlock):
+                    sender.send_nowait([b"%08d" % number, bytes(choose.choice([0, 50, 500, 3000]))])
+                    number += 1
+            elif rank in present:
+                receiver, expected = present[rank]
+                record = receiver.try_receive()
+                if record is None:
+                    assert expected == number
+                else:
+                    assert record[:8] == b"%08d" % expected
+                    present[rank] = receiver, expected + 1
+        for receiver, expected in present.values():
+            assert [receiver.receive(timeout=1)[:8] for _ in range(number - expected)] == [
+                b"%08d" % rest for rest in range(expected, number)
+            ]
+            receiver.close()
+        del receiver, present
+        assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+def test_other_processes_all_get_everything() -> None:
+    source = """
+        import zlib
+        check, count = 0, 0
+        with penstock.attach(sys.argv[1]).receiver(int(sys.argv[2])) as receiver:
+            say("ready")
+            for record in receiver:
+                check, count = zlib.crc32(record, check), count + 1
+        say(count, check)
+    """
+    import zlib
+
+    with penstock.open_broadcast(3, capacity=1 << 14, spill_nbytes=1 << 22) as channel, channel.sender() as sender:
+        with contextlib.ExitStack() as others:
+            programs = [others.enter_context(program(source, channel.ticket, rank)) for rank in range(3)]
+            check = 0
+            for number in range(1500):
+                record = random.Random(number).randbytes(number if number % 60 else 30_000)
+                check = zlib.crc32(record, check)
+                sender.send(record, timeout=25)
+            sender.close()
+            for other in programs:
+                assert other.hear() == "ready"
+                assert other.hear() == f"1500 {check}"

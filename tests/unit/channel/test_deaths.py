@@ -1,0 +1,435 @@
+"""Deaths on a channel: told once, within a tenth of a second, with how; nobody else is held up, nothing is lost."""
+
+import contextlib
+import signal
+import time
+
+import pytest
+
+import penstock
+from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock, _native
+from tests.conftest import eventually
+from tests.support.processes import DYING, Program, assert_how, program, soon, thread
+
+# A process at one end. It says "ready", and does what it hears: "send BYTES", "receive", "hold", "exit STATUS".
+END = """
+channel = penstock.attach(sys.argv[1])
+held = []
+with getattr(channel, sys.argv[2])(name="victim") as end:
+    say("ready")
+    while True:
+        word, _, rest = hear().partition(" ")
+        if word == "send":
+            end.send(rest.encode())
+        elif word == "receive":
+            say(end.receive(timeout=20).decode())
+        elif word == "hold":
+            held.append(end.receive_view(timeout=20))
+        elif word == "reserve":
+            room = end.reserve(int(rest))
+            memoryview(room)[:] = b"h" * int(rest)
+            held.append(room)
+        elif word == "close":
+            break
+        elif word == "exit":
+            os._exit(int(rest))
+        say("done")
+"""
+
+
+def victim(channel: penstock.Channel, role: str) -> "contextlib.AbstractContextManager[Program]":
+    return program(END, channel.ticket, role, env=DYING)
+
+
+def tell(other: Program, *words: object) -> None:
+    other.say(*words)
+    assert other.hear() == "done"
+
+
+# ── a sender dies ────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_parked_receiver_is_told_of_its_senders_death_within_a_tenth_of_a_second() -> None:
+    def measure() -> float:
+        with penstock.open_ring("deltas") as channel, channel.receiver() as receiver:
+            with victim(channel, "sender") as other:
+                assert other.hear() == "ready"
+                with thread(receiver.receive) as waiting:
+                    eventually(lambda: channel.snapshot()["receivers"][0]["waiting_ns"] > 15_000_000)
+                    killed_at = other.kill()
+                    error = waiting.ended().error
+                assert isinstance(error, PeerDied)
+                assert (error.name, error.pid) == ("victim", other.pid)
+                assert f"sender 0 of 'deltas', 'victim' (pid {other.pid}), died: {error.how};" in str(error)
+                assert_how(error, "killed by SIGKILL", channel.peers)
+                return waiting.ended_at - killed_at
+
+    soon(measure)
+
+
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (signal.SIGKILL, "killed by SIGKILL"),
+        (signal.SIGTERM, "killed by SIGTERM"),
+        (signal.SIGSEGV, "killed by SIGSEGV"),
+    ],
+)
+def test_the_signal_is_named(number: int, how: str) -> None:
+    with penstock.open_ring() as channel, channel.receiver() as receiver, victim(channel, "sender") as other:
+        assert other.hear() == "ready"
+        other.kill(number)
+        with pytest.raises(PeerDied) as told:
+            receiver.receive(timeout=10)
+        assert_how(told.value, how, channel.peers)
+
+
+@pytest.mark.parametrize("status", [0, 3, 255])
+def test_the_exit_status_of_one_that_left_without_closing_is_named(status: int) -> None:
+    with penstock.open_ring() as channel, channel.receiver() as receiver, victim(channel, "sender") as other:
+        assert other.hear() == "ready"
+        other.say("exit", status)
+        with pytest.raises(PeerDied) as told:
+            receiver.receive(timeout=10)
+        assert_how(told.value, f"exited with status {status}", channel.peers)
+
+
+def test_a_process_that_ends_in_order_has_closed() -> None:
+    source = """
+        sender = penstock.attach(sys.argv[1]).sender()
+        sender.send(b"bye")
+    """
+    with penstock.open_ring() as channel, channel.receiver() as receiver, program(source, channel.ticket) as other:
+        assert receiver.receive(timeout=10) == b"bye"
+        with pytest.raises(EndOfChannel):
+            receiver.receive(timeout=10)
+        assert other.end() == 0
+
+
+def test_what_a_dead_sender_had_sent_is_read_before_its_death_is_told() -> None:
+    with penstock.open_ring() as channel, channel.receiver() as receiver, victim(channel, "sender") as other:
+        assert other.hear() == "ready"
+        for number in range(5):
+            tell(other, "send", number)
+        tell(other, "reserve", 100)  # and this is never seen
+        other.kill()
+        other.process.wait()
+        assert [receiver.receive(timeout=5) for _ in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
+        with pytest.raises(PeerDied):
+            receiver.receive(timeout=5)
+
+
+def test_a_spilled_reservation_of_a_dead_sender_is_given_back() -> None:
+    with penstock.open_ring(spill_nbytes=1 << 20) as channel, channel.receiver() as receiver:
+        with victim(channel, "sender") as other:
+            assert other.hear() == "ready"
+            tell(other, "reserve", 800_000)
+            assert channel.snapshot()["pool"][0]["blocks"] == 1
+            other.kill()
+            with pytest.raises(PeerDied, match=r"it held 1 block \(781.2 KiB\), given back") as told:
+                receiver.receive(timeout=5)
+            assert told.value.held == "1 block (781.2 KiB), given back"
+            assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+def test_a_sender_that_follows_one_that_died_goes_on_and_the_death_is_told_once() -> None:
+    channel = penstock.open_ring()
+    with channel.receiver() as receiver:
+        for generation in range(3):
+            with victim(channel, "sender") as other:
+                assert other.hear() == "ready"
+                tell(other, "send", "of", generation)
+                assert receiver.receive(timeout=5) == b"of %d" % generation
+                other.kill()
+                with pytest.raises(PeerDied) as told:
+                    receiver.receive(timeout=5)
+                assert told.value.pid == other.pid
+        with channel.sender() as sender:
+            sender.send(b"new")
+            assert receiver.receive(timeout=5) == b"new"
+            with pytest.raises(WouldBlock):
+                receiver.receive_nowait()
+
+
+def test_a_death_that_the_receiver_did_not_see_is_told_before_the_first_record_of_the_next_sender() -> None:
+    channel = penstock.open_ring()
+    with channel.receiver() as receiver:
+        with victim(channel, "sender") as other:
+            assert other.hear() == "ready"
+            tell(other, "send old")
+            tell(other, "send older")
+            other.kill()
+            other.process.wait()
+            eventually(lambda: channel.peers()[1].state == "dead")
+        with channel.sender() as sender:
+            sender.send(b"new")
+            assert receiver.receive(timeout=5) == b"old"
+            assert receiver.receive(timeout=5) == b"older"
+            with pytest.raises(PeerDied) as told:
+                receiver.receive(timeout=5)
+            assert told.value.pid == other.pid
+            assert receiver.receive(timeout=5) == b"new"
+            assert receiver.try_receive() is None
+
+
+def test_a_place_that_was_its_dead_senders_is_free_for_another() -> None:
+    channel = penstock.open_ring()
+    with victim(channel, "sender") as other, channel.receiver():
+        assert other.hear() == "ready"
+        with pytest.raises(ValueError, match=rf"'victim' \(pid {other.pid}\)"):
+            channel.sender()
+        other.kill()
+        eventually(lambda: channel.snapshot()["senders"][0]["state"] == "dead")
+        with channel.sender() as sender:
+            assert sender.index == 0
+
+
+def test_an_inbox_tells_each_death_once_and_goes_on_with_the_others() -> None:
+    channel = penstock.open_inbox(4)
+    with channel.receiver() as receiver, channel.sender(0) as alive, contextlib.ExitStack() as others:
+        victims = [others.enter_context(victim(channel, "sender")) for _ in range(3)]
+        for number, other in enumerate(victims):
+            assert other.hear() == "ready"
+            tell(other, "send", number)
+            other.kill()
+            other.process.wait()
+        told, records = [], []
+        alive.send(b"alive")
+        while len(told) + len(records) < 7:
+            try:
+                records.append(receiver.receive(timeout=5))
+            except PeerDied as error:
+                told.append(error.pid)
+        assert sorted(told) == sorted(other.pid for other in victims)
+        assert sorted(records) == [b"0", b"1", b"2", b"alive"]
+        with pytest.raises(WouldBlock):
+            receiver.receive_nowait()
+        alive.send(b"still")
+        assert receiver.receive(timeout=5) == b"still"
+        alive.close()
+        with pytest.raises(EndOfChannel):
+            receiver.receive(timeout=5)
+
+
+def test_senders_that_never_pause_do_not_keep_a_death_from_the_receiver() -> None:
+    channel = penstock.open_inbox(2)
+    with channel.receiver() as receiver, channel.sender(0) as alive, victim(channel, "sender") as other:
+        assert other.hear() == "ready"
+        for number in range(3):
+            tell(other, "send", number)
+        other.kill()
+        other.process.wait()
+        eventually(lambda: channel.snapshot()["senders"][1]["state"] == "dead")
+        records = []
+        with pytest.raises(PeerDied) as death:
+            for _ in range(100):
+                alive.send(b"more")  # there is always something to read
+                records.append(receiver.receive(timeout=5))
+        assert death.value.pid == other.pid
+        assert [one for one in records if one != b"more"] == [b"0", b"1", b"2"]
+        assert len(records) <= 10  # the dead one's, and as many of the other's in turn
+
+
+def test_an_inbox_that_ignores_deaths_goes_on_without_a_word() -> None:
+    channel = penstock.open_inbox(2, on_sender_death="ignore")
+    with channel.receiver() as receiver, channel.sender(0) as alive, victim(channel, "sender") as other:
+        assert other.hear() == "ready"
+        tell(other, "send last words")
+        other.kill()
+        other.process.wait()
+        eventually(lambda: channel.snapshot()["senders"][1]["state"] == "dead")
+        assert receiver.receive(timeout=5) == b"last words"
+        with pytest.raises(Timeout):
+            receiver.receive(timeout=0.05)
+        alive.send(b"alive")
+        assert receiver.receive(timeout=5) == b"alive"
+
+
+# ── a receiver dies ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_parked_sender_is_told_of_its_receivers_death_within_a_tenth_of_a_second() -> None:
+    def measure() -> float:
+        with penstock.open_ring("steps", capacity=4096) as channel, channel.sender() as sender:
+            with victim(channel, "receiver") as other:
+                assert other.hear() == "ready"
+                for _ in range(4):
+                    sender.send(bytes(960))
+                with thread(lambda: sender.send(bytes(960))) as waiting:
+                    eventually(lambda: channel.snapshot()["senders"][0]["waiting_ns"] > 15_000_000)
+                    killed_at = other.kill()
+                    error = waiting.ended().error
+                assert isinstance(error, PeerDied)
+                assert f"receiver 0 of 'steps', 'victim' (pid {other.pid}), died: {error.how};" in str(error)
+                assert_how(error, "killed by SIGKILL", channel.peers)
+                with pytest.raises(PeerDied):
+                    sender.send(b"nobody is left")
+                return waiting.ended_at - killed_at
+
+    soon(measure)
+
+
+def test_a_sender_that_waits_for_memory_is_told_of_the_holders_death() -> None:
+    with penstock.open_ring(spill_nbytes=1 << 20) as channel, channel.sender() as sender:
+        with victim(channel, "receiver") as other:
+            assert other.hear() == "ready"
+            sender.send(bytes(700_000))
+            tell(other, "hold")
+            with thread(lambda: sender.send(bytes(700_000))) as waiting:
+                eventually(lambda: channel.snapshot()["senders"][0]["waiting_ns"] > 15_000_000)
+                other.kill()
+                assert isinstance(waiting.ended().error, PeerDied)
+            assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+def test_a_broadcast_tells_each_death_once_and_goes_on_with_the_others() -> None:
+    channel = penstock.open_broadcast(3, capacity=4096)
+    with channel.sender() as sender, channel.receiver(0) as alive, contextlib.ExitStack() as others:
+        victims = [others.enter_context(victim(channel, "receiver")) for _ in range(2)]
+        for other in victims:
+            assert other.hear() == "ready"
+        for number in range(4):
+            sender.send(b"%d" % number * 900)
+            alive.receive(timeout=5)
+        tell(victims[0], "hold")
+        for other in victims:
+            other.kill()
+            other.process.wait()
+        told, sent = [], 0
+        while sent < 50:
+            try:
+                sender.send(b"%d" % sent * 400, timeout=5)
+            except PeerDied as error:
+                told.append(error.pid)
+                continue
+            assert alive.receive(timeout=5) == b"%d" % sent * 400
+            sent += 1
+        assert sorted(told) == sorted(other.pid for other in victims)
+
+
+def test_a_broadcast_that_ignores_deaths_goes_on_without_a_word() -> None:
+    channel = penstock.open_broadcast(2, capacity=4096, on_receiver_death="ignore")
+    with channel.sender() as sender, channel.receiver(0) as alive, victim(channel, "receiver") as other:
+        assert other.hear() == "ready"
+        for number in range(4):
+            sender.send(b"%d" % number * 960)
+            assert alive.receive(timeout=5) == b"%d" % number * 960
+        tell(other, "hold")
+        other.kill()
+        for number in range(50):
+            sender.send(b"%d" % number * 400, timeout=5)
+            assert alive.receive(timeout=5) == b"%d" % number * 400
+        assert channel.snapshot()["receivers"][1]["state"] == "dead"
+
+
+def test_what_a_dead_receiver_held_is_given_back() -> None:
+    channel = penstock.open_broadcast(2, spill_nbytes=1 << 20, on_receiver_death="ignore")
+    with channel.sender() as sender, channel.receiver(0) as alive, victim(channel, "receiver") as other:
+        assert other.hear() == "ready"
+        for _ in range(4):
+            sender.send(bytes(200_000))
+        tell(other, "hold")  # one is held, three have not been looked at
+        for _ in range(4):
+            alive.receive(timeout=5)
+        assert channel.snapshot()["pool"][0]["blocks"] == 4
+        other.kill()
+        eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("delay_us", "held"),
+    [(20_000, "1 block (195.3 KiB), given back"), (300_000, "what has not been given back yet")],
+    ids=["counted soon", "counted late"],
+)
+def test_a_death_is_told_with_what_was_held_only_when_that_is_counted(delay_us: int, held: str) -> None:
+    channel = penstock.open_ring(spill_nbytes=1 << 20)
+    with channel.sender() as sender, victim(channel, "receiver") as other:
+        assert other.hear() == "ready"
+        sender.send(bytes(200_000))
+        tell(other, "hold")
+        _native.arm_point("reap.marked", "delay", 1, delay_us)  # the end is marked, the block not yet counted
+        other.kill()
+        with pytest.raises(PeerDied) as told:
+            for _ in range(5000):
+                sender.send(b"x", timeout=5)
+                time.sleep(0.001)
+        assert told.value.held == held
+        eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0)
+        table = {peer["name"]: peer for peer in channel.snapshot()["peers"]}
+        assert table["victim"]["reaped_blocks"] == 1
+
+
+def test_a_receiver_that_follows_one_that_died_gets_what_is_sent_from_then_on() -> None:
+    channel = penstock.open_ring()
+    with channel.sender() as sender:
+        with victim(channel, "receiver") as other:
+            assert other.hear() == "ready"
+            sender.send(b"1")
+            other.say("receive")
+            assert (other.hear(), other.hear()) == ("1", "done")
+            sender.send(b"lost")
+            other.kill()
+            eventually(lambda: channel.snapshot()["receivers"][0]["state"] == "dead")
+        with channel.receiver() as receiver:
+            with pytest.raises(PeerDied) as told:
+                sender.send(b"2")
+            assert told.value.pid == other.pid
+            sender.send(b"2")
+            assert receiver.receive(timeout=5) == b"2"
+            assert receiver.try_receive() is None
+
+
+def test_a_death_is_told_once_only_to_each_sender_of_an_inbox() -> None:
+    channel = penstock.open_inbox(2)
+    with channel.sender() as one, channel.sender() as other_sender:
+        with victim(channel, "receiver") as other:
+            assert other.hear() == "ready"
+            other.kill()
+            eventually(lambda: channel.snapshot()["receivers"][0]["state"] == "dead")
+        with channel.receiver() as receiver:
+            for sender in (one, other_sender):
+                with pytest.raises(PeerDied):
+                    sender.send(b"x")
+                sender.send(b"y")
+            assert [receiver.receive(timeout=5) for _ in range(2)] == [b"y", b"y"]
+
+
+# ── a peer stops ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_stopped_receiver_is_not_dead_and_goes_on_where_it_was() -> None:
+    with penstock.open_ring(capacity=4096) as channel, channel.sender() as sender:
+        with victim(channel, "receiver") as other:
+            assert other.hear() == "ready"
+            sender.send(b"1")
+            tell(other, "hold")
+            other.kill(signal.SIGSTOP)
+            eventually(lambda: channel.peers()[1].state == "stopped")
+            with pytest.raises(Timeout, match=rf"'victim' \(pid {other.pid}, stopped\), is \d+ records"):
+                for _ in range(5):
+                    sender.send(b"x" * 900, timeout=0.3)
+            assert channel.snapshot()["receivers"][0]["state"] == "live"
+            other.kill(signal.SIGCONT)
+            other.say("receive")
+            assert (other.hear(), other.hear()) == ("x" * 900, "done")
+            assert channel.peers()[1].state == "live"
+
+
+def test_a_stopped_sender_is_not_dead() -> None:
+    with penstock.open_ring() as channel, channel.receiver() as receiver, victim(channel, "sender") as other:
+        assert other.hear() == "ready"
+        tell(other, "send 1")
+        assert receiver.receive(timeout=5) == b"1"
+        other.kill(signal.SIGSTOP)
+        eventually(lambda: channel.peers()[1].state == "stopped")
+        with pytest.raises(Timeout, match=rf"'victim' \(pid {other.pid}, stopped\) sent last"):
+            receiver.receive(timeout=0.3)
+        other.kill(signal.SIGCONT)
+        tell(other, "send 2")
+        assert receiver.receive(timeout=5) == b"2"
+
+
+def test_a_peer_that_dies_while_it_is_stopped_is_dead() -> None:
+    with penstock.open_ring() as channel, channel.receiver() as receiver, victim(channel, "sender") as other:
+        assert other.hear() == "ready"
+        other.kill(signal.SIGSTOP)
+        eventually(lambda: channel.peers()[1].state == "stopped")
+        started = time.monotonic()
+        other.kill(signal.SIGKILL)
+        with pytest.raises(PeerDied):
+            receiver.receive(timeout=10)
+        assert time.monotonic() - started < 5

@@ -1,0 +1,197 @@
+"""An inbox: many senders, one receiver; in order for each sender, taken in turn among them."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import pytest
+
+import penstock
+from penstock import EndOfChannel, Receiver, Sender, Timeout, WouldBlock
+from tests.support.processes import program
+
+
+@contextlib.contextmanager
+def inbox(count: int, **options: object) -> Iterator[tuple[list[Sender], Receiver]]:
+    channel = penstock.open_inbox(count, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    with contextlib.ExitStack() as ends:
+        senders = [ends.enter_context(channel.sender(name=f"api {rank}")) for rank in range(count)]
+        yield senders, ends.enter_context(channel.receiver())
+
+
+@pytest.mark.parametrize("count", [1, 2, 64])
+def test_everything_from_everybody_arrives_and_the_source_is_told(count: int) -> None:
+    with inbox(count) as (senders, receiver):
+        for number in range(5):
+            for rank, sender in enumerate(senders):
+                sender.send(b"%d from %d" % (number, rank))
+        expected = [0] * count
+        for _ in range(5 * count):
+            record = receiver.receive(timeout=1)
+            assert record == b"%d from %d" % (expected[receiver.source], receiver.source)
+            expected[receiver.source] += 1
+        assert expected == [5] * count
+        with pytest.raises(WouldBlock):
+            receiver.receive_nowait()
+
+
+def test_a_busy_sender_does_not_starve_another() -> None:
+    with inbox(3) as (senders, receiver):
+        for number in range(20):
+            senders[0].send(b"busy %d" % number)
+        senders[1].send(b"calm")
+        senders[2].send(b"calm too")
+        first = [receiver.receive(timeout=1) for _ in range(4)]
+        assert {b"calm", b"calm too"} < set(first)
+
+
+def test_a_full_lane_holds_up_its_own_sender_only() -> None:
+    with inbox(2) as (senders, receiver):
+        with pytest.raises(Timeout, match="receiver 0, 'pid") as told:
+            for _ in range(5):
+                senders[0].send(b"x" * 960, timeout=0.01)
+        assert told.value.records_behind == 4
+        senders[1].send_nowait(b"free")
+        assert sorted(receiver.receive(timeout=1) for _ in range(5)) == [b"free", *[b"x" * 960] * 4]
+
+
+def test_the_end_comes_when_all_senders_have_closed() -> None:
+    with inbox(3) as (senders, receiver):
+        for rank, sender in enumerate(senders):
+            sender.send(b"%d" % rank)
+            sender.send(b"%d" % rank * 5000)
+            sender.close()
+        assert sorted(receiver) == sorted(b"%d" % rank * times for rank in range(3) for times in (1, 5000))
+        with pytest.raises(EndOfChannel, match="all 3 senders of 'inbox' have closed"):
+            receiver.receive_nowait()
+
+
+def test_a_place_that_nobody_has_taken_yet_is_waited_for() -> None:
+    channel = penstock.open_inbox(2)
+    with channel.receiver() as receiver:
+        channel.sender().close()
+        with pytest.raises(Timeout):
+            receiver.receive(timeout=0.01)
+        with channel.sender() as late:
+            late.send(b"late")
+        assert list(receiver) == [b"late"]
+
+
+def test_a_place_that_was_closed_is_given_to_the_next_and_nothing_is_mixed_up() -> None:
+    channel = penstock.open_inbox(1)
+    with channel.receiver() as receiver:
+        for generation in range(50):
+            with channel.sender() as sender:
+                assert sender.index == 0
+                sender.send(b"%d" % generation)
+                sender.send(b"%d" % generation * 30_000)
+            if generation % 3 == 0:
+                while (record := _next(receiver)) is not None:
+                    last = record
+                assert last == b"%d" % generation * 30_000
+        records = list(receiver)
+        assert records[-1] == b"49" * 30_000
+        assert len(records) == 2
+
+
+def _next(receiver: Receiver) -> bytes | None:
+    try:
+        return receiver.receive_nowait()
+    except (EndOfChannel, WouldBlock):
+        return None
+
+
+def test_the_end_of_an_inbox_is_not_for_ever() -> None:
+    channel = penstock.open_inbox(1)
+    with channel.receiver() as receiver:
+        channel.sender().close()
+        with pytest.raises(EndOfChannel):
+            receiver.receive(timeout=1)
+        with channel.sender() as sender:
+            sender.send(b"again")
+            assert receiver.receive(timeout=1) == b"again"
+            with pytest.raises(WouldBlock):
+                receiver.receive_nowait()
+
+
+def test_what_was_sent_before_the_receiver_came_is_kept_for_it() -> None:
+    channel = penstock.open_inbox(3, capacity=4096)
+    with contextlib.ExitStack() as ends:
+        for rank in range(3):
+            sender = ends.enter_context(channel.sender())
+            for number in range(10):
+                sender.send(b"%d:%d" % (rank, number))
+        with channel.receiver() as receiver:
+            records = [receiver.receive(timeout=1) for _ in range(30)]
+    for rank in range(3):
+        own = [record for record in records if record.startswith(b"%d:" % rank)]
+        assert own == [b"%d:%d" % (rank, number) for number in range(10)]
+
+
+def test_a_receiver_that_follows_another_gets_what_is_sent_after_it_came_by_everybody() -> None:
+    channel = penstock.open_inbox(2)
+    with channel.sender() as one, channel.sender() as other:
+        with channel.receiver():
+            one.send(b"lost")
+        with channel.receiver() as receiver:
+            other.send(b"a")
+            one.send(b"b")
+            assert sorted(receiver.receive(timeout=1) for _ in range(2)) == [b"a", b"b"]
+            assert receiver.try_receive() is None
+
+
+def test_senders_are_told_that_the_receiver_has_closed() -> None:
+    with inbox(2) as (senders, receiver):
+        receiver.close()
+        for sender in senders:
+            with pytest.raises(EndOfChannel):
+                sender.send(b"x")
+
+
+def test_random_senders_sizes_and_restarts_keep_the_order_of_each(seed: int) -> None:
+    choose = random.Random(seed)
+    channel = penstock.open_inbox(5, capacity=4096, spill_nbytes=1 << 20)
+    with channel.receiver() as receiver:
+        senders = {rank: channel.sender(rank) for rank in range(5)}
+        sent: dict[int, list[bytes]] = {rank: [] for rank in range(5)}
+        for number in range(5000):
+            rank = choose.randrange(5)
+            action = choose.random()
+            if action < 0.01:
+                senders.pop(rank).close()
+                senders[rank] = channel.sender(rank)
+            elif action < 0.5:
+                record = b"%d" % number + bytes(choose.choice([0, 60, 600, 4000]))
+                with contextlib.suppress(WouldBlock):
+                    senders[rank].send_nowait(record)
+                    sent[rank].append(record)
+            else:
+                record = receiver.try_receive()
+                if record is None:
+                    assert not any(sent.values())
+                else:
+                    assert record == sent[receiver.source].pop(0)
+        for sender in senders.values():
+            sender.close()
+        for record in receiver:
+            assert record == sent[receiver.source].pop(0)
+        assert not any(sent.values())
+    assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+def test_other_processes_send_and_all_of_it_arrives() -> None:
+    source = """
+        with penstock.attach(sys.argv[1]).sender() as sender:
+            for number in range(800):
+                sender.send(number.to_bytes(4, "little") * (1 if number % 40 else 20_000), timeout=25)
+    """
+    with penstock.open_inbox(3, spill_nbytes=1 << 22) as channel, channel.receiver() as receiver:
+        with contextlib.ExitStack() as others:
+            for _ in range(3):
+                others.enter_context(program(source, channel.ticket))
+            expected = [0] * 3
+            for record in receiver:
+                number = expected[receiver.source]
+                assert record == number.to_bytes(4, "little") * (1 if number % 40 else 20_000)
+                expected[receiver.source] += 1
+            assert expected == [800] * 3

@@ -1,0 +1,268 @@
+"""A reservation: room for one record, filled in place; visible with commit, never after abort."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import ClosedError, Receiver, Sender, Timeout
+from tests.support.processes import forked
+
+SIZES = [0, 1, 1000, 5000]  # the last one is spilled
+
+
+@contextlib.contextmanager
+def ring(**options: object) -> Iterator[tuple[penstock.Ring, Sender, Receiver]]:
+    channel = penstock.open_ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    with channel.sender() as sender, channel.receiver() as receiver:
+        yield channel, sender, receiver
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_what_is_written_into_a_reservation_is_received_after_commit_and_not_before(nbytes: int) -> None:
+    with ring() as (_, sender, receiver):
+        room = sender.reserve(nbytes)
+        assert len(room) == nbytes
+        view = memoryview(room)
+        view[:] = b"x" * nbytes
+        view.release()
+        assert receiver.try_receive() is None
+        room.commit()
+        assert receiver.receive(timeout=1) == b"x" * nbytes
+        assert receiver.try_receive() is None
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_block_commits(nbytes: int) -> None:
+    with ring() as (_, sender, receiver):
+        with sender.reserve(nbytes) as room:
+            memoryview(room)[:] = b"y" * nbytes
+        assert receiver.receive(timeout=1) == b"y" * nbytes
+
+
+def test_an_array_is_computed_in_place() -> None:
+    with ring() as (_, sender, receiver):
+        with sender.reserve(800) as room:
+            np.frombuffer(room, np.int64)[:] = np.arange(100)
+        with receiver.receive_view(timeout=1) as lease:
+            assert (np.frombuffer(lease, np.int64) == np.arange(100)).all()
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_exception_in_the_block_keeps_the_record_from_ever_being_seen(
+    nbytes: int, error: type[BaseException]
+) -> None:
+    with ring() as (channel, sender, receiver):
+        with pytest.raises(error), sender.reserve(nbytes) as room:
+            memoryview(room)[:] = b"half" * (nbytes // 4) + b"-" * (nbytes % 4)
+            raise error
+        assert receiver.try_receive() is None
+        sender.send(b"next")
+        assert receiver.receive(timeout=1) == b"next"
+        assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_an_exception_goes_its_way_though_a_view_is_still_there(nbytes: int) -> None:
+    with ring() as (channel, sender, receiver):
+
+        def fill_half() -> None:
+            with sender.reserve(nbytes) as room:
+                view = memoryview(room)
+                view[: nbytes // 2] = b"x" * (nbytes // 2)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt) as told:
+            fill_half()
+        del told  # and with it the frame that holds the view
+        gc.collect()
+        assert receiver.try_receive() is None
+        sender.send(b"next")
+        assert receiver.receive(timeout=1) == b"next"
+        assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_abort_gives_the_room_back(nbytes: int) -> None:
+    with ring() as (channel, sender, receiver):
+        for _ in range(100):
+            sender.reserve(nbytes).abort()
+        sender.send(b"next")
+        assert receiver.receive(timeout=1) == b"next"
+        assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+def test_a_reservation_that_is_dropped_is_aborted() -> None:
+    for nbytes in SIZES:
+        with ring() as (channel, sender, receiver):
+            sender.reserve(nbytes)
+            gc.collect()
+            sender.send(b"next")
+            assert receiver.receive(timeout=1) == b"next"
+            assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+def test_a_reservation_ends_once() -> None:
+    with ring() as (_, sender, receiver):
+        room = sender.reserve(5)
+        room.commit()
+        room.abort()  # too late: nothing happens
+        with pytest.raises(ClosedError, match="has been committed or aborted"):
+            room.commit()
+        with pytest.raises(BufferError, match="has been committed or aborted"):
+            memoryview(room)
+        room = sender.reserve(5)
+        room.abort()
+        with pytest.raises(ClosedError):
+            room.commit()
+        assert len(receiver.receive(timeout=1)) == 5
+        assert receiver.try_receive() is None
+
+
+def test_commit_waits_for_the_views_to_go() -> None:
+    with ring() as (_, sender, receiver):
+        room = sender.reserve(4)
+        view = memoryview(room)
+        view[:] = b"done"
+        with pytest.raises(BufferError, match="the reservation has 1 views: drop them first"):
+            room.commit()
+        assert receiver.try_receive() is None
+        view.release()
+        room.commit()
+        assert receiver.receive(timeout=1) == b"done"
+
+
+def test_a_sender_has_one_reservation_at_a_time() -> None:
+    with ring() as (_, sender, receiver):
+        with sender.reserve(5) as room:
+            memoryview(room)[:] = b"first"
+            for call in (lambda: sender.reserve(5), lambda: sender.send(b"x"), lambda: sender.send_nowait(b"x")):
+                with pytest.raises(ValueError, match="a reservation is open: commit or abort it first"):
+                    call()
+        sender.send(b"second")
+        assert [receiver.receive(timeout=1) for _ in range(2)] == [b"first", b"second"]
+
+
+def test_closing_the_sender_aborts_and_a_late_commit_says_so() -> None:
+    for nbytes in SIZES:
+        with ring() as (channel, sender, receiver):
+            room = sender.reserve(nbytes)
+            sender.close()
+            with pytest.raises(BufferError):
+                memoryview(room)
+            with pytest.raises(ClosedError):
+                room.commit()
+            assert list(receiver) == []
+            assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, 5000])
+@pytest.mark.parametrize("is_aborted", [False, True], ids=["open", "aborted"])
+def test_a_view_that_outlives_its_sender_writes_over_no_other_record(nbytes: int, is_aborted: bool) -> None:
+    with penstock.open_inbox(2, capacity=4096, spill_nbytes=1 << 20) as inbox, inbox.receiver() as receiver:
+        first = inbox.sender(0, name="first")
+        room = first.reserve(nbytes)
+        view = memoryview(room)
+        if is_aborted:
+            room.abort()
+        first.close()
+        assert first.is_closed
+        with pytest.raises(ValueError, match=r"sender 0 .* closed, but views of its reservation .* 'first' \(pid"):
+            inbox.sender(0)
+        with inbox.sender(name="second") as second:
+            assert second.index == 1
+            second.send(b"A" * nbytes)
+            view[:] = b"B" * nbytes
+            assert receiver.receive(timeout=1) == b"A" * nbytes
+            assert inbox.snapshot()["pool"][0]["blocks"] == (1 if nbytes == 5000 else 0)
+        view.release()
+        assert inbox.snapshot()["pool"][0]["blocks"] == 0
+        with inbox.sender(0, name="third") as third:
+            third.send(b"C" * nbytes)
+            assert receiver.receive(timeout=1) == b"C" * nbytes
+        assert list(receiver) == []
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_view_that_outlives_its_sender_keeps_no_receiver_waiting(nbytes: int) -> None:
+    with ring() as (channel, sender, receiver):
+        sender.send(b"last")
+        view = memoryview(sender.reserve(nbytes))
+        sender.close()
+        assert list(receiver) == [b"last"]
+        assert [end["state"] for end in channel.snapshot()["senders"]] == ["closing"]
+        view.release()
+        assert [end["state"] for end in channel.snapshot()["senders"]] == ["closed"]
+        assert [peer.state for peer in channel.peers()].count("left") == 1
+
+
+@pytest.mark.parametrize("nbytes", [1000, 5000])
+def test_a_view_keeps_its_room_when_sender_and_reservation_are_dropped(nbytes: int) -> None:
+    with penstock.open_inbox(1, capacity=4096, spill_nbytes=1 << 20) as inbox, inbox.receiver() as receiver:
+        view = memoryview(inbox.sender().reserve(nbytes))
+        gc.collect()
+        with pytest.raises(ValueError, match="sender 0 of 'inbox' is taken"):
+            inbox.sender(0)
+        view[:] = b"B" * nbytes
+        view.release()
+        gc.collect()
+        with inbox.sender(0) as successor:
+            successor.send(b"A" * nbytes)
+            assert receiver.receive(timeout=1) == b"A" * nbytes
+
+
+def test_a_view_of_many_views_keeps_the_room_until_the_last_is_dropped() -> None:
+    with penstock.open_inbox(1, capacity=4096) as inbox, inbox.receiver():
+        with inbox.sender() as first:
+            views = [memoryview(first.reserve(100))]
+            views += [memoryview(views[0].obj) for _ in range(3)]
+        while views:
+            with pytest.raises(ValueError, match="drop them first"):
+                inbox.sender(0)
+            views.pop()
+        inbox.sender(0).close()
+
+
+@pytest.mark.parametrize("nbytes", [-1, 2**63, 2**64, 1.5, "5", None], ids=repr)
+def test_an_impossible_size_is_refused(nbytes: object) -> None:
+    with ring() as (_, sender, receiver):
+        with pytest.raises((TypeError, ValueError, penstock.MemoryExhausted)):
+            sender.reserve(nbytes)
+        sender.send(b"next")
+        assert receiver.receive(timeout=1) == b"next"
+
+
+def test_a_reservation_waits_for_room_and_for_its_deadline() -> None:
+    with ring() as (_, sender, receiver):
+        for _ in range(4):
+            sender.send(b"x" * 960)
+        with pytest.raises(Timeout, match="'ring' is full"):
+            sender.reserve(960, timeout=0.01)
+        receiver.receive(timeout=1)
+        with sender.reserve(960, timeout=1) as room:
+            memoryview(room)[:] = b"y" * 960
+
+
+@pytest.mark.parametrize("nbytes", [10, 5000])
+@pytest.mark.parametrize("verb", ["commit", "abort", "__exit__"])
+def test_a_child_of_fork_does_not_end_its_parents_reservation(nbytes: int, verb: str) -> None:
+    with ring() as (channel, sender, receiver):
+        room = sender.reserve(nbytes)
+        memoryview(room)[:] = b"p" * nbytes
+
+        def end_it() -> None:
+            if verb == "abort":
+                return room.abort()
+            with pytest.raises(ClosedError):
+                room.commit() if verb == "commit" else room.__exit__(None, None, None)
+
+        assert forked(end_it) == 0
+        assert receiver.try_receive() is None
+        assert channel.snapshot()["pool"][0]["blocks"] == (1 if nbytes == 5000 else 0)
+        room.commit()
+        assert receiver.receive(timeout=1) == b"p" * nbytes
+        assert receiver.try_receive() is None

@@ -1,0 +1,502 @@
+"""A ring: one sender, one receiver, every record exactly once and in order, whatever its size and form."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import ClosedError, EndOfChannel, Receiver, Sender, Timeout, WouldBlock
+from tests.support.processes import program
+
+RECORD = 32  # bytes of a record's header, and what its place in the ring is a multiple of
+CAPACITY = 4096
+INLINE = 1024
+
+
+@contextlib.contextmanager
+def ring(**options: object) -> Iterator[tuple[Sender, Receiver]]:
+    channel = penstock.open_ring(**{"capacity": CAPACITY, "spill_nbytes": 1 << 20, **options})
+    with channel.sender() as sender, channel.receiver() as receiver:
+        yield sender, receiver
+
+
+def pattern(number: int, nbytes: int) -> bytes:
+    return random.Random(number).randbytes(nbytes)
+
+
+def test_what_is_sent_is_received() -> None:
+    with ring() as (sender, receiver):
+        sender.send(b"hello")
+        assert receiver.receive(timeout=1) == b"hello"
+
+
+def test_records_come_in_order_and_exactly_once_around_the_ring_many_times() -> None:
+    with ring() as (sender, receiver):
+        for number in range(2000):
+            sender.send(b"%d" % number, timeout=1)
+            assert receiver.receive(timeout=1) == b"%d" % number
+        with pytest.raises(WouldBlock):
+            receiver.receive_nowait()
+
+
+def test_an_empty_record_is_a_record() -> None:
+    with ring() as (sender, receiver):
+        sender.send(b"")
+        sender.send(b"x")
+        sender.send([])
+        sender.send([b"", bytearray()])
+        assert [receiver.receive(timeout=1) for _ in range(4)] == [b"", b"x", b"", b""]
+        assert receiver.try_receive() is None
+
+
+@pytest.mark.parametrize("nbytes", sorted({n + d for n in (0, 32, 64, 992, 1024) for d in (-1, 0, 1) if n + d >= 0}))
+def test_sizes_around_alignment_and_the_inline_limit_arrive_whole(nbytes: int) -> None:
+    with ring() as (sender, receiver):
+        for number in range(12):  # a dozen, so that some lie across the end of the ring
+            sender.send(pattern(number, nbytes), timeout=1)
+            assert receiver.receive(timeout=1) == pattern(number, nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [CAPACITY - 1, CAPACITY, CAPACITY + 1, 100_000, (1 << 20) - 64])
+def test_a_record_longer_than_the_ring_goes_through_it_like_any_other(nbytes: int) -> None:
+    with ring() as (sender, receiver):
+        for number in range(3):
+            sender.send(b"before")
+            sender.send(pattern(number, nbytes))
+            sender.send(b"after")
+            assert [receiver.receive(timeout=1) for _ in range(3)] == [b"before", pattern(number, nbytes), b"after"]
+
+
+def test_every_offset_at_the_end_of_the_ring_is_crossed() -> None:
+    with ring() as (sender, receiver):
+        position = 0
+        for shift in range(0, CAPACITY, RECORD):
+            while position % CAPACITY != shift:
+                sender.send(b"")
+                receiver.receive(timeout=1)
+                position += RECORD
+            record = pattern(shift, 500)
+            sender.send(record)
+            assert receiver.receive(timeout=1) == record
+            place = RECORD + 512
+            rest = CAPACITY - shift
+            position += place if place <= rest else rest + place
+
+
+def test_random_sizes_arrive_whole(seed: int) -> None:
+    choose = random.Random(seed)
+    with ring() as (sender, receiver):
+        sent: list[bytes] = []
+        for number in range(3000):
+            record = pattern(number, choose.choice([choose.randrange(80), choose.randrange(1100), 5000]))
+            with contextlib.suppress(WouldBlock):
+                sender.send_nowait(record)
+                sent.append(record)
+            while sent and choose.random() < 0.55:
+                assert receiver.receive(timeout=1) == sent.pop(0)
+        assert [receiver.receive(timeout=1) for _ in sent] == sent
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"abcdef",
+        bytearray(b"abcdef"),
+        memoryview(b"xabcdefx")[1:-1],
+        np.frombuffer(b"abcdef", np.uint8),
+        np.frombuffer(b"abcdef", np.uint16),
+        np.frombuffer(b"abcdef", np.uint8).reshape(2, 3),
+        [b"abcdef"],
+        [b"abc", b"def"],
+        (b"ab", bytearray(b"cd"), memoryview(b"ef")),
+        [b"", b"abc", b"", np.frombuffer(b"def", np.uint8), b""],
+        [bytes([letter]) for letter in b"abcdef"],
+    ],
+    ids=repr,
+)
+def test_anything_with_a_buffer_and_lists_of_such_are_one_record(record: object) -> None:
+    with ring() as (sender, receiver):
+        sender.send(record)
+        assert receiver.receive(timeout=1) == b"abcdef"
+        assert receiver.try_receive() is None
+
+
+def test_many_parts_are_gathered_into_one_record_inline_and_spilled() -> None:
+    with ring() as (sender, receiver):
+        for count in (1, 10, 1000, 3000):
+            parts = [b"%04d" % number for number in range(count)]
+            sender.send(parts)
+            assert receiver.receive(timeout=1) == b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    "record", [memoryview(b"abcdef")[::2], np.arange(10)[::2], np.arange(6).reshape(2, 3).T], ids=["memory", "1d", "2d"]
+)
+def test_a_buffer_with_gaps_is_refused(record: object) -> None:
+    with ring() as (sender, receiver):
+        for wrapped in (record, [b"x", record]):
+            with pytest.raises((BufferError, ValueError)):
+                sender.send(wrapped)
+        sender.send(b"next")
+        assert receiver.receive(timeout=1) == b"next"
+
+
+@pytest.mark.parametrize(
+    "record", ["text", None, 5, {"a": 1}, iter([b"x"]), ["text"], [b"x", None], [[b"x"]]], ids=repr
+)
+def test_what_has_no_buffer_is_refused_and_nothing_is_sent(record: object) -> None:
+    with ring() as (sender, receiver):
+        with pytest.raises(TypeError):
+            sender.send(record)
+        assert receiver.try_receive() is None
+        sender.send(b"next")
+        assert receiver.receive(timeout=1) == b"next"
+
+
+def test_a_refused_record_lets_go_of_the_buffers_it_had_taken() -> None:
+    with ring() as (sender, _):
+        part = bytearray(b"part")
+        with pytest.raises(TypeError):
+            sender.send([part, None])
+        part.extend(b"s")  # BufferError while anybody holds its buffer
+        with pytest.raises(ValueError, match="C-contiguous"):
+            sender.send([part, np.arange(10)[::2]])
+        part.extend(b"!")
+        assert part == b"parts!"
+
+
+def test_a_sent_buffer_is_let_go_of() -> None:
+    with ring() as (sender, receiver):
+        part = bytearray(b"part")
+        sender.send(part)
+        sender.send([part, part])
+        part.extend(b"s")
+        assert [receiver.receive(timeout=1) for _ in range(2)] == [b"part", b"partpart"]
+
+
+@pytest.mark.parametrize("nbytes", [10, 2000, 200_000])
+def test_what_the_sender_overwrites_after_send_was_sent_as_it_was(nbytes: int) -> None:
+    with ring() as (sender, receiver):
+        record = bytearray(b"a" * nbytes)
+        sender.send(record)
+        record[:] = b"b" * nbytes
+        assert receiver.receive(timeout=1) == b"a" * nbytes
+
+
+def test_iteration_ends_with_the_channel() -> None:
+    with ring() as (sender, receiver):
+        for number in range(5):
+            sender.send(b"%d" % number)
+        sender.close()
+        assert list(receiver) == [b"0", b"1", b"2", b"3", b"4"]
+        assert list(receiver) == []
+
+
+def test_a_receiver_reads_what_is_there_and_then_that_the_sender_has_closed() -> None:
+    with ring() as (sender, receiver):
+        sender.send(b"inline")
+        sender.send(b"s" * 5000)
+        sender.close()
+        assert receiver.receive(timeout=1) == b"inline"
+        assert receiver.receive_nowait() == b"s" * 5000
+        for receive in (receiver.receive, receiver.receive_nowait, receiver.receive_view, receiver.receive_view_nowait):
+            with pytest.raises(EndOfChannel, match="the sender of 'ring' has closed"):
+                receive()
+
+
+def test_a_sender_is_told_that_the_receiver_has_closed() -> None:
+    with ring() as (sender, receiver):
+        sender.send(b"x")
+        receiver.close()
+        for send in (sender.send, sender.send_nowait):
+            with pytest.raises(EndOfChannel, match="'ring' has no receiver left: all have closed"):
+                send(b"y")
+        with pytest.raises(EndOfChannel):
+            sender.reserve(5)
+
+
+def test_a_closed_end_says_so() -> None:
+    with ring() as (sender, receiver):
+        sender.close()
+        receiver.close()
+        sender.close()  # again: nothing happens
+        receiver.close()
+        assert sender.is_closed
+        assert receiver.is_closed
+        for call in (lambda: sender.send(b""), lambda: sender.send_nowait(b""), lambda: sender.reserve(1)):
+            with pytest.raises(ClosedError, match="sender 0 of 'ring' is closed"):
+                call()
+        for call in (receiver.receive, receiver.receive_nowait, receiver.receive_view, receiver.receive_view_nowait):
+            with pytest.raises(ClosedError, match="receiver 0 of 'ring' is closed"):
+                call()
+        with pytest.raises(ClosedError):
+            next(receiver)
+
+
+def test_ends_close_with_their_block() -> None:
+    channel = penstock.open_ring()
+    with channel:
+        with channel.sender() as sender:
+            assert not sender.is_closed
+        with channel.receiver() as receiver:
+            assert not receiver.is_closed
+        assert sender.is_closed
+        assert receiver.is_closed
+    with pytest.raises(ClosedError, match="channel 'ring' is closed"):
+        channel.sender()
+
+
+def test_ends_close_when_they_are_dropped() -> None:
+    channel = penstock.open_ring()
+    sender = channel.sender()
+    receiver = channel.receiver()
+    del sender
+    with pytest.raises(EndOfChannel):
+        receiver.receive(timeout=1)
+
+
+def test_a_place_that_is_taken_is_refused_with_its_owner() -> None:
+    channel = penstock.open_ring("numbers")
+    with channel.sender(name="first"), channel.receiver(name="second"):
+        with pytest.raises(ValueError, match="sender 0 of 'numbers' is taken: 'first'"):
+            channel.sender()
+        with pytest.raises(ValueError, match="receiver 0 of 'numbers' is taken: 'second'"):
+            channel.receiver(0)
+        with pytest.raises(ValueError, match="there is no sender 1"):
+            channel.sender(1)
+        with pytest.raises(ValueError, match="there is no receiver 7"):
+            channel.receiver(7)
+
+
+def test_a_ring_that_was_closed_in_peace_has_no_second_sender() -> None:
+    channel = penstock.open_ring()
+    channel.sender().close()
+    with pytest.raises(ValueError, match="is taken and closed"):
+        channel.sender()
+
+
+@pytest.mark.parametrize("index", [-1, -5, 2**31, 2**40])
+def test_an_impossible_index_is_refused(index: int) -> None:
+    channel = penstock.open_ring()
+    for end in (channel.sender, channel.receiver, channel.async_sender, channel.async_receiver):
+        with pytest.raises(ValueError, match=str(index)):
+            end(index)
+
+
+def test_nowait_says_that_there_is_nothing_or_no_room() -> None:
+    with ring() as (sender, receiver):
+        with pytest.raises(WouldBlock, match="no record now in 'ring'"):
+            receiver.receive_nowait()
+        with pytest.raises(WouldBlock, match="no record now in 'ring'"):
+            receiver.receive_view_nowait()
+        count = 0
+        with pytest.raises(WouldBlock, match="no room now in 'ring'"):
+            while True:
+                sender.send_nowait(b"x" * 96)
+                count += 1
+        assert count == CAPACITY // (RECORD + 96)  # every byte of the ring can be used
+        assert receiver.receive_nowait() == b"x" * 96
+        sender.send_nowait(b"y" * 96)
+
+
+def test_a_full_ring_says_by_whom_how_far_and_for_how_long() -> None:
+    channel = penstock.open_ring("steps", capacity=CAPACITY)
+    with channel.sender() as sender, channel.receiver(name="worker"):
+        for _ in range(32):
+            sender.send(b"x" * 96)
+        with pytest.raises(Timeout) as told:
+            sender.send(b"y", timeout=0.05)
+        error = told.value
+        assert "'steps' is full for 5" in str(error)
+        assert "receiver 0, 'worker' (pid" in str(error)
+        assert "is 32 records (4.0 KiB) behind" in str(error)
+        import os
+
+        assert (error.receiver, error.pid) == (0, os.getpid())
+        assert (error.records_behind, error.nbytes_behind) == (32, CAPACITY)
+        assert error.ns_behind is not None
+        assert 50_000_000 <= error.ns_behind < 10_000_000_000
+
+
+def test_a_receiver_that_never_came_is_named_as_such() -> None:
+    channel = penstock.open_ring(capacity=CAPACITY)
+    with channel.sender() as sender:
+        with pytest.raises(Timeout, match="receiver 0, which has not attached yet, is 4 records") as told:
+            for _ in range(5):
+                sender.send(b"x" * 900, timeout=0.02)
+        assert told.value.pid == 0
+
+
+def test_waiting_for_a_record_ends_with_the_deadline_and_says_of_whom() -> None:
+    channel = penstock.open_ring("deltas")
+    with channel.receiver() as receiver:
+        with pytest.raises(Timeout, match=r"no record for receiver 0 of 'deltas' within 2\d.\d ms; nobody has come"):
+            receiver.receive(timeout=0.02)
+        with channel.sender(name="core") as sender:
+            with pytest.raises(Timeout, match=r"'core' \(pid \d+\) has not sent yet"):
+                receiver.receive(timeout=0)
+            sender.send(b"x")
+            receiver.receive()
+            with pytest.raises(Timeout, match=r"'core' \(pid \d+\) sent last .* ago"):
+                receiver.receive_view(timeout=0.01)
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), "soon", b"", [1]], ids=repr)
+def test_a_timeout_that_is_no_number_is_refused(timeout: object) -> None:
+    with ring() as (sender, receiver):
+        with pytest.raises((ValueError, TypeError)):
+            sender.send(b"x", timeout=timeout)
+        with pytest.raises((ValueError, TypeError)):
+            receiver.receive(timeout=timeout)
+        assert receiver.try_receive() is None
+
+
+def test_a_negative_timeout_is_one_that_has_passed_and_a_very_long_one_is_none() -> None:
+    with ring() as (sender, receiver):
+        with pytest.raises(Timeout):
+            receiver.receive(timeout=-3)
+        sender.send(b"x", timeout=float("inf"))
+        assert receiver.receive(timeout=1e300) == b"x"
+
+
+def test_what_was_sent_before_the_receiver_came_is_kept_for_it() -> None:
+    channel = penstock.open_ring()
+    with channel.sender() as sender:
+        for number in range(100):
+            sender.send(b"%d" % number)
+        sender.send(b"s" * 100_000)
+        with channel.receiver() as receiver:
+            assert [receiver.receive(timeout=1) for _ in range(100)] == [b"%d" % number for number in range(100)]
+            assert receiver.receive(timeout=1) == b"s" * 100_000
+
+
+def test_a_receiver_may_come_first() -> None:
+    channel = penstock.open_ring()
+    with channel.receiver() as receiver, channel.sender() as sender:
+        sender.send(b"x")
+        assert receiver.receive(timeout=1) == b"x"
+
+
+def test_a_receiver_that_follows_one_that_closed_gets_what_is_sent_after_it_came() -> None:
+    channel = penstock.open_ring()
+    with channel.sender() as sender:
+        with channel.receiver() as receiver:
+            sender.send(b"1")
+            sender.send(b"2")
+            assert receiver.receive(timeout=1) == b"1"
+        with channel.receiver() as receiver:
+            sender.send(b"3")
+            assert receiver.receive(timeout=1) == b"3"
+            assert receiver.try_receive() is None
+
+
+def test_what_nobody_reads_any_more_gives_its_memory_back() -> None:
+    channel = penstock.open_ring(spill_nbytes=1 << 20)
+    with channel.sender() as sender:
+        receiver = channel.receiver()
+        sender.send(b"s" * 200_000)
+        sender.send(b"s" * 200_000)
+        assert channel.snapshot()["pool"][0]["blocks"] == 2
+        receiver.close()
+        assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+def test_spilled_memory_is_given_back_as_soon_as_it_is_read() -> None:
+    channel = penstock.open_ring(spill_nbytes=1 << 20)
+    with channel.sender() as sender, channel.receiver() as receiver:
+        for number in range(20):
+            sender.send(pattern(number, 600_000), timeout=1)  # the pool has room for one
+            assert receiver.receive(timeout=1) == pattern(number, 600_000)
+        pool = channel.snapshot()["pool"][0]
+        assert (pool["blocks"], pool["free_nbytes"], pool["takes"]) == (0, 1 << 20, 20)
+        assert channel.snapshot()["senders"][0]["spills"] == 20
+
+
+def test_a_record_longer_than_the_pool_is_an_error_with_both_numbers_and_the_next_one_goes() -> None:
+    with ring() as (sender, receiver):
+        with pytest.raises(penstock.MemoryExhausted, match=r"block of 1.0 MiB does not fit pool 'ring'") as told:
+            sender.send(bytes((1 << 20) + 1))
+        assert told.value.asked == (1 << 20) + 1
+        assert told.value.free == told.value.largest == 1 << 20
+        sender.send(b"next")
+        assert receiver.receive(timeout=1) == b"next"
+
+
+def test_a_full_pool_holds_the_sender_up_and_says_how_much_was_asked_and_who_holds_the_rest() -> None:
+    channel = penstock.open_ring("images", spill_nbytes=1 << 20)
+    with channel.sender() as sender, channel.receiver(name="worker") as receiver:
+        sender.send(bytes(700_000))
+        view = receiver.receive_view(timeout=1)
+        with pytest.raises(WouldBlock):
+            sender.send_nowait(bytes(500_000))
+        with pytest.raises(Timeout) as told:
+            sender.send(bytes(500_000), timeout=0.02)
+        assert "488.3 KiB" in str(told.value)  # 500,000 bytes
+        assert "'worker'" in str(told.value)
+        assert told.value.asked == 500_000  # type: ignore[attr-defined]
+        view.release()
+        sender.send(bytes(500_000), timeout=1)
+        assert receiver.receive(timeout=1) == bytes(500_000)
+
+
+def test_the_counters_add_up() -> None:
+    channel = penstock.open_ring("counted", capacity=CAPACITY, inline_limit=INLINE, spill_nbytes=1 << 20)
+    with channel.sender(name="a") as sender, channel.receiver(name="b") as receiver:
+        for nbytes in (0, 10, 1024, 1025, 5000):
+            sender.send(bytes(nbytes))
+        receiver.receive(timeout=1)
+        receiver.receive(timeout=1)
+        seen = channel.snapshot()
+        assert (seen["name"], seen["kind"], seen["lane_nbytes"], seen["inline_limit"]) == (
+            "counted",
+            "ring",
+            4096,
+            1024,
+        )
+        one, other = seen["senders"][0], seen["receivers"][0]
+        assert (one["name"], one["state"], one["records"], one["nbytes"], one["spills"]) == ("a", "live", 5, 7059, 2)
+        assert (other["name"], other["state"], other["records"], other["nbytes"]) == ("b", "live", 2, 10)
+        assert (other["records_behind"], other["nbytes_behind"]) == (3, (32 + 1024) + 2 * (32 + 32))
+        assert seen["pool"][0]["blocks"] == 2
+        assert one["furthest_behind_nbytes"] == 32 + 64 + (32 + 1024) + 2 * 64
+
+
+def test_another_process_sends_and_this_one_receives() -> None:
+    with penstock.open_ring(capacity=1 << 16, spill_nbytes=1 << 22) as channel, channel.receiver() as receiver:
+        source = """
+            with penstock.attach(sys.argv[1]).sender(name="stranger") as sender:
+                for number in range(3000):
+                    sender.send(number.to_bytes(4, "little") * (number % 500 * (50 if number % 100 == 0 else 1)))
+        """
+        with program(source, channel.ticket) as other:
+            for number in range(3000):
+                record = receiver.receive(timeout=20)
+                assert record == number.to_bytes(4, "little") * (number % 500 * (50 if number % 100 == 0 else 1))
+            with pytest.raises(EndOfChannel):
+                receiver.receive(timeout=20)
+            assert other.end() == 0
+
+
+def test_another_process_receives_what_this_one_sends() -> None:
+    with penstock.open_ring(capacity=1 << 16, spill_nbytes=1 << 22) as channel, channel.sender() as sender:
+        source = """
+            import hashlib
+            digest = hashlib.sha256()
+            with penstock.attach(sys.argv[1]).receiver() as receiver:
+                for record in receiver:
+                    digest.update(record)
+            say(digest.hexdigest())
+        """
+        import hashlib
+
+        digest = hashlib.sha256()
+        with program(source, channel.ticket) as other:
+            for number in range(2000):
+                record = pattern(number, number if number % 50 else 90_000)
+                digest.update(record)
+                sender.send(record, timeout=20)
+            sender.close()
+            assert other.hear() == digest.hexdigest()

@@ -1,0 +1,364 @@
+"""A tap: it sees the records of a channel as they pass, whole or not at all, and nobody can tell that it was there."""
+
+import itertools
+import os
+import random
+import signal
+import time
+import zlib
+
+import pytest
+
+import penstock
+from penstock import CorruptRecord, LayoutMismatch, _native
+from tests.support.processes import program
+
+CAPACITY = 4096
+Record = tuple[int, int, int, bytes | None]
+
+
+def small(**options: object) -> penstock.Ring:
+    return penstock.open_ring(**{"capacity": CAPACITY, "spill_nbytes": 1 << 20, **options})
+
+
+def tap_of(channel: penstock.Channel, from_start: bool = False) -> _native.Tap:
+    return _native.Tap(channel._segment, from_start)
+
+
+def frames(records: list[Record]) -> list[bytes | None]:
+    return [frame for _, _, _, frame in records]
+
+
+def all_of(tap: _native.Tap) -> list[Record]:
+    return list(itertools.chain.from_iterable(iter(tap.read, [])))
+
+
+def contents(channel: penstock.Channel) -> bytes:
+    """Every byte of the segment."""
+    fd = channel._segment.fd
+    return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+# ── what it sees ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_tap_sees_what_is_sent_with_its_number_and_when() -> None:
+    channel = small()
+    tap = tap_of(channel)
+    with channel.sender() as sender, channel.receiver() as receiver:
+        began = time.monotonic_ns()
+        for number in range(3):
+            sender.send(b"record %d" % number)
+        ended = time.monotonic_ns()
+        seen = tap.read()
+        assert [(lane, sequence, frame) for lane, sequence, _, frame in seen] == [
+            (0, number, b"record %d" % number) for number in range(3)
+        ]
+        times = [committed_ns for _, _, committed_ns, _ in seen]
+        assert times == sorted(times) and began <= times[0] and times[-1] <= ended
+        assert [receiver.receive() for _ in range(3)] == frames(seen)
+        assert tap.read() == [] and tap.missed == 0
+
+
+def test_a_tap_sees_each_record_of_a_broadcast_once_whoever_else_has_read_it() -> None:
+    channel = penstock.open_broadcast(receivers=3, capacity=CAPACITY)
+    tap = tap_of(channel)
+    with channel.sender() as sender:
+        receivers = [channel.receiver() for _ in range(3)]
+        for number in range(200):
+            sender.send(b"%d" % number)
+            for receiver in receivers:
+                receiver.receive()
+            assert frames(tap.read()) == [b"%d" % number]
+        assert tap.missed == 0
+
+
+def test_a_tap_sees_every_lane_of_an_inbox_each_in_order() -> None:
+    channel = penstock.open_inbox(senders=5, capacity=CAPACITY)
+    tap = tap_of(channel)
+    senders = [channel.sender(index) for index in range(5)]
+    with channel.receiver():
+        for number in range(10):
+            for sender in senders[number % 5 :]:
+                sender.send(b"%d %d" % (sender.index, number))
+    seen = all_of(tap)
+    for index in range(5):
+        expected = [b"%d %d" % (index, number) for number in range(10) if number % 5 <= index]
+        assert [frame for lane, _, _, frame in seen if lane == index] == expected
+        assert [sequence for lane, sequence, _, _ in seen if lane == index] == list(range(len(expected)))
+    assert tap.missed == 0
+
+
+def test_a_busy_lane_does_not_keep_another_from_being_seen() -> None:
+    channel = penstock.open_inbox(senders=2, capacity=CAPACITY)
+    tap = tap_of(channel)
+    with channel.sender(0) as busy, channel.sender(1) as rare:
+        for _ in range(50):
+            busy.send(b"busy")
+        rare.send(b"rare")
+    assert b"rare" in frames(tap.read(4))
+
+
+def test_no_more_is_read_than_was_asked_for_and_the_rest_comes_next() -> None:
+    channel = small()
+    tap = tap_of(channel)
+    with channel.sender() as sender:
+        for number in range(10):
+            sender.send(b"%d" % number)
+        assert [frames(tap.read(most)) for most in (0, 1, 4, 100)] == [
+            [],
+            [b"0"],
+            [b"1", b"2", b"3", b"4"],
+            [b"5", b"6", b"7", b"8", b"9"],
+        ]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 31, 32, 33, 1000, 1023, 1024])
+def test_records_of_any_size_are_seen_whole_wherever_they_lie_in_the_ring(nbytes: int) -> None:
+    channel = small()
+    tap = tap_of(channel)
+    with channel.sender() as sender, channel.receiver() as receiver:
+        for number in range(20):
+            sender.send(random.Random(number).randbytes(nbytes))
+            assert frames(tap.read()) == [random.Random(number).randbytes(nbytes)]
+            receiver.receive()
+    assert tap.missed == 0
+
+
+def test_a_tap_begins_with_what_comes_next_or_with_what_is_still_to_be_read() -> None:
+    channel = small()
+    with channel.sender() as sender, channel.receiver() as receiver:
+        for number in range(10):
+            sender.send(b"%d" % number)
+        for _ in range(4):
+            receiver.receive()
+        late, early = tap_of(channel), tap_of(channel, from_start=True)
+        sender.send(b"10")
+        assert frames(late.read()) == [b"10"]
+        assert frames(early.read()) == [b"%d" % number for number in range(4, 11)]
+        assert (late.missed, early.missed) == (0, 0)
+
+
+# ── long records ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_long_record_is_seen_while_somebody_has_still_to_read_it() -> None:
+    channel = small()
+    tap = tap_of(channel)
+    long = random.Random(1).randbytes(300_000)
+    with channel.sender() as sender, channel.receiver() as receiver:
+        sender.send(long)
+        assert frames(tap.read()) == [long]
+        assert receiver.receive() == long
+
+
+def test_a_long_record_that_is_gone_is_none_and_not_missed() -> None:
+    channel = small()
+    tap = tap_of(channel)
+    with channel.sender() as sender, channel.receiver() as receiver:
+        for number in range(3):
+            sender.send(bytes(5000))
+            sender.send(b"short %d" % number)
+            receiver.receive()
+            receiver.receive()
+        assert frames(tap.read()) == [None, b"short 0", None, b"short 1", None, b"short 2"]
+        assert tap.missed == 0
+
+
+def test_a_leased_long_record_can_still_be_seen() -> None:
+    channel = small()
+    tap = tap_of(channel)
+    with channel.sender() as sender, channel.receiver() as receiver:
+        sender.send(b"x" * 5000)
+        with receiver.receive_view():
+            assert frames(tap.read()) == [b"x" * 5000]
+
+
+# ── what it misses ───────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("seed_of_sizes", range(5))
+def test_what_a_tap_did_not_see_it_has_counted_as_missed(seed_of_sizes: int) -> None:
+    channel = small()
+    tap = tap_of(channel)
+    sizes = random.Random(seed_of_sizes)
+    seen: list[Record] = []
+    with channel.sender() as sender, channel.receiver() as receiver:
+        for number in range(3000):
+            sender.send(b"%d " % number + bytes(sizes.randrange(1000)))
+            receiver.receive()
+            if sizes.random() < 0.1:
+                seen += tap.read()
+    seen += all_of(tap)
+    assert len(seen) + tap.missed == 3000
+    assert seen and tap.missed
+    assert [int((frame or b"").split()[0]) for _, _, _, frame in seen] == [sequence for _, sequence, _, _ in seen]
+
+
+def test_a_tap_that_was_lapped_while_nobody_had_read_begins_again_where_the_slowest_receiver_is() -> None:
+    channel = penstock.open_broadcast(receivers=2, capacity=CAPACITY)
+    tap = tap_of(channel)
+    with channel.sender() as sender, channel.receiver() as fast, channel.receiver() as slow:
+        for _ in range(200):
+            sender.send(bytes(100))
+            fast.receive()
+            slow.receive()
+        for number in range(10):
+            sender.send(b"%d" % number)
+            fast.receive()
+        assert frames(tap.read()) == [b"%d" % number for number in range(10)]
+        assert tap.missed == 200
+
+
+def test_under_full_load_a_tap_never_returns_a_torn_record(seed: int) -> None:
+    channel = small(capacity=16384)
+    tap = tap_of(channel)
+    sent = """
+        import random, zlib
+        channel = penstock.attach(sys.argv[1])
+        sizes = random.Random(int(sys.argv[2]))
+        bodies = [sizes.randbytes(sizes.choice((3, 90, 700, 2000, 9000))) for _ in range(64)]
+        sums = [zlib.crc32(body).to_bytes(4, "little") for body in bodies]
+        count, behind = 0, 0
+        with channel.sender() as sender, channel.receiver() as receiver:
+            ends = time.monotonic() + 2.0
+            while time.monotonic() < ends:
+                for number in sizes.choices(range(64), k=100):
+                    while not sender.try_send([sums[number], count.to_bytes(8, "little"), bodies[number]]):
+                        receiver.receive()
+                        behind -= 1
+                    count, behind = count + 1, behind + 1
+                    if sizes.random() < 0.9:  # now close behind, now with all the ring between
+                        receiver.receive()
+                        behind -= 1
+            while behind:
+                receiver.receive()
+                behind -= 1
+        say(count)
+    """
+    whole = gone = 0
+    with program(sent, channel.ticket, seed) as running:
+        while True:
+            records = tap.read(random.choice((1, 10, 1000)))
+            for _, sequence, _, frame in records:
+                if frame is None:
+                    gone += 1
+                    continue
+                assert int.from_bytes(frame[4:12], "little") == sequence, f"seed {seed}"
+                assert zlib.crc32(frame[12:]).to_bytes(4, "little") == frame[:4], f"seed {seed}: record {sequence}"
+                whole += 1
+            if not records and running.process.poll() is not None:
+                break
+        count = int(running.hear())
+    assert whole + gone + tap.missed == count
+    assert whole > 100
+
+
+# ── nobody can tell ──────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_tap_changes_no_byte_of_the_segment_and_joins_nothing() -> None:
+    channel = penstock.open_inbox(senders=2, capacity=CAPACITY, spill_nbytes=1 << 20)
+    with channel.sender(0) as sender, channel.receiver() as receiver:
+        sender.send(b"first")
+        receiver.receive()
+        sender.send(b"second")
+        sender.send(bytes(100_000))
+        before, peers = contents(channel), channel.peers()
+        pages = os.fstat(channel._segment.fd).st_blocks
+        for from_start in (False, True):
+            tap = tap_of(channel, from_start)
+            assert len(tap.read()) == 2 * from_start
+            del tap
+        assert contents(channel) == before
+        assert channel.peers() == peers
+        assert os.fstat(channel._segment.fd).st_blocks == pages
+
+
+def test_a_record_that_is_gone_does_not_bring_its_pages_back() -> None:
+    channel = penstock.open_ring()
+    with channel.sender() as sender, channel.receiver() as receiver:
+        tap = tap_of(channel)
+        sender.send(bytes(8 << 20))
+        receiver.receive()
+        assert channel.trim() > 0
+        pages = os.fstat(channel._segment.fd).st_blocks
+        assert frames(tap.read()) == [None]
+        assert os.fstat(channel._segment.fd).st_blocks == pages
+
+
+def test_a_sender_that_has_no_room_does_not_wait_for_a_tap() -> None:
+    channel = small()
+    tap = tap_of(channel, from_start=True)
+    with channel.sender() as sender, channel.receiver() as receiver:
+        for _ in range(500):
+            sender.send(bytes(100), timeout=5)
+            receiver.receive()
+    assert len(all_of(tap)) + tap.missed == 500
+
+
+def test_a_segment_that_is_only_looked_at_cannot_be_joined_or_written() -> None:
+    channel = small()
+    segment = _native.Segment.adopt(os.dup(channel._segment.fd), is_observer=True)
+    with channel.sender() as sender:
+        tap = _native.Tap(segment)
+        sender.send(b"seen")
+        assert frames(tap.read()) == [b"seen"]
+    with pytest.raises(ValueError, match="looked at only"):
+        _native.Attachment(segment)
+    with pytest.raises(ValueError, match="looked at only"):
+        segment.bytes(is_writable=True)
+
+
+def test_a_tap_of_what_is_no_channel_is_refused() -> None:
+    pool = penstock.Pool.create(1 << 16)
+    with pytest.raises(LayoutMismatch, match="not a channel"):
+        _native.Tap(pool._segment)
+
+
+# ── ends that come and go, and memory that lies ──────────────────────────────────────────────────────────────────────
+def test_a_tap_sees_all_that_a_sender_had_committed_before_it_was_killed_and_all_of_the_next() -> None:
+    channel = small()
+    tap = tap_of(channel)
+    first = """
+        channel = penstock.attach(sys.argv[1])
+        sender = channel.sender(name="first")
+        for number in range(5):
+            sender.send(b"first %d" % number)
+        reserved = sender.reserve(500)
+        memoryview(reserved)[:] = b"x" * 500
+        say("ready")
+        hear()
+    """
+    with program(first, channel.ticket) as running:
+        assert running.hear() == "ready"
+        assert len(tap.read(2)) == 2
+        running.kill(signal.SIGKILL)
+        running.process.wait()
+    assert frames(tap.read()) == [b"first %d" % number for number in (2, 3, 4)]
+    with channel.sender(name="next") as sender:
+        for number in range(5):
+            sender.send(b"next %d" % number)
+    seen = tap.read()
+    assert frames(seen) == [b"next %d" % number for number in range(5)]
+    assert [sequence for _, sequence, _, _ in seen] == list(range(5, 10))
+    assert tap.read() == [] and tap.missed == 0
+
+
+def test_a_tap_outlives_both_ends_and_the_channel() -> None:
+    channel = small()
+    tap = tap_of(channel)
+    with channel.sender() as sender, channel.receiver():
+        sender.send(b"last words")
+    channel.close()
+    del channel, sender
+    assert frames(tap.read()) == [b"last words"]
+
+
+def test_what_is_no_record_is_an_error_after_what_came_before_it_and_not_the_end() -> None:
+    channel = small()
+    tap = tap_of(channel)
+    with channel.sender() as sender:
+        for word in (b"before", b"victim", b"after"):
+            sender.send(word)
+        at = contents(channel).index(b"victim")
+        os.pwrite(channel._segment.fd, bytes(32), at - 32)  # where its header is
+        assert frames(tap.read()) == [b"before"]
+        with pytest.raises(CorruptRecord, match="not a record"):
+            tap.read()
+        assert tap.read() == [] and tap.missed == 2
+        sender.send(b"later")
+        assert frames(tap.read()) == [b"later"]
+        assert tap.missed == 2

@@ -1,0 +1,270 @@
+"""A view of a record: a lease that keeps the bytes where they are, inline or spilled, until the last view is gone."""
+
+import contextlib
+import gc
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock import ClosedError, Lease, Receiver, Sender, Timeout, WouldBlock
+from tests.support.processes import DYING, program
+
+SIZES = [0, 1, 1000, 5000]  # the last one is spilled
+
+
+@contextlib.contextmanager
+def ring(**options: object) -> Iterator[tuple[penstock.Ring, Sender, Receiver]]:
+    channel = penstock.open_ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    with channel.sender() as sender, channel.receiver() as receiver:
+        yield channel, sender, receiver
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_view_shows_the_record(nbytes: int) -> None:
+    with ring() as (_, sender, receiver):
+        record = random.Random(nbytes).randbytes(nbytes)
+        sender.send(record)
+        with receiver.receive_view(timeout=1) as lease:
+            assert isinstance(lease, Lease)
+            assert bytes(lease) == record
+            assert (len(lease), lease.nbytes, lease.is_writable, lease.is_released) == (nbytes, nbytes, False, False)
+        assert lease.is_released
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_view_cannot_be_written_to(nbytes: int) -> None:
+    with ring() as (_, sender, receiver):
+        sender.send(bytes(nbytes))
+        lease = receiver.receive_view(timeout=1)
+        view = memoryview(lease)
+        array = np.frombuffer(lease, np.uint8) if nbytes else np.array([], np.uint8)
+        assert view.readonly
+        assert nbytes == 0 or not array.flags.writeable
+        if nbytes:
+            with pytest.raises(TypeError):
+                view[0] = 1
+            with pytest.raises(ValueError, match=r"WRITEABLE|writeable"):
+                array.flags.writeable = True
+
+
+def test_a_held_view_keeps_its_room_and_then_gives_it_back() -> None:
+    with ring() as (_, sender, receiver):
+        for letter in b"abcd":
+            sender.send(bytes([letter]) * 960)
+        views = [receiver.receive_view(timeout=1) for _ in range(4)]
+        with pytest.raises(WouldBlock):
+            sender.send_nowait(b"e" * 960)
+        with pytest.raises(Timeout, match="is 4 records"):
+            sender.send(b"e" * 960, timeout=0.01)
+        assert [bytes(view) for view in views] == [bytes([letter]) * 960 for letter in b"abcd"]
+        views[0].release()
+        sender.send_nowait(b"e" * 960)
+        assert [bytes(view) for view in views[1:]] == [bytes([letter]) * 960 for letter in b"bcd"]
+        assert receiver.receive(timeout=1) == b"e" * 960
+
+
+def test_views_are_released_in_any_order_and_the_room_comes_back_from_the_oldest_on() -> None:
+    with ring() as (channel, sender, receiver):
+        for _ in range(4):
+            sender.send(b"x" * 960)
+        views = [receiver.receive_view(timeout=1) for _ in range(4)]
+        for behind, index in ((4, 2), (4, 1), (1, 0), (0, 3)):
+            views[index].release()
+            assert channel.snapshot()["receivers"][0]["nbytes_behind"] == behind * 992
+
+
+def test_records_that_are_copied_while_a_view_is_held_keep_their_room_until_it_is_released() -> None:
+    with ring() as (channel, sender, receiver):
+        for _ in range(4):
+            sender.send(b"x" * 960)
+        view = receiver.receive_view(timeout=1)
+        for _ in range(3):
+            receiver.receive(timeout=1)
+        with pytest.raises(WouldBlock):
+            sender.send_nowait(b"y" * 960)
+        view.release()
+        assert channel.snapshot()["receivers"][0]["nbytes_behind"] == 0
+        for _ in range(4):
+            sender.send_nowait(b"y" * 960)
+
+
+def test_views_are_released_in_random_order_and_no_byte_of_a_held_one_ever_changes(seed: int) -> None:
+    choose = random.Random(seed)
+    with ring() as (channel, sender, receiver):
+        held: list[tuple[Lease, bytes]] = []
+        sent: list[bytes] = []
+        for number in range(4000):
+            record = random.Random(number).randbytes(choose.choice([0, 20, 300, 1024, 3000]))
+            with contextlib.suppress(WouldBlock):
+                sender.send_nowait(record)
+                sent.append(record)
+            if sent and choose.random() < 0.6:
+                if choose.random() < 0.5:
+                    assert receiver.receive(timeout=1) == sent.pop(0)
+                else:
+                    held.append((receiver.receive_view(timeout=1), sent.pop(0)))
+            while held and choose.random() < 0.5:
+                lease, record = held.pop(choose.randrange(len(held)))
+                assert bytes(lease) == record
+                lease.release()
+        for lease, record in held:
+            assert bytes(lease) == record
+            lease.release()
+        assert [receiver.receive(timeout=1) for _ in sent] == sent
+        seen = channel.snapshot()
+        assert (seen["receivers"][0]["nbytes_behind"], seen["pool"][0]["blocks"]) == (0, 0)
+
+
+@pytest.mark.parametrize("nbytes", [1000, 5000])
+def test_arrays_and_slices_keep_the_bytes_and_the_last_of_them_gives_them_back(nbytes: int) -> None:
+    with ring() as (channel, sender, receiver):
+
+        def in_use() -> int:
+            seen = channel.snapshot()
+            return int(seen["receivers"][0]["nbytes_behind"]) + int(seen["pool"][0]["taken_nbytes"])
+
+        sender.send(np.arange(nbytes // 8, dtype=np.int64))
+        lease = receiver.receive_view(timeout=1)
+        array = np.frombuffer(lease, np.int64).reshape(5, -1)[1:, ::2].T
+        view = memoryview(lease)[8:16]
+        with pytest.raises(BufferError, match="the lease has 2 views: drop them first"):
+            lease.release()
+        del lease
+        gc.collect()
+        assert in_use() > 0
+        assert array[0, 0] == nbytes // 8 // 5
+        assert view.tobytes() == (1).to_bytes(8, "little")
+        del array
+        assert in_use() > 0
+        view.release()
+        assert in_use() == 0
+
+
+def test_a_lease_with_views_is_not_released_and_stays_good() -> None:
+    with ring() as (_, sender, receiver):
+        sender.send(b"abc")
+        lease = receiver.receive_view(timeout=1)
+        view = memoryview(lease)
+        with pytest.raises(BufferError):
+            lease.release()
+        with pytest.raises(BufferError), lease:
+            pass
+        assert not lease.is_released
+        assert bytes(view) == b"abc"
+        view.release()
+        lease.release()
+        lease.release()  # again: nothing happens
+        with pytest.raises(BufferError, match="the lease has been released"):
+            memoryview(lease)
+
+
+def test_a_view_outlives_its_receiver_and_keeps_its_place() -> None:
+    for nbytes in (1000, 5000):
+        with ring() as (channel, sender, receiver):
+            sender.send(b"x" * nbytes)
+            lease = receiver.receive_view(timeout=1)
+            receiver.close()
+            del receiver
+            gc.collect()
+            assert bytes(lease) == b"x" * nbytes
+            sender.close()
+            assert bytes(lease) == b"x" * nbytes
+            lease.release()
+            seen = channel.snapshot()
+            assert seen["receivers"][0]["state"] == "closed"
+            assert seen["pool"][0]["blocks"] == 0
+
+
+def test_a_view_outlives_the_channel() -> None:
+    channel = penstock.open_ring()
+    sender, receiver = channel.sender(), channel.receiver()
+    sender.send(b"inline")
+    sender.send(b"s" * 100_000)
+    short, long = receiver.receive_view(timeout=1), receiver.receive_view(timeout=1)
+    del channel, sender, receiver
+    gc.collect()
+    assert bytes(short) == b"inline"
+    assert bytes(long) == b"s" * 100_000
+
+
+@pytest.mark.parametrize("nbytes", [100, 5000])
+def test_an_exception_in_a_receivers_block_gives_the_room_back_and_the_next_record_can_be_read(nbytes: int) -> None:
+    with ring() as (channel, sender, receiver):
+        sender.send(b"1" * nbytes)
+        sender.send(b"2" * nbytes)
+        with pytest.raises(ZeroDivisionError), receiver.receive_view(timeout=1):
+            raise ZeroDivisionError
+        assert receiver.receive(timeout=1) == b"2" * nbytes
+        assert channel.snapshot()["receivers"][0]["nbytes_behind"] == 0
+        assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+def test_views_of_several_receivers_are_independent() -> None:
+    channel = penstock.open_broadcast(2, capacity=4096)
+    with channel.sender() as sender, channel.receiver() as one, channel.receiver() as other:
+        for _ in range(4):
+            sender.send(b"x" * 960)
+        view = one.receive_view(timeout=1)
+        assert [other.receive(timeout=1) for _ in range(4)] == [b"x" * 960] * 4
+        with pytest.raises(Timeout) as told:
+            sender.send(b"y" * 960, timeout=0.01)
+        assert told.value.receiver == 0
+        view.release()
+        sender.send(b"y" * 960, timeout=1)
+
+
+def test_views_from_one_sender_do_not_hold_another_one_up() -> None:
+    channel = penstock.open_inbox(2, capacity=4096)
+    with channel.sender() as one, channel.sender() as other, channel.receiver() as receiver:
+        for _ in range(4):
+            one.send(b"x" * 960)
+        views = [receiver.receive_view(timeout=1) for _ in range(4)]
+        with pytest.raises(WouldBlock):
+            one.send_nowait(b"y" * 960)
+        for _ in range(20):
+            other.send(b"z" * 960, timeout=1)
+            assert receiver.receive(timeout=1) == b"z" * 960
+        for view in views:
+            view.release()
+        one.send_nowait(b"y" * 960)
+
+
+def test_a_record_in_a_ring_is_not_shared_and_says_what_to_do() -> None:
+    with ring() as (_, sender, receiver):
+        sender.send(b"x")
+        lease = receiver.receive_view(timeout=1)
+        with pytest.raises(ValueError, match="copy it into a pool"):
+            lease.ref_numbers()
+        with pytest.raises(ValueError, match="copy it into a pool"):
+            lease.grant(0)
+        lease.release()
+        with pytest.raises(ClosedError, match="the lease has been released"):
+            lease.ref_numbers()
+
+
+def test_writing_through_a_view_ends_the_writer_and_nobody_else() -> None:
+    source = """
+        import ctypes, numpy
+        with penstock.attach(sys.argv[1]).receiver(1) as receiver:
+            say("ready")
+            lease = receiver.receive_view()
+            array = numpy.frombuffer(lease, numpy.uint8)
+            ctypes.memset(array.ctypes.data, 0, 1)
+            say("written")
+    """
+    for nbytes in (100, 100_000):
+        channel = penstock.open_broadcast(2, on_receiver_death="ignore")
+        with (
+            channel.sender() as sender,
+            channel.receiver(0) as receiver,
+            program(source, channel.ticket, env=DYING) as other,
+        ):
+            assert other.hear() == "ready"
+            sender.send(b"x" * nbytes)
+            assert other.process.wait() == -11
+            assert receiver.receive(timeout=1) == b"x" * nbytes
+            sender.send(b"y" * nbytes, timeout=5)
+            assert receiver.receive(timeout=1) == b"y" * nbytes

@@ -1,0 +1,640 @@
+"""Channels that carry messages: what was agreed on, who lacks what, and what costs one message alone."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import multiprocessing
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import penstock
+from penstock import Interned, LayoutMismatch, Part
+from penstock.codec.catalogue import Schema
+from tests.conftest import eventually
+
+
+class Settings(msgspec.Struct, array_like=True, frozen=True):
+    heat: float = 1.0
+    words: tuple[str, ...] = ()
+
+
+class Job(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    settings: Interned[Settings] | None = None
+    ids: NDArray[np.int32] | None = None
+    image: Part | None = None
+
+
+class Stop(msgspec.Struct, array_like=True, frozen=True):
+    why: str = ""
+
+
+class State(msgspec.Struct, array_like=True, frozen=True):
+    """What a receiver that came late must know."""
+
+    number: int
+
+
+MESSAGES = (Job, Stop, State)
+WARM, COLD = Interned(Settings(1.2, ("a", "b"))), Interned(Settings(0.1))
+
+
+def opened(style: str = "broadcast", **options: Any) -> penstock.MessageChannel:
+    options = {"messages": MESSAGES, "on_receiver_death": "ignore", "on_sender_death": "ignore", **options}
+    if style == "ring":
+        return penstock.open_ring(**options)
+    if style == "inbox":
+        return penstock.open_inbox(3, **options)
+    return penstock.open_broadcast(2, **options)
+
+
+@pytest.mark.parametrize("style", ["ring", "broadcast", "inbox"])
+def test_messages_go_in_and_come_out(style: str) -> None:
+    with opened(style) as channel, channel.sender() as sender:
+        receivers = [channel.receiver() for _ in range(channel.receivers)]
+        big = np.arange(100_000, dtype=np.int32)
+        for sent in (
+            Job(1, WARM, np.arange(3, dtype=np.int32)),
+            Job(2, WARM),
+            Stop("now"),
+            Job(3, COLD, big, Part(b"x" * 99)),
+        ):
+            sender.send(sent)
+            for receiver in receivers:
+                got = receiver.receive(timeout=5)
+                assert type(got) is type(sent)
+                if isinstance(sent, Job):
+                    assert (got.number, got.settings) == (sent.number, sent.settings)
+                    assert (got.ids is None) if sent.ids is None else np.array_equal(got.ids, sent.ids)
+                    assert got.image == sent.image
+        sender.close()
+        for receiver in receivers:
+            if style != "inbox":  # two more senders may come
+                assert list(receiver) == []
+            receiver.close()
+
+
+def test_what_was_sent_may_be_changed_at_once() -> None:
+    with opened("ring") as channel, channel.sender() as sender, channel.receiver() as receiver:
+        for size in (3, 300, 50_000):
+            ids = np.arange(size, dtype=np.int32)
+            sender.send(Job(size, ids=ids))
+            ids[:] = -1
+            assert np.array_equal(receiver.receive(timeout=5).ids, np.arange(size))
+
+
+def test_what_was_received_stays_as_it_is_however_much_comes_after() -> None:
+    with opened("ring", capacity=1 << 16) as channel, channel.sender() as sender, channel.receiver() as receiver:
+        kept = []
+        for size in (3, 300, 50_000):
+            sender.send(Job(size, ids=np.arange(size, dtype=np.int32)))
+            kept.append(receiver.receive(timeout=5).ids)
+        for _ in range(200):
+            sender.send(Job(0, ids=np.full(2000, 7, np.int32)))
+            assert receiver.receive(timeout=5).ids[0] == 7
+        for ids in kept:
+            assert np.array_equal(ids, np.arange(len(ids)))
+            with pytest.raises(ValueError, match="read-only"):
+                ids[0] = 1
+
+
+def test_a_view_keeps_its_room_until_its_arrays_are_gone() -> None:
+    with opened("ring", capacity=1 << 16) as channel, channel.sender() as sender, channel.receiver() as receiver:
+        sender.send(Job(1, ids=np.arange(2000, dtype=np.int32)))
+        got = receiver.receive_view(timeout=5)
+        with pytest.raises((penstock.Timeout, penstock.WouldBlock)):
+            for _ in range(20):
+                sender.send(Job(2, ids=np.zeros(2000, np.int32)), timeout=0.01)
+        assert np.array_equal(got.ids, np.arange(2000))
+        with pytest.raises(penstock.WouldBlock):
+            sender.send_nowait(Job(3, ids=np.zeros(2000, np.int32)))
+        del got
+        assert receiver.receive(timeout=5).number == 2
+        sender.send_nowait(Job(3, ids=np.zeros(2000, np.int32)))
+
+
+def test_a_long_message_is_held_in_the_pool_and_the_ring_stays_free() -> None:
+    with opened("ring", capacity=1 << 16) as channel, channel.sender() as sender, channel.receiver() as receiver:
+        kept = []
+        for number in range(20):
+            sender.send(Job(number, ids=np.full(50_000, number, np.int32)), timeout=5)
+            kept.append(receiver.receive(timeout=5).ids)
+        assert channel.snapshot()["pool"][0]["blocks"] == 20
+        for number, ids in enumerate(kept):
+            assert (ids == number).all()
+        del ids
+        kept.clear()
+        assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+# ── the handshake ──
+def test_bytes_and_messages_do_not_mix() -> None:
+    with opened("ring") as channel:
+        raw = penstock.attach(channel.ticket)
+        assert isinstance(raw, penstock.Channel)
+        for end in (raw.sender, raw.receiver):
+            with pytest.raises(LayoutMismatch, match=r"carries messages: attach to it with messages="):
+                end()
+    with penstock.open_ring() as plain, pytest.raises(LayoutMismatch, match="carries plain bytes"):
+        penstock.attach(plain.ticket, messages=MESSAGES)
+
+
+def test_two_builds_that_differ_refuse_each_other_and_say_how() -> None:
+    other = msgspec.defstruct("Job", [("number", int), ("settings", Interned[Settings] | None, None)], array_like=True)
+    with opened("ring") as channel, pytest.raises(LayoutMismatch) as caught:
+        penstock.attach(channel.ticket, messages=(other, Stop, State))
+    text = str(caught.value)
+    assert "Job has no 'ids: None | array[int32]' here" in text
+    assert text.count(penstock.__version__) == 2
+
+
+def test_the_same_classes_from_another_process_fit() -> None:
+    program = (
+        "import sys, penstock, tests.unit.codec.test_messages as here\n"
+        "with penstock.attach(sys.argv[1], messages=here.MESSAGES) as channel, channel.sender() as sender:\n"
+        "    sender.send(here.Job(5, here.WARM))\n"
+        "    sender.send(here.Stop('x'))\n"
+    )
+    with opened("ring") as channel, channel.receiver() as receiver:
+        subprocess.run([sys.executable, "-c", program, str(channel.ticket)], check=True, timeout=60)
+        assert receiver.receive(timeout=5) == Job(5, WARM)
+        assert [type(one) for one in receiver] == [Stop]
+
+
+def _echo(inward: penstock.MessageChannel, outward: penstock.MessageChannel) -> None:
+    with inward.receiver() as receiver, outward.sender() as sender:
+        for message in receiver:
+            sender.send(message)
+
+
+def test_a_channel_of_messages_reaches_a_spawned_process() -> None:
+    context = multiprocessing.get_context("spawn")
+    with opened("ring") as there, opened("ring") as back, there.sender() as sender, back.receiver() as receiver:
+        child = context.Process(target=_echo, args=(there, back))
+        child.start()
+        sender.send(Job(9, COLD, np.arange(5000, dtype=np.int32)))
+        got = receiver.receive(timeout=60)
+        assert got.settings == COLD and np.array_equal(got.ids, np.arange(5000))
+        sender.close()
+        child.join(60)
+        assert list(receiver) == []
+
+
+def test_the_description_lies_in_the_segment_for_everybody_to_read() -> None:
+    with opened("ring") as channel:
+        raw = penstock.attach(channel.ticket)
+        assert isinstance(raw, penstock.Channel)
+        schema = Schema.decode(raw.schema)
+    assert [one.name for one in schema.messages] == ["Job", "Stop", "State"]
+    assert dict(schema.messages[0].fields)["ids"] == "None | array[int32]"
+    assert [one.name for one in schema.structs] == ["Settings"]
+
+
+@pytest.mark.parametrize(("given", "why"), [(Job, r"messages=\(Job,\)"), (5, "not 5"), ("Job", "not 'Job'")], ids=str)
+def test_messages_is_a_tuple_of_classes(given: Any, why: str) -> None:
+    with pytest.raises(TypeError, match=why):
+        penstock.open_ring(messages=given)
+    with opened() as channel, pytest.raises(TypeError, match=why):
+        penstock.attach(channel.ticket, messages=given)
+    with penstock.open_ring(messages=iter((Job,))) as ring:  # type: ignore[call-overload]
+        assert ring.catalogue.messages == (Job,)
+
+
+def test_a_description_that_does_not_fit_says_how_long_it_is() -> None:
+    many = tuple(
+        msgspec.defstruct(f"M{n}", [(f"f{k}_{'x' * 900}", int) for k in range(20)], array_like=True) for n in range(64)
+    )
+    with pytest.raises(
+        ValueError, match=r"of these 64 classes takes 1,\d+,\d+ bytes; a channel has room for 1,048,576"
+    ):
+        penstock.open_ring(messages=many)
+
+
+# ── those who came late ──
+def test_a_receiver_that_comes_late_gets_the_values_it_lacks() -> None:
+    with opened() as channel, channel.sender() as sender:
+        first = channel.receiver(0)
+        gone = channel.receiver(1)
+        sender.send(Job(1, WARM))
+        assert first.receive(timeout=5).settings == gone.receive(timeout=5).settings == WARM
+        gone.close()
+        late = channel.receiver(1)
+        sender.send(Job(2, WARM))
+        assert first.receive(timeout=5) == late.receive(timeout=5) == Job(2, WARM)
+        assert sender.admissions == 1
+        sender.send(Job(3, WARM))
+        assert first.receive(timeout=5) == late.receive(timeout=5) == Job(3, WARM)
+        first.close()
+        late.close()
+
+
+def test_a_receiver_that_comes_while_the_sender_waits_gets_them_too() -> None:
+    with opened(capacity=4096, inline_limit=1024) as channel, channel.sender() as sender:
+        slow, gone = channel.receiver(0), channel.receiver(1)
+        sender.send(Job(0, WARM))
+        gone.receive(timeout=5)
+        gone.close()
+        number = 0
+        while True:
+            number += 1
+            try:
+                sender.send(Job(number, WARM, np.zeros(200, np.int32)), timeout=0.02)
+            except penstock.Timeout:
+                break
+        got: list[Any] = []
+        thread = threading.Thread(target=lambda: sender.send(Job(-1, WARM, np.zeros(200, np.int32)), timeout=20))
+        thread.start()
+        eventually(lambda: channel.snapshot()["senders"][0]["waiting_ns"] > 0)
+        late = channel.receiver(1)
+        while not got or got[-1].number != -1:
+            got.append(slow.receive(timeout=5))
+        thread.join()
+        assert late.receive(timeout=5).settings == WARM
+        assert all(one.settings == WARM for one in got)
+        slow.close()
+        late.close()
+
+
+def test_another_sender_begins_anew() -> None:
+    with opened("inbox") as channel, channel.receiver() as receiver:
+        with channel.sender(0) as one:
+            one.send(Job(1, WARM))
+        assert receiver.receive(timeout=5) == Job(1, WARM)
+        with channel.sender(0) as two, channel.sender(1) as other:
+            two.send(Job(2, COLD))
+            other.send(Job(3, WARM))
+            got = sorted([receiver.receive(timeout=5), receiver.receive(timeout=5)], key=lambda job: job.number)
+            assert got == [Job(2, COLD), Job(3, WARM)]
+
+
+def test_who_comes_late_is_greeted_before_the_next_message_and_at_first_everybody_is() -> None:
+    with opened() as channel, channel.sender() as sender:
+        now = [0]
+        sender.greet(lambda: [State(now[0])])
+        one, two = channel.receiver(0), channel.receiver(1)
+        for number in (1, 2):
+            now[0] = number
+            sender.send(Job(number))
+        assert [one.receive(timeout=5) for _ in range(3)] == [State(1), Job(1), Job(2)]
+        assert [two.receive(timeout=5) for _ in range(3)] == [State(1), Job(1), Job(2)]
+        two.close()
+        two = channel.receiver(1)
+        now[0] = 3
+        sender.send(Job(3))
+        for receiver in (one, two):
+            assert [receiver.receive(timeout=5) for _ in range(2)] == [State(3), Job(3)]
+            receiver.close()
+
+
+# ── what goes wrong ──
+def test_a_message_that_cannot_be_decoded_costs_that_message_alone() -> None:
+    with opened("ring") as channel, channel.sender() as sender, channel.receiver() as receiver:
+        sender.send(Job("not a number", WARM))  # type: ignore[arg-type]
+        sender.send(Job(2, WARM))
+        with pytest.raises(penstock.DecodeError, match=r"Job: expected `int`, got `str` at \$\.number"):
+            receiver.receive(timeout=5)
+        assert receiver.receive(timeout=5) == Job(2, WARM)
+
+
+def test_a_message_that_cannot_be_encoded_costs_nothing() -> None:
+    with opened("ring") as channel, channel.sender() as sender, channel.receiver() as receiver:
+        for wrong in (Job(1, WARM, np.zeros(3)), Settings(), Job(1j)):  # type: ignore[arg-type]
+            with pytest.raises(TypeError):
+                sender.send(wrong)
+        sender.send(Job(2, WARM))
+        assert receiver.receive(timeout=5) == Job(2, WARM)
+
+
+def test_an_interned_value_of_a_message_that_timed_out_is_sent_with_the_next() -> None:
+    with opened("ring", capacity=4096, inline_limit=1024) as channel, channel.sender() as sender:
+        with channel.receiver() as receiver:
+            filled = 0
+            try:
+                while True:
+                    sender.send_nowait(Job(filled, ids=np.zeros(200, np.int32)))
+                    filled += 1
+            except penstock.WouldBlock:
+                pass
+            with pytest.raises(penstock.Timeout):
+                sender.send(Job(1, WARM, np.zeros(200, np.int32)), timeout=0.01)
+            for _ in range(filled):
+                receiver.receive(timeout=5)
+            sender.send(Job(2, WARM))
+            assert receiver.receive(timeout=5) == Job(2, WARM)
+
+
+def test_nothing_that_is_not_there_is_waited_for() -> None:
+    with opened("ring") as channel, channel.sender(), channel.receiver() as receiver:
+        with pytest.raises(penstock.WouldBlock):
+            receiver.receive_nowait()
+        began = time.monotonic()
+        with pytest.raises(penstock.Timeout):
+            receiver.receive(timeout=0.05)
+        assert 0.04 < time.monotonic() - began < 5
+
+
+def test_who_only_looks_whether_there_is_a_message_gets_it_or_none() -> None:
+    with opened() as channel:
+        sender, receiver = channel.sender(), channel.receiver(0)
+        assert receiver.try_receive() is None
+        sender.send(Job(1))
+        assert receiver.try_receive() == Job(1)
+        assert receiver.try_receive() is None
+        sender.close()
+        with pytest.raises(penstock.EndOfChannel):
+            receiver.try_receive()
+
+
+def test_threads_share_ends() -> None:
+    with opened("ring", capacity=1 << 16) as channel, channel.sender() as sender, channel.receiver() as receiver:
+        values = [Interned(Settings(float(i))) for i in range(50)]
+        got: list[Job] = []
+
+        def send(which: int) -> None:
+            for number in range(300):
+                sender.send(
+                    Job(which, values[(number * 7 + which) % 50], np.arange(number, dtype=np.int32)), timeout=20
+                )
+
+        def receive() -> None:
+            for job in receiver:
+                assert len(job.ids) == 0 or job.ids[-1] == len(job.ids) - 1
+                got.append(job)
+
+        senders = [threading.Thread(target=send, args=(which,)) for which in range(4)]
+        receivers = [threading.Thread(target=receive) for _ in range(3)]
+        for thread in senders + receivers:
+            thread.start()
+        for thread in senders:
+            thread.join()
+        sender.close()
+        for thread in receivers:
+            thread.join()
+        assert len(got) == 1200
+        for which in range(4):
+            settings = sorted(job.settings.value.heat for job in got if job.number == which)  # type: ignore[union-attr]
+            assert settings == sorted(float((number * 7 + which) % 50) for number in range(300))
+
+
+def test_closing_wakes_who_waits_in_another_thread() -> None:
+    with opened("ring") as channel, channel.sender(), channel.receiver() as receiver:
+        errors: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                receiver.receive()
+            except penstock.ClosedError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(lambda: channel.snapshot()["receivers"][0]["waiting_ns"] > 0)
+        receiver.close()
+        thread.join(5)
+        assert len(errors) == 1 and receiver.is_closed
+
+
+# ── event loops ──
+def test_event_loops_take_and_give_messages() -> None:
+    async def play() -> None:
+        channel = opened("ring", capacity=1 << 14)
+        async with channel.async_sender() as sender, channel.async_receiver() as receiver:
+            sender.greet(lambda: [State(42)])
+
+            async def send() -> None:
+                for number in range(300):
+                    ids = np.full(number, number, np.int32)
+                    sending = asyncio.ensure_future(sender.send(Job(number, WARM if number % 2 else COLD, ids)))
+                    await asyncio.sleep(0)
+                    ids[:] = -1  # it was as it was when it was sent
+                    await sending
+                sender.close()
+
+            task = asyncio.ensure_future(send())
+            assert await receiver.receive(timeout=5) == State(42)
+            number = 0
+            async for job in receiver:
+                assert job.number == number and job.settings == (WARM if number % 2 else COLD)
+                assert (job.ids == number).all() and len(job.ids) == number
+                number += 1
+            assert number == 300
+            await task
+        channel.close()
+
+    asyncio.run(play())
+
+
+def test_tasks_that_wait_for_their_turn_send_what_was_given_to_them() -> None:
+    async def play() -> None:
+        channel = opened("ring", capacity=4096, inline_limit=1024)
+        async with channel.async_sender() as sender, channel.async_receiver() as receiver:
+            arrays = [np.full(150, number, np.int32) for number in range(30)]
+            tasks = [asyncio.ensure_future(sender.send(Job(i, WARM, one))) for i, one in enumerate(arrays)]
+            await asyncio.sleep(0.01)
+            assert not all(task.done() for task in tasks)
+            with pytest.raises(penstock.WouldBlock):
+                sender.send_nowait(Job(0))
+            for one in arrays:
+                one[:] = -1
+            got = [await receiver.receive(timeout=5) for _ in tasks]
+            await asyncio.gather(*tasks)
+            assert sorted(job.number for job in got) == list(range(30))
+            assert all((job.ids == job.number).all() and job.settings == WARM for job in got)
+        channel.close()
+
+    asyncio.run(play())
+
+
+def test_a_late_receiver_is_greeted_by_a_loop_that_waits_for_room() -> None:
+    async def play() -> None:
+        channel = opened(capacity=4096, inline_limit=1024)
+        async with channel.async_sender() as sender:
+            slow, gone = channel.receiver(0), channel.receiver(1)
+            now = [0]
+            sender.greet(lambda: [State(now[0])])
+            while True:
+                try:
+                    await sender.send(Job(now[0], WARM, np.zeros(100, np.int32)), timeout=0.02)
+                except penstock.Timeout:
+                    break
+                now[0] += 1
+            gone.close()
+            sending = asyncio.ensure_future(sender.send(Job(-1, WARM, np.zeros(100, np.int32)), timeout=20))
+            await asyncio.sleep(0.01)
+            late = channel.receiver(1)
+            got = []
+            while not got or got[-1] != -1:
+                message = slow.receive(timeout=5)
+                got.append(message.number)
+                await asyncio.sleep(0)
+            await sending
+            assert got == [0, *range(now[0]), now[0], -1]
+            assert late.receive(timeout=5) == State(now[0])
+            assert late.receive(timeout=5).settings == WARM
+            slow.close()
+            late.close()
+        channel.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timeout", "nowait", "error"])
+def test_a_greeting_that_a_loop_could_not_send_is_still_owed(how: str) -> None:
+    async def play() -> None:
+        channel = opened("ring", capacity=4096, inline_limit=1024)
+        async with channel.async_sender() as sender:
+            receiver = channel.receiver()
+            if how != "error":
+                with pytest.raises(penstock.WouldBlock):
+                    while True:
+                        sender.send_nowait(Stop("x" * 200))
+            greetings = [ZeroDivisionError] if how == "error" else []
+
+            def greeting() -> list[msgspec.Struct]:
+                if greetings:
+                    raise greetings.pop()
+                return [State(7), Stop("hello" * 20)]
+
+            sender.greet(greeting)
+            if how == "cancelled":
+                sending = asyncio.ensure_future(sender.send(Job(1)))
+                await asyncio.sleep(0.01)
+                sending.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await sending
+            elif how == "timeout":
+                with pytest.raises(penstock.Timeout):
+                    await sender.send(Job(1), timeout=0.01)
+            elif how == "nowait":
+                with pytest.raises(penstock.WouldBlock):
+                    sender.send_nowait(Job(1))
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    await sender.send(Job(1))
+            with pytest.raises(penstock.WouldBlock):
+                while True:
+                    receiver.receive_nowait()
+            await sender.send(Job(2), timeout=5)
+            got = [receiver.receive(timeout=5)]
+            while got[-1] != Job(2):
+                got.append(receiver.receive(timeout=5))
+            assert got == [State(7), Stop("hello" * 20), Job(2)]
+            receiver.close()
+        channel.close()
+
+    asyncio.run(play())
+
+
+def test_what_could_not_be_sent_is_let_go() -> None:
+    with opened("ring", capacity=4096, inline_limit=1024) as channel, channel.receiver():
+
+        def held_by(send: Any) -> list[Any]:
+            ids = np.zeros(200, np.int32)
+            gone = weakref.ref(ids)
+            with pytest.raises((penstock.WouldBlock, TypeError, penstock.Timeout)):
+                while True:
+                    send(Job(0, WARM, ids))
+            with pytest.raises((penstock.WouldBlock, TypeError, penstock.Timeout)):
+                send(Job(1, WARM, ids))
+            del ids
+            return [] if gone() is None else gc.get_referrers(gone())
+
+        with channel.sender() as sender:
+            assert held_by(sender.send_nowait) == []
+            assert held_by(lambda message: sender.send(message, timeout=0.01)) == []
+            assert held_by(lambda message: sender.send(Job(1, 5, message.ids))) == []
+
+
+def test_an_interrupt_while_the_sender_hears_of_a_late_receiver_does_not_hide_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened() as channel, channel.sender() as sender:
+        first, gone = channel.receiver(0), channel.receiver(1)
+        sender.greet(lambda: [State(1)])
+        sender.send(Job(1, WARM))
+        gone.close()
+        sender.send(Job(2, WARM))
+        late = channel.receiver(1)
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(sender._encoder.names, "forget", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sender.send(Job(3, WARM))
+        monkeypatch.undo()
+        sender.send(Job(4, WARM))
+        assert late.receive(timeout=5) == State(1)
+        assert late.receive(timeout=5) == Job(4, WARM)
+        late.close()
+        first.close()
+
+
+def test_a_loop_that_waits_for_room_keeps_views_as_they_were() -> None:
+    Viewed = msgspec.defstruct("Viewed", [("at", memoryview), ("more", list[bytes])], array_like=True)
+
+    async def play() -> None:
+        channel = opened("ring", messages=(Viewed,), capacity=4096, inline_limit=1024)
+        async with channel.async_sender() as sender:
+            receiver = channel.receiver()
+            room = bytearray(b"a" * 450)
+            sending = []
+            for letter in b"bcdefghijk":
+                room[:] = bytes([letter]) * 450
+                sending.append(asyncio.ensure_future(sender.send(Viewed(memoryview(room), [bytes(room)]))))
+                await asyncio.sleep(0)
+            room[:] = bytes(450)
+            for letter in b"bcdefghijk":
+                got = await asyncio.to_thread(receiver.receive, 5)
+                assert bytes(got.at) == got.more[0] == bytes([letter]) * 450
+                await asyncio.sleep(0)
+            await asyncio.gather(*sending)
+            receiver.close()
+        channel.close()
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("moment", ["the turn was taken", "it is given back"])
+def test_an_interrupt_leaves_no_end_shut(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened("ring") as channel, channel.sender() as sender, channel.receiver() as receiver:
+        for end, use in (
+            (sender, lambda: sender.send(Stop(), timeout=1)),
+            (sender, lambda: sender.send_nowait(Stop())),
+            (receiver, lambda: receiver.receive(timeout=1)),
+            (receiver, lambda: receiver.receive_view(timeout=1)),
+            (receiver, lambda: receiver.receive_nowait()),
+        ):
+            sender.send(Stop())
+            turns = type(end._turns)
+            take = turns.take
+
+            def interrupted(*arguments: Any, take: Any = take) -> None:
+                if moment == "the turn was taken":
+                    take(*arguments)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(turns, "take" if moment == "the turn was taken" else "give", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                use()
+            monkeypatch.undo()
+            sender.send(Stop(), timeout=1)
+            while True:
+                try:
+                    receiver.receive_nowait()
+                except penstock.WouldBlock:
+                    break
+            with concurrent.futures.ThreadPoolExecutor(1) as other:
+                other.submit(sender.send, Stop(), 1).result()
+                other.submit(receiver.receive, 1).result()

@@ -1,0 +1,84 @@
+"""Which words and sampling defaults an engine has, by what it was told of its model."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from penstock.engine.model_dir import completed
+from penstock.engine.output.detokenizer import vocabulary
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.worker.simulated_device import Rule
+
+
+def test_a_simulated_device_alone_speaks_in_the_numbers_of_its_tokens() -> None:
+    words = vocabulary(EngineConfig(simulated=SimulatedDevice(vocabulary=20)))
+    assert [words.piece(one) for one in (0, 19, 20)] == [b" 0", b" 19", b""]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Of two words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({"Ġcat": 0, "s": 1}, []))
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.save(str(folder / "tokenizer.json"))
+
+
+def test_a_simulated_device_with_a_models_directory_speaks_in_the_models_words(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    words = vocabulary(EngineConfig(model=str(tmp_path), simulated=SimulatedDevice(vocabulary=2)))
+    assert [words.piece(one) for one in (0, 1)] == [b" cat", b"s"]
+
+
+def test_a_simulated_device_with_a_models_directory_gives_ids_of_its_tokenizer(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    config = completed(EngineConfig(model=str(tmp_path), simulated=SimulatedDevice()))
+    assert config.simulated is not None and config.simulated.vocabulary == 2
+    answer = Rule(config.simulated).answer(np.arange(5, dtype=np.int32), 50)
+    assert set(answer) == {0, 1}
+    words = vocabulary(config)
+    assert all(words.piece(one) for one in answer)
+
+
+@pytest.mark.parametrize(
+    ("said", "given"),
+    [
+        ({}, {}),
+        ({"temperature": None, "do_sample": True, "pad_token_id": 0, "num_beams": 4}, {}),
+        (
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05},
+            {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05},
+        ),
+        ({"max_new_tokens": 2048, "top_k": -1}, {"max_tokens": 2048, "top_k": 0}),
+    ],
+)
+def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path, said: dict, given: dict) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    config = EngineConfig(model=str(tmp_path))
+    assert completed(config).sampling_defaults.given == given
+    neutral = msgspec.structs.replace(config, generation_config="vllm")
+    assert completed(neutral).sampling_defaults.given == {}
+
+
+def test_sampling_defaults_are_neutral_without_generation_config(tmp_path: Path) -> None:
+    assert completed(EngineConfig(model=str(tmp_path))).sampling_defaults.given == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"temperature": "hot"}', "Expected `float | null`, got `str`"),
+        ('{"top_p": 0}', "expected top_p above 0"),
+        ('{"max_new_tokens": 0}', "expected max_tokens between 1 and"),
+    ],
+)
+def test_sampling_defaults_that_no_request_could_have_are_refused_with_the_way_out(
+    tmp_path: Path, text: str, why: str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"generation_config\.json \(--generation-config vllm") as caught:
+        completed(EngineConfig(model=str(tmp_path)))
+    assert why in str(caught.value)
+    completed(EngineConfig(model=str(tmp_path), generation_config="vllm"))

@@ -1,0 +1,255 @@
+"""What is refused before a process starts: each mistake in files, options or devices, by its subject."""
+
+import errno
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine import preflight
+from penstock.engine.cluster import cuda_devices
+from penstock.engine.cluster.cuda_devices import Devices, TorchBuild
+from penstock.engine.model_dir import FAMILIES, TEXT, VISION, completed
+from penstock.engine.preflight import require_startable, require_tokenizer
+from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
+from tests.support.documents import ROOT
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the model that ships, of links that a test replaces."""
+    for path in Path(SHIPPED).iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+def replace(path: Path, content: str | bytes) -> None:
+    path.unlink(missing_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def edit(path: Path, **said: Any) -> None:
+    replace(path, json.dumps({**json.loads(path.read_text()), **said}))
+
+
+def refusal(model: Path, **options: Any) -> str:
+    with pytest.raises((ValueError, OSError)) as caught:
+        config = completed(EngineConfig(model=str(model), **options))
+        require_startable(config)
+        require_tokenizer(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_model_that_ships_can_be_started(model: Path) -> None:
+    config = completed(EngineConfig(model=str(model)))
+    require_startable(config)
+    require_tokenizer(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("config.json", None, "there is no {}/config.json"),
+        ("config.json", "{", "{}/config.json is not what was expected"),
+        ("config.json", '{"model_type": "llama", "architectures": 3}', "architectures of {}/config.json"),
+        ("tokenizer.json", None, "there is no {}/tokenizer.json: a server needs the model's tokenizer"),
+        ("tokenizer.json", "{}", "{}/tokenizer.json is not what was expected: Object missing required field `model`"),
+        ("tokenizer.json", "<html>", "{}/tokenizer.json is not what was expected"),
+        ("tokenizer_config.json", "[]", "{}/tokenizer_config.json is not what was expected"),
+        ("processor_config.json", "{,}", "{}/processor_config.json is not what was expected"),
+        ("generation_config.json", "{", "{}/generation_config.json is not what was expected"),
+        ("model.safetensors", None, "{}: no model.safetensors and no model.safetensors.index.json"),
+        ("model.safetensors", b"", "{}/model.safetensors is not a file of safetensors"),
+        ("model.safetensors", b"<!doctype html>", "{}/model.safetensors is not a file of safetensors"),
+        ("model.safetensors", b"\2\0\0\0\0\0\0\0no", "{}/model.safetensors is not a file of safetensors"),
+        ("model.safetensors", b"\7\0\0\0\0\0\0\0{", "{}/model.safetensors is cut off: it has 9 bytes of 15"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        ("model.safetensors.index.json", '{"weight_map": 1}', "weight_map of {}/model.safetensors.index.json"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}', "1 of 1 files"),
+    ],
+)
+def test_a_broken_file_of_a_model_is_refused_by_its_path(
+    model: Path, name: str, content: str | bytes | None, text: str
+) -> None:
+    (model / name).unlink(missing_ok=True)
+    if content is not None:
+        replace(model / name, content)
+    assert text.format(model) in refusal(model)
+
+
+def test_weights_that_were_not_copied_to_their_end_are_refused_with_both_sizes(model: Path) -> None:
+    whole = (model / "model.safetensors").read_bytes()
+    replace(model / "model.safetensors", whole[: len(whole) // 2])
+    assert f"is cut off: it has {len(whole) // 2} bytes of {len(whole)}" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGenerat"),
+        ({"model_type": "mamba", "architectures": None}, "(model_type 'mamba') are not supported"),
+        (
+            {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
+            "LlamaForSequenceClassification",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized weights are not supported"),
+    ],
+)
+def test_a_family_that_is_not_served_is_named(model: Path, said: dict[str, Any], text: str) -> None:
+    edit(model / "config.json", **said)
+    assert text in refusal(model)
+
+
+def test_an_architecture_that_is_only_misspelt_is_served(model: Path) -> None:
+    edit(model / "config.json", architectures=["LLaVAForCausalLM"])
+    require_startable(completed(EngineConfig(model=str(model))))
+
+
+def test_ranks_blocks_types_and_devices_are_held_against_the_model(model: Path) -> None:
+    assert "num_attention_heads is 6 and num_key_value_heads 2" in refusal(model, tensor_parallel=7)
+    assert "max seq len (1024)" in refusal(model, blocks=63) and "--blocks 64 or more" in refusal(model, blocks=63)
+    require_startable(completed(EngineConfig(model=str(model), blocks=64)))
+    assert "dtype is auto, float32, bfloat16, float16, not 'int8'" in refusal(model, dtype="int8")
+    assert "device is cpu, cuda, or cuda:N" in refusal(model, device="tpu")
+    with pytest.raises(ValueError, match=r"stored in KV cache \(16\)"):
+        require_startable(completed(EngineConfig(simulated=SimulatedDevice(blocks=1))))
+
+
+def test_heads_that_config_json_leaves_to_transformers_are_left_to_the_worker(model: Path) -> None:
+    edit(model / "config.json", text_config={"model_type": "llama"})
+    require_startable(completed(EngineConfig(model=str(model), tensor_parallel=7)))
+
+
+def test_a_package_that_is_not_installed_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match="a model needs torch, not installed here"):
+        require_startable(completed(EngineConfig(model=str(model))))
+
+
+# ── CUDA ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    ("number", "options", "text"),
+    [
+        (0, {"device": "cuda"}, "--device cuda: no CUDA device can be used: because"),
+        (1, {"device": "cuda", "tensor_parallel": 2}, "2 workers need 2: because"),
+        (3, {"device": "cuda", "tensor_parallel": 2, "data_parallel": 2}, "4 workers need 4"),
+        (1, {"device": "cuda:1"}, "--device cuda:1"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(
+    model: Path, number: int, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(number, "because"))
+    assert text in refusal(model, **options)
+
+
+@pytest.mark.parametrize("number", [None, 2])
+def test_devices_that_are_there_or_that_nobody_can_count_are_left_to_the_worker(
+    model: Path, number: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(number, "because"))
+    require_startable(completed(EngineConfig(model=str(model), device="cuda", tensor_parallel=2)))
+
+
+def driver(answer: str) -> Callable[..., Any]:
+    return lambda command, **_: subprocess.CompletedProcess(command, 0, answer, "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "number", "reason"),
+    [
+        ("absent\n", 0, "there is no NVIDIA driver"),
+        ("0 2\n", 2, "finds 2 devices"),
+        ("100 0\n", 0, "finds no device"),
+        ("999 0\n", None, "answers with error 999"),
+        ("libcuda.so.1: cannot allocate memory\n", None, "cannot allocate memory"),
+        ("", None, "exit status 0"),
+    ],
+)
+def test_only_what_the_driver_says_is_evidence(
+    answer: str, number: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
+    monkeypatch.setattr(subprocess, "run", driver(answer))
+    found = cuda_devices.cuda_devices()
+    assert found.number == number and reason in found.reason
+
+
+def test_a_driver_that_cannot_be_asked_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(command: Any, **_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
+    monkeypatch.setattr(subprocess, "run", fail)
+    assert cuda_devices.cuda_devices().number is None
+
+
+def test_a_torch_without_cuda_has_no_devices_and_one_for_rocm_may_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0+cpu", None, None))
+    assert cuda_devices.cuda_devices() == Devices(0, "torch 2.13.0+cpu is built without CUDA")
+    monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0", None, "7.0"))
+    assert cuda_devices.cuda_devices().number is None
+
+
+def test_the_build_of_torch_is_read_without_importing_it() -> None:
+    torch = pytest.importorskip("torch")
+    assert cuda_devices.torch_build() == TorchBuild(torch.__version__, torch.version.cuda, torch.version.hip)
+
+
+# ── the registry ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_families_have_the_classes_of_transformers() -> None:
+    names = pytest.importorskip("transformers.models.auto.modeling_auto")
+    assert {name: names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] for name in TEXT} == TEXT
+    assert {name: names.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name] for name in VISION} == VISION
+
+
+def test_the_table_of_families_says_exactly_what_is_served() -> None:
+    page = (ROOT / "docs" / "howto" / "serve.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if "For" in line and line.startswith("| `")]
+    table = {kind.strip(" `"): (name.strip(" `"), images.strip()) for name, kind, images in rows}
+    assert table == {kind: (name, "yes" if kind in VISION else "") for kind, name in FAMILIES.items()}
+
+
+# ── the commands ─────────────────────────────────────────────────────────────────────────────────────────────────────
+COMMAND = "import sys; from penstock.cli import main; status = main(sys.argv[1:]); assert not {0} & set(sys.modules)"
+NOT_IMPORTED = {"torch", "transformers"}
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--dtype", "int8"), "dtype is"),
+        (("--tensor-parallel", "7"), "num_attention_heads"),
+        (("--max-model-len", "2048"), "User-specified max_model_len (2048) is greater than the model's (max_position"),
+        (("--device", "tpu"), "device is cpu, cuda"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2_without_torch(command: str, options: tuple[str, ...], text: str) -> None:
+    code = COMMAND.format(NOT_IMPORTED) + "; sys.exit(status)"
+    asked = [sys.executable, "-c", code, command, *options]
+    began = time.monotonic()
+    done = subprocess.run(asked, input="[1]\n", capture_output=True, text=True, timeout=60)
+    print(f"{time.monotonic() - began:.2f} s")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"penstock {command}: ") and text in done.stderr
+
+
+def test_a_port_that_is_taken_is_named_and_only_after_the_model(model: Path) -> None:
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert f"[Errno {errno.EADDRINUSE}] cannot listen on port {port} of '127.0.0.1'" in done.stderr
+        (model / "tokenizer.json").unlink()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2 and "there is no" in done.stderr and "tokenizer.json" in done.stderr

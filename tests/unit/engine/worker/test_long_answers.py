@@ -1,0 +1,63 @@
+"""Requests of any length up to the model's: what the device keeps of them grows while others join, wait and leave."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+# First: where torch is missing, this skips the rest.
+from tests.support.models import BLOCK_SIZE, WORDS, Asked, Family, ask, device, must_be_greedy
+
+# isort: split
+from penstock.engine.worker import cpu_attention
+from penstock.engine.worker.decode_graphs import Recorder
+from tests.support.ranks import answers_of_threads
+from tests.support.tape import Eager, Tape
+
+LENGTHS = (256, 512, 1024)  # at which tables are widened
+MAX_LENGTH = 1280
+
+
+def random_requests(seed: int, limit: int = MAX_LENGTH) -> list[Asked]:
+    """Some end one token before a table is full, some with it, some after it; the last ones as long as the model
+    allows. Their prompts begin alike, so that blocks are shared."""
+    chance = random.Random(seed)
+    beginning = chance.choices(WORDS, k=limit)
+    lengths = [length + more for length in LENGTHS if length < limit for more in (0, 1, chance.randint(2, 50))]
+    chance.shuffle(lengths)
+    requests = []
+    for length in [*lengths, chance.randint(100, limit), limit, limit]:
+        prompt = chance.randint(50, length - 1)
+        same = chance.randint(40, prompt - 1)
+        requests.append(Asked(beginning[:same] + chance.choices(WORDS, k=prompt - same), [], length - prompt))
+    return requests
+
+
+def test_requests_join_after_an_answer_that_grew_past_the_table(family: Callable[..., Family]) -> None:
+    of = family("llama")
+    requests = [Asked([5] * 200, [], 100), Asked([6, 7], []), Asked([8] * 300, []), Asked([9], [])]
+    must_be_greedy(of.path, requests, ask(device(of, blocks=128), requests, slots=1, budget=256).answers)
+
+
+@pytest.mark.parametrize("kind", ["native", "gathered", "eager", "tape"])
+def test_random_lengths_are_answered_as_by_transformers(
+    kind: str, family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """With joins, preemption and prefix hits in between; however the rows that compute one token attend."""
+    if kind == "gathered":
+        monkeypatch.setattr(cpu_attention, "DTYPES", ())
+    recorder: Recorder | None = {"eager": Eager, "tape": Tape}.get(kind, lambda: None)()
+    of = family("llama", max_position_embeddings=MAX_LENGTH)
+    limit = {"native": MAX_LENGTH, "tape": 300}.get(kind, 600)
+    requests = random_requests(seed, limit)
+    told = ask(device(of, blocks=limit // BLOCK_SIZE + 8, recorder=recorder), requests, slots=4, budget=100)
+    must_be_greedy(of.path, requests, told.answers)
+    assert told.stats.preemptions > 0 and told.stats.cached_tokens > 0
+
+
+def test_two_ranks_answer_random_lengths_as_transformers_does(family: Callable[..., Family], seed: int) -> None:
+    of = family("llama", max_position_embeddings=MAX_LENGTH)
+    requests = random_requests(seed, 600)
+    first, second = answers_of_threads(2, of, requests, blocks=600 // BLOCK_SIZE + 8, budget=100)
+    assert first == second
+    must_be_greedy(of.path, requests, first)

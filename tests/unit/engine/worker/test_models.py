@@ -1,0 +1,191 @@
+"""The real device: what it answers is what transformers answers, token for token, however the work is cut."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+# First: where torch is missing, this skips the rest.
+from tests.support.models import TEXT, VISION, Asked, Family, Shown, ask, device, opener
+
+# isort: split
+import torch
+import transformers
+
+from penstock import Missing
+from penstock.engine.protocol.messages import FinishReason
+from penstock.engine.worker import cpu_attention, vision_encoder
+from penstock.engine.worker.model import load
+from penstock.engine.worker.tensor_parallel import Ranks
+from penstock.tensor import Item
+
+
+@pytest.mark.parametrize("name", [*TEXT, *VISION])
+def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
+    """In chunks, in batches that others join and leave, after preemption, and from blocks that others have filled."""
+    of = family(name)
+    assert len({tuple(answer) for answer in of.answers}) == len(of.answers), "these prompts show nothing"
+    told = ask(device(of), of.asked)
+    assert told.answers == of.answers
+    assert told.stats.preemptions > 0
+    assert told.stats.cached_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+def test_rows_that_are_gathered_answer_alike(
+    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As other devices do it, and types that the native core does not know."""
+    monkeypatch.setattr(cpu_attention, "DTYPES", ())
+    of = family(name)
+    assert ask(device(of), of.asked).answers == of.answers
+
+
+def test_who_has_a_seed_is_answered_alike_alone_and_among_others(family: Callable[[str], Family]) -> None:
+    of = family("mistral")
+    together = ask(device(of), of.asked, seed=5)
+    assert together.stats.preemptions > 0
+    assert together.answers != of.answers
+    for number in (1, 3, 6):
+        alone = ask(device(of), [of.asked[number]], depth=1, seed=5)
+        assert alone.answers[0] == together.answers[number]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_logits_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
+    """Capped, too, where they are: the likeliest token does not show it."""
+    of = family(name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(of.path)
+    with torch.inference_mode():
+        found = theirs(torch.tensor([of.asked[3].prompt]), output_hidden_states=True)
+    ours = load(of.path, Ranks(), torch.device("cpu"))
+    torch.testing.assert_close(ours.logits(found.hidden_states[-1][0]), found.logits[0])
+
+
+# ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "idefics3"])
+def test_an_image_is_encoded_once_and_is_seen(
+    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = family(name)
+    fetched: list[bytes] = []
+    monkeypatch.setattr(vision_encoder.Images, "_encode", _counting(vision_encoder.Images._encode, fetched))
+    with_image = of.asked[1]
+    changed = {key: {**one, "pixel_values": -one["pixel_values"]} for key, one in of.images.items()}
+    ours = device(of, blocks=64)
+    asked = [with_image, Asked([5, *with_image.prompt], [(key, at + 1, size) for key, at, size in with_image.inputs])]
+    first = ask(ours, asked).answers[0]
+    assert len(fetched) == 1
+    assert first == of.answers[1]
+    assert ask(device(of, blocks=64, open_item=opener(changed)), [with_image]).answers[0] != first
+
+
+def _counting(encode: Any, calls: list[Any]) -> Any:
+    def counted(*given: Any) -> Any:
+        calls.append(given[1:])
+        return encode(*given)
+
+    return counted
+
+
+def test_what_was_encoded_makes_room_for_what_is_needed(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision_encoder, "MOST_NBYTES", 1)
+    of = family("llava")
+    ours = device(of)
+    assert ask(ours, of.asked).answers == of.answers
+    assert ours._images is not None and len(ours._images._encoded) == 1
+
+
+def test_who_wants_an_image_that_is_not_there_fails_alone(family: Callable[[str], Family]) -> None:
+    of = family("qwen2_vl")
+    gone = of.asked[1].inputs[0][0]
+
+    def open_item(item: Item) -> Any:
+        if item.key == gone:
+            raise Missing("it went")
+        return opener(of.images)(item)
+
+    told = ask(device(of, open_item=open_item), of.asked[:4])
+    assert told.failed == {1}
+    assert [told.answers[0], *told.answers[2:]] == [of.answers[0], *of.answers[2:4]]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_an_image_is_opened_by_no_sample_that_finds_its_blocks(name: str, family: Callable[[str], Family]) -> None:
+    of = family(name)
+    opened: list[bytes | None] = []
+
+    def open_item(item: Item) -> Any:
+        opened.append(item.key)
+        return opener(of.images)(item)
+
+    ours = device(of, blocks=64, open_item=open_item)
+    told = ask(ours, [of.asked[1], of.asked[1]], slots=1)
+    assert told.answers == [of.answers[1]] * 2 and told.stats.cached_tokens > 0
+    key = of.asked[1].inputs[0][0]
+    assert opened == [key] * (2 if name == "qwen2_vl" else 1)  # there, for its shape too
+    del ours._images._encoded[key]  # somebody else needed the room
+    again = ask(ours, [of.asked[1]], slots=1)
+    assert again.answers == [of.answers[1]] and len(opened) == (3 if name == "qwen2_vl" else 2)
+
+
+def test_an_image_without_a_key_is_kept_for_its_request_alone(family: Callable[[str], Family]) -> None:
+    of = family("llava")
+    prompt, inputs, _ = of.asked[2]
+    value = of.images[inputs[0][0]]
+    opened: list[Item] = []
+
+    def open_item(item: Item) -> Any:
+        opened.append(item)
+        return Shown(value)
+
+    ours = device(of, blocks=64, open_item=open_item)
+    keyless = Asked(prompt, [(None, *place) for _, *place in inputs])
+    told = ask(ours, [keyless, keyless], slots=2, budget=5)
+    assert told.answers[0] == told.answers[1] != of.answers[2] and not told.failed
+    assert len(opened) == len({id(item) for item in opened}) == 4
+    assert ours._images is not None
+    assert told.stats.cached_tokens <= inputs[0][1]  # nobody has found what stands under no key
+    for slot in range(2):
+        ours._images.leave(slot)
+    assert not ours._images._encoded and not ours._images._nbytes
+
+
+def test_who_has_an_image_that_another_rank_has_not_fails_with_it(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("llava", "qwen2_vl"):
+        of = family(name)
+        ours = device(of, blocks=64)
+        monkeypatch.setattr(ours._model.ranks, "least", lambda _: vision_encoder.MISSING)
+        told = ask(ours, of.asked[:3])
+        assert told.reasons == {1: FinishReason.MISSING, 2: FinishReason.MISSING}
+        assert told.answers[0] == of.answers[0]
+
+
+def test_who_sends_what_is_no_image_to_the_model_fails(family: Callable[[str], Family]) -> None:
+    of = family("qwen2_vl")
+    key = of.asked[1].inputs[0][0]
+    right = of.images[key]
+    for wrong in (
+        5,
+        {},
+        {"tokens": 3},
+        {"image_grid_thw": right["image_grid_thw"]},
+        {"pixel_values": right["pixel_values"]},
+        {**right, "pixel_values": right["pixel_values"][:, :-1]},
+        {**right, "image_grid_thw": right["image_grid_thw"] + 2},
+    ):
+        told = ask(device(of, open_item=opener({**of.images, key: wrong})), of.asked[:2])
+        assert told.reasons == {1: FinishReason.MISFIT}, wrong
+        assert told.answers[0] == of.answers[0]
+
+
+def test_who_sends_another_image_than_there_is_room_for_fails(family: Callable[[str], Family]) -> None:
+    of = family("llava")
+    prompt, inputs, _ = of.asked[1]
+    key, position, length = inputs[0]
+    less = Asked(prompt[: position + 1] + prompt[position + 2 :], [(key, position, length - 1)])
+    assert ask(device(of), [less, of.asked[0]]).failed == {0}

@@ -1,0 +1,37 @@
+"""A model on several ranks answers as transformers does, token for token, however few heads there are to share."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# First: where torch is missing, this skips the rest.
+from tests.support.models import TEXT, VISION, Family
+
+# isort: split
+from tests.support.ranks import ranks_must_answer, threads_must_answer
+
+EVEN: list[Any] = [(2, name, {}) for name in [*TEXT, *VISION]]
+HALVES = [  # of heads of keys: two ranks have one between them
+    *((4, name, {}) for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen2_vl")),
+    *((2, name, {"num_key_value_heads": 1}) for name in ("llama", "qwen2_moe", "idefics3")),
+]
+UNEVEN = [  # so that some ranks have zeros: of the first, two and one of the three that look at a head of keys
+    (4, "qwen2", {"hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 97}),
+    (2, "smolvlm", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    (2, "gemma3_text", {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    (2, "qwen3_moe", {"moe_intermediate_size": 36}),
+]
+
+
+def test_two_processes_answer_like_one(family: Callable[..., Family], tmp_path: Path) -> None:
+    """Both plan the same steps, and both know what was sampled, as rank 0 chose. For how models differ, threads do."""
+    ranks_must_answer(2, [family(name) for name in ("llama", "mixtral", "qwen2_vl")], tmp_path, slice(1, 4))
+
+
+@pytest.mark.parametrize(("size", "name", "changes"), EVEN + HALVES + UNEVEN)
+def test_ranks_answer_like_one_however_few_heads_and_columns_there_are(
+    size: int, name: str, changes: dict[str, int], family: Callable[..., Family]
+) -> None:
+    threads_must_answer(size, family(name, **changes))

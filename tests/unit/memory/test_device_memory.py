@@ -1,0 +1,572 @@
+"""Device memory: lent out as blocks are, reused in stream order, opened once, and given back whoever dies."""
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import penstock
+from penstock import LayoutMismatch, MemoryExhausted, Pool, Ref
+from penstock.errors import ClosedError, Timeout
+from penstock.installing import how_to_install
+from penstock.tensor.cuda import CudaPool, DeviceError, ForeignDevice, NoDevice, driver_of
+from penstock.tensor.cuda.pool import Slice
+from penstock.tensor.kinds import kind_of
+from penstock.tools.inspect.segments import snapshot_of, title_of
+from tests.conftest import eventually
+from tests.support.devices import FakeDriver, Stream
+from tests.support.processes import program, thread
+
+BYTES = kind_of("uint8")
+KIB = 1 << 10
+
+# What the other programs begin with: the same pool, on a device of their own process.
+CONSUMER = """
+import numpy as np
+from penstock.tensor.cuda import CudaPool
+from penstock.tensor.kinds import kind_of
+from tests.support.devices import FakeDriver
+
+def attached(ticket, number=0):
+    return CudaPool.attach(ticket, driver=FakeDriver(number), peer_name="consumer")
+
+def opened(pool, words):
+    part = pool.open(penstock.Ref(*map(int, words.split())))
+    return pool.driver.array(part.address, kind_of("uint8"), (part.nbytes,), part)
+"""
+
+
+def new_pool(nbytes: int = 64 * KIB, **options: Any) -> tuple[CudaPool, FakeDriver]:
+    driver = FakeDriver()
+    return CudaPool.create(nbytes, driver=driver, **options), driver
+
+
+def filled(pool: CudaPool, nbytes: int, value: int) -> Slice:
+    part = pool.take(nbytes)
+    array_of(pool, part)[:] = value
+    return part
+
+
+def array_of(pool: CudaPool, part: Slice) -> Any:
+    return pool.driver.array(part.address, BYTES, (part.nbytes,), part)
+
+
+def partner(source: str, *arguments: object) -> Any:
+    """Another process, with a fake device of its own."""
+    return program(CONSUMER + textwrap.dedent(source), *arguments)
+
+
+def words(ref: Ref) -> str:
+    return " ".join(map(str, msgspec.structs.astuple(ref)))
+
+
+def closed(pool: CudaPool) -> None:
+    gc.collect()
+    eventually(pool.close)
+    assert not pool.driver.allocated and not pool.driver.mapped  # type: ignore[attr-defined]
+
+
+# ── the books ──
+def test_a_pool_of_a_device_costs_no_host_memory_and_is_told_in_its_own_sizes() -> None:
+    pool = CudaPool.create(80 << 30, driver=FakeDriver(memory_nbytes=1 << 40), name="gpu")
+    assert pool.nbytes == pool.stats().nbytes == 80 << 30
+    assert pool.segment_nbytes < 8 << 20
+    part = pool.take(3 << 30)
+    status = os.fstat(pool.fd)
+    seen = snapshot_of(os.getpid(), pool.fd, (status.st_dev, status.st_ino))
+    assert seen["name"] == "gpu" and seen["pool"][0]["taken_nbytes"] == 3 << 30
+    with pytest.raises(MemoryExhausted, match=r"80\.0 GiB"):
+        pool.take(78 << 30)
+    part.release()
+    closed(pool)
+
+
+def test_a_pool_of_a_device_is_known_as_one_by_whoever_attaches_or_looks() -> None:
+    pool, _ = new_pool(name="gpu")
+    found = penstock.attach(pool.ticket)
+    assert isinstance(found, CudaPool) and found.about == pool.about
+    found.close()
+    with pytest.raises(LayoutMismatch, match="'gpu' is a pool of device memory"):
+        Pool.attach(pool.ticket)
+    status = os.fstat(pool.fd)
+    assert title_of(snapshot_of(os.getpid(), pool.fd, (status.st_dev, status.st_ino))) == "pool of device memory 'gpu'"
+    with Pool.create(64 * KIB, name="host") as host:
+        status = os.fstat(host.fd)
+        assert title_of(snapshot_of(os.getpid(), host.fd, (status.st_dev, status.st_ino))) == "pool 'host'"
+    closed(pool)
+
+
+def test_the_books_export_no_bytes_and_other_pools_are_no_pools_of_a_device() -> None:
+    pool, _ = new_pool()
+    lease = pool.books.take(512)
+    with pytest.raises(BufferError, match="do not lie in host memory"):
+        memoryview(lease)
+    lease.release()
+    with Pool.create(64 * KIB) as other, pytest.raises(LayoutMismatch, match="not a pool of device memory"):
+        CudaPool.attach(other.ticket)
+    closed(pool)
+
+
+def test_a_slice_begins_where_a_vector_load_may_begin_and_does_not_share_bytes_with_another() -> None:
+    pool, _ = new_pool()
+    parts = [filled(pool, nbytes, number) for number, nbytes in enumerate((1, 511, 512, 513, 3000))]
+    assert all(part.ref.offset % 512 == 0 for part in parts)
+    for number, part in enumerate(parts):
+        assert (array_of(pool, part) == number).all()
+    del part
+    parts.clear()
+    closed(pool)
+
+
+def test_a_slice_for_which_no_stream_can_be_had_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, driver = new_pool()
+    wrong: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", wrong.append)
+
+    def refuse() -> Stream:
+        raise DeviceError("no stream")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "stream", refuse)
+        with pytest.raises(DeviceError, match="no stream"):
+            pool.take(KIB)
+        gc.collect()
+    assert pool.flush() and pool.stats().blocks == 0 and not wrong
+    closed(pool)
+
+
+# ── stream order ──
+def test_a_slice_is_reused_only_when_the_work_on_it_is_done() -> None:
+    pool, driver = new_pool(KIB)
+    part = filled(pool, KIB, 1)
+    copied = driver.made(np.zeros(KIB, np.uint8))
+    driver.current.stop()
+    driver.copy(copied, array_of(pool, part))
+    part.release()
+    with pytest.raises(MemoryExhausted):
+        pool.take(KIB)
+    assert not pool.flush() and pool.stats().blocks == 1
+    driver.current.go_on()
+    array_of(pool, pool.take(KIB))[:] = 2
+    assert (copied == 1).all(), "somebody else had the slice before it was read"
+    closed(pool)
+
+
+def test_a_slice_waits_for_every_stream_that_it_was_used_on() -> None:
+    pool, driver = new_pool()
+    first, second, third = driver.current, Stream("second"), Stream("third")
+    part = pool.take(KIB)  # opened on the first
+    part.used_on(second)
+    for stream in (first, second, third):
+        stream.stop()
+    with driver.on(third):
+        part.release()
+    for stream in (third, first, second):
+        assert not pool.flush() and pool.stats().blocks == 1, f"given back before {stream.name} was done"
+        stream.go_on()
+    assert pool.flush() and pool.stats().blocks == 0
+    closed(pool)
+
+
+def test_the_last_array_of_a_slice_gives_it_back_and_not_an_earlier_one() -> None:
+    pool, _ = new_pool()
+    whole = array_of(pool, pool.take(KIB))
+    part = whole[100:200].reshape(10, 10)
+    del whole
+    assert pool.flush() and pool.stats().blocks == 1
+    del part
+    assert pool.flush() and pool.stats().blocks == 0
+    closed(pool)
+
+
+def test_who_waits_for_room_gets_what_its_own_process_has_in_flight() -> None:
+    pool, driver = new_pool(KIB)
+    part = pool.take(KIB)
+    stream = driver.current
+    stream.stop()
+    part.release()
+    with thread(lambda: pool.take(KIB, timeout=60)) as taking:
+        eventually(lambda: any(peer["waiting_for_memory_ns"] for peer in pool.books.place.peers()))
+        stream.go_on()
+        assert isinstance(taking.ended(within=10).value, Slice)
+        taking.value.release()
+    closed(pool)
+
+
+def test_sharing_waits_for_the_work_that_writes_and_for_no_longer_than_it_was_told() -> None:
+    pool, driver = new_pool()
+    part = pool.take(KIB)
+    driver.current.stop()
+    with pytest.raises(Timeout, match=r"within 0\.01 s"):
+        pool.share(part, [pool.peer], timeout=0.01)
+    with thread(lambda: pool.share(part, [pool.peer])) as sharing:
+        assert sharing.value is None
+        driver.current.go_on()
+        assert isinstance(sharing.ended().value, Ref)
+        pool.drop(sharing.value)
+    part.release()
+    with pytest.raises(ClosedError):
+        pool.share(part, [pool.peer])
+    closed(pool)
+
+
+def test_what_cannot_be_marked_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, driver = new_pool()
+    part = pool.take(KIB)
+
+    def broken(stream: Stream) -> None:
+        raise DeviceError("the context is lost")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "record", broken)
+        with pytest.raises(DeviceError):
+            part.release()
+    assert not pool.flush() and pool.stats().blocks == 1 and not pool.close()
+    driver.in_flight._entries.clear()  # which the end of the process would do
+    closed(pool)
+
+
+def test_a_marker_that_cannot_be_asked_keeps_what_it_is_for() -> None:
+    pool, driver = new_pool()
+    driver.current.stop()
+    part = pool.take(KIB)
+    part.release()
+    ((markers, _),) = driver.in_flight._entries
+    asked = [DeviceError("lost")]
+
+    def query() -> bool:
+        if asked:
+            raise asked.pop()
+        return True
+
+    markers[0].query = query  # type: ignore[method-assign]
+    with pytest.raises(DeviceError):
+        pool.flush()
+    assert pool.stats().blocks == 1
+    assert pool.flush() and pool.stats().blocks == 0
+    closed(pool)
+
+
+def test_whatever_streams_do_nobody_reads_bytes_that_are_not_theirs(seed: int) -> None:
+    """Slices are written, read on streams that stop and go on, and let go of at once: in any order."""
+    chance = random.Random(seed)
+    pool, driver = new_pool(16 * KIB)
+    streams = [driver.current, Stream("b"), Stream("c")]
+    expected: list[tuple[Any, int]] = []
+    for number in range(3000):
+        stream = chance.choice(streams)
+        if chance.random() < 0.2:
+            stream.stop() if not stream.is_stopped else stream.go_on()
+        value = number % 251
+        try:
+            part = pool.take(chance.choice((100, 512, 2000, 5000)))
+        except MemoryExhausted:
+            chance.choice(streams).go_on()
+            continue
+        array = array_of(pool, part)
+        array[:] = value  # by the host, at once: if a reader still had it, it would see this
+        into = driver.made(np.zeros(part.nbytes, np.uint8))
+        with driver.on(stream):
+            driver.copy(into, array)
+            if chance.random() < 0.5:
+                part.release()
+        if not part._streams.count(stream):
+            part.used_on(stream)
+        expected.append((into, value))
+        del array, part
+    for stream in streams:
+        stream.go_on()
+    for into, value in expected:
+        assert (into == value).all()
+    assert pool.flush() and pool.stats().blocks == 0
+    closed(pool)
+
+
+# ── references ──
+def test_a_reference_that_is_stale_or_forged_is_refused_before_anything_is_mapped() -> None:
+    pool, _ = new_pool()
+    with partner(
+        """
+        pool = attached(sys.argv[1])
+        pool.books.join()
+        say(pool.peer.index)
+        while True:
+            try:
+                opened(pool, hear())
+            except penstock.StaleRef as error:
+                say("stale", pool.driver.opens)
+            else:
+                say("opened", pool.driver.opens)
+        """,
+        pool.ticket,
+    ) as consumer:
+        peer = int(consumer.hear())
+        part = pool.take(KIB)
+        ref = pool.share(part, [peer])
+        change = msgspec.structs.replace
+        for forged in (
+            change(ref, segment=ref.segment ^ 1),
+            change(ref, block=7),
+            change(ref, block=1 << 20),
+            change(ref, generation=ref.generation + 1),
+            change(ref, offset=ref.offset + 512),
+            change(ref, nbytes=1 << 40),
+        ):
+            consumer.say(words(forged))
+            assert consumer.hear() == "stale 0", forged
+        consumer.say(words(ref))
+        assert consumer.hear() == "opened 1"
+        part.release()
+        eventually(lambda: pool.stats().blocks == 0)
+        consumer.say(words(ref))
+        assert consumer.hear() == "stale 1"
+    closed(pool)
+
+
+def test_a_process_on_another_device_is_refused_and_touches_nothing() -> None:
+    pool, _ = new_pool()
+    with partner(
+        """
+        pool = attached(sys.argv[1], number=5)
+        pool.books.join()
+        say(pool.peer.index)
+        try:
+            opened(pool, hear())
+        except penstock.tensor.cuda.ForeignDevice as error:
+            say(error, pool.driver.opens)
+        """,
+        pool.ticket,
+    ) as consumer:
+        peer = int(consumer.hear())
+        ref = pool.share(filled(pool, KIB, 1), [peer])
+        consumer.say(words(ref))
+        assert consumer.hear().endswith("tell the producer its place 0")
+    closed(pool)
+
+
+# ── other processes ──
+def test_another_process_opens_the_memory_once_and_sees_every_slice_of_it() -> None:
+    pool, driver = new_pool()
+    with partner(
+        """
+        pool = attached(sys.argv[1])
+        pool.books.join()
+        say(pool.peer.index)
+        for _ in range(5):
+            array = opened(pool, hear())
+            say(array[0], array[-1], len(array), pool.driver.opens)
+            del array
+            pool.flush()
+        pool.close()
+        say(len(pool.driver.mapped))
+        """,
+        pool.ticket,
+    ) as consumer:
+        peer = int(consumer.hear())
+        for value in range(5):
+            ref = pool.share(filled(pool, (value + 1) * KIB, value), [peer])
+            consumer.say(words(ref))
+            assert consumer.hear() == f"{value} {value} {(value + 1) * KIB} 1"
+            eventually(lambda: pool.flush() and pool.stats().blocks == 0)
+        assert consumer.hear() == "0"
+        assert consumer.end() == 0
+    assert driver.opens == 0
+    closed(pool)
+
+
+def test_within_one_process_no_handle_is_opened() -> None:
+    pool, driver = new_pool()
+    second = CudaPool.attach(pool.ticket, driver=driver)
+    assert second.is_producer
+    second.books.join()
+    ref = pool.share(filled(pool, KIB, 7), [second.peer])
+    seen = array_of(second, second.open(ref))
+    assert (seen == 7).all() and driver.opens == 0
+    del seen
+    second.close()
+    closed(pool)
+
+
+def test_a_consumer_that_is_killed_gives_its_slices_back() -> None:
+    pool, _ = new_pool()
+    with partner(
+        """
+        pool = attached(sys.argv[1])
+        pool.books.join()
+        say(pool.peer.index)
+        array = opened(pool, hear())
+        pool.driver.current.stop()
+        pool.driver.copy(pool.driver.made(np.zeros(1024, np.uint8)), array)
+        array = None  # in flight
+        say(pool.flush())
+        hear()
+        """,
+        pool.ticket,
+    ) as consumer:
+        peer = int(consumer.hear())
+        ref = pool.share(filled(pool, KIB, 1), [peer])
+        pool.share(waiting := filled(pool, KIB, 1), [peer])  # granted, never opened
+        waiting.release()
+        consumer.say(words(ref))
+        assert consumer.hear() == "False"
+        assert pool.stats().blocks == 2 and not pool.close()
+        consumer.kill()
+        eventually(lambda: pool.books.stats().blocks == 0)
+    closed(pool)
+
+
+def test_a_producer_that_is_killed_is_told_and_its_memory_closed_with_the_last_view() -> None:
+    producing = """
+        pool = CudaPool.create(1 << 16, driver=FakeDriver())
+        say(pool.ticket)
+        peer = int(hear())
+        for value in (1, 2):
+            part = pool.take(1024)
+            pool.driver.array(part.address, kind_of("uint8"), (1024,), part)[:] = value
+            say(*[getattr(pool.share(part, [peer]), field) for field in penstock.Ref.__struct_fields__])
+        hear()
+        """
+    with partner(producing) as producer:
+        driver = FakeDriver()
+        pool = CudaPool.attach(producer.hear(), driver=driver)
+        pool.books.join()
+        producer.say(pool.peer.index)
+        first, second = (Ref(*map(int, producer.hear().split())) for _ in range(2))
+        seen = array_of(pool, pool.open(first))
+        producer.kill()
+        producer.process.wait()
+        assert len(driver.mapped) == 1
+        with pytest.raises(penstock.PeerDied, match=rf"pid {producer.pid}, died"):
+            pool.open(second)
+        assert (seen == 1).all() and len(driver.mapped) == 1
+        del seen
+        assert pool.flush() and not driver.mapped
+        eventually(lambda: pool.stats().blocks == 0)
+        pool.close()
+
+
+def test_the_producer_frees_no_memory_that_somebody_has_mapped() -> None:
+    pool, driver = new_pool()
+    with partner(
+        """
+        pool = attached(sys.argv[1])
+        pool.books.join()
+        say(pool.peer.index)
+        array = opened(pool, hear())
+        say("opened")
+        hear()
+        pool.close()
+        say(array[0], len(pool.driver.mapped))
+        array = None
+        pool.driver.in_flight.flush()
+        say(len(pool.driver.mapped))
+        hear()
+        """,
+        pool.ticket,
+    ) as consumer:
+        peer = int(consumer.hear())
+        part = filled(pool, KIB, 9)
+        consumer.say(words(pool.share(part, [peer])))
+        assert consumer.hear() == "opened"
+        part.release()
+        assert not pool.close() and driver.allocated
+        consumer.say("close")
+        assert consumer.hear() == "9 1"
+        assert consumer.hear() == "0"
+        eventually(pool.close)
+        assert not driver.allocated and not driver.mapped
+        assert consumer.process.poll() is None
+    with pytest.raises(ClosedError):
+        pool.open(Ref(1, 1, 1, 0, 1))
+
+
+def test_memory_that_somebody_has_mapped_is_not_freed_when_all_slices_are_back_either() -> None:
+    pool, driver = new_pool()
+    with partner(
+        """
+        pool = attached(sys.argv[1])
+        pool.books.join()
+        say(pool.peer.index)
+        opened(pool, hear())
+        say(pool.flush(), len(pool.driver.mapped))
+        hear()
+        """,
+        pool.ticket,
+    ) as consumer:
+        peer = int(consumer.hear())
+        consumer.say(words(pool.share(filled(pool, KIB, 1), [peer])))
+        assert consumer.hear() == "True 1"
+        eventually(lambda: pool.stats().blocks == 0)
+        assert not pool.close() and driver.allocated
+        consumer.kill()
+        eventually(pool.close)
+    assert not driver.allocated
+
+
+def test_memory_that_is_smaller_than_it_was_said_to_be_is_not_mapped() -> None:
+    pool, _ = new_pool(4 * KIB)
+    with partner(
+        """
+        try:
+            FakeDriver().open(bytes.fromhex(sys.argv[1]), 1 << 20)
+        except penstock.tensor.cuda.DeviceError as error:
+            say(error)
+        """,
+        pool.about.handle.hex(),
+    ) as other:
+        assert other.hear() == "not the memory that was exported"
+    closed(pool)
+
+
+def test_only_the_producer_takes() -> None:
+    pool, _ = new_pool()
+    with partner(
+        """
+        try:
+            attached(sys.argv[1]).take(1)
+        except penstock.tensor.cuda.ForeignDevice as error:
+            say(error)
+        """,
+        pool.ticket,
+    ) as consumer:
+        assert "only that takes from it" in consumer.hear()
+    closed(pool)
+
+
+def test_a_pool_that_the_device_has_no_room_for_leaves_nothing() -> None:
+    driver = FakeDriver(memory_nbytes=KIB)
+    with pytest.raises(MemoryExhausted):
+        CudaPool.create(1 << 20, driver=driver)
+    assert not driver.allocated
+
+
+# ── without a device ──
+def test_nothing_imports_torch_and_what_needs_a_device_says_what_is_missing() -> None:
+    source = """
+import sys
+import penstock, penstock.tensor, penstock.tensor.cuda as cuda
+assert "torch" not in sys.modules and "cuda.bindings" not in sys.modules
+sys.modules["torch"] = None  # as if it were not installed
+try:
+    cuda.CudaPool.create(1 << 20)
+except cuda.NoDevice as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", source], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == f"no tensors of a device: torch is not installed ({how_to_install('cuda')})"
+
+
+def test_a_torch_without_cuda_is_said_to_be_one() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[torch]'")
+    if torch.version.cuda is not None:
+        pytest.skip("this torch is built with CUDA")
+    with pytest.raises(NoDevice, match="is built without CUDA"):
+        driver_of()
+    assert issubclass(NoDevice, penstock.PenstockError) and issubclass(ForeignDevice, penstock.PenstockError)

@@ -1,0 +1,358 @@
+"""Peers: who is there, under which name and number; who left, who died and how; found at once, though nobody sends."""
+
+import gc
+import os
+import signal
+import time
+
+import pytest
+
+import penstock
+from penstock import MemoryExhausted, PeerDied, Pool, _native
+from tests.conftest import eventually
+from tests.support.processes import DYING, Program, forked, program, soon
+
+PEER = """
+pool = penstock.Pool.attach(sys.argv[1], peer_name=sys.argv[2])
+say(pool.join().index)
+while True:
+    word = hear()
+    if word == "peers":
+        say([(peer.name, peer.state, peer.how) for peer in pool.peers()])
+    elif word == "wait for a death":
+        # Nobody asks: the table is read from outside, without looking after anybody.
+        while all(peer["state"] not in ("dead",) for peer in penstock._native.snapshot(os.dup(pool.fd))["peers"]):
+            time.sleep(0.0005)
+        say(time.monotonic())
+    elif word == "exit":
+        os._exit(7)
+    elif word == "leave":
+        break
+"""
+
+
+def named(pool: Pool) -> dict[str, penstock.Peer]:
+    return {peer.name: peer for peer in pool.peers()}
+
+
+def test_a_peer_joins_with_its_first_use_and_is_told_by_name_pid_and_number() -> None:
+    pool = Pool.create(4096, peer_name="first")
+    assert "first" not in [peer["name"] for peer in _native.snapshot(os.dup(pool.fd))["peers"]]
+    assert pool.peer == penstock.Peer(index=0, epoch=1, pid=os.getpid(), name="first", state="live", how="")
+    other = Pool.attach(pool.ticket)
+    assert other.join("second").name == "second"
+    assert [peer.name for peer in pool.peers()] == ["first", "second"]
+    assert other.peers() == pool.peers()
+
+
+def test_a_peer_without_a_name_is_called_by_its_pid() -> None:
+    pool = Pool.create(4096)
+    assert pool.peer.name == f"pid {os.getpid()}"
+
+
+def test_joining_again_is_the_same_place() -> None:
+    pool = Pool.create(4096)
+    assert pool.join("a") == pool.join() == pool.peer
+    assert len(pool.peers()) == 1
+
+
+def test_leaving_is_seen_and_the_place_is_given_again_with_a_new_epoch() -> None:
+    pool = Pool.create(4096, max_peers=2, peer_name="stays")
+    pool.join()
+    for generation in range(1, 6):
+        other = Pool.attach(pool.ticket, peer_name=f"guest {generation}")
+        peer = other.join()
+        assert (peer.index, peer.epoch, peer.state) == (1, generation, "live")
+        other.close()
+        assert named(pool)[f"guest {generation}"].state == "left"
+    assert len(pool.peers()) == 2
+
+
+def test_one_peer_more_than_there_are_places_is_refused() -> None:
+    pool = Pool.create(4096, max_peers=2, name="small")
+    pool.join()
+    other = Pool.attach(pool.ticket)
+    other.join()
+    with pytest.raises(MemoryExhausted, match="segment 'small' has 2 peers and no place for one more: raise max_peers"):
+        Pool.attach(pool.ticket).join()
+    other.close()
+    del other
+    gc.collect()
+    Pool.attach(pool.ticket).join()
+
+
+def test_a_pool_for_one_peer_says_so_in_the_singular() -> None:
+    pool = Pool.create(4096, max_peers=1, name="own")
+    pool.join()
+    with pytest.raises(MemoryExhausted, match="segment 'own' has 1 peer and no place"):
+        Pool.attach(pool.ticket).join()
+
+
+def test_a_closed_end_has_left() -> None:
+    channel = penstock.open_ring()
+    ends = [channel.sender(name="sender"), channel.receiver(name="receiver")]
+    assert [peer.state for peer in channel.peers()] == ["live", "live"]
+    for end in ends:
+        end.close()
+    assert [peer.state for peer in channel.peers()] == ["left", "left"]
+
+
+def test_a_closed_asynchronous_end_has_left() -> None:
+    channel = penstock.open_ring()
+    ends = [channel.async_sender(name="sender"), channel.async_receiver(name="receiver")]
+    assert [peer.state for peer in channel.peers()] == ["live", "live"]
+    for end in ends:
+        end.close()
+    assert [peer.state for peer in channel.peers()] == ["left", "left"]
+
+
+def test_a_ring_can_be_opened_and_closed_more_often_than_it_has_places() -> None:
+    channel = penstock.open_inbox(1)
+    kept = []
+    for _ in range(50):
+        kept.append(channel.sender())
+        kept[-1].close()
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (lambda other: other.kill(signal.SIGKILL), "killed by SIGKILL"),
+        (lambda other: other.kill(signal.SIGABRT), "killed by SIGABRT"),
+        (lambda other: other.say("exit"), "exited with status 7"),
+    ],
+    ids=["SIGKILL", "SIGABRT", "exit 7"],
+)
+def test_a_death_is_told_with_how(end: object, how: str) -> None:
+    pool = Pool.create(4096)
+    pool.join("survivor")
+    with program(PEER, pool.ticket, "victim", env=DYING) as other:
+        assert other.hear() == "1"
+        assert named(pool)["victim"].state == "live"  # and so somebody watches it
+        end(other)  # type: ignore[operator]
+        eventually(lambda: named(pool)["victim"].state == "dead")
+        peer = named(pool)["victim"]
+        assert (peer.index, peer.pid, peer.how) == (1, other.pid, how)
+
+
+def test_a_death_is_told_with_how_by_a_survivor_that_had_not_looked_since_the_peer_came() -> None:
+    pool = Pool.create(4096)
+    pool.join("survivor")
+    with program(PEER, pool.ticket, "victim", env=DYING) as other:
+        assert other.hear() == "1"
+        other.kill()
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        eventually(lambda: named(pool)["victim"].state == "dead")
+        assert named(pool)["victim"].how == "killed by SIGKILL"
+
+
+def test_a_peer_that_ends_in_order_has_left() -> None:
+    pool = Pool.create(4096)
+    pool.join("survivor")
+    with program(PEER, pool.ticket, "guest") as other:
+        assert other.hear() == "1"
+        other.say("leave")
+        other.process.wait()
+    assert named(pool)["guest"].state == "left"
+    assert named(pool)["guest"].how == ""
+
+
+def dead_in_table(pool: Pool) -> bool:
+    """Asked of the bytes themselves: this neither looks for deaths nor does anything about them."""
+    return any(peer["state"] == "dead" for peer in _native.snapshot(os.dup(pool.fd))["peers"])
+
+
+def test_a_death_is_found_within_a_tenth_of_a_second_though_all_survivors_are_idle() -> None:
+    def measure() -> float:
+        pool = Pool.create(4096)
+        pool.join("survivor")
+        with program(PEER, pool.ticket, "victim") as victim, program(PEER, pool.ticket, "other") as other:
+            victim.hear()
+            other.hear()
+            pool.peers()
+            killed_at = victim.kill()
+            eventually(lambda: dead_in_table(pool))
+            return time.monotonic() - killed_at
+
+    soon(measure)
+
+
+def test_a_death_is_found_by_another_process_though_its_parent_does_not_look() -> None:
+    def measure() -> float:
+        pool = Pool.create(4096)  # we do not join
+        with program(PEER, pool.ticket, "victim") as victim, program(PEER, pool.ticket, "other") as other:
+            victim.hear()
+            other.hear()
+            other.say("wait for a death")
+            killed_at = victim.kill()
+            return float(other.hear()) - killed_at
+
+    soon(measure)
+
+
+def test_a_death_while_nobody_is_there_is_found_by_the_next_who_comes() -> None:
+    pool = Pool.create(4096)
+    with program(PEER, pool.ticket, "victim") as victim:
+        assert victim.hear() == "0"
+        victim.kill()
+        victim.process.wait()
+    pool.join("next")
+    assert named(pool)["victim"].state == "dead"
+
+
+def test_what_a_dead_peer_held_is_free_when_its_death_is_told() -> None:
+    source = """
+        pool = penstock.Pool.attach(sys.argv[1], peer_name="victim")
+        leases = [pool.take(100) for _ in range(10)]
+        say("ready")
+        hear()
+    """
+    pool = Pool.create(4096)
+    pool.join("survivor")
+    with program(source, pool.ticket) as other:
+        assert other.hear() == "ready"
+        assert pool.stats().blocks == 10
+        other.kill()
+        eventually(lambda: named(pool)["victim"].state == "dead")
+        assert pool.stats().blocks == 0
+        table = {peer["name"]: peer for peer in _native.snapshot(os.dup(pool.fd))["peers"]}
+        assert (table["victim"]["reaped_blocks"], table["victim"]["reaped_nbytes"]) == (10, 1000)
+        assert table["survivor"]["reaps"] == 1
+
+
+def test_a_stopped_peer_is_stopped_and_nothing_is_taken_from_it() -> None:
+    source = """
+        pool = penstock.Pool.attach(sys.argv[1], peer_name="sleeper")
+        lease = pool.take(100)
+        say("ready")
+        hear()
+        say(len(bytes(lease)))
+    """
+    pool = Pool.create(4096)
+    pool.join("survivor")
+    with program(source, pool.ticket) as other:
+        assert other.hear() == "ready"
+        other.kill(signal.SIGSTOP)
+        eventually(lambda: named(pool)["sleeper"].state == "stopped")
+        assert pool.stats().blocks == 1
+        with pytest.raises(MemoryExhausted, match=r"'sleeper'.*stopped"):
+            pool.take(4096)
+        other.kill(signal.SIGCONT)
+        eventually(lambda: named(pool)["sleeper"].state == "live")
+        other.say("go on")
+        assert other.hear() == "100"
+
+
+def test_a_peer_is_known_by_its_pid_and_the_time_it_started() -> None:
+    pid, start = _native.process_identity()
+    assert (pid, start) == (os.getpid(), _native.start_ticks(os.getpid()))
+    with pytest.raises(OSError, match=r"pid 4194305: reading /proc/PID/stat: No such file"):
+        _native.start_ticks(2**22 + 1)
+
+    def in_the_child() -> None:
+        assert _native.process_identity() == (os.getpid(), _native.start_ticks(os.getpid()))
+        assert os.getpid() != pid
+
+    assert forked(in_the_child) == 0
+    assert _native.process_identity() == (pid, start)
+
+
+def test_a_process_with_a_strange_name_is_known_too() -> None:
+    source = """
+        open("/proc/self/comm", "w").write(") R 1 (x")
+        pool = penstock.Pool.attach(sys.argv[1], peer_name="odd")
+        pool.join()
+        say("ready")
+        hear()
+    """
+    pool = Pool.create(4096)
+    pool.join()
+    with program(source, pool.ticket) as other:
+        assert other.hear() == "ready"
+        assert named(pool)["odd"].state == "live"
+        other.kill()
+        eventually(lambda: named(pool)["odd"].state == "dead")
+
+
+def test_a_process_with_several_segments_dies_in_all_of_them() -> None:
+    source = """
+        ends = []
+        for ticket in sys.argv[1:]:
+            ends.append(penstock.attach(ticket).sender(name="victim"))
+        say("ready")
+        hear()
+    """
+    channels = [penstock.open_ring(f"ring {number}") for number in range(5)]
+    receivers = [channel.receiver() for channel in channels]
+    with program(source, *(channel.ticket for channel in channels)) as other:
+        assert other.hear() == "ready"
+        other.kill()
+        for receiver in receivers:
+            with pytest.raises(PeerDied):
+                receiver.receive(timeout=5)
+    for receiver in receivers:
+        receiver.close()
+
+
+def test_peers_come_and_die_a_hundred_times_and_leave_nothing() -> None:
+    pool = Pool.create(1 << 16, max_peers=4)
+    pool.join()
+
+    def visit() -> None:
+        lease = pool.take(100)
+        pool.share(lease, to=[0])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    for _ in range(100):
+        assert forked(visit) == -signal.SIGKILL
+        eventually(lambda: pool.stats().blocks == 0)
+    assert [peer.state for peer in pool.peers()].count("live") == 1
+
+
+def test_the_watcher_sleeps_after_a_death_though_a_child_of_fork_has_copies_of_its_descriptors() -> None:
+    source = """
+        pool = penstock.Pool.attach(sys.argv[1], peer_name="parent")
+        pool.join()
+        hear()
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        say("forked")
+        hear()
+        wait_for(lambda: any(peer.state == "dead" for peer in pool.peers()))
+        before = time.process_time()
+        time.sleep(1)
+        say(time.process_time() - before)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    """
+    pool = Pool.create(4096)
+    with program(source, pool.ticket) as parent, program(PEER, pool.ticket, "victim") as victim:
+        victim.hear()
+        eventually(lambda: "parent" in named(pool))
+        parent.say("fork")
+        assert parent.hear() == "forked"
+        victim.kill()
+        parent.say("measure")
+        assert float(parent.hear()) < 0.3  # it was 0.8
+
+
+def test_the_watcher_is_one_thread_whatever_there_is_to_watch() -> None:
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    before = threads()
+    pools = [Pool.create(4096) for _ in range(5)]
+    others: list[Program] = []
+    import contextlib
+
+    with contextlib.ExitStack() as stack:
+        for pool in pools:
+            pool.join()
+            others.append(stack.enter_context(program(PEER, pool.ticket, "other")))
+        for other in others:
+            other.hear()
+        for pool in pools:
+            pool.peers()
+        assert threads() <= before + 5  # the watchdogs of the programs, and nothing of ours

@@ -1,0 +1,384 @@
+"""A pool: blocks of any size, taken by anybody; what is full says by whom; what comes back can be taken again."""
+
+import random
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from penstock import ClosedError, Lease, MemoryExhausted, Pool
+from tests.conftest import eventually
+from tests.support.processes import forked, program, soon, thread
+
+ALIGNMENT = 64
+
+# A process with a pool; it takes what it hears, and lets go of it.
+HOLDER = """
+pool = penstock.Pool.attach(sys.argv[1], peer_name="holder")
+leases = []
+say("ready", pool.peer.index)
+while True:
+    word, *numbers = hear().split()
+    numbers = list(map(int, numbers))
+    if word == "take":
+        leases.append(pool.take(numbers[0]))
+    elif word == "open":
+        leases.append(pool.open(penstock.Ref(*numbers)))
+    elif word == "read":
+        with pool.open(penstock.Ref(*numbers)) as lease:
+            say(bytes(lease).decode())
+    elif word == "release":
+        leases.pop().release()
+    elif word == "leave":
+        leases.clear()
+        pool.close()
+    say("done")
+"""
+
+
+def test_a_block_is_written_by_its_taker_and_read_by_all() -> None:
+    pool = Pool.create(1 << 16, name="images")
+    with pool.take(5) as lease:
+        assert isinstance(lease, Lease)
+        assert (len(lease), lease.nbytes, lease.is_writable) == (5, 5, True)
+        memoryview(lease)[:] = b"bytes"
+        ref = pool.share(lease)
+        with pool.open(ref) as other:
+            assert (bytes(other), other.is_writable) == (b"bytes", False)
+        with Pool.attach(pool.ticket).open(ref) as other:
+            assert bytes(other) == b"bytes"
+
+
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 63, 64, 65, 4095, 4096, 4097, (1 << 16) - 65, (1 << 16) - 64, (1 << 16) - 1, 1 << 16]
+)
+def test_every_size_from_nothing_to_the_whole_pool_can_be_taken(nbytes: int) -> None:
+    pool = Pool.create(1 << 16)
+    data = random.Random(nbytes).randbytes(nbytes)
+    for _ in range(3):
+        with pool.take(nbytes) as lease:
+            assert len(lease) == nbytes
+            memoryview(lease)[:] = data
+            with pool.open(pool.share(lease)) as other:
+                assert bytes(other) == data
+            extent = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+            stats = pool.stats()
+            assert (stats.blocks, stats.taken_nbytes, stats.free_nbytes) == (1, extent, (1 << 16) - extent)
+    assert pool.stats().largest_free_nbytes == 1 << 16
+
+
+@pytest.mark.parametrize("nbytes", [1, 63, 100, 4095, 4097, 100_001])
+def test_a_pool_of_any_size_can_be_taken_whole(nbytes: int) -> None:
+    pool = Pool.create(nbytes)
+    with pool.take(nbytes) as lease:
+        memoryview(lease)[:] = bytes(nbytes)
+    with pytest.raises(MemoryExhausted):
+        pool.take(nbytes + ALIGNMENT)
+
+
+def test_what_stats_calls_the_largest_free_block_can_be_taken(seed: int) -> None:
+    choose = random.Random(seed)
+    pool = Pool.create(100_000)
+    leases = [pool.take(choose.randrange(3000)) for _ in range(40)]
+    for _ in range(20):
+        leases.pop(choose.randrange(len(leases))).release()
+        largest = pool.stats().largest_free_nbytes
+        with pool.take(largest) as lease:
+            assert len(lease) == largest
+        with pytest.raises(MemoryExhausted) as told:
+            pool.take(largest + 1)
+        assert told.value.largest == largest
+
+
+def test_blocks_do_not_overlap(seed: int) -> None:
+    choose = random.Random(seed)
+    pool = Pool.create(1 << 18)
+    held: list[tuple[Lease, int]] = []
+    for number in range(1500):
+        if held and (choose.random() < 0.45 or len(held) > 60):
+            lease, written = held.pop(choose.randrange(len(held)))
+            assert (np.frombuffer(lease, np.uint8) == written).all() if len(lease) else True
+            lease.release()
+        else:
+            try:
+                lease = pool.take(choose.choice([choose.randrange(100), choose.randrange(20_000)]))
+            except MemoryExhausted:
+                continue
+            memoryview(lease)[:] = bytes([number % 256]) * len(lease)
+            held.append((lease, number % 256))
+    for lease, written in held:
+        assert bytes(lease) == bytes([written]) * len(lease)
+        lease.release()
+    stats = pool.stats()
+    assert (stats.blocks, stats.free_nbytes, stats.largest_free_nbytes) == (0, 1 << 18, 1 << 18)
+    assert stats.holders == ()
+
+
+def test_neighbours_that_are_given_back_become_one_again_in_any_order(seed: int) -> None:
+    choose = random.Random(seed)
+    pool = Pool.create(64 * 1000, max_blocks=1000)
+    for _ in range(5):
+        leases = [pool.take(64) for _ in range(1000)]
+        assert pool.stats().free_nbytes == 0
+        choose.shuffle(leases)
+        while leases:
+            leases.pop().release()
+        assert pool.stats().largest_free_nbytes == pool.stats().free_nbytes == 64 * 1000
+        pool.take(64 * 1000).release()
+
+
+def test_an_old_small_block_does_not_keep_a_large_one_out() -> None:
+    pool = Pool.create(1 << 20)
+    old = pool.take(100)
+    for _ in range(50):
+        with pool.take(1_000_000), pool.take(10_000):
+            pass
+    assert len(old) == 100
+
+
+def test_long_and_short_lived_blocks_of_a_working_set_leave_most_of_the_pool_usable(seed: int) -> None:
+    choose = random.Random(seed)
+    pool = Pool.create(1 << 22)
+    held: list[Lease] = []
+    refused = 0
+    for _ in range(3000):
+        while sum(map(len, held)) > 1 << 21:  # half of the pool is in use
+            held.pop(choose.randrange(len(held))).release()
+        try:
+            held.append(pool.take(int(64 * 2 ** choose.uniform(0, 13))))
+        except MemoryExhausted:
+            refused += 1
+    assert refused <= 30  # 1 %
+
+
+def test_exhaustion_names_what_was_asked_what_is_free_the_largest_gap_and_the_holders() -> None:
+    pool = Pool.create(1 << 20, name="images", peer_name="server")
+    pool.join()
+    with program(HOLDER, pool.ticket) as other:
+        assert other.hear() == "ready 1"
+        other.say("take", 300_000)
+        assert other.hear() == "done"
+        with pool.take(500_000), pool.take(100_000), pytest.raises(MemoryExhausted) as told:
+            pool.take(400_000)
+        error = told.value
+        free = (1 << 20) - 300_032 - 500_032 - 100_032
+        assert (error.asked, error.free) == (400_000, free)
+        assert 0 < error.largest <= free
+        assert "block of 390.6 KiB does not fit pool 'images' (1.0 MiB, 145.0 KiB free, largest gap" in str(error)
+        assert error.holders.startswith("'server' (pid")
+        assert f"'holder' (pid {other.pid}) holds 293.0 KiB" in error.holders
+        assert error.holders in str(error)
+
+
+def test_more_than_the_pool_has_is_refused_at_once_with_advice() -> None:
+    pool = Pool.create(1 << 16)
+    for nbytes in ((1 << 16) + 1, 1 << 40, 1 << 63, 1 << 64, 1 << 100):
+        with pytest.raises(MemoryExhausted, match="raise the pool's nbytes") as told:
+            pool.take(nbytes, timeout=None)
+        assert told.value.free == told.value.largest == 1 << 16
+
+
+def test_a_pool_may_run_out_of_blocks_and_says_so() -> None:
+    pool = Pool.create(1 << 16, max_blocks=3)
+    leases = [pool.take(1) for _ in range(3)]
+    with pytest.raises(MemoryExhausted, match="all blocks are taken, raise max_blocks"):
+        pool.take(1)
+    leases.pop().release()
+    pool.take(1)
+
+
+@pytest.mark.parametrize("nbytes", [-1, -(1 << 70)])
+def test_a_negative_size_is_refused(nbytes: int) -> None:
+    with pytest.raises(ValueError, match="at least no bytes"):
+        Pool.create(4096).take(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [1.5, "5", None], ids=repr)
+def test_a_size_that_is_no_whole_number_is_refused(nbytes: object) -> None:
+    with pytest.raises(TypeError):
+        Pool.create(4096).take(nbytes)  # type: ignore[arg-type]
+
+
+def test_take_waits_for_a_release_by_another_thread() -> None:
+    pool = Pool.create(4096)
+
+    def measure() -> float:
+        lease = pool.take(4096)
+        with thread(lambda: pool.take(4096, timeout=20)) as waiting:
+            with pytest.raises(AssertionError):
+                waiting.ended(within=0.05)
+            released_at = time.monotonic()
+            lease.release()
+            waiting.ended()
+        assert waiting.error is None
+        waiting.value = None
+        return waiting.ended_at - released_at
+
+    soon(measure)
+
+
+def test_take_waits_for_a_release_by_another_process() -> None:
+    pool = Pool.create(4096)
+    with program(HOLDER, pool.ticket) as other:
+        assert other.hear() == "ready 0"
+        other.say("take", 4000)
+        assert other.hear() == "done"
+        with thread(lambda: pool.take(4096, timeout=20)) as waiting:
+            eventually(lambda: len(pool.peers()) == 2)
+            other.say("release")
+            assert other.hear() == "done"
+            assert isinstance(waiting.ended().value, Lease)
+            waiting.value = None
+
+
+@pytest.mark.parametrize("how", ["leave", "die"])
+def test_take_waits_for_a_holder_to_go(how: str) -> None:
+    pool = Pool.create(4096)
+
+    def measure() -> float:
+        with program(HOLDER, pool.ticket) as other:
+            assert other.hear().startswith("ready")
+            other.say("take", 4000)
+            assert other.hear() == "done"
+            with thread(lambda: pool.take(4096, timeout=20)) as waiting:
+                with pytest.raises(AssertionError):
+                    waiting.ended(within=0.05)
+                at = time.monotonic()
+                if how == "die":
+                    other.kill()
+                else:
+                    other.say("leave")
+                waiting.ended()
+            assert waiting.error is None
+            waiting.value = None
+            return waiting.ended_at - at
+
+    soon(measure)
+
+
+def test_take_waits_until_its_deadline_and_no_longer() -> None:
+    pool = Pool.create(4096)
+    lease = pool.take(1)
+    for timeout in (0, 0.05):
+        started = time.monotonic()
+        with pytest.raises(MemoryExhausted):
+            pool.take(4096, timeout=timeout)
+        assert timeout <= time.monotonic() - started < timeout + 5
+    assert len(lease) == 1
+
+
+def test_a_release_that_is_not_enough_does_not_end_the_wait() -> None:
+    pool = Pool.create(64 * 4)
+    leases = [pool.take(64) for _ in range(4)]
+    with thread(lambda: pool.take(64 * 4, timeout=20)) as waiting:
+        while leases:
+            assert waiting.is_alive()
+            leases.pop().release()
+        assert isinstance(waiting.ended().value, Lease)
+        waiting.value = None
+
+
+def test_stats_add_up() -> None:
+    pool = Pool.create(1 << 16, peer_name="one")
+    other = Pool.attach(pool.ticket, peer_name="other")
+    assert pool.peer.index == 0
+    assert other.peer.index == 1
+    first, second = pool.take(100), other.take(1000)
+    ref = pool.share(first, to=[other.peer])
+    opened = other.open(pool.share(first))
+    pool.grant(ref, other.peer)
+    stats = pool.stats()
+    assert stats == other.stats()
+    assert (stats.nbytes, stats.claimed_nbytes) == (1 << 16, 1 << 16)
+    assert (stats.blocks, stats.taken_nbytes, stats.free_nbytes) == (2, 128 + 1024, (1 << 16) - 1152)
+    assert (stats.takes, stats.taken_nbytes_total) == (2, 1100)
+    assert (stats.exhaustions, stats.recoveries, stats.stale_refs) == (0, 0, 0)
+    assert [tuple(getattr(holder, name) for name in holder.__struct_fields__) for holder in stats.holders] == [
+        (0, "one", 1, 100, 0),
+        (1, "other", 2, 1100, 1),  # open() used one of its two grants
+    ]
+    opened.release()
+    with pytest.raises(MemoryExhausted):
+        pool.take(1 << 16)
+    for lease in (first, second):
+        lease.release()
+    stats = pool.stats()
+    assert (stats.blocks, stats.exhaustions) == (1, 1)  # a grant still holds the first
+    assert [(holder.name, holder.blocks, holder.granted) for holder in stats.holders] == [("other", 0, 1)]
+    other.open(ref).release()
+    assert pool.stats().blocks == 0
+
+
+def test_a_closed_pool_says_so_and_its_leases_live_on() -> None:
+    pool = Pool.create(4096, name="gone")
+    watching = Pool.attach(pool.ticket)
+    watching.join("watcher")
+    with pool:
+        lease = pool.take(10)
+    for call in (lambda: pool.take(1), pool.stats, pool.peers, lambda: pool.peer, lambda: pool.open(pool.share(lease))):
+        with pytest.raises(ClosedError, match="pool 'gone' is closed"):
+            call()
+    memoryview(lease)[:] = b"0123456789"
+    assert [peer.state for peer in watching.peers()] == ["live", "live"]
+    lease.release()
+    assert [peer.state for peer in watching.peers()] == ["live", "left"]
+    assert watching.stats().blocks == 0
+
+
+def test_a_child_of_fork_uses_the_pool_as_a_peer_of_its_own_and_not_its_parents_leases() -> None:
+    pool = Pool.create(4096, peer_name="family")
+    lease = pool.take(10)
+    memoryview(lease)[:] = b"0123456789"
+    ref = pool.share(lease)
+
+    def use_it() -> None:
+        assert bytes(lease) == b"0123456789"  # what it has inherited can be read
+        with pytest.raises(ClosedError, match="fork"):
+            lease.grant(0)
+        own = pool.take(100)
+        assert pool.peer.index == 1
+        assert bytes(pool.open(ref)) == b"0123456789"
+        lease.release()
+        own.release()
+        pool.close()
+
+    assert forked(use_it) == 0
+    assert pool.stats().blocks == 1
+    assert bytes(pool.open(ref)) == b"0123456789"
+    assert [holder.blocks for holder in pool.stats().holders] == [1]
+    lease.release()
+    assert pool.stats().blocks == 0
+
+
+def test_a_hundred_threads_take_and_release() -> None:
+    pool = Pool.create(1 << 16)
+
+    def work() -> None:
+        for _ in range(50):
+            with pool.take(3000, timeout=20) as lease:
+                memoryview(lease)[:] = bytes(3000)
+
+    threads = [thread(work) for _ in range(30)]
+    for one in threads:
+        one.__enter__()
+    for one in threads:
+        one.__exit__(None, None, None)
+    stats = pool.stats()
+    assert (stats.blocks, stats.takes, stats.largest_free_nbytes) == (0, 1500, 1 << 16)
+
+
+def test_a_stopped_holder_keeps_what_it_holds() -> None:
+    pool = Pool.create(4096)
+    with program(HOLDER, pool.ticket) as other:
+        assert other.hear() == "ready 0"
+        other.say("take", 4000)
+        assert other.hear() == "done"
+        other.kill(signal.SIGSTOP)
+        eventually(lambda: pool.peers()[0].state == "stopped")
+        with pytest.raises(MemoryExhausted, match=r"'holder' \(pid \d+, stopped\) holds 3.9 KiB"):
+            pool.take(4096, timeout=0.2)
+        other.kill(signal.SIGCONT)
+        other.say("release")
+        assert other.hear() == "done"
+        pool.take(4096, timeout=5).release()

@@ -1,0 +1,394 @@
+"""References: plain data, checked against segment, block, generation and bounds before every use; and grants."""
+
+import random
+
+import msgspec
+import pytest
+
+import penstock
+from penstock import PeerDied, Pool, Ref, StaleRef
+from tests.conftest import eventually
+from tests.support.processes import program
+from tests.unit.memory.test_pool import HOLDER
+
+
+def numbers(ref: Ref) -> tuple[int, ...]:
+    return ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes
+
+
+def new_pool() -> Pool:
+    pool = Pool.create(1 << 16, name="refs", peer_name="first")
+    pool.join()
+    return pool
+
+
+def peer_of(pool: Pool, name: str) -> Pool:
+    """Another peer of the same pool, in this process."""
+    other = Pool.attach(pool.ticket, peer_name=name)
+    other.join()
+    return other
+
+
+def test_a_reference_is_plain_data_that_travels_in_any_message() -> None:
+    pool = new_pool()
+    with pool.take(3) as lease:
+        memoryview(lease)[:] = b"abc"
+        ref = pool.share(lease)
+        assert ref == Ref(*numbers(ref))
+        assert hash(ref) == hash(Ref(*numbers(ref)))
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(ref), type=Ref)
+        assert decoded == ref
+        assert bytes(pool.open(decoded)) == b"abc"
+        with pytest.raises(AttributeError):
+            ref.nbytes = 5  # type: ignore[misc]
+
+
+def test_a_slice_names_a_part() -> None:
+    pool = new_pool()
+    with pool.take(10) as lease:
+        memoryview(lease)[:] = b"0123456789"
+        ref = pool.share(lease)
+        for start in range(11):
+            for length in range(11 - start):
+                assert bytes(pool.open(ref.slice(start, length))) == b"0123456789"[start : start + length]
+        assert bytes(pool.open(ref.slice(2, 6).slice(1, 2))) == b"34"
+        for start, length in ((-1, 2), (0, 11), (11, 0), (5, -1), (9, 2), (2**70, 1)):
+            with pytest.raises(ValueError):
+                ref.slice(start, length)
+        with pytest.raises(ValueError):
+            ref.slice(2, 3).slice(0, 4)
+
+
+def test_a_reference_to_what_is_gone_is_stale_and_says_both_generations() -> None:
+    pool = new_pool()
+    lease = pool.take(10)
+    ref = pool.share(lease)
+    lease.release()
+    with pytest.raises(StaleRef, match="of pool 'refs' is gone"):
+        pool.open(ref)
+    later = []
+    while not later or pool.share(later[-1]).block != ref.block:
+        later.append(pool.take(10))
+    with pytest.raises(StaleRef) as told:
+        pool.open(ref)
+    assert (told.value.expected, told.value.found) == (ref.generation, pool.share(later[-1]).generation)
+    assert f"block {ref.block}, generation {ref.generation}, of pool 'refs' is gone" in str(told.value)
+    assert pool.stats().stale_refs >= 2
+
+
+def test_a_reference_to_another_segment_is_stale() -> None:
+    pool = new_pool()
+    other = Pool.create(1 << 16)
+    with pool.take(10) as lease, other.take(10):
+        with pytest.raises(StaleRef, match="another segment"):
+            other.open(pool.share(lease))
+        with pytest.raises(StaleRef, match="another segment"):
+            other.grant(pool.share(lease), other.peer)
+        with pytest.raises(StaleRef, match="another segment"):
+            other.revoke(pool.share(lease), other.peer)
+
+
+FIELDS = ["segment", "block", "generation", "offset", "nbytes"]
+FORGED = [-1, -(2**31), 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1, 2**64, 2**200, "1", None, 1.5, b""]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_forged_number_is_a_stale_ref_wherever_it_stands(field: str) -> None:
+    pool = new_pool()
+    with pool.take(100) as lease:
+        for value in FORGED:
+            forged = msgspec.structs.replace(pool.share(lease), **{field: value})
+            for use in (pool.open, lambda ref: pool.grant(ref, pool.peer), lambda ref: pool.revoke(ref, pool.peer)):
+                with pytest.raises(StaleRef):
+                    use(forged)
+        assert pool.stats().holders[0].blocks == 1
+
+
+def test_a_reference_past_the_ends_of_its_block_is_stale() -> None:
+    pool = new_pool()
+    before, lease, after = pool.take(100), pool.take(100), pool.take(100)
+    ref = pool.share(lease)
+    pool.open(ref)
+    for offset, nbytes in ((-1, 10), (0, 101), (1, 100), (100, 1), (101, 0), (-64, 100), (64, 100), (0, 2**64 - 1)):
+        forged = msgspec.structs.replace(ref, offset=(ref.offset + offset) % 2**64, nbytes=nbytes)
+        with pytest.raises(StaleRef, match="lies outside"):
+            pool.open(forged)
+    assert len(before) == len(after) == 100
+
+
+def test_random_references_are_stale_or_good_and_nothing_breaks(seed: int) -> None:
+    pool = new_pool()
+    choose = random.Random(seed)
+    leases = [pool.take(choose.randrange(2000)) for _ in range(20)]
+    refs = [pool.share(lease) for lease in leases]
+    opened = 0
+    for _ in range(5000):
+        ref = choose.choice(refs)
+        field = choose.choice(FIELDS)
+        bit = 1 << choose.randrange(64)
+        forged = msgspec.structs.replace(ref, **{field: getattr(ref, field) ^ bit})
+        try:
+            with pool.open(forged) as lease:
+                assert len(lease) <= ref.nbytes
+                bytes(lease)
+                opened += 1
+        except StaleRef:
+            pass
+    assert pool.stats().holders[0].blocks == 20
+
+
+# ── grants ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_grant_keeps_the_block_for_the_one_who_will_open_it() -> None:
+    pool = new_pool()
+    other = peer_of(pool, "other")
+    lease = pool.take(5)
+    memoryview(lease)[:] = b"given"
+    ref = pool.share(lease, to=[other.peer])
+    lease.release()
+    assert pool.stats().blocks == 1
+    with other.open(ref) as opened:
+        assert bytes(opened) == b"given"
+    assert pool.stats().blocks == 0
+    with pytest.raises(StaleRef):
+        other.open(ref)
+
+
+def test_two_grants_are_two_opens_and_the_same_reference_may_be_delivered_twice() -> None:
+    pool = new_pool()
+    other = peer_of(pool, "other")
+    lease = pool.take(5)
+    ref = pool.share(lease, to=[other.peer, other.peer.index])
+    lease.release()
+    first = other.open(ref)
+    first.release()
+    assert pool.stats().blocks == 1
+    second = other.open(ref)
+    third = other.open(ref)  # and while it holds one it may have more
+    second.release()
+    assert pool.stats().blocks == 1
+    third.release()
+    assert pool.stats().blocks == 0
+
+
+def test_one_reference_goes_to_many_and_the_block_stays_until_the_last_has_come() -> None:
+    pool = new_pool()
+    others = [peer_of(pool, f"worker {rank}") for rank in range(8)]
+    lease = pool.take(5)
+    memoryview(lease)[:] = b"12345"
+    ref = pool.share(lease, to=(other.peer for other in others))
+    lease.release()
+    for other in others:
+        assert pool.stats().blocks == 1
+        assert bytes(other.open(ref)) == b"12345"
+    assert pool.stats().blocks == 0
+
+
+def test_an_unused_grant_is_taken_back() -> None:
+    pool = new_pool()
+    other = peer_of(pool, "other")
+    lease = pool.take(5)
+    ref = pool.share(lease, to=[other.peer])
+    assert pool.revoke(ref, other.peer)
+    assert not pool.revoke(ref, other.peer)
+    assert not pool.revoke(ref, 17)
+    assert pool.stats().holders[0].granted == 0
+    lease.release()
+    assert pool.stats().blocks == 0
+
+
+def test_a_revoked_grant_frees_a_block_that_nobody_else_holds() -> None:
+    pool = new_pool()
+    other = peer_of(pool, "other")
+    lease = pool.take(5)
+    ref = pool.share(lease, to=[other.peer])
+    lease.release()
+    assert pool.revoke(ref, other.peer)
+    assert pool.stats().blocks == 0
+    with pytest.raises(StaleRef):
+        pool.revoke(ref, other.peer)
+    with pytest.raises(StaleRef):
+        other.open(ref)
+
+
+def test_only_ones_own_grants_can_be_revoked() -> None:
+    pool = new_pool()
+    other, third = peer_of(pool, "other"), peer_of(pool, "third")
+    lease = pool.take(5)
+    ref = pool.share(lease, to=[other.peer])
+    assert not third.revoke(ref, other.peer)
+    assert not other.revoke(ref, other.peer)
+    lease.release()
+    other.open(ref).release()
+
+
+def test_a_grant_is_passed_on_without_opening_it() -> None:
+    pool = new_pool()
+    other, third = peer_of(pool, "other"), peer_of(pool, "third")
+    lease = pool.take(5)
+    memoryview(lease)[:] = b"chain"
+    ref = pool.share(lease, to=[other.peer])
+    lease.release()
+    other.grant(ref, third.peer)
+    with third.open(ref) as opened:
+        assert bytes(opened) == b"chain"
+    assert pool.stats().blocks == 1  # the grant of the one in the middle is still there
+    other.open(ref).release()
+    assert pool.stats().blocks == 0
+
+
+def test_who_holds_nothing_has_nothing_to_pass_on() -> None:
+    pool = new_pool()
+    other, third = peer_of(pool, "other"), peer_of(pool, "third")
+    with pool.take(5) as lease:
+        ref = pool.share(lease)
+        with pytest.raises(StaleRef, match="is not held by this peer"):
+            other.grant(ref, third.peer)
+        with other.open(ref):
+            other.grant(ref, third.peer)
+        third.open(ref).release()
+
+
+def test_a_grant_to_oneself_is_a_grant() -> None:
+    pool = new_pool()
+    lease = pool.take(5)
+    ref = pool.share(lease, to=[pool.peer])
+    lease.release()
+    assert pool.stats().blocks == 1
+    pool.open(ref).release()
+    assert pool.stats().blocks == 0
+
+
+@pytest.mark.parametrize("to", [17, 31, 32, 1000, 2**31, 2**32, 2**40, -1])
+def test_a_grant_to_nobody_is_refused(to: int) -> None:
+    pool = new_pool()
+    with pool.take(5) as lease:
+        with pytest.raises(PeerDied, match="no grant to"):
+            pool.share(lease, to=[to])
+        with pytest.raises(PeerDied, match="no grant to"):
+            pool.grant(pool.share(lease), to)
+        assert pool.stats().holders[0].granted == 0
+        assert not pool.revoke(pool.share(lease), to)
+
+
+def test_a_grant_to_one_who_left_is_refused_and_names_it() -> None:
+    pool = new_pool()
+    other = peer_of(pool, "other")
+    peer = other.peer
+    other.close()
+    with pool.take(5) as lease, pytest.raises(PeerDied, match=r"no grant to 'other'.*left"):
+        pool.share(lease, to=[peer])
+
+
+def test_a_grant_to_one_who_died_is_refused_and_names_it() -> None:
+    pool = new_pool()
+    with program(HOLDER, pool.ticket) as holder, pool.take(5) as lease:
+        index = int(holder.hear().split()[1])
+        holder.kill()
+        eventually(lambda: next(peer.state for peer in pool.peers() if peer.index == index) == "dead")
+        with pytest.raises(PeerDied, match=r"no grant to 'holder'.*dead"):
+            pool.share(lease, to=[index])
+
+
+def test_a_refused_share_grants_nothing_to_anybody() -> None:
+    pool = new_pool()
+    other = peer_of(pool, "other")
+    with pool.take(5) as lease, pytest.raises(PeerDied):
+        pool.share(lease, to=[other.peer, 17])
+    assert pool.stats().blocks == 0
+
+
+def test_a_lease_of_another_pool_is_not_shared() -> None:
+    pool = new_pool()
+    other = Pool.create(4096)
+    lease = other.take(5)
+    with pytest.raises((ValueError, StaleRef)):
+        pool.share(lease, to=[pool.peer])
+    with pytest.raises((ValueError, StaleRef)):
+        pool.share(lease)
+
+
+def test_grants_end_when_their_giver_leaves() -> None:
+    pool = new_pool()
+    other, third = peer_of(pool, "other"), peer_of(pool, "third")
+    lease = other.take(5)
+    ref = other.share(lease, to=[third.peer])
+    lease.release()
+    del lease
+    other.close()
+    assert pool.stats().blocks == 0
+    with pytest.raises(StaleRef):
+        third.open(ref)
+
+
+def test_grants_end_when_their_receiver_leaves() -> None:
+    pool = new_pool()
+    other = peer_of(pool, "other")
+    lease = pool.take(5)
+    pool.share(lease, to=[other.peer, other.peer])
+    lease.release()
+    other.close()
+    assert pool.stats().blocks == 0
+
+
+@pytest.mark.parametrize("role", ["giver", "receiver"])
+def test_grants_end_when_either_side_dies(role: str) -> None:
+    pool = new_pool()
+    with program(HOLDER, pool.ticket) as holder:
+        index = int(holder.hear().split()[1])
+        third = peer_of(pool, "third")
+        lease = pool.take(5)
+        ref = pool.share(lease, to=[index])
+        if role == "giver":
+            lease.release()
+            holder.say("open", *numbers(ref))
+            assert holder.hear() == "done"
+        lease.release()
+        assert pool.stats().blocks == 1
+        holder.kill()
+        eventually(lambda: pool.stats().blocks == 0)
+        with pytest.raises(StaleRef):
+            third.open(ref)
+
+
+def test_another_process_reads_what_it_was_granted_and_the_block_is_free() -> None:
+    pool = new_pool()
+    with program(HOLDER, pool.ticket) as holder:
+        index = int(holder.hear().split()[1])
+        for number in range(20):
+            lease = pool.take(100)
+            memoryview(lease)[:] = b"%0100d" % number
+            ref = pool.share(lease, to=[index])
+            lease.release()
+            holder.say("read", *numbers(ref))
+            assert (int(holder.hear()), holder.hear()) == (number, "done")
+            assert pool.stats().blocks == 0
+
+
+def test_a_peer_that_comes_after_another_has_none_of_its_grants() -> None:
+    pool = Pool.create(4096, max_peers=2)
+    pool.join()
+    other = peer_of(pool, "other")
+    lease = pool.take(5)
+    ref = pool.share(lease, to=[1])
+    other.close()
+    del other
+    successor = peer_of(pool, "successor")
+    assert successor.peer.index == 1
+    assert successor.peer.epoch == 2
+    lease.release()
+    with pytest.raises(StaleRef):
+        successor.open(ref)
+
+
+def test_sixty_five_thousand_grants_are_the_most() -> None:
+    pool = new_pool()
+    other = peer_of(pool, "other")
+    index = other.peer.index
+    with pool.take(5) as lease:
+        for _ in range(65535):
+            lease.grant(index)
+        with pytest.raises(penstock.MemoryExhausted, match="65535 grants of block"):
+            lease.grant(index)
+        assert pool.stats().holders[1].granted == 65535
+    other.close()
+    assert pool.stats().blocks == 0

@@ -1,0 +1,117 @@
+"""The page and what it is told, without a browser: what the page may not do, and who looks how often."""
+
+import asyncio
+import base64
+import hashlib
+import json
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from penstock.server.errors import ApiError
+from penstock.server.http import dashboard
+from penstock.server.http.dashboard import FRESH, PAGE, Dashboard
+from penstock.server.status.snapshot_reader import NoServer
+from tests.unit.server.status.test_snapshot_rates import moment
+
+SOURCE = PAGE.read_text()
+ASKED: Any = None  # nothing of the request matters
+
+
+class Server:
+    """One that is looked into, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.looks = self.found = 0
+        self.is_gone = False
+        self.now = 100.0
+        monkeypatch.setattr(dashboard, "Watch", self.find)
+        monkeypatch.setattr(dashboard.time, "monotonic", lambda: self.now)
+
+    def find(self, pid: int) -> "Server":
+        self.found += 1
+        return self
+
+    def take(self) -> Any:
+        if self.is_gone:
+            raise NoServer("process 7 has ended")
+        self.looks += 1
+        return moment(self.now)
+
+
+async def told(page: Dashboard, many: int = 1) -> list[Any]:
+    return [json.loads(bytes(one.body)) for one in await asyncio.gather(*(page.tell(ASKED) for _ in range(many)))]
+
+
+def test_many_that_ask_at_once_cost_one_look_and_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch)
+
+    async def ask() -> None:
+        page = Dashboard()
+        first = await told(page, 10)
+        assert server.looks == 1 and all(one == first[0] for one in first)
+        server.now += FRESH - 0.01
+        assert await told(page, 10) == first and server.looks == 1
+        server.now += 0.02
+        (later,) = await told(page)
+        assert server.looks == 2 and later["moment"]["at"] == server.now
+
+    asyncio.run(ask())
+
+
+def test_rates_are_of_the_time_since_the_last_look_unless_that_is_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch)
+
+    async def ask() -> None:
+        page = Dashboard()
+        assert (await told(page))[0]["rates"] is None
+        server.now += 1.0
+        assert (await told(page))[0]["rates"]["seconds"] == 1.0
+        server.now += 60.0  # nobody looked
+        assert (await told(page))[0]["rates"] is None
+
+    asyncio.run(ask())
+
+
+def test_where_there_is_nothing_to_see_it_says_so_and_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch)
+
+    async def ask() -> None:
+        page = Dashboard()
+        server.is_gone = True
+        with pytest.raises(ApiError, match="has ended") as found:
+            await page.tell(ASKED)
+        assert found.value.status == 503
+        server.is_gone = False
+        assert (await told(page))[0]["moment"]["at"] == server.now
+        assert server.found == 2, "where it has been seen before there may be nothing any more"
+
+    asyncio.run(ask())
+
+
+def test_the_page_runs_what_stands_in_it_and_nothing_else() -> None:
+    answer = asyncio.run(Dashboard().page(ASKED))
+    policy = answer.headers["content-security-policy"]
+    for tag in ("script", "style"):
+        (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", SOURCE, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert answer.headers["content-type"].startswith("text/html")
+
+
+def test_the_page_fetches_nothing_from_elsewhere_and_makes_no_markup_of_what_it_is_told() -> None:
+    addresses = set(re.findall(r"https?://[^\s\"'`)]+", SOURCE))
+    assert addresses == {"http://www.w3.org/2000/svg"}, "a name space, and no address"
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "srcdoc"):
+        assert word not in SOURCE
+    assert not re.search(r"<[^>]+\son\w+=|<[^>]+\sstyle=|javascript:", SOURCE)
+
+
+def test_the_key_goes_into_a_header_and_not_into_an_address() -> None:
+    assert "Authorization: `Bearer ${tried}`" in SOURCE
+    (asked,) = re.findall(r"fetch\(([^,]+),", SOURCE)
+    assert asked == '"/dashboard/data"' and "location" not in SOURCE

@@ -1,0 +1,317 @@
+"""Images in conversations, without a server: what a prompt becomes by them, what is refused, and what is held."""
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("starlette")
+pillow = pytest.importorskip("PIL.Image")
+
+from penstock import Store  # noqa: E402
+from penstock.engine.client import image_processor  # noqa: E402
+from penstock.engine.client.image_processor import ImageLimits  # noqa: E402
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice  # noqa: E402
+from penstock.server.chat.prompt_builder import BytesWords, Reader, words_of  # noqa: E402
+from penstock.server.chat.request_schema import Chat, Conversation, decoded  # noqa: E402
+from penstock.server.errors import ApiError  # noqa: E402
+from penstock.server.images.image_prompts import Prompt, image_reader  # noqa: E402
+from penstock.server.options import ServerOptions  # noqa: E402
+from penstock.tensor import Incoming  # noqa: E402
+from tests.support.models import VISION  # noqa: E402
+from tests.support.sights import Sight, placeholder  # noqa: E402
+from tests.unit.engine.client.test_image_processor import picture, png_of  # noqa: E402
+from tests.unit.engine.test_images_of_requests import must_be_held_by_nobody  # noqa: E402
+from tests.unit.server.images.test_image_fetcher import Elsewhere, bare, whole  # noqa: E402
+
+WHERE = "messages[0].content[{}]"
+
+
+def part(raw: bytes, kind: str = "image/png") -> dict[str, Any]:
+    return named(f"data:{kind};base64,{base64.b64encode(raw).decode()}")
+
+
+def named(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def plain(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "image"} if one["type"] == "image_url" else one for one in parts]
+
+
+class Scene:
+    """A reader for a model in a folder, and its store."""
+
+    def __init__(self, model: Path, store: Store, **options: Any) -> None:
+        config = EngineConfig(model=str(model))
+        images = image_reader(config, ServerOptions(**options), store)
+        assert images is not None
+        self.store = store
+        self.outgoing = images._outgoing
+        self.reader = Reader(config, words_of(config), images)
+
+    async def prompt(self, *parts: dict[str, Any]) -> Prompt:
+        said = Conversation.of(asked(*parts).messages)
+        return await self.reader.conversation(said, True, {})
+
+    async def length(self, *parts: dict[str, Any]) -> int:
+        """Of a prompt that is made and given back."""
+        prompt = await self.prompt(*parts)
+        prompt.release()
+        return len(prompt.ids)
+
+    async def must_hold_nothing(self) -> None:
+        deadline = time.monotonic() + 10
+        while any(one.holders for one in self.store.stats_of_keys().items) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)  # a thread is at its last image
+        assert self.outgoing.stats().open_scopes == 0
+        must_be_held_by_nobody(self.store)
+
+
+def asked(*parts: dict[str, Any]) -> Chat:
+    return decoded(json.dumps({"messages": [{"role": "user", "content": list(parts)}]}).encode(), Chat)
+
+
+@contextlib.contextmanager
+def scene_of(model: Path, **options: Any) -> Iterator[Scene]:
+    with Store.create(8 << 20) as store:
+        scene = Scene(model, store, **options)
+        with contextlib.closing(scene.reader):
+            yield scene
+        asyncio.run(scene.must_hold_nothing())
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Sight("llava", tmp_path_factory.mktemp("llava")).path
+
+
+# ── what a prompt becomes ────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("name", VISION)
+def test_placeholders_become_what_transformers_writes_for_these_images(name: str, tmp_path: Path) -> None:
+    sight = Sight(name, tmp_path)
+    raws = [picture(50, 30), picture(20, 64, seed=1), picture(16, 16, seed=2)]
+    parts = [text("first "), part(raws[0]), part(raws[1]), text("then\n"), part(raws[2]), text("what?")]
+    want = sight.asked([{"role": "user", "content": plain(parts)}], raws)["input_ids"][0].tolist()
+
+    async def look(scene: Scene) -> None:
+        prompt = await scene.prompt(*parts)
+        assert prompt.ids == want
+        for raw, (item, position, length) in zip(raws, prompt.items, strict=True):
+            there = prompt.ids[position : position + length].count(sight.stock.config.image_token_id)
+            value = Incoming(scene.store).open(item).value("torch", writable=True)
+            (alone,) = [sight.asked([{"role": "user", "content": [{"type": "image"}]}], [raw])["pixel_values"]]
+            assert torch.equal(value["pixel_values"], alone) and value["tokens"] == there
+        prompt.release()
+
+    with scene_of(tmp_path) as scene:
+        asyncio.run(look(scene))
+
+
+def test_the_same_image_is_neither_decoded_nor_made_again(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def look(scene: Scene) -> None:
+        length = await scene.length(part(picture(40, 40)), text("a"))
+        with monkeypatch.context() as patched:
+            patched.setattr(image_processor, "_decoded", None)
+            assert await scene.length(text("a"), part(picture(40, 40))) == length
+        assert scene.store.stats_of_keys().puts == 1 and scene.outgoing.stats().hits == 1
+
+    with scene_of(llava) as scene:
+        asyncio.run(look(scene))
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp", "gif"])
+def test_of_images_in_any_format_the_first_frame_counts(
+    kind: str, llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = [pillow.new("RGB", (30, 30), color) for color in ("red", "blue", "green")]
+    raw = io.BytesIO()
+    more = {"save_all": True, "append_images": frames[1:]} if kind in ("webp", "gif") else {}
+    frames[0].save(raw, kind, **more)
+    (tmp_path / "an image").write_bytes(raw.getvalue())
+    seen = []
+    decode = image_processor._decoded
+    monkeypatch.setattr(image_processor, "_decoded", lambda *args: seen.append(decode(*args)) or seen[-1])
+
+    async def look(scene: Scene) -> None:
+        lengths = {await scene.length(part(raw.getvalue(), f"image/{kind}"))}
+        lengths.add(await scene.length(named(f"file://{tmp_path}/an%20image")))
+        assert len(lengths) == 1
+        (picture,) = seen  # by whichever way it came, it is the same one
+        assert picture.mode == "RGB" and picture.getpixel((15, 15))[0] > 250 and max(picture.getpixel((15, 15))[1:]) < 5
+
+    with scene_of(llava, media_folders=(str(tmp_path),)) as scene:
+        asyncio.run(look(scene))
+
+
+def test_an_image_on_a_host_that_is_open_is_the_same_one_and_is_found_in_the_store(llava: Path) -> None:
+    with contextlib.closing(Elsewhere()) as host:
+        host.script = whole(body=picture(40, 40))
+        there = named(f"http://127.0.0.1:{host.port}/x.png")
+
+        async def look(scene: Scene) -> None:
+            assert await scene.length(text("a"), there, there) == await scene.length(
+                text("a"), *[part(picture(40, 40))] * 2
+            )
+            assert scene.store.stats_of_keys().puts == 1
+
+        with scene_of(llava, media_hosts=(f"127.0.0.1:{host.port}",)) as scene:
+            asyncio.run(look(scene))
+
+
+def test_one_that_is_refused_ends_the_fetches_of_its_request(llava: Path) -> None:
+    with contextlib.closing(Elsewhere()) as host:
+        host.script = bare(until_gone=True)
+        there = named(f"http://127.0.0.1:{host.port}/x.png")
+
+        async def look(scene: Scene) -> None:
+            with pytest.raises(ApiError, match="not fetched from this host") as caught:
+                await scene.prompt(there, named("http://127.0.0.1/x.png"), there)
+            assert (caught.value.status, caught.value.param) == (400, WHERE.format(1))
+            await asyncio.to_thread(host.until, 0)
+
+        with scene_of(llava, media_hosts=(f"127.0.0.1:{host.port}",)) as scene:
+            asyncio.run(look(scene))
+
+
+# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
+def gif_of(width: int, height: int, left: int = 0) -> bytes:
+    """Its heads, of the whole and of one frame in it, which promise more than there is."""
+
+    def word(number: int) -> bytes:
+        return number.to_bytes(2, "little")
+
+    frame = b"\x2c" + word(left) + word(0) + word(10) + word(10) + b"\0\x02\x02\x4c\x01\0"
+    return b"GIF89a" + word(width) + word(height) + b"\x80\0\0" + bytes(6) + frame + b"\x3b"
+
+
+LIMITS = ImageLimits(count=2, nbytes=20_000, pixels=2500)
+SMALL = part(picture(20, 20))
+
+
+@pytest.mark.parametrize(
+    ("parts", "status", "wrong", "reason"),
+    [
+        ([SMALL, SMALL, SMALL], 400, 2, "at most 2 images, this one has 3"),
+        ([text("x"), SMALL, part(bytes(20_100))], 413, 2, "at most 20000 bytes"),
+        ([SMALL, part(picture(60, 60))], 413, 1, r"at most 2500 pixels, this one has 60 x 60 = 3600"),
+        ([part(png_of(10_000, 10_000))], 413, 0, "at most 2500 pixels, this one has 10000 x 10000"),
+        ([part(png_of(60_000, 60_000))], 413, 0, "at most 2500 pixels"),
+        ([part(gif_of(60_000, 60_000), "image/gif")], 413, 0, "at most 2500 pixels"),
+        ([part(gif_of(10, 10, left=9000), "image/gif")], 413, 0, "at most 2500 pixels"),
+        ([part(picture(20, 20)[:-300])], 400, 0, "no image that can be read"),
+        ([part(picture(20, 20)[:30])], 400, 0, "no image that can be read"),
+        ([part(picture(20, 20)), part(b"<svg/>", "image/png")], 400, 1, "got something else"),
+        ([named("data:image/png;base64,iVBO!")], 400, 0, "no base64"),
+        ([named("https://example.com/x.png"), SMALL], 400, 0, "not fetched from elsewhere"),
+        ([named("file:///etc/passwd")], 400, 0, "files are not open"),
+    ],
+)
+def test_an_image_that_is_refused_is_named(
+    parts: list[dict[str, Any]], status: int, wrong: int, reason: str, llava: Path
+) -> None:
+    async def look(scene: Scene) -> None:
+        with pytest.raises(ApiError, match=reason) as caught:
+            await scene.prompt(*parts)
+        assert (caught.value.status, caught.value.param) == (status, WHERE.format(wrong))
+        assert scene.outgoing.stats().open_scopes == 0
+        assert await scene.length(SMALL) > 4, "the next one is taken"
+
+    with scene_of(llava, image_limits=LIMITS) as scene:
+        asyncio.run(look(scene))
+
+
+def test_nobody_writes_a_placeholder_into_a_text(llava: Path) -> None:
+    async def look(scene: Scene) -> None:
+        with pytest.raises(ApiError, match="<image> in the prompt once for each of 1 images, got 2") as caught:
+            await scene.prompt(text(f"look: {placeholder('llava')}"), SMALL)
+        assert (caught.value.status, caught.value.param) == (400, "messages")
+
+    with scene_of(llava) as scene:
+        asyncio.run(look(scene))
+
+
+def test_a_model_that_takes_no_images_says_so() -> None:
+    config = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
+    assert image_reader(config, ServerOptions(), None) is None
+
+    async def look() -> None:
+        with contextlib.closing(Reader(config, BytesWords(200))) as reader:
+            said = Conversation.of(asked(text("a"), SMALL).messages)
+            with pytest.raises(ApiError, match=r"expected text, got an image .*: this model takes none") as caught:
+                await reader.conversation(said, True, {})
+            assert (caught.value.status, caught.value.param) == (400, WHERE.format(1))
+            words = Conversation.of(asked(text("a"), text("b")).messages)
+            assert (await reader.conversation(words, True, {})).ids == list(b"user: a\nb\nassistant:")
+
+    asyncio.run(look())
+
+
+@pytest.mark.parametrize("missing", ["preprocessor_config.json", "tokenizer.json"])
+def test_a_model_that_lacks_what_images_take_answers_text(missing: str, tmp_path: Path) -> None:
+    sight = Sight("llava", tmp_path)
+    (tmp_path / missing).unlink()
+    assert image_reader(EngineConfig(model=str(sight.path)), ServerOptions(), None) is None
+
+
+def test_folders_that_are_not_there_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="media_folders are folders, not "):
+        ServerOptions(media_folders=(f"{tmp_path}/nowhere",))
+
+
+# ── the loop, and what is held ───────────────────────────────────────────────────────────────────────────────────────
+class Slowly:
+    """Images are decoded when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self.goes_on = threading.Event(), threading.Event()
+        self._decode: Callable[..., Any] = image_processor._decoded
+        monkeypatch.setattr(image_processor, "_decoded", self)
+
+    def __call__(self, *args: Any) -> Any:
+        self.has_begun.set()
+        assert self.goes_on.wait(10), "the loop was held up"
+        return self._decode(*args)
+
+
+def test_the_loop_goes_on_while_an_image_is_made(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slowly = Slowly(monkeypatch)
+
+    async def look(scene: Scene) -> None:
+        asyncio.get_running_loop().call_later(0.01, slowly.goes_on.set)
+        assert await scene.length(SMALL) > 4
+
+    with scene_of(llava) as scene:
+        asyncio.run(look(scene))
+
+
+def test_who_goes_while_an_image_is_made_holds_nothing(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slowly = Slowly(monkeypatch)
+
+    async def leave(scene: Scene) -> None:
+        asking = asyncio.ensure_future(scene.prompt(SMALL, part(picture(30, 30)), part(picture(31, 31))))
+        while not slowly.has_begun.is_set():
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert scene.outgoing.stats().open_scopes == 0
+        slowly.goes_on.set()
+        await scene.must_hold_nothing()
+
+    with scene_of(llava) as scene:
+        asyncio.run(leave(scene))

@@ -1,0 +1,366 @@
+"""A real device: what the fake one cannot show. And, everywhere, how the real driver asks."""
+
+import ctypes
+import gc
+import textwrap
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import penstock
+from penstock import MemoryExhausted, Pool
+from penstock.tensor import Tensors
+from penstock.tensor.cuda import (
+    CudaPool,
+    CudaRef,
+    CudaTensors,
+    DeviceError,
+    HostRef,
+    NoDevice,
+    Place,
+    Reference,
+    Uploads,
+    driver_of,
+)
+from penstock.tensor.cuda.torch_driver import TorchDriver, needed
+from penstock.tensor.kinds import KINDS
+from tests.conftest import eventually
+from tests.support.processes import program
+
+try:
+    torch, _ = needed()
+    MISSING = ""
+except NoDevice as error:
+    MISSING = str(error)
+on_a_device = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is one")
+on_two_devices = pytest.mark.skipif(
+    bool(MISSING) or torch.cuda.device_count() < 2, reason=MISSING or "needs two devices"
+)
+
+MIB = 1 << 20
+CYCLES = 200_000_000  # of torch.cuda._sleep: about 0.1 s of a stream's time
+
+# A consumer, which hears a reference and says what it sees; "used" and "total" are about the device's memory.
+CONSUMER = """
+import msgspec, torch
+from penstock import Pool
+from penstock.tensor import Tensors
+from penstock.tensor.cuda import CudaPool, CudaTensors, Reference
+
+torch.cuda.set_device(int(sys.argv[3]))
+pool, host = CudaPool.attach(sys.argv[1], peer_name="consumer"), Pool.attach(sys.argv[2])
+tensors = CudaTensors(pool, Tensors(host))
+say(msgspec.json.encode(tensors.place).hex())
+
+def received():
+    return tensors.view(msgspec.msgpack.decode(bytes.fromhex(hear()), type=Reference))
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warmed_up_device() -> None:
+    """What a process opens once and keeps is there before the first test counts its descriptors."""
+    if not MISSING:
+        with CudaPool.create(MIB) as pool:
+            pool.take(1).release()
+            torch.zeros(10, device="cuda").sum().item()
+            pool.flush(5)
+
+
+def consumer(source: str, pool: CudaPool, host: Pool, device: int = 0) -> Any:
+    return program(CONSUMER + textwrap.dedent(source), pool.ticket, host.ticket, device, within=90)
+
+
+def place_of(said: str) -> Place:
+    # uuids are bytes, which JSON has in base64
+    return msgspec.json.decode(bytes.fromhex(said), type=Place)
+
+
+def sent(ref: Reference) -> str:
+    return msgspec.msgpack.encode(ref).hex()
+
+
+def bytes_of(tensor: Any) -> bytes:
+    return bytes(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+# ── how the real driver asks ──
+class Asked:
+    """Stands for the driver's interface, and remembers what it was asked."""
+
+    class CUipcMemHandle:
+        def __init__(self) -> None:
+            self.room = (ctypes.c_char * 64)()
+
+        def getPtr(self) -> int:
+            return ctypes.addressof(self.room)
+
+    CUipcMem_flags = SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1)
+
+    def __init__(self, **answers: tuple[Any, ...]) -> None:
+        self.answers = answers
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*arguments: Any) -> tuple[Any, ...]:
+            self.asked.append(name)
+            return self.answers.get(name, (0,))
+
+        return ask
+
+
+class Result(int):
+    name = "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+def asking(asked: Asked) -> TorchDriver:
+    driver = object.__new__(TorchDriver)
+    driver._cuda, driver._context, driver._device = asked, "context", SimpleNamespace(index=0)
+    return driver
+
+
+def test_memory_is_asked_for_in_the_context_of_the_device_whether_it_is_given_or_not() -> None:
+    asked = Asked(cuMemAlloc=(0, 4096))
+    assert asking(asked).allocate(100) == 4096
+    assert asked.asked == ["cuCtxPushCurrent", "cuMemAlloc", "cuCtxPopCurrent"]
+    asked = Asked(cuMemAlloc=(Result(2), None), cuMemGetInfo=(0, 10, 80))
+    with pytest.raises(MemoryExhausted, match="10 of its 80 bytes are free") as caught:
+        asking(asked).allocate(100)
+    assert (caught.value.asked, caught.value.free) == (100, 10)
+    assert asked.asked == ["cuCtxPushCurrent", "cuMemAlloc", "cuMemGetInfo", "cuCtxPopCurrent"]
+
+
+def test_a_handle_that_leads_to_less_memory_than_was_said_is_closed_again() -> None:
+    asked = Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 511))
+    with pytest.raises(DeviceError, match="of 512 bytes has 511"):
+        asking(asked).open(bytes(64), 512)
+    assert asked.asked[-2:] == ["cuIpcCloseMemHandle", "cuCtxPopCurrent"]
+    assert asking(Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 512))).open(bytes(64), 512) == 4096
+    with pytest.raises(DeviceError, match="64 bytes"):
+        asking(Asked()).open(b"short", 512)
+
+
+def test_a_refusal_says_the_call_and_the_result() -> None:
+    with pytest.raises(DeviceError, match="cuMemHostRegister of device 0: CUDA_ERROR_OUT_OF_MEMORY"):
+        asking(Asked(cuMemHostRegister=(Result(2),))).register(4096, 4096)
+
+
+# ── one device ──
+@on_a_device
+def test_every_dtype_is_seen_bit_by_bit_in_another_process_and_its_memory_opened_once() -> None:
+    with CudaPool.create(64 * MIB) as pool, Pool.create(8 * MIB) as host:
+        tensors = CudaTensors(pool, Tensors(host))
+        with consumer(
+            """
+            bases = set()
+            while True:
+                seen = received()
+                bases.add(pool._map().address)
+                flat = seen.contiguous().reshape(-1).view(torch.uint8).cpu()
+                say(str(seen.dtype), tuple(seen.shape), bytes(flat.numpy()).hex(), len(bases))
+                del seen
+                tensors.flush()
+            """,
+            pool,
+            host,
+        ) as other:
+            place = place_of(other.hear())
+            for kind in KINDS:
+                dtype = getattr(torch, kind.name, None)
+                if dtype is None or kind.name == "bool" or (kind.name.startswith(("int", "uint")) and kind.code > 22):
+                    continue
+                raw = torch.randint(0, 256, (6, 10 * kind.itemsize), dtype=torch.uint8, device="cuda")
+                given = raw.view(dtype)
+                ref = tensors.put(given, [place])
+                assert isinstance(ref, CudaRef)
+                other.say(sent(ref))
+                assert other.hear() == f"{dtype} (6, 10) {bytes_of(raw).hex()} 1"
+        eventually(lambda: tensors.flush() and pool.stats().blocks == 0)
+        tensors.close()
+
+
+@on_a_device
+def test_a_slice_is_not_reused_while_kernels_of_another_process_read_it() -> None:
+    with CudaPool.create(8 * MIB) as pool, Pool.create(8 * MIB) as host:
+        tensors = CudaTensors(pool, Tensors(host))
+        with consumer(
+            f"""
+            def flush():  # the producer waits for what is done while we wait for the producer
+                while True:
+                    time.sleep(0.001)
+                    tensors.flush()
+
+            threading.Thread(target=flush, daemon=True).start()
+            stream = torch.cuda.Stream()
+            kept = []
+            with torch.cuda.stream(stream):
+                for _ in range(24):
+                    seen = received()
+                    torch.cuda._sleep({CYCLES // 10})
+                    kept.append(seen.clone())
+                    del seen  # long before the clone has been made
+                    say("gone")
+            stream.synchronize()
+            for one in kept:
+                say(one.min().item(), one.max().item())
+            hear()
+            """,
+            pool,
+            host,
+        ) as other:
+            place = place_of(other.hear())
+            for value in range(24):  # three times what the pool has room for
+                ref = tensors.put(torch.full((MIB,), value, dtype=torch.uint8, device="cuda"), [place], timeout=30)
+                assert isinstance(ref, CudaRef)
+                other.say(sent(ref))
+                assert other.hear() == "gone"
+            for value in range(24):
+                assert other.hear() == f"{value} {value}"
+            eventually(lambda: pool.stats().blocks == 0)
+        tensors.close()
+
+
+@on_a_device
+def test_within_one_process_the_tensor_is_the_same_memory() -> None:
+    with CudaPool.create(8 * MIB) as pool, Pool.create(MIB) as host:
+        tensors = CudaTensors(pool, Tensors(host))
+        made = tensors.empty((100, 100), torch.bfloat16)
+        made.copy_(torch.randn(100, 100))
+        seen = tensors.view(tensors.share(made, [tensors.place]))
+        assert seen.data_ptr() == made.data_ptr() and torch.equal(seen, made)
+        part = seen[1:]
+        del made, seen
+        gc.collect()
+        assert tensors.flush(5) and pool.stats().blocks == 1  # a view of a view holds it
+        del part
+        assert tensors.flush(5) and pool.stats().blocks == 0
+        tensors.close()
+
+
+@on_a_device
+def test_a_producer_that_dies_while_its_memory_is_mapped_is_told_and_harms_nobody() -> None:
+    with Pool.create(MIB) as host:
+        with program(
+            """
+            import msgspec, torch
+            from penstock import Pool
+            from penstock.tensor import Tensors
+            from penstock.tensor.cuda import CudaPool, CudaTensors, Place
+            pool = CudaPool.create(1 << 25)
+            tensors = CudaTensors(pool, Tensors(Pool.attach(sys.argv[1])))
+            say(pool.ticket)
+            place = msgspec.json.decode(bytes.fromhex(hear()), type=Place)
+            for value in (1, 2):
+                ref = tensors.put(torch.full((1 << 20,), value, dtype=torch.uint8, device="cuda"), [place])
+                say(msgspec.msgpack.encode(ref).hex())
+            hear()
+            """,
+            host.ticket,
+            within=90,
+        ) as producer:
+            pool = CudaPool.attach(producer.hear())
+            tensors = CudaTensors(pool, Tensors(host))
+            producer.say(msgspec.json.encode(tensors.place).hex())
+            first, second = (msgspec.msgpack.decode(bytes.fromhex(producer.hear()), type=Reference) for _ in range(2))
+            seen = tensors.view(first)
+            producer.kill()
+            producer.process.wait()
+            with pytest.raises(penstock.PeerDied):
+                tensors.view(second)
+            assert int(seen.sum().item()) == MIB  # the driver keeps memory that somebody has mapped
+            del seen
+            assert tensors.flush(5)
+            torch.zeros(1000, device="cuda").sum().item()  # our context is whole
+        tensors.close()
+        pool.close()
+
+
+@on_a_device
+def test_a_consumer_that_is_killed_with_work_in_flight_gives_its_slices_back() -> None:
+    with CudaPool.create(8 * MIB) as pool, Pool.create(MIB) as host:
+        tensors = CudaTensors(pool, Tensors(host))
+        with consumer(
+            f"""
+            seen = received()
+            torch.cuda._sleep({CYCLES * 50})
+            copy = seen.clone()
+            del seen
+            say(tensors.flush())
+            hear()
+            """,
+            pool,
+            host,
+        ) as other:
+            place = place_of(other.hear())
+            other.say(sent(tensors.put(torch.ones(MIB, device="cuda"), [place])))
+            assert other.hear() == "False"
+            assert pool.stats().blocks == 1
+            other.kill()
+            eventually(lambda: pool.stats().blocks == 0, within=20)
+        tensors.close()
+
+
+# ── host memory ──
+@on_a_device
+def test_a_view_is_copied_from_registered_memory_and_held_until_that_is_done() -> None:
+    with Pool.create(8 * MIB) as pool, Uploads(pool) as uploads:
+        with pool.take(8 * MIB) as lease:
+            with memoryview(lease) as room:
+                room[:] = np.arange(8 * MIB, dtype=np.uint8).tobytes()
+            ref = pool.share(lease, [pool.peer])
+        view = np.frombuffer(pool.open(ref), np.uint8)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(CYCLES)
+        made = uploads.copy_to_device(view, stream=stream)
+        del view
+        assert uploads.stats.pageable == 0, uploads.refusals()
+        with pytest.raises(MemoryExhausted):
+            pool.take(1)
+        assert uploads.flush(10)
+        pool.take(8 * MIB).release()
+        assert bytes_of(made) == np.arange(8 * MIB, dtype=np.uint8).tobytes()
+
+
+@on_a_device
+def test_memory_that_is_registered_already_is_copied_as_it_is_and_torch_does_not_mind() -> None:
+    driver = driver_of()
+    with Pool.create(MIB) as pool:
+        found = pool._segment.mapping(True, True)
+        assert found is not None
+        driver.register(*found)
+        with Uploads(pool) as uploads:
+            lease = pool.take(1000)
+            np.frombuffer(lease, np.uint8)[:] = 5
+            assert (uploads.copy_to_device(np.frombuffer(lease, np.uint8)).cpu() == 5).all()
+            assert (uploads.stats.refusals, uploads.stats.pageable) == (1, 1)
+        torch.zeros(10, device="cuda").sum().item()  # would raise what a runtime call had left behind
+        driver.unregister(found[0])
+
+
+# ── two devices ──
+@on_two_devices
+def test_a_consumer_on_another_device_gets_host_memory_and_makes_no_context_on_ours() -> None:
+    with CudaPool.create(64 * MIB, driver=driver_of(0)) as pool, Pool.create(8 * MIB) as host:
+        tensors = CudaTensors(pool, Tensors(host))
+        with consumer(
+            """
+            seen = received()
+            from cuda.bindings import driver
+            _, flags, is_active = driver.cuDevicePrimaryCtxGetState(driver.cuDeviceGet(0)[1])
+            say(seen.device, int(seen.sum().item()), is_active)
+            hear()
+            """,
+            pool,
+            host,
+            device=1,
+        ) as other:
+            place = place_of(other.hear())
+            ref = tensors.put(torch.ones(MIB, dtype=torch.uint8, device="cuda:0"), [place])
+            assert isinstance(ref, HostRef) and pool.stats().takes == 0
+            other.say(sent(ref))
+            assert other.hear() == f"cuda:1 {MIB} 0"
+        tensors.close()

@@ -1,0 +1,334 @@
+"""Tensors of a device: put into slices, made in them, and by host memory for whoever cannot have those."""
+
+import gc
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import penstock
+from penstock import Lease, MemoryExhausted, Pool, Ref, StaleRef, Store
+from penstock.errors import ClosedError
+from penstock.tensor import Tensors, UnsupportedTensor
+from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, ForeignDevice, HostRef, Place, Reference, Uploads
+from tests.conftest import eventually
+from tests.support.devices import FakeDriver, Stream
+
+KIB = 1 << 10
+
+
+class Image(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    pixels: CudaRef | HostRef
+
+
+class Ends:
+    """A producer and a consumer in one process, on the same device or on two."""
+
+    def __init__(self, *, nbytes: int = 64 * KIB, consumer_device: int = 0) -> None:
+        self.device = FakeDriver()
+        self.other = self.device if consumer_device == 0 else FakeDriver(consumer_device)
+        self.pool = CudaPool.create(nbytes, driver=self.device)
+        self.host = Pool.create(1 << 20, name="host")
+        self.producer = CudaTensors(self.pool, Tensors(self.host, inline_nbytes=64), driver=self.device)
+        self.theirs = CudaPool.attach(self.pool.ticket, driver=self.other)
+        self.their_host = Pool.attach(self.host.ticket)
+        self.consumer = CudaTensors(self.theirs, Tensors(self.their_host), driver=self.other)
+
+    def blocks(self) -> tuple[int, int]:
+        """On the device, and in host memory."""
+        gc.collect()
+        self.producer.flush()
+        self.consumer.flush()
+        return self.pool.stats().blocks, self.host.stats().blocks
+
+    def close(self) -> None:
+        assert self.blocks() == (0, 0)
+        for one in (self.producer, self.consumer):
+            assert one.close()
+        self.theirs.close()
+        assert self.pool.close()
+        for pool in (self.their_host, self.host):
+            pool.close()
+        assert not self.device.allocated and not self.device.registered and not self.other.registered
+
+
+def on_device(driver: FakeDriver, array: Any) -> Any:
+    return driver.made(np.array(array))
+
+
+# ── to the same device ──
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "float16", "float32", "complex128", "int64"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1000,), (7, 11, 13)], ids=str)
+def test_what_is_put_is_seen_bit_by_bit(dtype: str, shape: tuple[int, ...]) -> None:
+    ends = Ends()
+    given = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
+    assert isinstance(ref, CudaRef)
+    seen = ends.consumer.view(ref)
+    assert seen.dtype == given.dtype and seen.shape == given.shape and seen.tobytes() == given.tobytes()
+    del seen
+    ends.close()
+
+
+def test_a_tensor_that_is_not_contiguous_is_compacted() -> None:
+    ends = Ends()
+    whole = on_device(ends.device, np.arange(10_000, dtype=np.int32).reshape(100, 100))
+    ref = ends.producer.put(whole[::2, 1::3], [ends.consumer.place])
+    assert ref.nbytes == 50 * 33 * 4
+    assert (ends.consumer.view(ref) == whole[::2, 1::3]).all()
+    ends.close()
+
+
+def test_a_sender_that_writes_to_its_tensor_after_putting_it_changes_nothing() -> None:
+    ends = Ends()
+    given = on_device(ends.device, np.full(1000, 1, np.uint8))
+    ref = ends.producer.put(given, [ends.consumer.place])
+    given[:] = 2
+    assert (ends.consumer.view(ref) == 1).all()
+    ends.close()
+
+
+def test_references_travel_in_messages_and_are_checked_there() -> None:
+    ends = Ends(nbytes=KIB)
+    with penstock.open_ring(messages=(Image,)) as ring, ring.sender() as sender, ring.receiver() as receiver:
+        for number, size in enumerate((512, 5000)):  # in a slice; too large for the pool
+            given = np.full(size, number, np.uint8)
+            sender.send(Image(number, ends.producer.put(on_device(ends.device, given), [ends.consumer.place])))
+            received = receiver.receive(timeout=5)
+            assert (ends.consumer.view(received.pixels) == given).all()
+            assert type(received.pixels) is (CudaRef, HostRef)[number]
+    good = CudaRef(1, (4,), bytes(16), Ref(1, 1, 1, 0, 4))
+    for wrong in ({"code": 99}, {"shape": (5,)}, {"shape": (-4,)}, {"device": b"short"}):
+        forged = msgspec.msgpack.encode([1, *({**msgspec.structs.asdict(good), **wrong}).values()])
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(forged, type=Reference)
+    ends.close()
+
+
+def test_a_tensor_made_in_a_slice_is_shared_without_a_copy() -> None:
+    ends = Ends()
+    made = ends.producer.empty((10, 100), "float32")
+    made[:] = np.arange(1000).reshape(10, 100)
+    whole, part = (ends.producer.share(one, [ends.consumer.place]) for one in (made, made[3:5]))
+    assert part.where.offset == whole.where.offset + 3 * 400
+    assert (ends.consumer.view(part) == made[3:5]).all()
+    assert np.shares_memory(ends.consumer.view(whole), made)
+    assert ends.producer.stats.shares == 2 and ends.producer.stats.puts == 0
+    with pytest.raises(ValueError, match="not contiguous"):
+        ends.producer.share(made[:, 1], [ends.consumer.place])
+    with pytest.raises(ValueError, match="does not lie in this pool"):
+        ends.producer.share(on_device(ends.device, np.zeros(5)), [ends.consumer.place])
+    with pytest.raises(ValueError, match="put\\(\\) goes by host memory"):
+        ends.producer.share(made, [Place(b"x" * 16, None, 1)])
+    with pytest.raises(UnsupportedTensor):
+        ends.producer.put(np.zeros(5), [ends.consumer.place])
+    del made
+    ends.close()
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_a_stream_that_uses_a_slice_is_said_of_that_slice_and_not_of_the_one_before_it(which: int) -> None:
+    """Slices lie next to each other: where one ends, the next one begins."""
+    ends = Ends()
+    made = [ends.producer.empty((512,), "uint8") for _ in range(4)]
+    second = Stream("second")
+    second.stop()
+    ends.producer.used_on(made[which], second)
+    for index in range(4):
+        del made[0]
+        ends.producer.flush()
+        left = 3 - index + (index >= which)
+        assert ends.pool.stats().blocks == left, f"slice {index} of 4, and {which} was in use"
+    second.go_on()
+    ends.close()
+
+
+def test_what_is_not_viewed_is_dropped_or_revoked() -> None:
+    for nbytes in (64 * KIB, 512):  # in slices; by host memory
+        ends = Ends(nbytes=nbytes)
+        dropped, revoked = (
+            ends.producer.put(on_device(ends.device, np.zeros(2000, np.uint8)), [ends.consumer.place]) for _ in "ab"
+        )
+        ends.consumer.drop(dropped)
+        ends.consumer.drop(dropped)
+        ends.producer.revoke(revoked, [ends.consumer.place])
+        with pytest.raises(StaleRef):
+            ends.consumer.view(revoked)
+        ends.close()
+
+
+# ── by host memory ──
+def test_a_pool_that_is_full_falls_back_to_host_memory_and_counts() -> None:
+    ends = Ends(nbytes=2 * KIB)
+    held = ends.producer.empty(2 * KIB, "uint8")
+    given = np.arange(1500, dtype=np.uint8)
+    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
+    assert isinstance(ref, HostRef) and not ref.tensor.is_inline
+    assert (ends.consumer.view(ref) == given).all()
+    assert (ends.producer.stats.overflowed, ends.producer.stats.foreign) == (1, 0)
+    with pytest.raises(MemoryExhausted):
+        ends.producer.empty(1, "uint8")
+    del held
+    ends.close()
+
+
+def test_with_both_pools_full_a_tensor_travels_in_its_reference() -> None:
+    ends = Ends(nbytes=512)
+    taken = ends.host.take((1 << 20) - 4096)
+    given = np.arange(50_000, dtype=np.uint16)
+    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
+    assert isinstance(ref, HostRef) and ref.tensor.is_inline
+    assert ends.producer.host.stats.overflowed == 1
+    assert (ends.consumer.view(ref) == given).all()
+    taken.release()
+    ends.close()
+
+
+def test_somebody_on_another_device_gets_host_memory_and_touches_no_slice() -> None:
+    ends = Ends(consumer_device=3)
+    given = np.arange(5000, dtype=np.float32)
+    near = ends.producer.put(on_device(ends.device, given), [ends.producer.place])
+    assert isinstance(near, CudaRef)
+    with pytest.raises(ForeignDevice):
+        ends.consumer.view(near)
+    ends.producer.drop(near)
+    assert ends.consumer.place.slices is None
+    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
+    assert isinstance(ref, HostRef) and ends.producer.stats.foreign == 1
+    assert ends.pool.stats().takes == 1, "a slice was taken for somebody who cannot have it"
+    seen = ends.consumer.view(ref)
+    assert (seen == given).all() and seen.uuid == ends.other.uuid
+    assert ends.other.opens == 0 and not ends.other.mapped
+    with pytest.raises(ForeignDevice):  # nor is a tensor of theirs put by us
+        ends.producer.put(on_device(ends.other, given), [ends.producer.place])
+    del seen
+    ends.close()
+
+
+def test_a_copy_to_host_memory_is_awaited_before_it_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Ends(nbytes=512)
+    ends.device.current.stop()
+    monkeypatch.setattr("penstock.tensor.cuda.tensors.SHARE_TIMEOUT", 0.01)
+    with pytest.raises(penstock.Timeout):
+        ends.producer.put(on_device(ends.device, np.zeros(2000)), [ends.consumer.place])
+    ends.device.current.go_on()
+    ends.close()
+
+
+# ── uploads ──
+def lent(pool: Pool, value: int, nbytes: int = 4096) -> Any:
+    """A received view, whose block is held by it alone."""
+    with pool.take(nbytes) as lease:
+        with memoryview(lease) as room:
+            room[:] = bytes([value]) * nbytes
+        ref = pool.share(lease, [pool.peer])
+    return np.frombuffer(pool.open(ref), np.uint8)
+
+
+def test_a_view_that_is_dropped_while_it_is_being_copied_is_held_until_the_copy_is_done() -> None:
+    device = FakeDriver()
+    with Pool.create(4096) as pool, Uploads(pool, driver=device) as uploads:
+        view = lent(pool, 1)
+        device.current.stop()
+        made = uploads.copy_to_device(view)
+        del view
+        gc.collect()
+        with pytest.raises(MemoryExhausted):  # the only block there is
+            pool.take(1)
+        assert not uploads.flush() and not uploads.close(timeout=0)
+        with pytest.raises(ClosedError):
+            uploads.copy_to_device(np.zeros(4))
+        device.current.go_on()
+        assert uploads.flush()
+        assert (lent(pool, 2) == 2).all() and (made == 1).all()
+
+
+def test_uploads_that_nobody_closes_hold_what_is_being_copied_and_unregister_when_it_is_done() -> None:
+    device = FakeDriver()
+    with Pool.create(4096) as pool:
+        uploads = Uploads(pool, driver=device)
+        device.current.stop()
+        made = uploads.copy_to_device(lent(pool, 1))
+        del uploads
+        gc.collect()
+        with pytest.raises(MemoryExhausted):  # the only block there is
+            pool.take(1)
+        assert device.registered and len(device.in_flight) == 1
+        device.current.go_on()
+        assert device.in_flight.poll() == 0
+        assert not device.registered and (made == 1).all()
+        pool.take(1).release()
+        idle = Uploads(pool, driver=device)
+        idle.copy_to_device(lent(pool, 2))
+        del idle
+        gc.collect()
+        assert not device.registered and not len(device.in_flight)
+
+
+def test_memory_is_registered_with_the_first_copy_once_and_until_it_is_closed() -> None:
+    device = FakeDriver()
+    with Pool.create(1 << 16, name="a") as pool, Store.create(1 << 16) as store:
+        uploads = Uploads(pool, store, driver=device)
+        assert not device.registered
+        for value in range(3):
+            assert (uploads.copy_to_device(lent(pool, value)) == value).all()
+        assert len(device.registered) == 1
+        key = b"k" * 32
+        kept = store.put(key, {"pixels": np.full(500, 9, np.int16)})
+        assert (uploads.copy_to_device(kept.value()["pixels"]) == 9).all()
+        assert len(device.registered) == 2
+        assert all(map(device.is_registered, device.uploaded_from))
+        assert (uploads.stats.copies, uploads.stats.pageable, uploads.stats.refusals) == (4, 0, 0)
+        assert uploads.stats.registered_nbytes == sum(device.registered.values()) >= 2 << 16
+        kept.release()
+        assert uploads.close() and uploads.close()
+        assert not device.registered and uploads.stats.registered_nbytes == 0
+
+
+def test_a_block_that_this_process_writes_is_copied_from_where_it_lies() -> None:
+    device = FakeDriver()
+    with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:
+        lease: Lease = pool.take(100)
+        array = np.frombuffer(lease, np.uint8)
+        array[:] = 4
+        assert (uploads.copy_to_device(array[10:20]) == 4).all()
+        assert device.uploaded_from == [array.ctypes.data + 10] and uploads.stats.pageable == 0
+
+
+def test_memory_that_cannot_be_registered_is_copied_as_it_is_counted_and_asked_about_once() -> None:
+    device = FakeDriver()
+    device.refuses_to_register = True
+    with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:
+        view = lent(pool, 3)
+        for _ in range(3):
+            assert (uploads.copy_to_device(view, non_blocking=False) == 3).all()
+        assert (uploads.stats.copies, uploads.stats.pageable, uploads.stats.refusals) == (3, 3, 1)
+        assert uploads.refusals() == ["no context, or no room for so many pinned pages"]
+        assert device.uploaded_from == [view.ctypes.data] * 3
+        del view
+
+
+def test_what_lies_in_no_segment_is_copied_too_and_counted() -> None:
+    device = FakeDriver()
+    with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:
+        assert (uploads.copy_to_device(np.arange(10)) == np.arange(10)).all()
+        assert uploads.stats.pageable == 1 and not device.registered
+        with pytest.raises(UnsupportedTensor, match="only contiguous"):
+            uploads.copy_to_device(np.zeros((4, 4))[:, 1])
+    with penstock.open_ring() as ring, pytest.raises(ValueError, match="is a channel"):
+        Uploads(ring, driver=device)
+
+
+def test_a_copy_goes_to_the_stream_that_was_asked_for() -> None:
+    from tests.support.devices import Stream
+
+    device, stream = FakeDriver(), Stream("copies")
+    stream.stop()
+    with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:
+        made = uploads.copy_to_device(lent(pool, 6), stream=stream)
+        assert not uploads.flush()
+        stream.go_on()
+        eventually(uploads.flush)
+        assert (made == 6).all()

@@ -1,0 +1,353 @@
+"""`penstock bench serve` against a server that answers by a script, and against servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httptools")
+pytest.importorskip("rich")
+
+from penstock import cli
+from penstock.tools.load import http_client
+from penstock.tools.load.chat_request import Outcome, Stream
+from penstock.tools.load.http_client import Failure
+from penstock.tools.load.sse_events import MOST_EVENT, Data
+from tests.conftest import eventually
+from tests.support.loads import (
+    END,
+    HEAD,
+    Script,
+    bench,
+    chunk,
+    ending,
+    event,
+    faked_in_a_thread,
+    refusal,
+    text,
+    usage,
+)
+
+GOOD: Script = [HEAD, text(), text(), text(), ending(3)]
+
+
+def answering(script: Script) -> Any:
+    return faked_in_a_thread(lambda index, body: script)
+
+
+# ── times ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_delays_of_a_script_are_what_is_measured(tmp_path: Path) -> None:
+    """Least times only: a busy machine adds to them."""
+    script: Script = [HEAD, 0.2, text(), 0.1, text(), 0.1, text(), 0.3, ending(3)]
+    with answering(script) as (_, url):
+        status, said = bench(url, tmp_path, "--requests", 4, "--concurrency", 4)
+    found = said["figures"]
+    assert status == 0 and found["requests"] == 4 and found["output_tokens"] == 12
+    assert 195 < found["ttft"]["p50"] and 95 < found["tpot"]["p50"] and 695 < found["latency"]["p50"]
+    assert found["latency"]["p50"] - found["ttft"]["p50"] > 495  # the end of the answer is not its last token
+    assert found["tpot"]["mean"] == pytest.approx(found["itl"]["mean"])
+    assert found["prompt_tokens"] == 20 and found["counted_by_events"] == 0
+
+
+def test_events_that_come_in_pieces_or_together_are_the_same_events(tmp_path: Path) -> None:
+    whole = text() + text(" ünd") + ending(2)
+    pieces: Script = [HEAD]
+    for at in range(0, len(whole), 7):
+        pieces += [whole[at : at + 7], 0.001]
+    for script in (pieces, [HEAD + whole]):
+        with answering(script) as (_, url):
+            status, said = bench(url, tmp_path, "--requests", 1)
+        assert status == 0 and said["figures"]["output_tokens"] == 2
+        assert said["figures"]["tokens_per_event"] == 1
+
+
+def test_a_running_count_says_which_event_brought_how_many(tmp_path: Path) -> None:
+    first, second, third = text(" a", usage=usage(1)), text(" b c d e", usage=usage(5)), text(" f", usage=usage(6))
+    with answering([HEAD, first, 0.2, second, 0.4, third, ending(6)]) as (_, url):
+        _, said = bench(url, tmp_path, "--requests", 1)
+    assert said["figures"]["itl"]["p50"] > 45  # a gap of 200 ms for four tokens
+    assert said["figures"]["itl"]["p99"] > 395  # and one of 400 for one; spread evenly it would be 200
+    assert said["figures"]["tokens_per_event"] == 2
+
+
+def test_data_of_events_is_cut_out_as_the_standard_says() -> None:
+    stream = b": a comment\ndata: one\n\ndata:two\r\nid: 4\r\n\r\nevent: x\n\ndata: a\ndata: b\n\ndata: half"
+    for size in range(1, len(stream)):
+        data, found = Data(), []
+        for at in range(0, len(stream), size):
+            found += data.feed(stream[at : at + size])
+        assert found == [b"one", b"two", b"a\nb"]
+
+
+def test_an_event_that_does_not_end_is_not_awaited() -> None:
+    for more in (b"x" * 1000, b"data: " + b"x" * 1000 + b"\n"):
+        stream = Stream(Outcome(0.0))
+        stream.begin(200, {"content-type": "text/event-stream"})
+        with pytest.raises(Failure, match=f"an event is longer than {MOST_EVENT} bytes") as caught:
+            for _ in range(MOST_EVENT // 1000 + 1):
+                assert not stream.take(more, 0.0)
+        assert caught.value.kind == "no events"
+
+
+# ── what is asked, and when ──────────────────────────────────────────────────────────────────────────────────────────
+def test_no_more_are_open_than_were_asked_for_and_connections_are_kept(tmp_path: Path) -> None:
+    with answering([HEAD, text(), 0.01, ending(1)]) as (fake, url):
+        status, said = bench(url, tmp_path, "--requests", 30, "--concurrency", 3)
+    assert status == 0 and fake.most_open == fake.connections == said["figures"]["most_open"] == 3
+    assert len(fake.asked) == 30
+
+
+def test_arrivals_at_a_rate_do_not_wait_for_answers(tmp_path: Path) -> None:
+    with answering([HEAD, text(), 1.0, ending(1)]) as (fake, url):
+        status, said = bench(url, tmp_path, "--requests", 40, "--rate", 200)
+    assert status == 0 and fake.most_open > 20
+    assert said["figures"]["seconds"] >= 1.0
+
+
+def test_arrivals_are_the_same_for_the_same_seed_and_have_the_rate_they_are_to_have() -> None:
+    from penstock.tools.load.arrivals import Load
+
+    class Wire:
+        async def post(self, path: str, body: bytes, taker: Any) -> None:
+            taker.begin(503, {})
+
+    def dues(seed: int) -> list[float]:
+        load = Load(Wire(), [("/", b"")] * 200, lambda outcome: None)  # type: ignore[arg-type]
+        asyncio.run(load.open(2000.0, seed))
+        outcomes: list[Outcome] = load.outcomes
+        return [round(one.due - outcomes[0].due, 9) for one in outcomes]
+
+    first = dues(7)
+    assert first == pytest.approx(dues(7), abs=1e-6) and first != pytest.approx(dues(8), abs=1e-4)
+    assert first[-1] == pytest.approx(199 / 2000, rel=0.3)
+    gaps = sorted(b - a for a, b in itertools.pairwise(first))
+    assert gaps[20] < 0.0001 < 0.001 < gaps[-10]  # not a steady beat
+
+
+def test_prompts_have_as_many_tokens_as_asked_for_as_the_server_counts_them(tmp_path: Path) -> None:
+    """Two to a word, and seven in each prompt."""
+
+    def script(index: int, body: dict[str, Any]) -> Script:
+        if not body:
+            return [refusal("200 OK", b'{"object":"list","data":[{"id":"theirs"}]}')]
+        tokens = 7 + 2 * len(body["messages"][0]["content"].split())
+        return [HEAD, text(), event(choices=[], usage=usage(1, tokens)), text("", "length"), END]
+
+    for seed in (1, 1, 2):
+        with faked_in_a_thread(script) as (fake, url):
+            options = ("--endpoint", "chat", "--input-tokens", "47-87", "--output-tokens", "5-9", "--seed", str(seed))
+            more = ("--requests", "20", "--warmup", "3", "--json", str(tmp_path / "x"), "--ignore-eos")
+            assert cli.main(["bench", "serve", "--url", f"{url}/v1", "--api-key", "sesame", *options, *more]) == 0
+        assert fake.asked[0] == ("/v1/models", {}) and "authorization: Bearer sesame" in fake.heads[-1]
+        assert len(fake.asked) == 1 + 2 + 3 + 20
+        bodies = [body for _, body in fake.asked[6:]]
+        sizes = [7 + 2 * len(body["messages"][0]["content"].split()) for body in bodies]
+        assert {path for path, _ in fake.asked[1:]} == {"/v1/chat/completions"}
+        assert 46 <= min(sizes) < 60 and 74 < max(sizes) <= 88
+        assert {body["max_tokens"] for body in bodies} <= {5, 6, 7, 8, 9}
+        assert all(body["ignore_eos"] and body["stream"] and body["model"] == "theirs" for body in bodies)
+        said = json.dumps(sorted(map(str, bodies)))
+        kept = tmp_path / f"bodies{seed}"
+        assert not kept.exists() or kept.read_text() == said, "the same seed, and other prompts"
+        kept.write_text(said)
+        assert json.loads((tmp_path / "x").read_text())["figures"]["prompt_tokens"] == sum(sizes)
+    assert (tmp_path / "bodies1").read_text() != (tmp_path / "bodies2").read_text()
+
+
+def test_images_are_png_files_of_the_size_asked_for(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    import base64
+    import io
+
+    with answering(GOOD) as (fake, url):
+        options = ("--images", "2", "--image-size", "50x33", "--requests", "2", "--model", "m")
+        assert cli.main(["bench", "serve", "--url", url, *options]) == 0
+    parts = [body["messages"][0]["content"] for _, body in fake.asked[2:]]
+    assert [[part["type"] for part in one] for one in parts] == [["image_url", "image_url", "text"]] * 2
+    urls = [part["image_url"]["url"] for one in parts for part in one[:2]]
+    assert len(set(urls)) == 4
+    for one in urls:
+        found = image.open(io.BytesIO(base64.b64decode(one.removeprefix("data:image/png;base64,"))))
+        found.load()
+        assert (found.size, found.mode) == ((50, 33), "RGB") and len(found.getcolors(50 * 33)) == 4 * 3
+
+
+def test_lines_of_a_file_are_asked_in_turn_with_the_fields_they_have(tmp_path: Path) -> None:
+    lines = ('"one"', "", "[1, 2]", '{"prompt": "three", "max_tokens": 9, "temperature": 1.5}')
+    (tmp_path / "lines").write_text("\n".join(lines))
+    with answering(GOOD) as (fake, url):
+        options = ("--prompts", str(tmp_path / "lines"), "--requests", "4", "--concurrency", "1", "--model", "m")
+        assert cli.main(["bench", "serve", "--url", url, *options]) == 0
+    asked = [(body["prompt"], body["max_tokens"], body["temperature"]) for _, body in fake.asked]
+    assert asked == [("one", 128, 0), ([1, 2], 128, 0), ("three", 9, 1.5), ("one", 128, 0)]
+
+
+def test_prompts_may_come_through_a_pipe() -> None:
+    ours, its = os.pipe()
+    try:
+        os.write(its, b'"one"\n"two"\n')
+        os.close(its)
+        with answering(GOOD) as (fake, url):
+            options = ("--prompts", f"/dev/fd/{ours}", "--requests", "3", "--concurrency", "1", "--model", "m")
+            assert cli.main(["bench", "serve", "--url", url, *options]) == 0
+    finally:
+        os.close(ours)
+    assert [body["prompt"] for _, body in fake.asked] == ["one", "two", "one"]
+
+
+def test_what_makes_no_sense_is_refused_before_anybody_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad").write_text('"fine"\n{"text": 1}\n')
+    (tmp_path / "empty").write_text("\n")
+    for options, words in (
+        (["--prompts", tmp_path / "bad"], "line 2: expected a text, a list of ids, or an object with 'prompt'"),
+        (["--prompts", tmp_path / "empty"], "has no line"),
+        (["--prompts", tmp_path / "none"], "No such file"),
+        (["--url", "ftp://x"], "expected a URL like http://"),
+        (["--images", 1, "--endpoint", "completions"], "--images are for --endpoint chat"),
+    ):
+        assert cli.main(["bench", "serve", *map(str, options)]) == 2
+        assert words in capsys.readouterr().err
+    for options in (["--rate", 0], ["--rate", 1, "--concurrency", 1], ["--image-size", "5"], ["--input-tokens", "9-3"]):
+        with pytest.raises(SystemExit):
+            cli.main(["bench", "serve", *map(str, options)])
+
+
+# ── servers that misbehave ───────────────────────────────────────────────────────────────────────────────────────────
+BUSY = refusal("429 Too Many Requests", b'{"error":{"message":"come again"}}', b"Retry-After: 1")
+BROKEN = b'data: {"error": {"message": "the device is gone", "type": "server_error"}}\n\n'
+MISDEEDS: list[tuple[Script, str, str]] = [
+    ([0.1, None], "closed", "before it answered"),
+    ([HEAD, text(), None], "closed", "in the middle of its answer"),
+    ([HEAD, text(), b"5\r\nda", None], "closed", "in the middle of its answer"),
+    ([60.0], "silent", "nothing was said for 0.3 s"),
+    ([HEAD, text(), 60.0], "silent", "nothing was said for 0.3 s"),
+    ([HEAD, *[chunk(b": still here\n\n"), 0.05] * 60], "silent", "nothing was said for 0.3 s"),
+    ([BUSY], "status 429", "come again"),
+    ([refusal("503 Service Unavailable", b"<html>overloaded</html>")], "status 503", "<html>overloaded</html>"),
+    ([refusal("500 X", b"")], "status 500", "no reason is given"),
+    ([HEAD, text(), chunk(b'data: {"choices": [{"te\n\n')], "not JSON", '{"choices": [{"te'),
+    ([HEAD, text(), chunk(b"data: \xff\xfe\n\n")], "not JSON", ""),
+    ([HEAD, text(), chunk(b'data: {"choices": 3}\n\n')], "not JSON", "$.choices"),
+    ([HEAD, text(), chunk(b"data: " + b"[" * 100_000 + b"\n\n")], "not JSON", ""),
+    ([HEAD, text(), chunk(BROKEN), END], "error event", "the device is gone"),
+    ([HEAD, text(), event(object="error", message="an older way"), END], "error event", "an older way"),
+    ([HEAD, text(), END], "cut off", "the stream ended before its answer did"),
+    ([refusal("200 OK", b'{"choices":[{"text":"all at once"}]}')], "no stream", "all at once"),
+    ([b"SSH-2.0-OpenSSH_9.2\r\n"], "not HTTP", "SSH-2.0"),
+    ([b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 20_000], "not HTTP", "longer than 65536 bytes"),
+    ([HEAD, b"zz\r\n"], "not HTTP", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "words"), MISDEEDS, ids=[f"{one[1]}-{at}" for at, one in enumerate(MISDEEDS)]
+)
+def test_a_misdeed_is_counted_under_its_name_and_the_others_are_measured(
+    script: Script, kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with faked_in_a_thread(lambda index, body: GOOD if index % 2 else script) as (_, url):
+        status, said = bench(url, tmp_path, "--requests", 6, "--concurrency", 1, "--timeout", 0.3)
+    found = said["figures"]
+    assert status == 1 and (found["requests"], found["failed"]) == (3, 3)
+    (error,) = found["errors"]
+    assert (error["kind"], error["requests"]) == (kind, 3) and words in error["example"]
+    assert len(error["example"]) < 400
+    assert kind in capsys.readouterr().out
+
+
+def test_nobody_who_listens_is_a_failure_of_each_request(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        status, said = bench(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path, "--requests", 5)
+    assert status == 1 and [one["kind"] for one in said["figures"]["errors"]] == ["not connected"]
+
+
+def test_a_kept_connection_that_the_server_closes_is_nobodys_fault(tmp_path: Path) -> None:
+    with faked_in_a_thread(lambda index, body: [*GOOD, None]) as (fake, url):
+        status, said = bench(url, tmp_path, "--requests", 20, "--concurrency", 2)
+    assert status == 0 and said["figures"]["requests"] == 20 and fake.connections >= 20
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "KEPT", 0.0)
+    with answering(GOOD) as (fake, url):
+        status, _ = bench(url, tmp_path, "--requests", 5, "--concurrency", 1)
+    assert status == 0 and fake.connections == 5
+
+
+def test_a_server_that_closes_whatever_it_is_asked_is_not_asked_twice(tmp_path: Path) -> None:
+    with answering([None]) as (fake, url):
+        status, said = bench(url, tmp_path, "--requests", 5)
+    assert status == 1 and said["figures"]["failed"] == len(fake.asked) == 5
+
+
+def test_an_answer_may_end_with_its_connection(tmp_path: Path) -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+    bare = [b'data: {"choices":[{"text":"x","finish_reason":"stop"}]}\n\n', b"data: [DONE]\n\n"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for _ in range(2):
+                with listener.accept()[0] as client:
+                    client.recv(65536)
+                    client.sendall(head + b"".join(bare))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        status, said = bench(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, "--requests", 2)
+        thread.join(10)
+    assert status == 0 and said["figures"]["counted_by_events"] == 2
+
+
+def test_a_server_without_models_or_that_refuses_the_first_prompt_is_nothing_to_measure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for script, words in (
+        ([BUSY], "which models are there: status 429"),
+        ([refusal("200 OK", b"{}")], "say --model"),
+        ([refusal("200 OK", b'{"data":[{"id":"m"}]}'), None], "a request of 16 words: "),
+    ):
+        with faked_in_a_thread(lambda index, body, script=script: script if not index else [BUSY]) as (_, url):
+            assert cli.main(["bench", "serve", "--url", url]) == 2
+        assert words in capsys.readouterr().err
+
+
+# ── Ctrl-C ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_ctrl_c_tells_what_is_done(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text('"x"\n')
+    with faked_in_a_thread(lambda index, body: GOOD if index < 5 else [HEAD, text(), 60.0]) as (fake, url):
+        command = [sys.executable, "-m", "penstock", "bench", "serve", "--url", url, "--model", "m"]
+        more = ["--prompts", str(tmp_path / "prompts"), "--json", str(tmp_path / "x"), "--concurrency", "2"]
+        with subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                eventually(lambda: len(fake.asked) == 7, within=30)
+                time.sleep(0.1)
+                process.send_signal(signal.SIGINT)
+                out, err = process.communicate(timeout=20)
+            finally:
+                process.kill()
+    assert process.returncode == 130, err
+    assert re.search(r"answered +5", out) and "interrupted: 2 requests were open" in out and not err
+    said = json.loads((tmp_path / "x").read_text())
+    assert said["interrupted"] and said["figures"]["unfinished"] == 2
+
+
+def test_no_engine_is_imported_for_it() -> None:
+    code = "import sys, penstock.tools.load.command; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert not [one for one in found.stdout.split() if re.match(r"penstock\.(engine|server)|torch|httpx", one)]

@@ -1,0 +1,48 @@
+"""`penstock top`, told to end by Ctrl-C: whatever it does just then, it ends well, and the last view is kept."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("rich")
+
+from penstock.server.status.snapshot_rates import Seen
+from penstock.tools.top import command
+from penstock.tools.top.command import Options, show
+from tests.unit.tools.test_top_view import busy
+
+
+class Scene:
+    """A server that is looked at, until somebody presses Ctrl-C in the third look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def look(self) -> Seen:
+        self.looks += 1
+        if self.looks == 3:
+            raise KeyboardInterrupt
+        return Seen.after(busy(10.0), busy(10.0 + self.looks), 5.0)
+
+
+def options(svg: Path) -> Options:
+    return Options(target=None, key="", interval=0.001, seconds=None, is_once=False, is_json=False, svg=svg)
+
+
+def test_ctrl_c_in_a_look_ends_it_well(tmp_path: Path) -> None:
+    scene = Scene()
+    assert show(options(tmp_path / "svg"), scene) == 0
+    assert scene.looks == 3 and "<svg" in (tmp_path / "svg").read_text()
+
+
+def test_ctrl_c_in_a_drawing_ends_it_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, drawn = Scene(), command.drawn
+
+    def interrupted(*arguments: Any) -> Any:
+        monkeypatch.setattr(command, "drawn", drawn)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "drawn", interrupted)
+    assert show(options(tmp_path / "svg"), scene) == 0
+    assert scene.looks == 1 and "<svg" in (tmp_path / "svg").read_text()

@@ -1,0 +1,122 @@
+"""How a server looks on a terminal: what fits, what is said of what is not known, and names that look like markup."""
+
+import io
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+from penstock.server.status.snapshot import Channel, Group, Holder, Moment, Process, Server, Store
+from penstock.server.status.snapshot_rates import Seen
+from penstock.tools.top.view import BARS, History, amount, drawn, sparkline
+from tests.unit.server.status.test_snapshot_rates import NOTICE, moment, zero
+
+
+def busy(at: float, name: str = "m") -> Moment:
+    """A server with many processes and channels, further on the later it is."""
+    many = int(at * 100)
+    notice = msgspec.structs.replace(NOTICE, name=name)
+    group = zero(
+        Group, incarnation=1, open=7, waiting=3, blocks=100, free_blocks=25, steps=many, generated_tokens=4 * many,
+        device_ns=8_000_000 * many, idle_ns=2_000_000 * many, core_ns=500_000 * many,
+    )  # fmt: skip
+    found = moment(
+        at,
+        time=at,
+        groups=(group, group),
+        servers=(zero(Server, open=7),),
+        processes=tuple(
+            zero(Process, role="worker", index=one, pid=one + 1, incarnation=1 + (one == 3), state="serves")
+            for one in range(12)
+        ),
+        channels=tuple(zero(Channel, name=f"{name} {one}", kind="inbox", records=many) for one in range(30)),
+        stores=(zero(Store, name="s", hits=many, misses=many, holders=(Holder(name, 1, 2048),)),),
+    )
+    return msgspec.structs.replace(found, notice=notice)
+
+
+def seen(name: str = "m") -> tuple[Seen, History]:
+    found, history = Seen.after(busy(10.0, name), busy(12.0, name), 5.0), History()
+    history.add(found.rates)
+    return found, history
+
+
+def shown(width: int, height: int, name: str = "m", is_terminal: bool = True, **options: Any) -> list[str]:
+    told = {"force_terminal": is_terminal, "color_system": None, "legacy_windows": False, "highlight": False}
+    console = Console(file=io.StringIO(), width=width, height=height, **told)
+    console.print(drawn(*seen(name), console, **options))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_memory_of_each_process_is_its_own_and_what_is_shared_stands_once() -> None:
+    found, _ = seen()
+    known = zero(Process, role="core", pid=1, state="serves", private_nbytes=3 << 20)
+    gone = zero(Process, role="core", index=1, state="gone", private_nbytes=None)
+    moment = msgspec.structs.replace(found.moment, processes=(known, gone), shared_nbytes=5 << 30)
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(drawn(Seen(moment, None), History(), console))
+    rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert ["shared", "5.0", "GiB"] in rows
+    assert [row[-2:] for row in rows if row[:1] == ["core"]] == [["3.0", "MiB"], ["–", "–"]]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("height", [8, 15, 24, 40, 100])
+def test_it_is_never_larger_than_the_terminal(width: int, height: int) -> None:
+    lines = shown(width, height)
+    assert len(lines) < max(height, 10) and max(map(len, lines)) <= width
+    assert any("7 open" in line for line in lines)
+
+
+def test_what_does_not_fit_is_counted() -> None:
+    lines = shown(120, 20)
+    assert any("worker 0.0" in line for line in lines)
+    left = [line for line in lines if "more" in line]
+    assert left and left[0].split()[:2] == ["…", str(12 - sum("worker 0." in line for line in lines))]
+    assert not any("more" in line.split() for line in shown(120, 100))
+
+
+def test_where_it_goes_into_a_pipe_everything_is_shown() -> None:
+    lines = shown(120, 10, is_terminal=False)
+    assert sum(" inbox " in line for line in lines) == 30
+
+
+def test_the_numbers_are_those_of_the_moment_and_its_rates() -> None:
+    text = "\n".join(shown(160, 100))
+    assert "14 running" not in text and "8 running" in text and "6 waiting" in text
+    assert "800 generated/s" in text and "150 of 200 (75%) KV blocks" in text
+    assert "10 ms: device 8 ms + waiting 2 ms; core 500 µs; 100/s" in text
+    worker = next(line for line in text.splitlines() if "worker 0.3" in line)
+    assert worker.split()[:5] == ["worker", "0.3", "4", "serves", "1"]
+    store = next(line for line in text.splitlines() if "2.0 KiB" in line)
+    assert "50% of 2400" in store and "m 2.0 KiB" in store
+
+
+def test_before_there_are_rates_nothing_is_made_up() -> None:
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(drawn(Seen(busy(10.0), None), History(), console))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "– generated/s" in text and "answered/s" not in text
+
+
+def test_a_server_that_is_gone_is_said_to_be() -> None:
+    assert "GONE: process 7 has ended" in shown(120, 30, gone="process 7 has ended\nmore")[0]
+
+
+def test_a_name_is_no_markup() -> None:
+    assert "[red]x[/red]" in "\n".join(shown(160, 100, name="[red]x[/red]"))
+
+
+def test_a_curve_ends_with_now_and_only_nothing_is_blank() -> None:
+    assert sparkline([1, 2, 4, 8], 6) == "  ▂▃▅█"
+    assert sparkline([0, 0.001, 5], 3) == f"{BARS[0]}{BARS[1]}{BARS[8]}"
+    assert sparkline([9, 1, 1], 2) == "██"  # what has gone out of sight does not count
+    assert sparkline([], 3) == "   " and sparkline([0.0], 1) == " "
+
+
+def test_amounts_have_three_figures() -> None:
+    assert [amount(one) for one in (None, 0, 0.04, 3.14159, 99.96, 1234.5)] == ["–", "0", "0.0", "3.1", "100", "1,234"]
