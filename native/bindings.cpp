@@ -75,7 +75,7 @@ NB_MODULE(_native, m) {
         ::sysinfo(&info);
         return static_cast<u64>(info.totalram) * info.mem_unit;
     });
-    m.def("process_identity", [] { return nb::make_tuple(process()->pid.load(), own_start()); });
+    m.def("process_identity", [] { return nb::make_tuple(process()->pid.load(RELAXED), own_start()); });
     m.def(
         "start_ticks",
         [](int pid) {

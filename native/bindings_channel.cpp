@@ -17,7 +17,7 @@ struct Waited {
     Waits& waits;
     u64 started = 0;
     ~Waited() {
-        if (started != 0) waits.since_ns.store(0, std::memory_order_relaxed);
+        if (started != 0) waits.since_ns.store(0, RELAXED);
     }
 };
 
@@ -330,11 +330,11 @@ class TapOfAll {
         } catch (const Error& error) {
             corrupt_ = error;  // after what came before it
         }
-        missed_.store(tap_.missed(), std::memory_order_relaxed);
+        missed_.store(tap_.missed(), RELAXED);
         if (corrupt_ && out.size() == 0) throw *std::exchange(corrupt_, std::nullopt);
         return out;
     }
-    u64 missed() const { return missed_.load(std::memory_order_relaxed); }
+    u64 missed() const { return missed_.load(RELAXED); }
 
    private:
     static std::shared_ptr<Segment> look_at(const Segment& segment) {
@@ -367,7 +367,7 @@ class TapOfAll {
     Tap tap_;
     std::mutex mutex_;
     std::optional<Error> corrupt_;
-    std::atomic<u64> missed_{0};
+    Atomic<u64> missed_{0};
 };
 
 [[noreturn]] void would_block(const char* what, const char* name) {

@@ -153,7 +153,7 @@ void bind_memory(nb::module_& m) {
                          const Geometry& g = s.geometry();
                          return g.shape.granule_nbytes == 0
                                     ? g.total
-                                    : g.pool_data + s.at<PoolHeader>(g.pool)->claimed_nbytes.load();
+                                    : g.pool_data + s.at<PoolHeader>(g.pool)->claimed_nbytes.load(RELAXED);
                      })
         .def_prop_ro("page_nbytes", [](const Segment& s) { return s.geometry().shape.page; })
         .def_prop_ro("fallback", &Segment::fallback)
@@ -234,21 +234,21 @@ void bind_memory(nb::module_& m) {
                 u64 deadline = deadline_of(timeout);
                 struct Waiting {  // seen from outside
                     Shared<u64>& since;
-                    ~Waiting() { since.store(0, std::memory_order_relaxed); }
+                    ~Waiting() { since.store(0, RELAXED); }
                 } waiting{by->peer(by->slot()).take_since_ns};
                 Pool pool(*by);
                 Spinner spinner(Latency::eco);
                 Waits waits{};
-                std::atomic<bool> never{false};
+                Atomic<bool> never{false};
                 Extent extent;
                 for (;;) {
                     u32 seen = pool.returns();
                     if (pool.try_take(nbytes, extent, deadline)) break;
                     if (now_ns() >= deadline) {
-                        pool.header().exhaustions.fetch_add(1);
+                        pool.header().exhaustions.add();
                         throw pool.exhausted(nbytes);
                     }
-                    if (waiting.since.load(std::memory_order_relaxed) == 0) waiting.since.store(now_ns());
+                    if (waiting.since.load(RELAXED) == 0) waiting.since.store(now_ns(), RELAXED);
                     Woken woken;
                     {
                         GilRelease released;

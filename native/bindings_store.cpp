@@ -52,7 +52,7 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
     u64 deadline = deadline_of(timeout), started = now_ns();
     Spinner spinner(Latency::eco);
     Waits waits{};
-    std::atomic<bool> never{false};
+    Atomic<bool> never{false};
     if (nbytes > MAX_NBYTES) nbytes = MAX_NBYTES;
     Extent extent;
     u32 seen = 0, returns = 0;

@@ -19,10 +19,10 @@ inline CursorMode mode_of(u32 mode) { return static_cast<CursorMode>(mode & 3); 
 
 // A receiver of this epoch, or one before it, is counted no longer. The sender may be admitting it at this moment.
 inline void put_out(Shared<u32>& mode, u32 epoch) {
-    u32 seen = mode.load();
+    u32 seen = mode.load(order::mode.acquire);
     while (((epoch - (seen >> 2)) & EPOCH_MASK) < EPOCH_MASK / 2 && seen != make_mode(CursorMode::out, epoch))
-        if (mode.compare_exchange_weak(seen, make_mode(CursorMode::out, epoch))) break;
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER pend: out, then look for what is still pending
+        if (mode.compare_exchange_weak(seen, make_mode(CursorMode::out, epoch), order::mode.acq_rel)) break;
+    fence(order::pend.seq_cst);  // out, then look for what is still pending
 }
 
 class Channel {
@@ -45,7 +45,7 @@ class Channel {
         for (u32 lane = 0; lane < g.shape.lanes; ++lane)
             for (u32 r = 0; r < g.shape.receivers; ++r)
                 segment.at<Cursor>(g.cursors)[lane * g.shape.receivers + r].mode.store(
-                    make_mode(CursorMode::counted, 0));
+                    make_mode(CursorMode::counted, 0), RELAXED);
     }
 
     bool is_ours() const { return forks == fork_generation(); }
@@ -65,22 +65,24 @@ class Channel {
         return g.data + lane * g.shape.lane_nbytes + (position & (g.shape.lane_nbytes - 1));
     }
     bool is_inbox() const { return g.shape.style == 3; }
-    u32 changes() const { return segment->header().changes.load(std::memory_order_acquire); }
-    void changed() { segment->header().changes.fetch_add(1, std::memory_order_acq_rel); }
+    u32 changes() const { return segment->header().changes.load(order::changes.acquire); }
+    void changed() { segment->header().changes.fetch_add(1, order::changes.acq_rel); }
 
     // Wakes the receivers whose bits these are through their event loops.
     void wake_receivers(u64 bits) {
         for (; bits != 0; bits &= bits - 1) {
             u32 r = static_cast<u32>(__builtin_ctzll(bits));
-            if (r < g.shape.receivers) by->wake_async(end_of(receiver(r).word.load()).slot);
+            if (r < g.shape.receivers) by->wake_async(end_of(receiver(r).word.load(order::end.acquire)).slot);
         }
     }
-    void ring_room(u32 index, Shared<u64>* wakes) {
-        if (ring(lane(index).room, wakes, 1) != 0) by->wake_async(end_of(lane(index).word.load()).slot);
+    void ring_room(u32 index, Counter* wakes) {
+        if (ring(lane(index).room, wakes, 1) != 0)
+            by->wake_async(end_of(lane(index).word.load(order::end.acquire)).slot);
     }
     // Whether the peer that had this end still has its slot.
     bool is_known(End end) const {
-        return end.slot < g.shape.max_peers && (by->peer(end.slot).epoch.load() & EPOCH_MASK) == end.peer_epoch;
+        return end.slot < g.shape.max_peers &&
+               (by->peer(end.slot).epoch.load(order::epoch.acquire) & EPOCH_MASK) == end.peer_epoch;
     }
     std::string describe(End end) const {
         return is_known(end) ? by->describe(end.slot) : "a peer whose place has been taken since";
@@ -89,7 +91,9 @@ class Channel {
     void await_count(End end) const {
         for (u64 until = now_ns() + COUNT_NS; is_known(end) && now_ns() < until; ::usleep(200)) {
             PeerSlot& peer = by->peer(end.slot);
-            if (state_of(peer.identity.load()) != PeerState::dying || peer.reaped_ns.load() == 0) return;
+            if (state_of(peer.identity.load(order::identity.acquire)) != PeerState::dying ||
+                peer.reaped_ns.load(RELAXED) == 0)
+                return;
         }
     }
     Error died(const char* role, u32 index, End end) const {
@@ -98,15 +102,15 @@ class Channel {
         await_count(end);
         if (is_known(end)) {
             PeerSlot& peer = by->peer(end.slot);
-            u64 identity = peer.identity.load();
+            u64 identity = peer.identity.load(order::identity.acquire);
             name = by->name_of(end.slot);
             pid = pid_of(identity);
-            u32 ended_with = peer.how.load();
-            bool is_ending = state_of(identity) == PeerState::dying && peer.reaped_ns.load() == 0;
+            u32 ended_with = peer.how.load(RELAXED);
+            bool is_ending = state_of(identity) == PeerState::dying && peer.reaped_ns.load(RELAXED) == 0;
             how = ended_with == 0 && is_ending ? "the kernel is still ending it" : how_in_words(ended_with);
             held = state_of(identity) == PeerState::dead
-                       ? format("%s (%s), given back", counted(peer.reaped_blocks.load(), "block").c_str(),
-                                in_units(peer.reaped_nbytes.load()).c_str())
+                       ? format("%s (%s), given back", counted(peer.reaped_blocks.value(), "block").c_str(),
+                                in_units(peer.reaped_nbytes.value()).c_str())
                        : std::string("what has not been given back yet");
         }
         return Error(Fault::peer_died, format("%s %u of '%s', '%s' (pid %lld), died: %s; it held %s", role, index,
@@ -120,20 +124,20 @@ class Channel {
     }
     // An end is claimed by one compare-and-swap of its word; an end of a peer that is being reaped is not yet free.
     bool claim(Shared<u64>& word, bool may_follow_closed, u64& before, u32& epoch) {
-        before = word.load(std::memory_order_acquire);
+        before = word.load(order::end.acquire);
         End end = end_of(before);
         if (end.state == EndState::live || end.state == EndState::closing) return false;
         if (end.state == EndState::closed && !may_follow_closed) return false;
         if (end.state == EndState::dead && end.slot < g.shape.max_peers) {
             PeerSlot& peer = by->peer(end.slot);
-            if (state_of(peer.identity.load()) == PeerState::dying &&
-                (peer.epoch.load() & EPOCH_MASK) == end.peer_epoch)
+            if (state_of(peer.identity.load(order::identity.acquire)) == PeerState::dying &&
+                (peer.epoch.load(order::epoch.acquire) & EPOCH_MASK) == end.peer_epoch)
                 return false;
         }
         epoch = (end.epoch + 1) & EPOCH_MASK;
         u64 seen = before;
         return word.compare_exchange_strong(seen, make_word({EndState::live, by->slot(), by->epoch(), epoch}),
-                                            std::memory_order_acq_rel);
+                                            order::end.acq_rel);
     }
 
     std::shared_ptr<Attachment> by;
@@ -143,9 +147,5 @@ class Channel {
     Pool pool;
     ChannelHeader& head;
 };
-
-inline void count(Shared<u64>& counter, u64 by = 1) {
-    counter.store(counter.load(std::memory_order_relaxed) + by, std::memory_order_relaxed);
-}
 
 }  // namespace penstock

@@ -15,10 +15,11 @@
 // MUST: whoever reads a number from here copies it once, checks the copy, and uses the copy (no double fetch).
 // MUST: a field has one writer, or is changed by compare-and-swap, or under the lock that its comment names.
 #pragma once
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+
+#include "atomic.h"
 
 namespace penstock {
 
@@ -43,9 +44,8 @@ inline constexpr u64 MAX_SCHEMA_NBYTES = 1 << 20;
 inline constexpr u32 GRANULES = 32768;  // a pool that grows claims its pages in at most so many pieces
 
 template <class T>
-using Shared = std::atomic<T>;
-static_assert(Shared<u32>::is_always_lock_free && Shared<u64>::is_always_lock_free);
-static_assert(sizeof(Shared<u32>) == 4 && sizeof(Shared<u64>) == 8);
+using Shared = Atomic<T>;
+static_assert(sizeof(Shared<u32>) == 4 && sizeof(Shared<u64>) == 8 && sizeof(Counter) == 8);
 
 enum class SegmentKind : u32 { raw = 1, pool = 2, channel = 3 };
 
@@ -105,9 +105,9 @@ struct alignas(LINE) PeerSlot {
     Shared<u32> thread;     // of the owner, when it joined (for stack dumps by outsiders)
     char name[NAME_NBYTES];
     Shared<u64> reaped_ns;  // when reaping began; 0: it has not. These four: written by the reaper, before dead
-    Shared<u64> reaped_blocks;
-    Shared<u64> reaped_nbytes;
-    Shared<u64> reaps;  // peers that the owner has reaped
+    Counter reaped_blocks;
+    Counter reaped_nbytes;
+    Counter reaps;  // peers that the owner has reaped
     Shared<u64>
         watch_ino;         // of the pipe by which the owner's watcher learns that somebody joined; written by the owner
     Shared<u32> watcher;   // robust futex: thread of the owner's watcher, FUTEX_WAITERS; the kernel sets OWNER_DIED
@@ -155,12 +155,12 @@ struct alignas(LINE) PoolHeader {
     alignas(LINE) Shared<u32> returns;  // moved by everybody who gives the last lease of a block back
     Shared<u32> unused;
     Shared<u64> claimed_nbytes;
-    alignas(LINE) Bell memory;        // who waits for a block to come back; a bit per peer, modulo 64, see Pool::take
-    alignas(LINE) Shared<u64> takes;  // counters
-    Shared<u64> taken_nbytes_total;
-    Shared<u64> exhaustions;
-    Shared<u64> recoveries;
-    Shared<u64> stale_refs;
+    alignas(LINE) Bell memory;    // who waits for a block to come back; a bit per peer, modulo 64, see Pool::take
+    alignas(LINE) Counter takes;  // counters
+    Counter taken_nbytes_total;
+    Counter exhaustions;
+    Counter recoveries;
+    Counter stale_refs;
     Shared<u64> granules[GRANULES / 64];  // a bit per piece whose pages are claimed
 };
 
@@ -177,7 +177,7 @@ struct alignas(LINE) Block {
     Shared<u32> pending_lane;
     Shared<u32> taker;
     Shared<u64> taken_ns;
-    Shared<u32> kept;            // Kept: LOCK store, and LOCK block where it becomes none
+    Shared<u32> kept;            // Kept: LOCK store, and LOCK block where it becomes none; looked at without: a hint
     Shared<u32> next;            // LOCK store: block + 1 of the next in this chain; derived
     Shared<u64> key[KEY_WORDS];  // LOCK store; written while it is not kept
     Shared<u64> used_ns;         // LOCK store: these two
@@ -192,13 +192,13 @@ struct StoreHeader {
     alignas(LINE) Shared<u32> lock;   // LOCK store: keys, kept, chains
     alignas(LINE) Shared<u32> fills;  // moved whenever a block that was being written is written, or is given up
     alignas(LINE) Bell filled;        // who waits for that; a bit per peer, modulo 64
-    alignas(LINE) Shared<u64> hits;   // counters
-    Shared<u64> misses;
-    Shared<u64> puts;
-    Shared<u64> evictions;
-    Shared<u64> evicted_nbytes;
-    Shared<u64> fills_awaited;
-    Shared<u64> abandoned;
+    alignas(LINE) Counter hits;       // counters
+    Counter misses;
+    Counter puts;
+    Counter evictions;
+    Counter evicted_nbytes;
+    Counter fills_awaited;
+    Counter abandoned;
     // buckets follow: u32, block + 1 of the first in each chain; derived
 };
 static_assert(sizeof(StoreHeader) == 4 * LINE);
@@ -239,14 +239,14 @@ struct SpilledRef {  // what a spilled record carries instead of its bytes
 };
 
 struct alignas(LINE) Waits {  // counters of one end; written by that end only
-    Shared<u64> records;
-    Shared<u64> nbytes;
-    Shared<u64> spins;  // waits that ended while spinning
-    Shared<u64> parks;  // waits that slept
-    Shared<u64> wakes;  // wake-ups given to others
-    Shared<u64> longest_ns;
-    Shared<u64> since_ns;         // waiting since; 0: not waiting
-    Shared<u64> furthest_nbytes;  // sender: most bytes in flight; receiver: most bytes behind
+    Counter records;
+    Counter nbytes;
+    Counter spins;  // waits that ended while spinning
+    Counter parks;  // waits that slept
+    Counter wakes;  // wake-ups given to others
+    Counter longest_ns;
+    Shared<u64> since_ns;     // waiting since; 0: not waiting
+    Counter furthest_nbytes;  // sender: most bytes in flight; receiver: most bytes behind
 };
 static_assert(sizeof(Waits) == 64);
 
@@ -258,10 +258,10 @@ struct alignas(LINE) Lane {
     Shared<u64> last_ns;             // when
     alignas(LINE) Shared<u64> word;  // the sender: EndState, slot, epoch
     Shared<u64> joining;             // receivers that wait to be counted; set by them, cleared by the sender
-    Shared<u64> spills;
-    Shared<u64> exhaustions;
-    Shared<u64> refused;      // WouldBlock and Timeout given to the sender
-    Shared<u64> ended;        // the word of the sender before this one
+    Counter spills;
+    Counter exhaustions;
+    Counter refused;          // WouldBlock and Timeout given to the sender
+    Shared<u64> ended;        // the word of the sender before this one; ordered by publish and by changes
     alignas(LINE) Bell room;  // where the sender waits: bit 0
     Waits waits;
 };
@@ -269,7 +269,7 @@ static_assert(sizeof(Lane) == 256);
 
 struct alignas(LINE) ReceiverSlot {
     Shared<u64> word;   // the receiver: EndState, slot, epoch
-    Shared<u64> ended;  // the word of the receiver before this one
+    Shared<u64> ended;  // the word of the receiver before this one; ordered by changes
     alignas(LINE) Waits waits;
 };
 static_assert(sizeof(ReceiverSlot) == 128);

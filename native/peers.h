@@ -138,11 +138,11 @@ class Watcher {
     std::map<u64, Watched> watched_;  // by identity
     int epoll_ = -1;
     bool is_started_ = false, is_waiting_for_marks_ = false;
-    std::atomic<bool> must_retry_{false};
+    Atomic<bool> must_retry_{false};
     std::vector<std::unique_ptr<Attachment>> leaving_;  // to which nothing refers any more, and which have yet to leave
     robust_list_head robust_{};                         // of the watcher's thread: a node for each slot of this process
-    Shared<u32> thread_{0};             // the watcher's, once its robust list is registered; NO_LIST: it cannot be
-    std::atomic<u32> word_changes_{0};  // moved when what futex_waitv waits for has changed
+    Shared<u32> thread_{0};        // the watcher's, once its robust list is registered; NO_LIST: it cannot be
+    Atomic<u32> word_changes_{0};  // moved when what futex_waitv waits for has changed
     static constexpr u32 NO_LIST = ~0u;
 };
 
@@ -189,21 +189,17 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     PeerSlot& peer(u32 slot) const { return segment_->at<PeerSlot>(segment_->geometry().peers)[slot]; }
     bool is_live(u32 slot) const {
         return slot < shape().max_peers &&
-               state_of(peer(slot).identity.load(std::memory_order_acquire)) == PeerState::live;
+               state_of(peer(slot).identity.load(order::identity.acquire)) == PeerState::live;
     }
 
     // Cheap: has anybody come or gone since this process last looked? If so, look.
-    bool is_stale() const {
-        return segment_->header().peers_version.load(std::memory_order_relaxed) !=
-               seen_version_.load(std::memory_order_relaxed);
-    }
+    bool is_stale() const { return segment_->header().peers_version.load(RELAXED) != seen_version_.load(RELAXED); }
     void refresh() {
         if (__builtin_expect(is_stale(), 0)) resync();
     }
     // Returns why some peer cannot be watched now; the watcher goes on trying.
     std::string resync() {
-        seen_version_.store(segment_->header().peers_version.load(std::memory_order_acquire),
-                            std::memory_order_relaxed);
+        seen_version_.store(segment_->header().peers_version.load(order::members.acquire), RELAXED);
         return Watcher::instance().watch(this);
     }
 
@@ -217,20 +213,19 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     bool lock(Shared<u32>& word, u64 deadline) {
         u32 mine = (slot_ + 1) | (epoch_ << 9);
         u32 seen = 0;
-        if (__builtin_expect(word.compare_exchange_strong(seen, mine, std::memory_order_acquire), 1))
-            return false;  // ORDER lock
+        if (__builtin_expect(word.compare_exchange_strong(seen, mine, order::lock.acquire), 1)) return false;
         for (int i = 0; i < 100; ++i) {
             pause_cpu();
             seen = 0;
-            if (word.compare_exchange_weak(seen, mine, std::memory_order_acquire)) return false;
+            if (word.compare_exchange_weak(seen, mine, order::lock.acquire)) return false;
         }
         u64 started = now_ns();
         bool is_runnable = false;
         for (u64 look_ns = started;;) {
-            seen = word.load(std::memory_order_acquire);
+            seen = word.load(order::lock.acquire);
             if (seen == 0) {
                 // others may sleep: keep the bit, so that our unlock wakes one
-                if (word.compare_exchange_strong(seen, mine | WAITERS, std::memory_order_acquire)) return false;
+                if (word.compare_exchange_strong(seen, mine | WAITERS, order::lock.acquire)) return false;
                 continue;
             }
             u32 owner = (seen & 0xff) - 1;
@@ -238,7 +233,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             if (now - look_ns >= HOLD_NS || (seen & 0xff) == 0 || owner >= shape().max_peers) {
                 look_ns = now;
                 if (is_abandoned(owner, is_runnable)) {
-                    if (word.compare_exchange_strong(seen, mine | WAITERS, std::memory_order_acquire)) return true;
+                    if (word.compare_exchange_strong(seen, mine | WAITERS, order::lock.acquire)) return true;
                     continue;
                 }
             }
@@ -247,21 +242,20 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 throw Error(Fault::timeout, format("a lock of '%s' is held by %s for %s", segment_->name().c_str(),
                                                    who.c_str(), in_seconds(now - started).c_str()));
             }
-            if ((seen & WAITERS) == 0 && !word.compare_exchange_strong(seen, seen | WAITERS, std::memory_order_relaxed))
-                continue;
+            if ((seen & WAITERS) == 0 && !word.compare_exchange_strong(seen, seen | WAITERS, RELAXED)) continue;
             futex_wait_for_lock(&word, seen | WAITERS, std::clamp(deadline, started + HOLD_NS, now + HOLD_NS));
         }
     }
     void unlock(Shared<u32>& word) {
-        u32 before = word.exchange(0, std::memory_order_release);  // ORDER lock
+        u32 before = word.exchange(0, order::lock.release);
         if ((before & WAITERS) != 0) futex_wake(&word, 1);
     }
     // For the reaper: if that peer, in that epoch, holds the word, take it over.
     bool take_over(Shared<u32>& word, u32 slot, u32 epoch) {
-        u32 seen = word.load(std::memory_order_acquire);
+        u32 seen = word.load(order::lock.acquire);
         u32 mine = (slot_ + 1) | WAITERS | (epoch_ << 9);
         return (seen & ~WAITERS) == ((slot + 1) | (epoch << 9)) &&
-               word.compare_exchange_strong(seen, mine, std::memory_order_acquire);
+               word.compare_exchange_strong(seen, mine, order::lock.acquire);
     }
 
     // ── deaths ──
@@ -275,15 +269,15 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             if (!mark_dying(slot, identity, only_marked, found)) continue;
             reap_holdings(*this, slot, found, EndState::dead);
             // The mark goes with the peer: who has the slot next may be the same process, after an exec.
-            u32 word = peer(slot).watcher.load(std::memory_order_relaxed);
-            if ((word & FUTEX_OWNER_DIED) != 0) peer(slot).watcher.compare_exchange_strong(word, 0);
+            u32 word = peer(slot).watcher.load(RELAXED);
+            if ((word & FUTEX_OWNER_DIED) != 0) peer(slot).watcher.compare_exchange_strong(word, 0, RELAXED);
             u64 dying = found;
             if (peer(slot).identity.compare_exchange_strong(dying, with_state(identity, PeerState::dead),
-                                                            std::memory_order_seq_cst)) {
-                this->peer(slot_).reaps.fetch_add(1, std::memory_order_relaxed);
+                                                            order::identity.seq_cst)) {
+                this->peer(slot_).reaps.add();
             }
-            segment_->header().peers_version.fetch_add(1, std::memory_order_release);
-            segment_->header().changes.fetch_add(1, std::memory_order_release);
+            segment_->header().peers_version.fetch_add(1, order::members.release);
+            segment_->header().changes.fetch_add(1, order::changes.release);
             wake_everybody(*this);
         }
     }
@@ -294,29 +288,30 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             u64 found = 0;
             if (!mark_dying(slot, identity, true, found)) continue;
             mark_ends(*this, slot, found, EndState::dead);
-            segment_->header().peers_version.fetch_add(1, std::memory_order_release);
+            segment_->header().peers_version.fetch_add(1, order::members.release);
             wake_everybody(*this);
         }
     }
     void note_how(u64 identity, u32 how) {
         if (how == 0) return;
         for (u32 slot = 0; slot < shape().max_peers; ++slot)
-            if (with_state(peer(slot).identity.load(), PeerState::live) == with_state(identity, PeerState::live) &&
-                (how != HOW_EXEC || (peer(slot).watcher.load() & FUTEX_OWNER_DIED) != 0))  // else it has joined since
-                peer(slot).how.store(how);
+            if (with_state(peer(slot).identity.load(order::identity.acquire), PeerState::live) ==
+                    with_state(identity, PeerState::live) &&
+                (how != HOW_EXEC ||
+                 (peer(slot).watcher.load(RELAXED) & FUTEX_OWNER_DIED) != 0))  // else it has joined since
+                peer(slot).how.store(how, RELAXED);
     }
 
     std::string name_of(u32 slot) const {
         char name[NAME_NBYTES];
         char* shared = peer(slot).name;  // whoever takes the slot next may be writing its own: half of each is no harm
-        for (u32 i = 0; i < NAME_NBYTES; ++i)
-            name[i] = std::atomic_ref<char>(shared[i]).load(std::memory_order_relaxed);
+        for (u32 i = 0; i < NAME_NBYTES; ++i) name[i] = std::atomic_ref<char>(shared[i]).load(RELAXED);
         name[NAME_NBYTES - 1] = 0;
         return name;
     }
     // "'worker 2' (pid 4711, stopped)"
     std::string describe(u32 slot) const {
-        u64 identity = peer(slot).identity.load();
+        u64 identity = peer(slot).identity.load(order::identity.acquire);
         PeerState state = state_of(identity);
         std::string how;
         if (state == PeerState::left) {
@@ -348,14 +343,14 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 throw os_error(waking, "fstat", failed);
             }
             std::copy(ends, ends + 2, bell_pipe_);
-            peer(slot_).bell_fd.store(static_cast<u32>(bell_pipe_[1]), std::memory_order_relaxed);
-            peer(slot_).bell_ino.store(status.st_ino, std::memory_order_release);  // ORDER bell pipe
+            peer(slot_).bell_fd.store(static_cast<u32>(bell_pipe_[1]), RELAXED);
+            peer(slot_).bell_ino.store(status.st_ino, order::bell_pipe.release);
         }
         return bell_pipe_[0];
     }
     void wake_async(u32 slot) {
         if (slot >= shape().max_peers) return;
-        u64 ino = peer(slot).bell_ino.load(std::memory_order_acquire);  // ORDER bell pipe
+        u64 ino = peer(slot).bell_ino.load(order::bell_pipe.acquire);
         if (ino == 0) return;
         std::lock_guard guard(bells_mutex_);
         if (slot == slot_ && bell_pipe_[1] >= 0) return poke(bell_pipe_[1]);
@@ -364,7 +359,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         if (bell.ino != ino) {
             if (bell.fd >= 0) ::close(bell.fd);
             bell = {ino, -1};
-            bell.fd = open_pipe(peer(slot).identity.load(), peer(slot).bell_fd.load(std::memory_order_relaxed), ino);
+            bell.fd =
+                open_pipe(peer(slot).identity.load(order::identity.acquire), peer(slot).bell_fd.load(RELAXED), ino);
             if (bell.fd < 0) bell.ino = 0;  // gone, or not yet to be had: try again next time
         }
         if (bell.fd >= 0) poke(bell.fd);
@@ -378,13 +374,13 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         {
             std::lock_guard guard(put_off_mutex_);
             put_off_.push_back(std::move(work));
-            is_put_off_.store(true, std::memory_order_relaxed);
+            is_put_off_.store(true, RELAXED);
         }
         Watcher::instance().retry();
     }
     // False: there is still some.
     bool finish_put_off() {
-        if (__builtin_expect(!is_put_off_.load(std::memory_order_relaxed), 1)) return true;
+        if (__builtin_expect(!is_put_off_.load(RELAXED), 1)) return true;
         std::vector<Work> again;
         {
             std::lock_guard guard(put_off_mutex_);
@@ -399,7 +395,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         });
         std::lock_guard guard(put_off_mutex_);
         std::move(again.begin(), again.end(), std::back_inserter(put_off_));
-        is_put_off_.store(!put_off_.empty(), std::memory_order_relaxed);
+        is_put_off_.store(!put_off_.empty(), RELAXED);
         return put_off_.empty();
     }
     // In peace, but by the same steps as after a death: first no peer may grant us anything more (dying), then all is
@@ -407,18 +403,18 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     bool leave() noexcept {
         PENSTOCK_POINT("leave.begun");
         u64 seen = identity_, dying = with_state(identity_, PeerState::dying);
-        if (!peer(slot_).identity.compare_exchange_strong(seen, dying, std::memory_order_seq_cst) && seen != dying)
+        if (!peer(slot_).identity.compare_exchange_strong(seen, dying, order::identity.seq_cst) && seen != dying)
             return true;
         try {
             reap_holdings(*this, slot_, dying, EndState::closed);
         } catch (const Error&) {
             return false;
         }
-        peer(slot_).bell_ino.store(0);
+        peer(slot_).bell_ino.store(0, RELAXED);
         peer(slot_).identity.compare_exchange_strong(dying, with_state(identity_, PeerState::left),
-                                                     std::memory_order_seq_cst);
-        segment_->header().peers_version.fetch_add(1, std::memory_order_release);
-        segment_->header().changes.fetch_add(1, std::memory_order_release);
+                                                     order::identity.seq_cst);
+        segment_->header().peers_version.fetch_add(1, order::members.release);
+        segment_->header().changes.fetch_add(1, order::changes.release);
         wake_everybody(*this);
         return true;
     }
@@ -443,10 +439,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     // bell.
     void announce() {
         for (u32 slot = 0; slot < shape().max_peers; ++slot) {
-            u64 identity = peer(slot).identity.load(std::memory_order_acquire);
-            u64 ino = peer(slot).watch_ino.load(std::memory_order_acquire);
+            u64 identity = peer(slot).identity.load(order::identity.acquire);
+            u64 ino = peer(slot).watch_ino.load(order::watch_pipe.acquire);
             if (state_of(identity) != PeerState::live || identity == own_identity() || ino == 0) continue;
-            int fd = open_pipe(identity, peer(slot).watch_fd.load(std::memory_order_relaxed), ino);
+            int fd = open_pipe(identity, peer(slot).watch_fd.load(RELAXED), ino);
             if (fd < 0) continue;  // gone, or just coming and yet to look
             poke(fd);
             ::close(fd);
@@ -469,14 +465,14 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     }
     // live -> dying, if the slot is that identity's. `found` receives the slot's word. Returns whether it is dying now.
     bool mark_dying(u32 slot, u64 identity, bool only_marked, u64& found) {
-        found = peer(slot).identity.load(std::memory_order_acquire);
+        found = peer(slot).identity.load(order::identity.acquire);
         if (with_state(found, PeerState::live) != identity) return false;
-        if (only_marked && (peer(slot).watcher.load(std::memory_order_relaxed) & FUTEX_OWNER_DIED) == 0) return false;
+        if (only_marked && (peer(slot).watcher.load(RELAXED) & FUTEX_OWNER_DIED) == 0) return false;
         if (state_of(found) == PeerState::live) {
             PENSTOCK_POINT("reap.begun");
             peer(slot).identity.compare_exchange_strong(found, with_state(identity, PeerState::dying),
-                                                        std::memory_order_seq_cst);
-            found = peer(slot).identity.load(std::memory_order_acquire);
+                                                        order::identity.seq_cst);
+            found = peer(slot).identity.load(order::identity.acquire);
         }
         return found == with_state(identity, PeerState::dying);
     }
@@ -484,36 +480,36 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         auto [watch_fd, watch_ino] = Watcher::instance().pipe();
         for (bool reuse : {false, true}) {
             for (u32 slot = 0; slot < shape().max_peers; ++slot) {
-                u64 found = peer(slot).identity.load(std::memory_order_acquire);
+                u64 found = peer(slot).identity.load(order::identity.acquire);
                 PeerState state = state_of(found);
                 bool is_usable = reuse ? state == PeerState::dead || state == PeerState::left
                                        : state == PeerState::free && found == 0;
                 if (!is_usable ||
-                    !peer(slot).identity.compare_exchange_strong(found, identity_, std::memory_order_acq_rel))
+                    !peer(slot).identity.compare_exchange_strong(found, identity_, order::identity.acq_rel))
                     continue;
                 PENSTOCK_POINT("join.claimed");
                 slot_ = slot;
                 is_joined_ = true;
                 PeerSlot& own = peer(slot);
-                epoch_ = own.epoch.fetch_add(1, std::memory_order_acq_rel) + 1;
-                own.bell_ino.store(0);
-                own.watch_ino.store(0);
-                own.watch_fd.store(static_cast<u32>(watch_fd), std::memory_order_relaxed);
-                own.watch_ino.store(watch_ino, std::memory_order_release);
-                own.how.store(0);
-                own.watcher.store(Watcher::instance().robust_word(), std::memory_order_relaxed);
-                own.joined_ns.store(now_ns());
-                own.reaped_ns.store(0);
-                own.reaps.store(0);
-                own.reaped_blocks.store(0);
-                own.reaped_nbytes.store(0);
-                own.take_since_ns.store(0);
-                own.thread.store(static_cast<u32>(::syscall(SYS_gettid)));
+                epoch_ = own.epoch.fetch_add(1, order::epoch.acq_rel) + 1;
+                own.bell_ino.store(0, RELAXED);
+                own.watch_ino.store(0, RELAXED);
+                own.watch_fd.store(static_cast<u32>(watch_fd), RELAXED);
+                own.watch_ino.store(watch_ino, order::watch_pipe.release);
+                own.how.store(0, RELAXED);
+                own.watcher.store(Watcher::instance().robust_word(), RELAXED);
+                own.joined_ns.store(now_ns(), RELAXED);
+                own.reaped_ns.store(0, RELAXED);
+                own.reaps.set(0);
+                own.reaped_blocks.set(0);
+                own.reaped_nbytes.set(0);
+                own.take_since_ns.store(0, RELAXED);
+                own.thread.store(static_cast<u32>(::syscall(SYS_gettid)), RELAXED);
                 std::string shown = name.empty() ? format("pid %d", pid_of(identity_)) : name;
                 shown.resize(NAME_NBYTES - 1);
                 for (u32 i = 0; i < NAME_NBYTES; ++i)  // the last one is 0
-                    std::atomic_ref<char>(own.name[i]).store(shown.c_str()[i], std::memory_order_relaxed);
-                segment_->header().peers_version.fetch_add(1, std::memory_order_release);
+                    std::atomic_ref<char>(own.name[i]).store(shown.c_str()[i], RELAXED);
+                segment_->header().peers_version.fetch_add(1, order::members.release);
                 return;
             }
         }
@@ -526,7 +522,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     bool is_abandoned(u32 owner, bool& is_runnable) const {
         is_runnable = false;
         if (owner >= shape().max_peers) return true;  // nobody: the word was not written by us
-        u64 identity = peer(owner).identity.load(std::memory_order_acquire);
+        u64 identity = peer(owner).identity.load(order::identity.acquire);
         PeerState state = state_of(identity);
         if (state != PeerState::live && state != PeerState::dying) return true;
         Sight sight = look_at(identity);
@@ -540,12 +536,12 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     u32 slot_ = 0;
     u32 epoch_ = 0;
     u64 identity_ = 0;
-    std::atomic<u32> seen_version_{0};
+    Atomic<u32> seen_version_{0};
     std::mutex bells_mutex_;
     std::vector<OtherBell> bells_;
     std::mutex put_off_mutex_;
     std::vector<Work> put_off_;
-    std::atomic<bool> is_put_off_{false};
+    Atomic<bool> is_put_off_{false};
     int bell_pipe_[2] = {-1, -1};
 };
 
@@ -586,7 +582,8 @@ inline void Watcher::start() {
     require(::epoll_ctl(epoll_, EPOLL_CTL_ADD, pipe_[0], &event) != 0 ? errno : 0, "epoll_ctl");
     require(start_thread(&Watcher::loop), "pthread_create");
     is_started_ = true;
-    while (thread_.load() == 0) futex_wait(&thread_, 0, now_ns() + LOOK_UP_NS);  // a wake-up may be refused
+    while (thread_.load(order::watcher.acquire) == 0)
+        futex_wait(&thread_, 0, now_ns() + LOOK_UP_NS);  // a wake-up may be refused
 }
 
 inline int Watcher::start_thread(void (Watcher::*body)()) {
@@ -605,7 +602,7 @@ inline int Watcher::start_thread(void (Watcher::*body)()) {
 
 inline u32 Watcher::robust_word() {
     std::lock_guard guard(mutex_);
-    u32 thread = thread_.load();
+    u32 thread = thread_.load(order::watcher.acquire);
     return thread == 0 || thread == NO_LIST ? 0 : thread | FUTEX_WAITERS;
 }
 
@@ -616,7 +613,7 @@ inline robust_list* node_of(Attachment* attachment) {
                                           ROBUST_DISTANCE);
 }
 inline void set_next(robust_list& node, robust_list* next) {
-    std::atomic_ref<robust_list*>(node.next).store(next, std::memory_order_release);
+    std::atomic_ref<robust_list*>(node.next).store(next, order::robust.release);
 }
 inline void Watcher::enlist(Attachment* attachment) {
     robust_list* node = node_of(attachment);
@@ -638,15 +635,15 @@ inline void Watcher::delist(Attachment* attachment) {
 // Copies what its slot says of its watcher, if /proc agrees. A slot that is marked when it is first seen may be of a
 // process that has replaced itself by exec since.
 inline void Watcher::add_word(u64 identity, Watched& watched, Attachment* attachment, PeerSlot& peer) {
-    u32 word = peer.watcher.load(std::memory_order_relaxed), thread = word & FUTEX_TID_MASK;
+    u32 word = peer.watcher.load(RELAXED), thread = word & FUTEX_TID_MASK;
     bool is_marked = (word & FUTEX_OWNER_DIED) != 0;
     if (watched.word != nullptr || watched.marked_ns != 0 || (!is_marked && word != (thread | FUTEX_WAITERS))) return;
     ProcessStat stat = is_marked ? ProcessStat{} : read_stat(pid_of(identity), thread);
     if (stat.error != 0 || (stat.flags & EXITING) != 0) return;
     watched.thread = is_marked ? 0 : thread;
     watched.thread_start = stat.start;
-    watched.watch_fd = peer.watch_fd.load(std::memory_order_relaxed);
-    watched.watch_ino = peer.watch_ino.load(std::memory_order_acquire);
+    watched.watch_fd = peer.watch_fd.load(RELAXED);
+    watched.watch_ino = peer.watch_ino.load(order::watch_pipe.acquire);
     watched.is_dying = false;
     if (is_marked) {
         watched.marked_ns = now_ns();
@@ -660,9 +657,9 @@ inline void Watcher::add_word(u64 identity, Watched& watched, Attachment* attach
     change_words();
 }
 inline void Watcher::change_words() {
-    word_changes_.fetch_add(1);
+    word_changes_.fetch_add(1, RELAXED);
     ::syscall(SYS_futex, &word_changes_, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
-    if (is_waiting_for_marks_ || thread_.load() == NO_LIST) return;
+    if (is_waiting_for_marks_ || thread_.load(order::watcher.acquire) == NO_LIST) return;
     is_waiting_for_marks_ = start_thread(&Watcher::wait_for_marks) == 0;  // if not: at the next change
 }
 
@@ -671,8 +668,8 @@ inline void Watcher::wait_for_marks() {
         std::vector<Waiter> waiters;
         {
             std::lock_guard guard(mutex_);
-            waiters.push_back(
-                {word_changes_.load(), reinterpret_cast<u64>(&word_changes_), FUTEX_SIZE_U32 | FUTEX_PRIVATE_FLAG, 0});
+            waiters.push_back({word_changes_.load(RELAXED), reinterpret_cast<u64>(&word_changes_),
+                               FUTEX_SIZE_U32 | FUTEX_PRIVATE_FLAG, 0});
             for (auto& [identity, watched] : watched_)
                 if (watched.word != nullptr && waiters.size() < MAX_WAITERS)
                     waiters.push_back(
@@ -684,9 +681,7 @@ inline void Watcher::wait_for_marks() {
         if (index < 0 && errno != EAGAIN && errno != EINTR && errno != EFAULT) ::usleep(RETRY_MS * 1000);
         std::lock_guard guard(mutex_);
         for (auto& [identity, watched] : watched_) {
-            if (watched.word == nullptr ||
-                watched.word->load(std::memory_order_relaxed) == (watched.thread | FUTEX_WAITERS))
-                continue;
+            if (watched.word == nullptr || watched.word->load(RELAXED) == (watched.thread | FUTEX_WAITERS)) continue;
             futex_wake(watched.word, INT_MAX);  // the kernel wakes one
             watched.word = nullptr;
             watched.marked_ns = now_ns();
@@ -752,7 +747,7 @@ inline std::pair<int, u64> Watcher::pipe() {
 inline std::string Watcher::scan(Attachment* attachment, std::vector<u64>& gone) {
     std::string why;
     for (u32 slot = 0; slot < attachment->shape().max_peers; ++slot) {
-        u64 identity = attachment->peer(slot).identity.load(std::memory_order_acquire);
+        u64 identity = attachment->peer(slot).identity.load(order::identity.acquire);
         PeerState state = state_of(identity);
         if (state != PeerState::live && state != PeerState::dying) continue;
         identity = with_state(identity, PeerState::live);
@@ -783,24 +778,24 @@ inline std::string Watcher::scan(Attachment* attachment, std::vector<u64>& gone)
         known->second.attachments.insert(attachment);
         add_word(identity, known->second, attachment, attachment->peer(slot));
     }
-    if (!why.empty()) must_retry_ = true;
+    if (!why.empty()) must_retry_.store(true, RELAXED);
     return why;
 }
 
 inline void Watcher::scan_all() {
-    must_retry_ = false;
+    must_retry_.store(false, RELAXED);
     for (Attachment* attachment : all_) {
         std::vector<u64> gone;
         scan(attachment, gone);
         for (u64 identity : gone) reap_or_retry(attachment, identity);
-        if (!attachment->finish_put_off()) must_retry_ = true;
+        if (!attachment->finish_put_off()) must_retry_.store(true, RELAXED);
     }
     std::erase_if(leaving_, [](auto& attachment) { return attachment->leave(); });
-    if (!leaving_.empty()) must_retry_ = true;
+    if (!leaving_.empty()) must_retry_.store(true, RELAXED);
 }
 
 inline void Watcher::retry() {
-    must_retry_ = true;
+    must_retry_.store(true, RELAXED);
     poke(pipe_[1]);
 }
 
@@ -856,7 +851,8 @@ inline bool Watcher::reap_or_retry(Attachment* attachment, u64 identity, bool on
         attachment->reap(identity, only_marked);
         return true;
     } catch (const Error&) {  // a lock is held by a stopped peer
-        return must_retry_ = true, false;
+        must_retry_.store(true, RELAXED);
+        return false;
     }
 }
 
@@ -864,14 +860,14 @@ inline void Watcher::loop() {
     robust_.list.next = &robust_.list;
     robust_.futex_offset = ROBUST_DISTANCE;
     bool has_list = ::syscall(SYS_set_robust_list, &robust_, sizeof robust_) == 0;
-    thread_.store(has_list ? static_cast<u32>(::syscall(SYS_gettid)) : NO_LIST);
+    thread_.store(has_list ? static_cast<u32>(::syscall(SYS_gettid)) : NO_LIST, order::watcher.release);
     futex_wake(&thread_, 1);
     for (int again_ms = -1;;) {
         epoll_event events[16];
         int n = ::epoll_wait(epoll_, events, 16, again_ms);
         if (n < 0 && errno != EINTR) ::usleep(RETRY_MS * 1000);
         std::lock_guard guard(mutex_);
-        bool must_scan = n <= 0 && must_retry_;
+        bool must_scan = n <= 0 && must_retry_.load(RELAXED);
         for (int i = 0; i < n; ++i) {
             if (events[i].data.u64 == 0) {  // somebody has joined one of our segments
                 char bytes[256];
@@ -890,7 +886,7 @@ inline void Watcher::loop() {
         }
         if (must_scan) scan_all();
         again_ms = settle_marks();
-        if (must_retry_ && (again_ms < 0 || again_ms > RETRY_MS)) again_ms = RETRY_MS;
+        if (must_retry_.load(RELAXED) && (again_ms < 0 || again_ms > RETRY_MS)) again_ms = RETRY_MS;
     }
 }
 

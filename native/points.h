@@ -4,19 +4,20 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+
+#include "atomic.h"
 
 namespace penstock::points {
 
 enum class Action : int { none = 0, kill = 1, stop = 2, delay = 3 };
 
 struct Armed {
-    std::atomic<int> action{0};
-    std::atomic<int> countdown{0};  // fires when it reaches zero
-    std::atomic<int> delay_us{0};
+    Atomic<int> action{0};
+    Atomic<int> countdown{0};  // fires when it reaches zero
+    Atomic<int> delay_us{0};
     char name[48]{};
 };
 inline Armed armed;
@@ -34,12 +35,13 @@ inline constexpr const char* NAMES[] = {
 
 inline void hit(const char* name) {
     if (std::strcmp(name, armed.name) != 0) return;
-    if (armed.countdown.fetch_sub(1) != 1) return;
-    switch (static_cast<Action>(armed.action.load())) {
+    if (armed.countdown.fetch_sub(1, RELAXED) != 1) return;
+    switch (static_cast<Action>(armed.action.load(order::point.acquire))) {
         case Action::kill: ::kill(::getpid(), SIGKILL); break;
         case Action::stop: ::kill(::getpid(), SIGSTOP); break;
         case Action::delay: {
-            timespec pause{armed.delay_us / 1'000'000, (armed.delay_us % 1'000'000) * 1000L};
+            int delay_us = armed.delay_us.load(RELAXED);
+            timespec pause{delay_us / 1'000'000, (delay_us % 1'000'000) * 1000L};
             ::nanosleep(&pause, nullptr);
             break;
         }
@@ -50,11 +52,11 @@ inline void hit(const char* name) {
 inline bool arm(const char* name, Action action, int countdown, int delay_us) {
     for (const char* known : NAMES) {
         if (std::strcmp(known, name) != 0) continue;
-        armed.action.store(0);
+        armed.action.store(0, RELAXED);
         std::strncpy(armed.name, name, sizeof armed.name - 1);
-        armed.countdown.store(countdown);
-        armed.delay_us.store(delay_us);
-        armed.action.store(static_cast<int>(action));
+        armed.countdown.store(countdown, RELAXED);
+        armed.delay_us.store(delay_us, RELAXED);
+        armed.action.store(static_cast<int>(action), order::point.release);
         return true;
     }
     return false;
@@ -63,10 +65,10 @@ inline bool arm(const char* name, Action action, int countdown, int delay_us) {
 }  // namespace penstock::points
 
 #if defined(PENSTOCK_POINTS) && PENSTOCK_POINTS
-#define PENSTOCK_POINT(name)                                                                            \
-    do {                                                                                                \
-        if (__builtin_expect(::penstock::points::armed.action.load(std::memory_order_relaxed) != 0, 0)) \
-            ::penstock::points::hit(name);                                                              \
+#define PENSTOCK_POINT(name)                                                                      \
+    do {                                                                                          \
+        if (__builtin_expect(::penstock::points::armed.action.load(::penstock::RELAXED) != 0, 0)) \
+            ::penstock::points::hit(name);                                                        \
     } while (0)
 #else
 #define PENSTOCK_POINT(name) ((void)0)

@@ -62,15 +62,14 @@ class Pool {
         by_.finish_put_off();
         u64 extent = round_up(std::max<u64>(nbytes, 1), LINE);
         if (extent > this->nbytes()) {
-            head_.exhaustions.fetch_add(1, std::memory_order_relaxed);
+            head_.exhaustions.add();
             throw exhausted(nbytes);
         }
         if (by_.lock(head_.lock, std::min(deadline, now_ns() + LOCK_NS))) rebuild();
         PENSTOCK_POINT("pool.locked");
         Unlock unlock{by_, head_.lock};
-        if (head_.swept_returns.load(std::memory_order_relaxed) != head_.returns.load(std::memory_order_acquire))
-            sweep();
-        u32 count = std::min(head_.entry_count.load(std::memory_order_relaxed), g_.shape.max_blocks);
+        if (head_.swept_returns.load(RELAXED) != head_.returns.load(order::returns.acquire)) sweep();
+        u32 count = std::min(head_.entry_count.load(RELAXED), g_.shape.max_blocks);
         u64 best = NEVER, best_offset = 0, at = 0;
         u32 best_index = 0;
         for (u32 i = 0; i <= count; ++i) {  // the smallest gap that fits
@@ -97,30 +96,30 @@ class Pool {
         // that grows fills from below, so that it claims as little as it can.
         if (g_.shape.granule_nbytes == 0 && extent >= this->nbytes() / SMALL) best_offset += best - extent;
         Block& b = block(index);
-        u32 generation = b.generation.load(std::memory_order_relaxed) + 1;
-        b.generation.store(generation, std::memory_order_relaxed);
-        b.offset.store(best_offset, std::memory_order_relaxed);
-        b.extent.store(extent, std::memory_order_relaxed);
-        b.nbytes.store(nbytes, std::memory_order_relaxed);
-        b.pending.store(0, std::memory_order_relaxed);
-        b.kept.store(static_cast<u32>(Kept::none), std::memory_order_relaxed);
-        b.grant_units.store(0, std::memory_order_relaxed);
-        b.taker.store(by_.slot(), std::memory_order_relaxed);
-        b.taken_ns.store(now_ns(), std::memory_order_relaxed);
-        for (u32 p = 0; p < g_.shape.max_peers; ++p) held(index)[p].store(0, std::memory_order_relaxed);
-        held(index)[by_.slot()].store(1, std::memory_order_relaxed);
-        b.state.store(static_cast<u32>(BlockState::live), std::memory_order_release);  // ORDER block: the fields before
+        u32 generation = b.generation.load(RELAXED) + 1;
+        b.generation.store(generation, RELAXED);
+        b.offset.store(best_offset, RELAXED);
+        b.extent.store(extent, RELAXED);
+        b.nbytes.store(nbytes, RELAXED);
+        b.pending.store(0, RELAXED);
+        b.kept.store(static_cast<u32>(Kept::none), RELAXED);
+        b.grant_units.store(0, RELAXED);
+        b.taker.store(by_.slot(), RELAXED);
+        b.taken_ns.store(now_ns(), RELAXED);
+        for (u32 p = 0; p < g_.shape.max_peers; ++p) held(index)[p].store(0, RELAXED);
+        held(index)[by_.slot()].store(1, RELAXED);
+        b.state.store(static_cast<u32>(BlockState::live), order::block.release);  // the fields before
         PENSTOCK_POINT("pool.live");
         std::memmove(entries_ + best_index + 1, entries_ + best_index, (count - best_index) * sizeof(Entry));
         entries_[best_index] = {best_offset, extent, index, 0};
-        head_.entry_count.store(count + 1, std::memory_order_relaxed);
+        head_.entry_count.store(count + 1, RELAXED);
         PENSTOCK_POINT("pool.inserted");
-        head_.takes.fetch_add(1, std::memory_order_relaxed);
-        head_.taken_nbytes_total.fetch_add(nbytes, std::memory_order_relaxed);
+        head_.takes.add();
+        head_.taken_nbytes_total.add(nbytes);
         unlock.now();
         out = {index, generation, best_offset, nbytes};
         claim(out, extent);
-        std::atomic_thread_fence(std::memory_order_release);  // ORDER tap: what lay here was given back before this
+        fence(order::tap.release);  // what lay here was given back before this
         return true;
     }
 
@@ -131,16 +130,15 @@ class Pool {
         PENSTOCK_POINT("pool.locked");
         Unlock unlock{by_, head_.lock};
         sweep();
-        u32 count = std::min(head_.entry_count.load(std::memory_order_relaxed), g_.shape.max_blocks);
+        u32 count = std::min(head_.entry_count.load(RELAXED), g_.shape.max_blocks);
         std::vector<Entry> found(entries_, entries_ + count);
         std::erase_if(found, [&](const Entry& entry) { return entry.block >= g_.shape.max_blocks; });
         return found;
     }
     // Sleeps until some block has come back since `seen` was read from returns().
-    Woken wait_for_return(u32 seen, u64 deadline, Spinner& spinner, Waits& waits, const std::atomic<bool>& is_closing) {
+    Woken wait_for_return(u32 seen, u64 deadline, Spinner& spinner, Waits& waits, const Atomic<bool>& is_closing) {
         return wait<false>(head_.memory, 1ull << (by_.slot() % 64), deadline, spinner, waits, nullptr, [&] {
-            return head_.returns.load(std::memory_order_acquire) != seen || by_.is_stale() ||
-                   is_closing.load(std::memory_order_relaxed);
+            return head_.returns.load(order::returns.acquire) != seen || by_.is_stale() || is_closing.load(RELAXED);
         });
     }
     // Has [offset, offset + nbytes) its pages? Within bounds; not to be relied on for what nobody holds.
@@ -148,10 +146,10 @@ class Pool {
         if (g_.shape.granule_nbytes == 0 || nbytes == 0) return true;
         u64 last = (offset + nbytes - 1) / g_.shape.granule_nbytes;
         for (u64 i = offset / g_.shape.granule_nbytes; i <= last; ++i)
-            if ((head_.granules[i / 64].load(std::memory_order_acquire) >> (i % 64) & 1) == 0) return false;
+            if ((head_.granules[i / 64].load(order::granules.acquire) >> (i % 64) & 1) == 0) return false;
         return true;
     }
-    u32 returns() const { return head_.returns.load(std::memory_order_acquire); }
+    u32 returns() const { return head_.returns.load(order::returns.acquire); }
 
     // ── leases and grants ──
     // One more lease for this peer, by a reference that somebody sent. Throws StaleRef unless it names a live block of
@@ -164,24 +162,24 @@ class Pool {
         if (g_.shape.has_grants != 0) {
             for (u32 from = 0; from < g_.shape.max_peers; ++from) {
                 Shared<u16>& grant = grants(ref.block, from)[by_.slot()];
-                u16 many = grant.load(std::memory_order_relaxed);
+                u16 many = grant.load(RELAXED);
                 if (many == 0) continue;
-                own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+                own.store(own.load(RELAXED) + 1, RELAXED);
                 PENSTOCK_POINT("open.half");
-                grant.store(static_cast<u16>(many - 1), std::memory_order_relaxed);
+                grant.store(static_cast<u16>(many - 1), RELAXED);
                 Shared<u32>& units = block(ref.block).grant_units;
-                units.store(units.load(std::memory_order_relaxed) - 1, std::memory_order_relaxed);
+                units.store(units.load(RELAXED) - 1, RELAXED);
                 return;
             }
         }
-        own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        own.store(own.load(RELAXED) + 1, RELAXED);
     }
     // The same for the store, which has looked: under its lock, so nothing else may be done on the way.
     void open_kept(const Extent& ref) {
         Held guard(*this, ref.block);
         require(ref);
         Shared<u32>& own = held(ref.block)[by_.slot()];
-        own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        own.store(own.load(RELAXED) + 1, RELAXED);
     }
     // The store gives a block up: it is returned if nobody holds it. False: somebody does, and only_if_unheld.
     bool keep_no_longer(u32 index, bool only_if_unheld) {
@@ -190,21 +188,19 @@ class Pool {
             Held guard(*this, index);
             Block& b = block(index);
             if (only_if_unheld && !is_unheld(index)) return false;
-            b.kept.store(static_cast<u32>(Kept::none), std::memory_order_release);
+            b.kept.store(static_cast<u32>(Kept::none), RELAXED);
             PENSTOCK_POINT("store.half");
-            is_last = static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) == BlockState::live &&
-                      return_if_last(index);
+            is_last = static_cast<BlockState>(b.state.load(RELAXED)) == BlockState::live && return_if_last(index);
         }
         if (is_last) announce_return();
         return true;
     }
     bool is_unheld(u32 index) const {
         const Block& b = block(index);
-        if (b.pending.load(std::memory_order_relaxed) != 0 || b.grant_units.load(std::memory_order_relaxed) != 0)
-            return false;
+        if (b.pending.load(RELAXED) != 0 || b.grant_units.load(RELAXED) != 0) return false;
         const Shared<u32>* row = held(index);
         for (u32 p = 0; p < g_.shape.max_peers; ++p)
-            if (row[p].load(std::memory_order_relaxed) != 0) return false;
+            if (row[p].load(RELAXED) != 0) return false;
         return true;
     }
     // Asks for what is_unheld() and whoever looks at the block will read: it is too far apart to be foreseen.
@@ -218,12 +214,12 @@ class Pool {
         Held guard(*this, checked(ref), deadline);
         require(ref);
         Block& b = block(ref.block);
-        u64 pending = b.pending.load(std::memory_order_relaxed);
+        u64 pending = b.pending.load(RELAXED);
         if ((pending >> receiver & 1) == 0) throw stale(ref, "was not granted to this receiver");
         Shared<u32>& own = held(ref.block)[by_.slot()];
-        own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        own.store(own.load(RELAXED) + 1, RELAXED);
         PENSTOCK_POINT("open.half");
-        b.pending.store(pending & ~(1ull << receiver), std::memory_order_relaxed);
+        b.pending.store(pending & ~(1ull << receiver), RELAXED);
     }
     // Lets `to` open the block later, whatever happens to our lease meanwhile. The grant ends with the first open by
     // `to`, and with the death or leaving of either side. We must hold a lease or an unused grant ourselves.
@@ -240,16 +236,16 @@ class Pool {
         if (!has_right(ref.block, by_.slot()))
             throw stale(ref, "is not held by this peer, which so has nothing to share");
         Shared<u16>& many = grants(ref.block, by_.slot())[to];
-        if (many.load(std::memory_order_relaxed) == 0xffff)
+        if (many.load(RELAXED) == 0xffff)
             throw Error(Fault::memory_exhausted,
                         format("65535 grants of block %u to %s are unused", ref.block, by_.describe(to).c_str()))
                 .with("asked", 1)
                 .with("free", 0);
         Shared<u32>& units = block(ref.block).grant_units;
-        units.store(units.load(std::memory_order_relaxed) + 1,
-                    std::memory_order_relaxed);  // derived: may be too high, never too low
+        units.store(units.load(RELAXED) + 1,
+                    RELAXED);  // derived: may be too high, never too low
         PENSTOCK_POINT("share.half");
-        many.store(static_cast<u16>(many.load(std::memory_order_relaxed) + 1), std::memory_order_relaxed);
+        many.store(static_cast<u16>(many.load(RELAXED) + 1), RELAXED);
     }
     // Takes unused grants of ours back (a message that could not be sent after all). Returns whether there was one.
     bool revoke(const Extent& ref, u32 to) {
@@ -259,10 +255,10 @@ class Pool {
             require(ref);
             if (g_.shape.has_grants == 0 || to >= g_.shape.max_peers) return false;
             Shared<u16>& many = grants(ref.block, by_.slot())[to];
-            if (many.load(std::memory_order_relaxed) == 0) return false;
-            many.store(static_cast<u16>(many.load(std::memory_order_relaxed) - 1), std::memory_order_relaxed);
+            if (many.load(RELAXED) == 0) return false;
+            many.store(static_cast<u16>(many.load(RELAXED) - 1), RELAXED);
             Shared<u32>& units = block(ref.block).grant_units;
-            units.store(units.load(std::memory_order_relaxed) - 1, std::memory_order_relaxed);
+            units.store(units.load(RELAXED) - 1, RELAXED);
             is_last = return_if_last(ref.block);
         }
         if (is_last) announce_return();
@@ -274,11 +270,11 @@ class Pool {
     void pend(const Extent& ref, u32 lane, u64 position, u64 deadline, Mask&& mask) {
         Held guard(*this, ref.block, deadline);
         Block& b = block(ref.block);
-        b.pending_lane.store(lane, std::memory_order_relaxed);
-        b.pending_position.store(position, std::memory_order_relaxed);
-        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER pend: see put_out
+        b.pending_lane.store(lane, RELAXED);
+        b.pending_position.store(position, RELAXED);
+        fence(order::pend.seq_cst);  // see put_out
         // Under the lock: a receiver that goes now is cleared after.
-        b.pending.store(mask(), std::memory_order_relaxed);
+        b.pending.store(mask(), RELAXED);
     }
     // Gives one lease of this peer back. Never throws, never waits long: while a stopped peer holds the block's lock it
     // is put off.
@@ -299,44 +295,41 @@ class Pool {
     // to `blocks` and `nbytes` under the block's lock, so the sums are complete once every block has been looked at.
     template <class Still, class Committed>
     void give_back(u32 index, u32 slot, u32 epoch, u64 dead_receivers, Still&& is_still, Committed&& is_committed,
-                   Shared<u64>& blocks, Shared<u64>& nbytes) {
+                   Counter& blocks, Counter& nbytes) {
         Block& b = block(index);
         bool is_last = false;
         {
             if (by_.take_over(b.lock, slot, epoch)) {
                 recover_block(index);
-            } else if (static_cast<BlockState>(b.state.load(std::memory_order_acquire)) != BlockState::live) {
+            } else if (static_cast<BlockState>(b.state.load(order::block.acquire)) != BlockState::live) {
                 return;
             } else if (by_.lock(b.lock, now_ns() + REAP_NS)) {
                 recover_block(index);
             }
             Unlock unlock{by_, b.lock};
-            if (static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) != BlockState::live || !is_still())
-                return;
+            if (static_cast<BlockState>(b.state.load(RELAXED)) != BlockState::live || !is_still()) return;
             bool was_held = !is_unheld(index);
-            if (held(index)[slot].load(std::memory_order_relaxed) != 0) {
-                held(index)[slot].store(0, std::memory_order_relaxed);
-                blocks.fetch_add(1, std::memory_order_relaxed);
-                nbytes.fetch_add(b.nbytes.load(std::memory_order_relaxed), std::memory_order_relaxed);
+            if (held(index)[slot].load(RELAXED) != 0) {
+                held(index)[slot].store(0, RELAXED);
+                blocks.add();
+                nbytes.add(b.nbytes.load(RELAXED));
             }
-            if (g_.shape.has_grants != 0 && b.grant_units.load(std::memory_order_relaxed) != 0) {
+            if (g_.shape.has_grants != 0 && b.grant_units.load(RELAXED) != 0) {
                 for (u32 p = 0; p < g_.shape.max_peers; ++p) {
-                    grants(index, slot)[p].store(0, std::memory_order_relaxed);
-                    grants(index, p)[slot].store(0, std::memory_order_relaxed);
+                    grants(index, slot)[p].store(0, RELAXED);
+                    grants(index, p)[slot].store(0, RELAXED);
                 }
                 recount(index);
             }
-            u64 pending = b.pending.load(std::memory_order_relaxed);
+            u64 pending = b.pending.load(RELAXED);
             if (pending != 0) {
                 pending &= ~dead_receivers;
-                if (b.taker.load(std::memory_order_relaxed) == slot &&
-                    !is_committed(b.pending_lane.load(std::memory_order_relaxed),
-                                  b.pending_position.load(std::memory_order_relaxed)))
+                if (b.taker.load(RELAXED) == slot &&
+                    !is_committed(b.pending_lane.load(RELAXED), b.pending_position.load(RELAXED)))
                     pending = 0;
-                b.pending.store(pending, std::memory_order_relaxed);
+                b.pending.store(pending, RELAXED);
             }
-            is_last = return_if_last(index) &&
-                      (was_held || b.kept.load(std::memory_order_relaxed) == static_cast<u32>(Kept::none));
+            is_last = return_if_last(index) && (was_held || b.kept.load(RELAXED) == static_cast<u32>(Kept::none));
         }
         if (is_last) announce_return();
     }
@@ -346,15 +339,14 @@ class Pool {
         bool is_done = true;
         for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
             Block& b = block(index);
-            if (static_cast<BlockState>(b.state.load(std::memory_order_acquire)) != BlockState::live) continue;
+            if (static_cast<BlockState>(b.state.load(order::block.acquire)) != BlockState::live) continue;
             bool is_last = false;
             try {
                 Held guard(*this, index, 0);  // even if no bit is seen: one may just be being set
-                u64 pending = b.pending.load(std::memory_order_relaxed);
+                u64 pending = b.pending.load(RELAXED);
                 if ((pending >> receiver & 1) == 0) continue;
-                b.pending.store(pending & ~(1ull << receiver), std::memory_order_relaxed);
-                is_last = static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) == BlockState::live &&
-                          return_if_last(index);
+                b.pending.store(pending & ~(1ull << receiver), RELAXED);
+                is_last = static_cast<BlockState>(b.state.load(RELAXED)) == BlockState::live && return_if_last(index);
             } catch (const Error&) {
                 is_done = false;
             }
@@ -378,17 +370,17 @@ class Pool {
         std::vector<std::pair<u64, u64>> taken;
         for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
             Block& b = block(index);
-            if (static_cast<BlockState>(b.state.load(std::memory_order_acquire)) != BlockState::live) continue;
-            u64 offset = b.offset.load(std::memory_order_relaxed), extent = b.extent.load(std::memory_order_relaxed);
+            if (static_cast<BlockState>(b.state.load(order::block.acquire)) != BlockState::live) continue;
+            u64 offset = b.offset.load(RELAXED), extent = b.extent.load(RELAXED);
             if (offset > s.nbytes || extent > s.nbytes - offset) continue;
             taken.emplace_back(offset, extent);
             s.taken_nbytes += extent;
             for (u32 p = 0; p < g_.shape.max_peers; ++p) {
-                if (held(index)[p].load(std::memory_order_relaxed) != 0)
-                    ++s.holders[p].blocks, s.holders[p].nbytes += b.nbytes.load(std::memory_order_relaxed);
-                if (g_.shape.has_grants == 0 || b.grant_units.load(std::memory_order_relaxed) == 0) continue;
+                if (held(index)[p].load(RELAXED) != 0)
+                    ++s.holders[p].blocks, s.holders[p].nbytes += b.nbytes.load(RELAXED);
+                if (g_.shape.has_grants == 0 || b.grant_units.load(RELAXED) == 0) continue;
                 for (u32 from = 0; from < g_.shape.max_peers; ++from)
-                    s.holders[p].granted += grants(index, from)[p].load(std::memory_order_relaxed);
+                    s.holders[p].granted += grants(index, from)[p].load(RELAXED);
             }
         }
         std::sort(taken.begin(), taken.end());
@@ -400,13 +392,12 @@ class Pool {
         s.largest_free_nbytes = std::max(s.largest_free_nbytes, s.nbytes - std::min(at, s.nbytes));
         s.free_nbytes = s.nbytes - std::min(s.taken_nbytes, s.nbytes);
         s.blocks = taken.size();
-        s.claimed_nbytes =
-            g_.shape.granule_nbytes == 0 ? s.nbytes : head_.claimed_nbytes.load(std::memory_order_relaxed);
-        s.takes = head_.takes.load(std::memory_order_relaxed);
-        s.taken_nbytes_total = head_.taken_nbytes_total.load(std::memory_order_relaxed);
-        s.exhaustions = head_.exhaustions.load(std::memory_order_relaxed);
-        s.recoveries = head_.recoveries.load(std::memory_order_relaxed);
-        s.stale_refs = head_.stale_refs.load(std::memory_order_relaxed);
+        s.claimed_nbytes = g_.shape.granule_nbytes == 0 ? s.nbytes : head_.claimed_nbytes.load(RELAXED);
+        s.takes = head_.takes.value();
+        s.taken_nbytes_total = head_.taken_nbytes_total.value();
+        s.exhaustions = head_.exhaustions.value();
+        s.recoveries = head_.recoveries.value();
+        s.stale_refs = head_.stale_refs.value();
         for (u32 p = 0; p < g_.shape.max_peers; ++p) s.holders[p].slot = p;
         std::erase_if(s.holders, [](const PoolStats::Holder& h) { return h.blocks == 0 && h.granted == 0; });
         return s;
@@ -437,7 +428,7 @@ class Pool {
         if (g_.shape.granule_nbytes == 0) return 0;
         u64 punched = 0, granule = g_.shape.granule_nbytes;
         int failed = 0;
-        while (head_.claimed_nbytes.load() > keep) {
+        while (head_.claimed_nbytes.load(RELAXED) > keep) {
             Extent whole;
             u64 largest = stats().largest_free_nbytes / LINE * LINE;
             if (largest < 2 * granule) break;
@@ -450,7 +441,7 @@ class Pool {
                 to = (whole.offset + largest) / granule;
             for (u64 i = from / granule; i < to; ++i) {
                 u64 bit = 1ull << (i % 64);
-                if ((head_.granules[i / 64].fetch_and(~bit) & bit) == 0) continue;
+                if ((head_.granules[i / 64].fetch_and(~bit, order::granules.acq_rel) & bit) == 0) continue;
                 do
                     failed =
                         ::fallocate(by_.segment().fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
@@ -459,10 +450,10 @@ class Pool {
                             : 0;
                 while (failed == EINTR);
                 if (failed != 0) {
-                    head_.granules[i / 64].fetch_or(bit);
+                    head_.granules[i / 64].fetch_or(bit, order::granules.acq_rel);
                     break;
                 }
-                head_.claimed_nbytes.fetch_sub(granule);
+                head_.claimed_nbytes.fetch_sub(granule, RELAXED);
                 punched += granule;
                 was_claimed = true;
             }
@@ -475,41 +466,38 @@ class Pool {
     }
 
     void announce_return() {
-        head_.returns.fetch_add(1, std::memory_order_release);
+        head_.returns.fetch_add(1, order::returns.release);
         u64 sleepers;
-        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell
+        fence(order::bell.seq_cst);
         Bell& bell = head_.memory;
-        if (__builtin_expect(bell.parked.load(std::memory_order_relaxed) == 0 &&
-                                 bell.parked_async.load(std::memory_order_relaxed) == 0,
-                             1))
-            return;
+        if (__builtin_expect(bell.parked.load(RELAXED) == 0 && bell.parked_async.load(RELAXED) == 0, 1)) return;
         // Peers share bits here (there are more peers than bits), so all are woken, and set theirs again.
-        bell.parked.exchange(0, std::memory_order_seq_cst);
-        sleepers = bell.parked_async.exchange(0, std::memory_order_seq_cst);
+        bell.parked.exchange(0, order::bell.seq_cst);
+        sleepers = bell.parked_async.exchange(0, order::bell.seq_cst);
         ring_all(bell);
         if (sleepers != 0)
             for (u32 p = 0; p < g_.shape.max_peers; ++p)
                 if ((sleepers >> (p % 64) & 1) != 0) by_.wake_async(p);
     }
     void rebuild() {  // LOCK pool is held
-        head_.recoveries.fetch_add(1, std::memory_order_relaxed);
-        u32 returns = head_.returns.load(std::memory_order_acquire);
+        head_.recoveries.add();
+        u32 returns = head_.returns.load(order::returns.acquire);
         std::vector<Entry> live;
         for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
             Block& b = block(index);
-            BlockState state = static_cast<BlockState>(b.state.load(std::memory_order_acquire));
+            BlockState state = static_cast<BlockState>(b.state.load(order::block.acquire));
             if (state == BlockState::free) continue;
-            Entry entry{b.offset.load(std::memory_order_relaxed), b.extent.load(std::memory_order_relaxed), index, 0};
+            Entry entry{b.offset.load(RELAXED), b.extent.load(RELAXED), index, 0};
             bool is_possible = entry.extent <= nbytes() && entry.offset <= nbytes() - entry.extent && entry.extent != 0;
             if (state == BlockState::live && is_possible)
                 live.push_back(entry);
             else
-                b.state.store(static_cast<u32>(BlockState::free), std::memory_order_release);
+                b.state.store(static_cast<u32>(BlockState::free), order::block.release);
         }
         std::sort(live.begin(), live.end(), [](const Entry& a, const Entry& b) { return a.offset < b.offset; });
         std::copy(live.begin(), live.end(), entries_);
-        head_.entry_count.store(static_cast<u32>(live.size()), std::memory_order_relaxed);
-        head_.swept_returns.store(returns, std::memory_order_relaxed);
+        head_.entry_count.store(static_cast<u32>(live.size()), RELAXED);
+        head_.swept_returns.store(returns, RELAXED);
     }
 
    private:
@@ -547,16 +535,16 @@ class Pool {
     }
     void require(const Extent& ref) {
         Block& b = block(ref.block);
-        BlockState state = static_cast<BlockState>(b.state.load(std::memory_order_acquire));  // ORDER block
-        u32 generation = b.generation.load(std::memory_order_relaxed);
+        BlockState state = static_cast<BlockState>(b.state.load(order::block.acquire));
+        u32 generation = b.generation.load(RELAXED);
         if (state != BlockState::live || generation != ref.generation) throw stale(ref, "is gone", generation);
-        u64 offset = b.offset.load(std::memory_order_relaxed), nbytes = b.nbytes.load(std::memory_order_relaxed);
+        u64 offset = b.offset.load(RELAXED), nbytes = b.nbytes.load(RELAXED);
         if (nbytes > this->nbytes() || offset > this->nbytes() - nbytes) throw stale(ref, "lies outside the pool");
         if (ref.offset < offset || ref.nbytes > nbytes || ref.offset - offset > nbytes - ref.nbytes)
             throw stale(ref, "lies outside its block");
     }
     Error stale(const Extent& ref, const char* why, u32 found = 0) {
-        head_.stale_refs.fetch_add(1, std::memory_order_relaxed);
+        head_.stale_refs.add();
         return Error(Fault::stale_ref, format("block %u, generation %u, of pool '%s' %s%s", ref.block, ref.generation,
                                               by_.segment().name().c_str(), why,
                                               found != 0 ? format(": generation %u found", found).c_str() : ""))
@@ -564,18 +552,18 @@ class Pool {
             .with("found", found);
     }
     bool has_right(u32 index, u32 slot) const {
-        if (held(index)[slot].load(std::memory_order_relaxed) != 0) return true;
+        if (held(index)[slot].load(RELAXED) != 0) return true;
         for (u32 from = 0; from < g_.shape.max_peers; ++from)
-            if (grants(index, from)[slot].load(std::memory_order_relaxed) != 0) return true;
+            if (grants(index, from)[slot].load(RELAXED) != 0) return true;
         return false;
     }
     // Whether others may now have its room: it is returned, or it is kept, and may be evicted.
     bool return_if_last(u32 index) {  // LOCK block is held, the state is live
         Block& b = block(index);
         if (!is_unheld(index)) return false;
-        if (b.kept.load(std::memory_order_relaxed) != static_cast<u32>(Kept::none)) return true;
+        if (b.kept.load(RELAXED) != static_cast<u32>(Kept::none)) return true;
         PENSTOCK_POINT("release.last");
-        b.state.store(static_cast<u32>(BlockState::returned), std::memory_order_release);
+        b.state.store(static_cast<u32>(BlockState::returned), order::block.release);
         return true;
     }
     void release_within(u32 index, u32 generation, u64 deadline) {
@@ -583,13 +571,13 @@ class Pool {
         {
             Held guard(*this, index, deadline);
             Block& b = block(index);
-            if (static_cast<BlockState>(b.state.load(std::memory_order_relaxed)) != BlockState::live ||
-                b.generation.load(std::memory_order_relaxed) != generation)
+            if (static_cast<BlockState>(b.state.load(RELAXED)) != BlockState::live ||
+                b.generation.load(RELAXED) != generation)
                 return;
             Shared<u32>& own = held(index)[by_.slot()];
-            u32 many = own.load(std::memory_order_relaxed);
+            u32 many = own.load(RELAXED);
             if (many == 0) return;
-            own.store(many - 1, std::memory_order_relaxed);
+            own.store(many - 1, RELAXED);
             if (many == 1) is_last = return_if_last(index);
         }
         if (is_last) announce_return();
@@ -597,17 +585,16 @@ class Pool {
     void recount(u32 index) {
         u32 units = 0;
         for (u32 from = 0; from < g_.shape.max_peers; ++from)
-            for (u32 to = 0; to < g_.shape.max_peers; ++to)
-                units += grants(index, from)[to].load(std::memory_order_relaxed);
-        block(index).grant_units.store(units, std::memory_order_relaxed);
+            for (u32 to = 0; to < g_.shape.max_peers; ++to) units += grants(index, from)[to].load(RELAXED);
+        block(index).grant_units.store(units, RELAXED);
     }
     void recover_block(u32 index) {
-        head_.recoveries.fetch_add(1, std::memory_order_relaxed);
+        head_.recoveries.add();
         if (g_.shape.has_grants != 0) recount(index);
     }
     void sweep() {  // LOCK pool is held
-        u32 returns = head_.returns.load(std::memory_order_acquire);
-        u32 count = std::min(head_.entry_count.load(std::memory_order_relaxed), g_.shape.max_blocks), kept = 0;
+        u32 returns = head_.returns.load(order::returns.acquire);
+        u32 count = std::min(head_.entry_count.load(RELAXED), g_.shape.max_blocks), kept = 0;
         for (u32 i = 0; i < count; ++i) {
             u32 index = entries_[i].block;
             if (i + AHEAD < count && entries_[i + AHEAD].block < g_.shape.max_blocks)
@@ -615,25 +602,23 @@ class Pool {
             if (index < g_.shape.max_blocks) {
                 u32 returned = static_cast<u32>(BlockState::returned);
                 Shared<u32>& state = block(index).state;
-                if (state.load(std::memory_order_acquire) == returned) {
-                    state.compare_exchange_strong(returned, static_cast<u32>(BlockState::free),
-                                                  std::memory_order_acq_rel);
+                if (state.load(order::block.acquire) == returned) {
+                    state.compare_exchange_strong(returned, static_cast<u32>(BlockState::free), order::block.acq_rel);
                     continue;
                 }
             }
             if (kept != i) entries_[kept] = entries_[i];
             ++kept;
         }
-        head_.entry_count.store(kept, std::memory_order_relaxed);
-        head_.swept_returns.store(returns, std::memory_order_relaxed);
+        head_.entry_count.store(kept, RELAXED);
+        head_.swept_returns.store(returns, RELAXED);
     }
     u32 free_block() {  // LOCK pool is held
-        u32 start = head_.next_block.load(std::memory_order_relaxed) % g_.shape.max_blocks;
+        u32 start = head_.next_block.load(RELAXED) % g_.shape.max_blocks;
         for (u32 i = 0; i < g_.shape.max_blocks; ++i) {
             u32 index = start + i < g_.shape.max_blocks ? start + i : start + i - g_.shape.max_blocks;
-            if (static_cast<BlockState>(block(index).state.load(std::memory_order_acquire)) != BlockState::free)
-                continue;
-            head_.next_block.store(index + 1, std::memory_order_relaxed);
+            if (static_cast<BlockState>(block(index).state.load(order::block.acquire)) != BlockState::free) continue;
+            head_.next_block.store(index + 1, RELAXED);
             return index;
         }
         return NONE;
@@ -645,24 +630,23 @@ class Pool {
         if (granule == 0 || !claims_) return;
         u64 first = extent.offset / granule, last = (extent.offset + nbytes - 1) / granule;
         for (u64 i = first; i <= last; ++i) {
-            if ((head_.granules[i / 64].load(std::memory_order_acquire) >> (i % 64) & 1) != 0) continue;
+            if ((head_.granules[i / 64].load(order::granules.acquire) >> (i % 64) & 1) != 0) continue;
             u64 until = i + 1;
-            while (until <= last &&
-                   (head_.granules[until / 64].load(std::memory_order_acquire) >> (until % 64) & 1) == 0)
+            while (until <= last && (head_.granules[until / 64].load(order::granules.acquire) >> (until % 64) & 1) == 0)
                 ++until;
             try {
                 u64 end = std::min(until * granule, round_up(nbytes_mapped(), PAGE));
                 claim_pages(by_.segment().fd(), g_.pool_data + i * granule, end - i * granule, "growing a pool");
             } catch (...) {
-                head_.exhaustions.fetch_add(1, std::memory_order_relaxed);
+                head_.exhaustions.add();
                 release(extent.block, extent.generation);
                 throw;
             }
             PENSTOCK_POINT("pool.claiming");
             for (; i < until; ++i) {
                 u64 bit = 1ull << (i % 64);
-                if ((head_.granules[i / 64].fetch_or(bit, std::memory_order_acq_rel) & bit) == 0)
-                    head_.claimed_nbytes.fetch_add(granule, std::memory_order_relaxed);
+                if ((head_.granules[i / 64].fetch_or(bit, order::granules.acq_rel) & bit) == 0)
+                    head_.claimed_nbytes.fetch_add(granule, RELAXED);
             }
             --i;
         }

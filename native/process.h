@@ -121,39 +121,39 @@ inline Sight look_at(int pid, u64 start, int* pidfd = nullptr) {
 // made in, and in another one it does nothing.
 struct Process {
     static constexpr u64 UNKNOWN = ~0ull;
-    std::atomic<u64> forks{0};
-    std::atomic<int> pid{0};
-    std::atomic<u64> start{UNKNOWN};  // asked for when it is first needed
+    Atomic<u64> forks{0};
+    Atomic<int> pid{0};
+    Atomic<u64> start{UNKNOWN};  // asked for when it is first needed
 };
 inline Process* process() {
     static Process* self = [] {
         auto* made = new Process;
-        made->pid = ::getpid();
+        made->pid.store(::getpid(), RELAXED);
         return made;
     }();
     static int registered = ::pthread_atfork(nullptr, nullptr, [] {
-        process()->forks.fetch_add(1);
-        process()->pid = ::getpid();
-        process()->start = Process::UNKNOWN;
+        process()->forks.fetch_add(1, RELAXED);
+        process()->pid.store(::getpid(), RELAXED);
+        process()->start.store(Process::UNKNOWN, RELAXED);
     });
     (void)registered;
     return self;
 }
-inline u64 fork_generation() { return process()->forks.load(std::memory_order_relaxed); }
+inline u64 fork_generation() { return process()->forks.load(RELAXED); }
 
 inline u64 own_start() {
-    u64 known = process()->start.load(std::memory_order_relaxed);
+    u64 known = process()->start.load(RELAXED);
     if (known != Process::UNKNOWN) return known;
     ProcessStat stat = read_stat("/proc/self/stat");
     if (stat.error != 0)
         throw os_error("a process is known by the time it started", "reading /proc/self/stat", stat.error);
-    if (stat.pid != process()->pid)
+    if (stat.pid != process()->pid.load(RELAXED))
         throw Error(Fault::os, format("/proc shows another pid namespace: pid %d here is %d there; mount it anew",
-                                      process()->pid.load(), stat.pid));
-    process()->start.store(stat.start, std::memory_order_relaxed);
+                                      process()->pid.load(RELAXED), stat.pid));
+    process()->start.store(stat.start, RELAXED);
     return stat.start;
 }
-inline u64 own_identity() { return make_identity(PeerState::live, process()->pid, own_start()); }
+inline u64 own_identity() { return make_identity(PeerState::live, process()->pid.load(RELAXED), own_start()); }
 
 // Of a peer. This process lives, as it asks, whatever an emulator writes into its /proc/PID/stat.
 inline Sight look_at(u64 identity, int* pidfd = nullptr) {

@@ -24,10 +24,11 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead})
             for (u32 r = 0; r < ch_.g.shape.receivers && !is_taken; ++r) {
                 u64 before;
-                if ((index >= 0 && static_cast<u32>(index) != r) || end_of(ch_.receiver(r).word.load()).state != wanted)
+                if ((index >= 0 && static_cast<u32>(index) != r) ||
+                    end_of(ch_.receiver(r).word.load(order::end.acquire)).state != wanted)
                     continue;
                 if (!ch_.claim(ch_.receiver(r).word, true, before, epoch_)) continue;
-                ch_.receiver(r).ended.store(before, std::memory_order_release);
+                ch_.receiver(r).ended.store(before, RELAXED);
                 is_taken = true;
                 was_expected = wanted == EndState::expected;
                 index_ = r;
@@ -37,8 +38,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             if (r >= ch_.g.shape.receivers)
                 throw Error(Fault::value, format("'%s' has %u receivers: there is no receiver %d", name(),
                                                  ch_.g.shape.receivers, index));
-            throw Error(Fault::value, format("receiver %u of '%s' is taken: %s", r, name(),
-                                             ch_.describe(end_of(ch_.receiver(r).word.load())).c_str()));
+            throw Error(Fault::value,
+                        format("receiver %u of '%s' is taken: %s", r, name(),
+                               ch_.describe(end_of(ch_.receiver(r).word.load(order::end.acquire))).c_str()));
         }
         PENSTOCK_POINT("receiver.claimed");
         slot_ = &ch_.receiver(index_);
@@ -47,18 +49,18 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
             Cursor& cursor = ch_.cursor(i, index_);
             if (was_expected) {
-                cursor.mode.store(make_mode(CursorMode::counted, epoch_), std::memory_order_release);
-                lanes_[i].position = cursor.released.load(std::memory_order_relaxed);
-                cursor.read.store(lanes_[i].position, std::memory_order_relaxed);
+                cursor.mode.store(make_mode(CursorMode::counted, epoch_), order::mode.release);
+                lanes_[i].position = cursor.released.load(RELAXED);
+                cursor.read.store(lanes_[i].position, RELAXED);
                 lanes_[i].is_counted = true;
                 ready |= 1ull << i;
             } else {
-                cursor.mode.store(make_mode(CursorMode::joining, epoch_), std::memory_order_release);
+                cursor.mode.store(make_mode(CursorMode::joining, epoch_), order::mode.release);
                 ask_to_join(i);
             }
-            lanes_[i].sender_epoch = end_of(ch_.lane(i).word.load()).epoch;
+            lanes_[i].sender_epoch = end_of(ch_.lane(i).word.load(order::end.acquire)).epoch;
         }
-        if (ch_.is_inbox() && ready != 0) ch_.head.ready.fetch_or(ready);
+        if (ch_.is_inbox() && ready != 0) ch_.head.ready.fetch_or(ready, order::ready.release);
         seen_changes_ = ch_.changes() - 1;
         ch_.changed();
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i) ch_.ring_room(i, nullptr);
@@ -69,7 +71,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     u32 index() const { return index_; }
     u32 source() const { return source_; }
     Channel& channel() { return ch_; }
-    bool is_closed() const { return is_closing_.load(std::memory_order_relaxed); }
+    bool is_closed() const { return is_closing_.load(RELAXED); }
     EndMutex& mutex() { return mutex_; }
 
     // The next record, if there is one. It stays where it is until accept() or lease(). Throws EndOfChannel, PeerDied.
@@ -83,17 +85,17 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         } else {
             // Not only when nothing is ready: senders that never pause would keep a death to themselves.
             if (__builtin_expect(ch_.changes() != seen_changes_, 0)) look_at_ends();
-            for (u64 ready; (ready = ch_.head.ready.load(std::memory_order_acquire) & lanes_mask()) != 0;) {
+            for (u64 ready; (ready = ch_.head.ready.load(order::ready.acquire) & lanes_mask()) != 0;) {
                 u64 later = last_lane_ >= 63 ? 0 : ready & ~((2ull << last_lane_) - 1);
                 u32 i = static_cast<u32>(
                     __builtin_ctzll(later != 0 ? later : ready));  // in turn: no sender starves another
                 last_lane_ = i;
                 if (find_in(i, out, deadline)) return true;
                 ch_.head.ready.fetch_and(~(1ull << i),
-                                         std::memory_order_seq_cst);  // ORDER ready: cleared before the last look
+                                         order::ready.acquire);  // cleared before the last look
                 if ((lanes_[i].is_counted || was_admitted(i)) &&
-                    ch_.lane(i).committed.load(std::memory_order_seq_cst) != lanes_[i].position)
-                    ch_.head.ready.fetch_or(1ull << i);
+                    ch_.lane(i).committed.load(order::publish.acquire) != lanes_[i].position)
+                    ch_.head.ready.fetch_or(1ull << i, order::ready.release);
             }
         }
         look_at_ends();
@@ -121,7 +123,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     bool is_locked_out() const { return !obstacle_.empty(); }
     Woken wait(u64 deadline) {
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i)  // all is read: a sender that wanted more room than that has it now
-            if (ch_.lane(i).room.parked.load(std::memory_order_relaxed) != 0) ch_.ring_room(i, &slot_->waits.wakes);
+            if (ch_.lane(i).room.parked.load(RELAXED) != 0) ch_.ring_room(i, &slot_->waits.wakes);
         return penstock::wait(
             ch_.head.bell, 1ull << index_, deadline, spinner_, slot_->waits, &ch_.lane(last_lane_).cpu,
             [this] { return is_awaited(); }, [this](u64 parked) { hand_on(parked); });
@@ -131,17 +133,17 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         if (is_locked_out()) return true;
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
             Bell& room = ch_.lane(i).room;
-            if ((room.parked.load(std::memory_order_relaxed) | room.parked_async.load(std::memory_order_relaxed)) != 0)
+            if ((room.parked.load(RELAXED) | room.parked_async.load(RELAXED)) != 0)
                 ch_.ring_room(i, &slot_->waits.wakes);
         }
-        if (slot_->waits.since_ns.load(std::memory_order_relaxed) == 0) slot_->waits.since_ns.store(now_ns());
-        ch_.head.bell.parked_async.fetch_or(1ull << index_, std::memory_order_seq_cst);
-        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell
+        if (slot_->waits.since_ns.load(RELAXED) == 0) slot_->waits.since_ns.store(now_ns(), RELAXED);
+        ch_.head.bell.parked_async.fetch_or(1ull << index_, order::bell.seq_cst);
+        fence(order::bell.seq_cst);
         return is_awaited();
     }
     void disarm(bool is_over) {
-        ch_.head.bell.parked_async.fetch_and(~(1ull << index_), std::memory_order_seq_cst);
-        if (is_over) slot_->waits.since_ns.store(0, std::memory_order_relaxed);
+        ch_.head.bell.parked_async.fetch_and(~(1ull << index_), order::bell.seq_cst);
+        if (is_over) slot_->waits.since_ns.store(0, RELAXED);
     }
 
     Error timeout(u64 waited_ns) {
@@ -150,9 +152,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         std::string who = "nobody has come to send";
         u64 last = NEVER;  // of an inbox: the sender that has been silent for longest is the one to look at
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
-            End end = end_of(ch_.lane(i).word.load());
+            End end = end_of(ch_.lane(i).word.load(order::end.acquire));
             if (end.state != EndState::live) continue;
-            u64 at = ch_.lane(i).last_ns.load();
+            u64 at = ch_.lane(i).last_ns.load(RELAXED);
             if (at > last) continue;
             last = at;
             who = ch_.describe(end) +
@@ -163,7 +165,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     }
 
     void begin_close() {
-        is_closing_.store(true);
+        is_closing_.store(true, RELAXED);  // the bell orders it
         if (ch_.is_ours()) ring_all(ch_.head.bell);
     }
     void close() {
@@ -195,13 +197,13 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     };
 
     void require_open() {
-        if (is_closing_.load(std::memory_order_relaxed))
+        if (is_closing_.load(RELAXED))
             throw Error(Fault::closed, format("receiver %u of '%s' is closed", index_, name()));
         ch_.require_ours();
     }
     u64 lanes_mask() const { return ch_.g.shape.lanes == 64 ? NEVER : (1ull << ch_.g.shape.lanes) - 1; }
     void ask_to_join(u32 i) {
-        ch_.lane(i).joining.fetch_or(1ull << index_, std::memory_order_acq_rel);
+        ch_.lane(i).joining.fetch_or(1ull << index_, order::joining.acq_rel);
         ch_.ring_room(i, nullptr);
     }
     Error corrupt(u32 lane, const Record& found) {
@@ -217,7 +219,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         Lane& lane = ch_.lane(i);
         if (__builtin_expect(!view.is_counted, 0) && !was_admitted(i)) return false;
         for (;;) {
-            u64 committed = lane.committed.load(std::memory_order_acquire);  // ORDER publish: see Sender::commit
+            u64 committed = lane.committed.load(order::publish.acquire);
             u64 ahead = committed - view.position;
             if (ahead == 0) return false;
             u64 lane_nbytes = ch_.g.shape.lane_nbytes;
@@ -264,13 +266,12 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     u64 pass(const Found& found, bool is_leased) {
         LaneView& view = lanes_[found.lane];
         view.position = found.end;
-        ch_.cursor(found.lane, index_).read.store(found.end, std::memory_order_relaxed);
+        ch_.cursor(found.lane, index_).read.store(found.end, RELAXED);
         source_ = found.lane;
-        count(slot_->waits.records);
-        count(slot_->waits.nbytes, found.nbytes);
-        u64 behind = ch_.lane(found.lane).committed.load(std::memory_order_relaxed) - found.end;
-        if (behind > slot_->waits.furthest_nbytes.load(std::memory_order_relaxed))
-            slot_->waits.furthest_nbytes.store(behind, std::memory_order_relaxed);
+        slot_->waits.records.count();
+        slot_->waits.nbytes.count(found.nbytes);
+        u64 behind = ch_.lane(found.lane).committed.load(RELAXED) - found.end;
+        slot_->waits.furthest_nbytes.raise(behind);
         if (!is_leased && view.leases.empty()) {
             give_back(found.lane, found.end, found.sequence, false);
             return 0;
@@ -293,40 +294,37 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     // is_late: of a lease, perhaps while we sleep; then a sender is woken for any room, however little.
     void give_back(u32 lane, u64 end, u64 sequence, bool is_late) {
         Cursor& cursor = ch_.cursor(lane, index_);
-        cursor.sequence.store(sequence + 1, std::memory_order_relaxed);
-        cursor.released.store(end, std::memory_order_release);  // ORDER release: the record was read before this
+        cursor.sequence.store(sequence + 1, RELAXED);
+        cursor.released.store(end, order::room.release);  // the record was read before this
         PENSTOCK_POINT("receive.released");
         Bell& room = ch_.lane(lane).room;
-        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell
-        if (__builtin_expect(
-                (room.parked.load(std::memory_order_relaxed) | room.parked_async.load(std::memory_order_relaxed)) == 0,
-                1))
-            return;
+        fence(order::bell.seq_cst);
+        if (__builtin_expect((room.parked.load(RELAXED) | room.parked_async.load(RELAXED)) == 0, 1)) return;
         // A sender that has just gone to sleep wants a good part of the ring, so that it does not wake for every
         // record; one that sleeps for long is a sender that waits for us.
-        u64 since = ch_.lane(lane).waits.since_ns.load(std::memory_order_relaxed);
+        u64 since = ch_.lane(lane).waits.since_ns.load(RELAXED);
         bool is_waited_for = is_late || (since != 0 && now_ns() - since > PATIENCE_NS);
-        if (is_waited_for || static_cast<i64>(end - room.wanted.load(std::memory_order_relaxed)) >= 0)
+        if (is_waited_for || static_cast<i64>(end - room.wanted.load(RELAXED)) >= 0)
             ch_.ring_room(lane, &slot_->waits.wakes);
     }
     bool was_admitted(u32 i) {
         Cursor& cursor = ch_.cursor(i, index_);
-        if (mode_of(cursor.mode.load(std::memory_order_acquire)) != CursorMode::counted) return false;
-        lanes_[i].position = cursor.released.load(std::memory_order_acquire);
-        cursor.read.store(lanes_[i].position, std::memory_order_relaxed);
-        lanes_[i].sender_epoch = end_of(ch_.lane(i).word.load()).epoch;
+        if (mode_of(cursor.mode.load(order::mode.acquire)) != CursorMode::counted) return false;
+        lanes_[i].position = cursor.released.load(order::room.acquire);
+        cursor.read.store(lanes_[i].position, RELAXED);
+        lanes_[i].sender_epoch = end_of(ch_.lane(i).word.load(order::end.acquire)).epoch;
         lanes_[i].is_counted = true;
         return true;
     }
     // A record of a sender that we did not know: if the one before died, the caller is told so first, once.
     void meet_sender(u32 i, u16 epoch) {
         LaneView& view = lanes_[i];
-        End before = end_of(ch_.lane(i).ended.load(std::memory_order_acquire));
+        End before = end_of(ch_.lane(i).ended.load(RELAXED));
         // The only way to another sender of a ring or broadcast is a death; an inbox's lane may have changed hands in
         // peace.
         bool died = !view.is_told && view.sender_epoch != 0;
         if (ch_.is_inbox()) died = died && before.state == EndState::dead && before.epoch == view.sender_epoch;
-        u32 current = end_of(ch_.lane(i).word.load(std::memory_order_acquire)).epoch;
+        u32 current = end_of(ch_.lane(i).word.load(order::end.acquire)).epoch;
         view.sender_epoch = (current & 0xffff) == epoch ? current : (current & 0xff0000) | epoch;
         view.is_told = false;
         if (died && ch_.g.shape.sender_death == 0) throw ch_.died("sender", i, before);
@@ -338,12 +336,12 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         bool is_all_ended = true;
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
             LaneView& view = lanes_[i];
-            End end = end_of(ch_.lane(i).word.load(std::memory_order_acquire));
+            End end = end_of(ch_.lane(i).word.load(order::end.acquire));
             if (end.state == EndState::expected || end.state == EndState::live) is_all_ended = false;
             if (end.state != EndState::dead || (view.is_told && view.sender_epoch == end.epoch)) continue;
             if ((view.is_counted || was_admitted(i)) &&
-                ch_.lane(i).committed.load(std::memory_order_acquire) != view.position) {
-                ch_.head.ready.fetch_or(1ull << i);  // what it had committed comes first
+                ch_.lane(i).committed.load(order::publish.acquire) != view.position) {
+                ch_.head.ready.fetch_or(1ull << i, order::ready.release);  // what it had committed comes first
                 return;
             }
             view.sender_epoch = end.epoch;
@@ -352,7 +350,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 throw ch_.died("sender", i, end);  // there may be more to tell: seen_changes_ stays
         }
         if (is_all_ended) {
-            if (ch_.head.ready.load() != 0) return;
+            if (ch_.head.ready.load(order::ready.acquire) != 0) return;
             throw Error(Fault::end_of_channel, format("all %u senders of '%s' have closed", ch_.g.shape.lanes, name()));
         }
         seen_changes_ = changes;
@@ -360,16 +358,16 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     void look_at_sender() {
         LaneView& view = lanes_[0];
         u32 changes = ch_.changes();
-        End end = end_of(ch_.lane(0).word.load(std::memory_order_acquire));
+        End end = end_of(ch_.lane(0).word.load(order::end.acquire));
         if (__builtin_expect(end.state == EndState::live || end.state == EndState::expected, 1)) {
             if (!view.is_counted) ask_to_join(0);
             bool is_another = end.state == EndState::live && end.epoch != view.sender_epoch && view.is_counted;
-            if (is_another && ch_.lane(0).committed.load(std::memory_order_acquire) == view.position)
+            if (is_another && ch_.lane(0).committed.load(order::publish.acquire) == view.position)
                 meet_sender(0, static_cast<u16>(end.epoch));
             seen_changes_ = changes;
             return;
         }
-        if (view.is_counted && ch_.lane(0).committed.load(std::memory_order_acquire) != view.position)
+        if (view.is_counted && ch_.lane(0).committed.load(order::publish.acquire) != view.position)
             return;  // read first
         if (end.state == EndState::closed || end.state == EndState::closing)
             throw Error(Fault::end_of_channel, format("the sender of '%s' has closed", name()));
@@ -378,11 +376,10 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         throw ch_.died("sender", 0, end);
     }
     bool is_awaited() {
-        if (is_closing_.load(std::memory_order_relaxed) || ch_.by->is_stale() || ch_.changes() != seen_changes_)
-            return true;
-        if (ch_.is_inbox()) return (ch_.head.ready.load(std::memory_order_acquire) & lanes_mask()) != 0;
-        if (lanes_[0].is_counted) return ch_.lane(0).committed.load(std::memory_order_acquire) != lanes_[0].position;
-        return mode_of(ch_.cursor(0, index_).mode.load(std::memory_order_acquire)) == CursorMode::counted;
+        if (is_closing_.load(RELAXED) || ch_.by->is_stale() || ch_.changes() != seen_changes_) return true;
+        if (ch_.is_inbox()) return (ch_.head.ready.load(order::ready.acquire) & lanes_mask()) != 0;
+        if (lanes_[0].is_counted) return ch_.lane(0).committed.load(order::publish.acquire) != lanes_[0].position;
+        return mode_of(ch_.cursor(0, index_).mode.load(order::mode.acquire)) == CursorMode::counted;
     }
     // A ringer wakes few, and those wake the rest: one each, of those who are asleep and have something to read. Who
     // has read everything is not woken, so a wake-up cannot go round for nothing.
@@ -392,11 +389,10 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             u32 r = static_cast<u32>(__builtin_ctzll(parked));
             if (r >= ch_.g.shape.receivers) break;
             for (u32 i = 0; i < ch_.g.shape.lanes; ++i)
-                if (ch_.cursor(i, r).read.load(std::memory_order_relaxed) !=
-                    ch_.lane(i).committed.load(std::memory_order_acquire))
+                if (ch_.cursor(i, r).read.load(RELAXED) != ch_.lane(i).committed.load(order::publish.acquire))
                     behind |= 1ull << r;
         }
-        if (behind != 0 && futex_wake(&ch_.head.bell.rings, 1, fold(behind)) > 0) count(slot_->waits.wakes);
+        if (behind != 0 && futex_wake(&ch_.head.bell.rings, 1, fold(behind)) > 0) slot_->waits.wakes.count();
     }
     bool is_any_leased() const {
         for (auto& view : lanes_)
@@ -407,21 +403,22 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     void let_go() {
         if (!ch_.is_ours() || !ch_.by) return;
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i) put_out(ch_.cursor(i, index_).mode, epoch_);
-        ch_.head.bell.parked_async.fetch_and(~(1ull << index_));
-        slot_->waits.since_ns.store(0, std::memory_order_relaxed);
+        ch_.head.bell.parked_async.fetch_and(~(1ull << index_), order::bell.seq_cst);
+        slot_->waits.since_ns.store(0, RELAXED);
         // Closed last: from then on the place may be somebody else's.
         u64 live = make_word({EndState::live, ch_.by->slot(), ch_.by->epoch(), epoch_});
         u64 closed = make_word({EndState::closed, ch_.by->slot(), ch_.by->epoch(), epoch_});
         auto finish = [index = index_, word = &slot_->word, live, closed](Attachment& by) {
             if (!Pool(by).drop_receiver(index)) return false;
             u64 seen = live;
-            word->compare_exchange_strong(seen, closed, std::memory_order_acq_rel);
+            word->compare_exchange_strong(seen, closed, order::end.acq_rel);
             return true;
         };
         if (!finish(*ch_.by)) ch_.by->put_off(finish);
         ch_.changed();
         for (u32 i = 0; i < ch_.g.shape.lanes; ++i)
-            if (ring_all(ch_.lane(i).room) != 0) ch_.by->wake_async(end_of(ch_.lane(i).word.load()).slot);
+            if (ring_all(ch_.lane(i).room) != 0)
+                ch_.by->wake_async(end_of(ch_.lane(i).word.load(order::end.acquire)).slot);
         ch_.let_go();
     }
 
@@ -432,7 +429,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     Spinner spinner_;
     EndMutex mutex_;
     std::mutex leases_mutex_;
-    std::atomic<bool> is_closing_{false};
+    Atomic<bool> is_closing_{false};
     bool is_closed_ = false;
     u32 seen_changes_ = 0;
     u32 last_lane_ = 0;

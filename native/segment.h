@@ -392,11 +392,11 @@ class Segment : public std::enable_shared_from_this<Segment> {
     ~Segment() {
         if (reserved_ != nullptr) ::munmap(reserved_, reserved_nbytes_);
         if (read_ != nullptr) ::munmap(read_, data_nbytes());
-        if (u8* mapped = write_.load()) ::munmap(mapped, data_nbytes());
+        if (u8* mapped = write_.load(RELAXED)) ::munmap(mapped, data_nbytes());
         ::close(fd_);
     }
 
-    TicketNumbers ticket() const { return {process()->pid, own_start(), fd_, inode_, nonce_}; }
+    TicketNumbers ticket() const { return {process()->pid.load(RELAXED), own_start(), fd_, inode_, nonce_}; }
     int fd() const { return fd_; }
     u64 nonce() const { return nonce_; }
     const std::string& name() const { return name_; }
@@ -421,7 +421,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
     // Offsets are in the file. The read mapping cannot be written through, by anybody in this process.
     const u8* read_at(u64 offset) const { return read_ + (offset - geometry_.data); }
     u8* write_at(u64 offset) {
-        u8* mapped = write_.load(std::memory_order_acquire);
+        u8* mapped = write_.load(order::mapping.acquire);
         if (mapped == nullptr) mapped = map_for_writing();
         return mapped + (offset - geometry_.data);
     }
@@ -432,7 +432,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
         if (populated_ == nullptr || nbytes == 0) return true;
         u64 last = (offset + nbytes - 1 - geometry_.data) / PIECE;
         for (u64 i = (offset - geometry_.data) / PIECE; i <= last; ++i)
-            if ((populated_[i / 64].load(std::memory_order_relaxed) >> (i % 64) & 1) == 0) return false;
+            if ((populated_[i / 64].load(RELAXED) >> (i % 64) & 1) == 0) return false;
         return true;
     }
     void populate(u64 offset, u64 nbytes) {
@@ -440,16 +440,16 @@ class Segment : public std::enable_shared_from_this<Segment> {
         u64 last = (offset + nbytes - 1 - geometry_.data) / PIECE;
         for (u64 i = (offset - geometry_.data) / PIECE; i <= last; ++i) {
             u64 bit = 1ull << (i % 64);
-            if ((populated_[i / 64].load(std::memory_order_relaxed) & bit) != 0) continue;
+            if ((populated_[i / 64].load(RELAXED) & bit) != 0) continue;
             u64 from = i * PIECE, many = std::min(PIECE, data_nbytes() - from);
             ::madvise(mapped + from, many, MADV_POPULATE_WRITE);  // a hint, as in map()
-            populated_[i / 64].fetch_or(bit, std::memory_order_relaxed);
+            populated_[i / 64].fetch_or(bit, RELAXED);
         }
     }
 
     // The data part as this process maps it; null where it does not.
     const u8* read_mapping() const { return read_; }
-    u8* write_mapping() const { return write_.load(std::memory_order_acquire); }
+    u8* write_mapping() const { return write_.load(order::mapping.acquire); }
 
    private:
     Segment(int fd, const Geometry& geometry) : geometry_(geometry), fd_(fd) {}
@@ -492,13 +492,13 @@ class Segment : public std::enable_shared_from_this<Segment> {
         bool is_whole =
             geometry_.shape.kind == static_cast<u32>(SegmentKind::pool) && geometry_.shape.granule_nbytes == 0;
         if (prefault && is_whole && data_nbytes() > PIECE)
-            populated_ = std::make_unique<std::atomic<u64>[]>(data_nbytes() / PIECE / 64 + 1);
+            populated_ = std::make_unique<Atomic<u64>[]>(data_nbytes() / PIECE / 64 + 1);
     }
     u8* map_for_writing() {
         require_writable();
         u8* mapped = map_part(geometry_.data, data_nbytes(), PROT_READ | PROT_WRITE);
         u8* before = nullptr;
-        if (!write_.compare_exchange_strong(before, mapped)) {
+        if (!write_.compare_exchange_strong(before, mapped, order::mapping.acq_rel)) {
             ::munmap(mapped, data_nbytes());
             return before;
         }
@@ -531,8 +531,8 @@ class Segment : public std::enable_shared_from_this<Segment> {
     u64 reserved_nbytes_ = 0;
     u8* control_ = nullptr;
     u8* read_ = nullptr;
-    std::atomic<u8*> write_{nullptr};
-    std::unique_ptr<std::atomic<u64>[]> populated_;  // a bit per piece of the data; null: as a whole, when it is mapped
+    Atomic<u8*> write_{nullptr};
+    std::unique_ptr<Atomic<u64>[]> populated_;  // a bit per piece of the data; null: as a whole, when it is mapped
 };
 
 }  // namespace penstock

@@ -11,7 +11,7 @@ class Sender {
         : ch_(std::move(by)), spinner_(static_cast<Latency>(ch_.g.shape.latency)) {
         u64 before = 0;
         auto may_take = [&](u32 i, EndState wanted) {
-            return end_of(ch_.lane(i).word.load()).state == wanted &&
+            return end_of(ch_.lane(i).word.load(order::end.acquire)).state == wanted &&
                    ch_.claim(ch_.lane(i).word, ch_.is_inbox(), before, epoch_);
         };
         bool is_taken = false;
@@ -26,7 +26,7 @@ class Sender {
             if (i >= ch_.g.shape.lanes)
                 throw Error(Fault::value,
                             format("'%s' has %u senders: there is no sender %d", name(), ch_.g.shape.lanes, index));
-            End end = end_of(ch_.lane(i).word.load());
+            End end = end_of(ch_.lane(i).word.load(order::end.acquire));
             const char* how = end.state == EndState::closed    ? " and closed"
                               : end.state == EndState::closing ? " and closed, but views of its reservation can still "
                                                                  "write: drop them first"
@@ -35,17 +35,17 @@ class Sender {
                         format("sender %u of '%s' is taken%s: %s", i, name(), how, ch_.describe(end).c_str()));
         }
         lane_ = &ch_.lane(index_);
-        lane_->ended.store(before, std::memory_order_release);
-        committed_ = lane_->committed.load(std::memory_order_acquire);
+        lane_->ended.store(before, RELAXED);
+        committed_ = lane_->committed.load(order::publish.acquire);
         // Receivers may have asked a sender that died before it had let them in.
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r)
-            if (mode_of(ch_.cursor(index_, r).mode.load(std::memory_order_acquire)) == CursorMode::joining)
-                lane_->joining.fetch_or(1ull << r, std::memory_order_acq_rel);
+            if (mode_of(ch_.cursor(index_, r).mode.load(order::mode.acquire)) == CursorMode::joining)
+                lane_->joining.fetch_or(1ull << r, order::joining.acq_rel);
         seen_changes_ = ch_.changes() - 1;
         ch_.changed();
         // Whoever died before we came is not our news.
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-            End end = end_of(ch_.receiver(r).word.load(std::memory_order_acquire));
+            End end = end_of(ch_.receiver(r).word.load(order::end.acquire));
             told_.push_back(end.state == EndState::dead || end.epoch == 0 ? end.epoch : end.epoch - 1);
         }
     }
@@ -54,9 +54,9 @@ class Sender {
     const char* name() const { return ch_.name(); }
     u32 index() const { return index_; }
     Channel& channel() { return ch_; }
-    bool is_closed() const { return is_closing_.load(std::memory_order_relaxed); }
+    bool is_closed() const { return is_closing_.load(RELAXED); }
     // Receivers that were let in while this sender was there: they know nothing of what it sent before.
-    u64 admissions() const { return admissions_.load(std::memory_order_relaxed); }
+    u64 admissions() const { return admissions_.load(RELAXED); }
     bool is_overtaken() const { return is_overtaken_; }
     EndMutex& mutex() { return mutex_; }
 
@@ -71,8 +71,8 @@ class Sender {
         if (is_reserved_) throw Error(Fault::value, "a reservation is open: commit or abort it first");
         ch_.by->refresh();
         if (__builtin_expect(ch_.changes() != seen_changes_, 0)) look_at_ends();
-        if (__builtin_expect(lane_->joining.load(std::memory_order_acquire) != 0, 0)) admit();
-        if (admissions != NEVER && admissions != admissions_) {
+        if (__builtin_expect(lane_->joining.load(order::joining.acquire) != 0, 0)) admit();
+        if (admissions != NEVER && admissions != admissions_.load(RELAXED)) {
             is_overtaken_ = true;
             return nullptr;
         }
@@ -98,7 +98,7 @@ class Sender {
             returns_seen_ = ch_.pool.returns();
             if (!unless_locked([&] { return ch_.pool.try_take(nbytes, spilled_, deadline); })) {
                 waits_for_memory_ = true;
-                count(lane_->exhaustions);
+                lane_->exhaustions.count();
                 return nullptr;
             }
             PENSTOCK_POINT("send.spilled");
@@ -109,7 +109,6 @@ class Sender {
     }
     // Makes the record visible, to all receivers at once. Throws Timeout before it, and may be called again.
     void commit(u64 deadline = NEVER) {
-        constexpr auto relaxed = std::memory_order_relaxed;
         bool is_spilled = static_cast<RecordKind>(record_.kind) == RecordKind::spilled;
         if (is_spilled) {
             SpilledRef ref{spilled_.block, spilled_.generation, spilled_.offset, spilled_.nbytes};
@@ -117,14 +116,14 @@ class Sender {
             auto mask = [this] {
                 u64 bits = 0;
                 for (u32 r = 0; r < ch_.g.shape.receivers; ++r)
-                    if (mode_of(ch_.cursor(index_, r).mode.load(std::memory_order_acquire)) == CursorMode::counted)
+                    if (mode_of(ch_.cursor(index_, r).mode.load(order::mode.acquire)) == CursorMode::counted)
                         bits |= 1ull << r;
                 return bits;
             };
             unless_locked([&] { return ch_.pool.pend(spilled_, index_, record_.position, deadline, mask), true; });
             PENSTOCK_POINT("send.pending");
         }
-        u64 sequence = lane_->sequence.load(relaxed);
+        u64 sequence = lane_->sequence.load(RELAXED);
         u64 now = now_ns();
         if (skip_ != 0) {
             Record skip{committed_,
@@ -138,48 +137,47 @@ class Sender {
         record_.committed_ns = now;
         record_.sequence = sequence;
         std::memcpy(start_, &record_, sizeof record_);
-        lane_->sequence.store(sequence + 1, relaxed);
-        lane_->last_ns.store(now, relaxed);
-        lane_->cpu.store(current_cpu(), relaxed);
+        lane_->sequence.store(sequence + 1, RELAXED);
+        lane_->last_ns.store(now, RELAXED);
+        lane_->cpu.store(current_cpu(), RELAXED);
         PENSTOCK_POINT("send.written");
         committed_ = record_.position + need_;
         lane_->committed.store(committed_,
-                               std::memory_order_release);  // ORDER publish: the record is written before this
+                               order::publish.release);  // the record is written before this
         PENSTOCK_POINT("send.committed");
-        if (ch_.is_inbox()) ch_.head.ready.fetch_or(1ull << index_, std::memory_order_seq_cst);  // ORDER ready
+        if (ch_.is_inbox()) ch_.head.ready.fetch_or(1ull << index_, order::ready.release);
         PENSTOCK_POINT("ready.set");
         u64 in_loops = ring(ch_.head.bell, &lane_->waits.wakes);
         PENSTOCK_POINT("send.rung");
         if (__builtin_expect(in_loops != 0, 0)) ch_.wake_receivers(in_loops);
         if (is_spilled) {
             ch_.pool.release(spilled_.block, spilled_.generation);
-            count(lane_->spills);
+            lane_->spills.count();
         }
         is_reserved_ = false;
-        count(lane_->waits.records);
-        count(lane_->waits.nbytes, nbytes_);
+        lane_->waits.records.count();
+        lane_->waits.nbytes.count(nbytes_);
         u64 in_flight = committed_ - least_released_;
-        if (in_flight > lane_->waits.furthest_nbytes.load(relaxed))
-            lane_->waits.furthest_nbytes.store(in_flight, relaxed);
+        lane_->waits.furthest_nbytes.raise(in_flight);
     }
     // The record will never be seen. A room that views can still write into is kept until the last of them is dropped:
     // in the ring the next record would be overwritten, in the pool the next taker's block.
     void abort() {
         if (!is_reserved_) return;
-        is_given_up_.store(true, std::memory_order_seq_cst);
+        is_given_up_.store(true, order::views.seq_cst);
         finish_abort();
     }
     // A view of the reservation, which can write. None is added once the reservation has been given up.
-    int views() const { return views_.load(std::memory_order_relaxed); }
-    void add_view() { views_.fetch_add(1, std::memory_order_seq_cst); }
+    int views() const { return views_.load(RELAXED); }
+    void add_view() { views_.fetch_add(1, order::views.seq_cst); }
     // True: it was the last one, and the room has been given up meanwhile: call finish_abort().
     bool drop_view() {
-        return views_.fetch_sub(1, std::memory_order_seq_cst) == 1 && is_given_up_.load(std::memory_order_seq_cst);
+        return views_.fetch_sub(1, order::views.seq_cst) == 1 && is_given_up_.load(order::views.seq_cst);
     }
     void finish_abort() {
-        if (!is_given_up_.load(std::memory_order_seq_cst) || views_.load(std::memory_order_seq_cst) != 0) return;
+        if (!is_given_up_.load(order::views.seq_cst) || views_.load(order::views.seq_cst) != 0) return;
         PENSTOCK_POINT("abort.begun");
-        is_given_up_.store(false, std::memory_order_seq_cst);
+        is_given_up_.store(false, order::views.seq_cst);
         is_reserved_ = false;
         if (static_cast<RecordKind>(record_.kind) == RecordKind::spilled)
             ch_.pool.release(spilled_.block, spilled_.generation);
@@ -206,11 +204,11 @@ class Sender {
     bool is_locked_out() const { return !obstacle_.empty(); }
     // After a try that found no room: sleeps until another try may succeed.
     Woken wait(u64 deadline) {
-        lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, std::memory_order_relaxed);
+        lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, RELAXED);
         if (waits_for_memory_)
             return ch_.pool.wait_for_return(returns_seen_, deadline, spinner_, lane_->waits, is_closing_);
         u64 enough = std::max(skip_ + need_, std::min(ch_.g.shape.lane_nbytes / 4, committed_ - least_released_));
-        lane_->room.wanted.store(committed_ + enough - ch_.g.shape.lane_nbytes, std::memory_order_relaxed);
+        lane_->room.wanted.store(committed_ + enough - ch_.g.shape.lane_nbytes, RELAXED);
         return penstock::wait(lane_->room, 1, deadline, spinner_, lane_->waits, nullptr,
                               [this] { return is_awaited(); });
     }
@@ -218,26 +216,27 @@ class Sender {
     bool arm() {
         require_open();
         if (is_locked_out()) return true;
-        lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, std::memory_order_relaxed);
-        if (lane_->waits.since_ns.load(std::memory_order_relaxed) == 0) lane_->waits.since_ns.store(now_ns());
+        lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, RELAXED);
+        if (lane_->waits.since_ns.load(RELAXED) == 0) lane_->waits.since_ns.store(now_ns(), RELAXED);
         if (waits_for_memory_) {
-            ch_.pool.header().memory.parked_async.fetch_or(1ull << (ch_.by->slot() % 64), std::memory_order_seq_cst);
-            return ch_.pool.returns() != returns_seen_ || ch_.by->is_stale() || is_closing_;
+            ch_.pool.header().memory.parked_async.fetch_or(1ull << (ch_.by->slot() % 64), order::bell.seq_cst);
+            fence(order::bell.seq_cst);
+            return ch_.pool.returns() != returns_seen_ || ch_.by->is_stale() || is_closing_.load(RELAXED);
         }
-        lane_->room.wanted.store(committed_ + skip_ + need_ - ch_.g.shape.lane_nbytes, std::memory_order_relaxed);
-        lane_->room.parked_async.fetch_or(1, std::memory_order_seq_cst);
-        std::atomic_thread_fence(std::memory_order_seq_cst);
+        lane_->room.wanted.store(committed_ + skip_ + need_ - ch_.g.shape.lane_nbytes, RELAXED);
+        lane_->room.parked_async.fetch_or(1, order::bell.seq_cst);
+        fence(order::bell.seq_cst);
         return is_awaited();
     }
     void disarm(bool is_over) {
-        lane_->room.parked_async.fetch_and(~1ull, std::memory_order_seq_cst);
-        if (is_over) lane_->waits.since_ns.store(0, std::memory_order_relaxed);
+        lane_->room.parked_async.fetch_and(~1ull, order::bell.seq_cst);
+        if (is_over) lane_->waits.since_ns.store(0, RELAXED);
     }
 
     // Says who is in the way. Called when a deadline has passed.
     Error timeout(u64 waited_ns) {
         require_open();
-        count(lane_->refused);
+        lane_->refused.count();
         if (is_locked_out()) return Error(Fault::timeout, obstacle_);
         if (waits_for_memory_) {
             Error full = ch_.pool.exhausted(nbytes_);
@@ -249,16 +248,17 @@ class Sender {
         u32 slowest = 0;
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
             Cursor& cursor = ch_.cursor(index_, r);
-            if (mode_of(cursor.mode.load()) != CursorMode::counted || cursor.released.load() >= least) continue;
-            least = cursor.released.load();
+            if (mode_of(cursor.mode.load(RELAXED)) != CursorMode::counted || cursor.released.load(RELAXED) >= least)
+                continue;
+            least = cursor.released.load(RELAXED);
             slowest = r;
         }
         if (least == NEVER) return Error(Fault::timeout, format("'%s' has no receiver", name()));
         Record oldest{};
         std::memcpy(&oldest, ch_.by->segment().read_at(ch_.ring_offset(index_, least)), sizeof oldest);
         u64 behind_ns = oldest.position == least ? now_ns() - oldest.committed_ns : waited_ns;
-        u64 records = lane_->sequence.load() - ch_.cursor(index_, slowest).sequence.load();
-        End end = end_of(ch_.receiver(slowest).word.load());
+        u64 records = lane_->sequence.load(RELAXED) - ch_.cursor(index_, slowest).sequence.load(RELAXED);
+        End end = end_of(ch_.receiver(slowest).word.load(order::end.acquire));
         std::string who =
             end.state == EndState::expected ? std::string("which has not attached yet") : ch_.describe(end);
         return Error(Fault::timeout,
@@ -268,7 +268,7 @@ class Sender {
                             in_seconds(behind_ns).c_str()))
             .with("receiver", slowest)
             .with("pid", end.state == EndState::live && end.slot < ch_.g.shape.max_peers
-                             ? pid_of(ch_.by->peer(end.slot).identity.load())
+                             ? pid_of(ch_.by->peer(end.slot).identity.load(order::identity.acquire))
                              : 0)
             .with("records_behind", static_cast<i64>(records))
             .with("nbytes_behind", static_cast<i64>(committed_ - least))
@@ -278,7 +278,7 @@ class Sender {
     // Ends the lane in peace: receivers read what is there, then EndOfChannel. May be called from another thread than
     // the one that waits, which then gets Closed. Returns false while such a thread is still inside; call again.
     void begin_close() {
-        is_closing_.store(true);
+        is_closing_.store(true, RELAXED);  // the bell orders it
         if (!ch_.is_ours()) return;
         ring_all(lane_->room);
         ring_all(ch_.pool.header().memory);
@@ -299,8 +299,8 @@ class Sender {
     void become(EndState from, EndState to) {
         u64 word = make_word({from, ch_.by->slot(), ch_.by->epoch(), epoch_});
         lane_->word.compare_exchange_strong(word, make_word({to, ch_.by->slot(), ch_.by->epoch(), epoch_}),
-                                            std::memory_order_acq_rel);
-        if (ch_.is_inbox()) ch_.head.ready.fetch_or(1ull << index_);
+                                            order::end.acq_rel);
+        if (ch_.is_inbox()) ch_.head.ready.fetch_or(1ull << index_, order::ready.release);
         ch_.changed();
         ch_.wake_receivers(ring_all(ch_.head.bell));
     }
@@ -310,7 +310,7 @@ class Sender {
         ch_.let_go();
     }
     void require_open() {
-        if (is_closing_.load(std::memory_order_relaxed))
+        if (is_closing_.load(RELAXED))
             throw Error(Fault::closed, format("sender %u of '%s' is closed", index_, name()));
         ch_.require_ours();
     }
@@ -333,35 +333,33 @@ class Sender {
         u64 least = committed_;
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
             Cursor& cursor = ch_.cursor(index_, r);
-            if (mode_of(cursor.mode.load(std::memory_order_acquire)) != CursorMode::counted) continue;
-            u64 released =
-                cursor.released.load(std::memory_order_acquire);  // ORDER release: read before it is overwritten
+            if (mode_of(cursor.mode.load(order::mode.acquire)) != CursorMode::counted) continue;
+            u64 released = cursor.released.load(order::room.acquire);  // read before it is overwritten
             if (committed_ - released <= ch_.g.shape.lane_nbytes)
                 least = std::min(least, released);  // else: not one of ours
         }
-        std::atomic_thread_fence(std::memory_order_release);  // ORDER tap: released before it is overwritten
+        fence(order::tap.release);  // released before it is overwritten
         return least;
     }
     bool is_awaited() {
-        return is_closing_.load(std::memory_order_relaxed) || ch_.changes() != seen_changes_ || ch_.by->is_stale() ||
-               lane_->joining.load(std::memory_order_relaxed) != 0 || has_room();
+        return is_closing_.load(RELAXED) || ch_.changes() != seen_changes_ || ch_.by->is_stale() ||
+               lane_->joining.load(RELAXED) != 0 || has_room();
     }
     // Receivers that came while the channel runs are counted from the next record on. The sender does it, so that there
     // is no record of which it is not clear who gets it.
     void admit() {
-        u64 joining = lane_->joining.exchange(0, std::memory_order_acq_rel);
+        u64 joining = lane_->joining.exchange(0, order::joining.acq_rel);
         for (; joining != 0; joining &= joining - 1) {
             u32 r = static_cast<u32>(__builtin_ctzll(joining));
             if (r >= ch_.g.shape.receivers) continue;
             Cursor& cursor = ch_.cursor(index_, r);
-            u32 mode = cursor.mode.load(std::memory_order_acquire);
+            u32 mode = cursor.mode.load(order::mode.acquire);
             if (mode_of(mode) != CursorMode::joining) continue;
-            cursor.released.store(committed_, std::memory_order_relaxed);
-            cursor.sequence.store(lane_->sequence.load(std::memory_order_relaxed), std::memory_order_relaxed);
-            cursor.mode.compare_exchange_strong(mode, make_mode(CursorMode::counted, mode >> 2),
-                                                std::memory_order_acq_rel);
+            cursor.released.store(committed_, RELAXED);
+            cursor.sequence.store(lane_->sequence.load(RELAXED), RELAXED);
+            cursor.mode.compare_exchange_strong(mode, make_mode(CursorMode::counted, mode >> 2), order::mode.acq_rel);
             has_receivers_ = true;
-            admissions_.fetch_add(1, std::memory_order_relaxed);
+            admissions_.fetch_add(1, RELAXED);
         }
         ch_.wake_receivers(ring_all(ch_.head.bell));
     }
@@ -371,12 +369,12 @@ class Sender {
         u32 dead = NONE;
         End who{};
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-            CursorMode mode = mode_of(ch_.cursor(index_, r).mode.load(std::memory_order_acquire));
+            CursorMode mode = mode_of(ch_.cursor(index_, r).mode.load(order::mode.acquire));
             if (mode != CursorMode::out) is_any = true;
             // It may not have asked yet; a record sent now, with nobody counted, would be lost without a word.
-            if (mode == CursorMode::joining) lane_->joining.fetch_or(1ull << r, std::memory_order_acq_rel);
-            End end = end_of(ch_.receiver(r).word.load(std::memory_order_acquire));
-            if (end.state == EndState::live) end = end_of(ch_.receiver(r).ended.load(std::memory_order_acquire));
+            if (mode == CursorMode::joining) lane_->joining.fetch_or(1ull << r, order::joining.acq_rel);
+            End end = end_of(ch_.receiver(r).word.load(order::end.acquire));
+            if (end.state == EndState::live) end = end_of(ch_.receiver(r).ended.load(RELAXED));
             if (end.state != EndState::dead || end.epoch <= told_[r] || dead != NONE) continue;
             dead = r;
             who = end;
@@ -391,7 +389,7 @@ class Sender {
     }
     [[noreturn]] void refuse_without_receivers() {
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-            End end = end_of(ch_.receiver(r).word.load());
+            End end = end_of(ch_.receiver(r).word.load(order::end.acquire));
             if (end.state == EndState::dead) throw ch_.died("receiver", r, end);
         }
         throw Error(Fault::end_of_channel, format("'%s' has no receiver left: all have closed", name()));
@@ -404,19 +402,19 @@ class Sender {
     u32 epoch_ = 0;
     Spinner spinner_;
     EndMutex mutex_;
-    std::atomic<bool> is_closing_{false};
+    Atomic<bool> is_closing_{false};
     bool is_closed_ = false;
     u64 committed_ = 0;
     u64 least_released_ = 0;
     u32 seen_changes_ = 0;
     bool has_receivers_ = true;
     bool is_overtaken_ = false;
-    std::atomic<u64> admissions_{0};  // read by other threads of this process
-    std::vector<u32> told_;           // epochs of the dead receivers that the caller knows of
+    Atomic<u64> admissions_{0};  // read by other threads of this process
+    std::vector<u32> told_;      // epochs of the dead receivers that the caller knows of
     // the reservation
     bool is_reserved_ = false;
-    std::atomic<int> views_{0};
-    std::atomic<bool> is_given_up_{false};
+    Atomic<int> views_{0};
+    Atomic<bool> is_given_up_{false};
     bool waits_for_memory_ = false;
     std::string obstacle_;  // the lock that was in the way of the last try, and who holds it
     u64 need_ = 0, skip_ = 0, nbytes_ = 0;

@@ -25,7 +25,7 @@ inline std::vector<Node> peers(Attachment& by) {
     std::vector<Node> out;
     for (u32 slot = 0; slot < by.shape().max_peers; ++slot) {
         PeerSlot& peer = by.peer(slot);
-        u64 identity = peer.identity.load(std::memory_order_acquire);
+        u64 identity = peer.identity.load(order::identity.acquire);
         PeerState state = state_of(identity);
         if (state == PeerState::free) continue;
         bool is_over = state == PeerState::left || state == PeerState::dead;
@@ -38,15 +38,15 @@ inline std::vector<Node> peers(Attachment& by) {
                            : sight.state == 'T' || sight.state == 't' ? "stopped"
                                                                       : "live";
         Node node;
-        node.set("index", slot).set("epoch", peer.epoch.load()).set("pid", static_cast<u64>(pid_of(identity)));
+        node.set("index", slot).set("epoch", peer.epoch.load(RELAXED)).set("pid", static_cast<u64>(pid_of(identity)));
         node.set("name", by.name_of(slot))
             .set("state", word)
-            .set("how", state == PeerState::dead ? how_in_words(peer.how.load()) : "");
-        node.set("joined_ns", peer.joined_ns.load())
-            .set("reaped_blocks", peer.reaped_blocks.load())
-            .set("reaped_nbytes", peer.reaped_nbytes.load())
-            .set("reaps", peer.reaps.load());
-        u64 since = peer.take_since_ns.load(), now = now_ns(), reaped = peer.reaped_ns.load();
+            .set("how", state == PeerState::dead ? how_in_words(peer.how.load(RELAXED)) : "");
+        node.set("joined_ns", peer.joined_ns.load(RELAXED))
+            .set("reaped_blocks", peer.reaped_blocks.value())
+            .set("reaped_nbytes", peer.reaped_nbytes.value())
+            .set("reaps", peer.reaps.value());
+        u64 since = peer.take_since_ns.load(RELAXED), now = now_ns(), reaped = peer.reaped_ns.load(RELAXED);
         node.set("waiting_for_memory_ns", since != 0 && since <= now ? std::max<u64>(now - since, 1) : 0);
         node.set("reaped_ago_ns", state == PeerState::dead && reaped <= now ? now - reaped : 0);
         out.push_back(std::move(node));
@@ -55,14 +55,14 @@ inline std::vector<Node> peers(Attachment& by) {
 }
 
 inline void add_waits(Node& node, const Waits& waits, u64 now) {
-    u64 since = waits.since_ns.load();
-    node.set("records", waits.records.load())
-        .set("nbytes", waits.nbytes.load())
-        .set("spins", waits.spins.load())
-        .set("parks", waits.parks.load());
-    node.set("wakes", waits.wakes.load())
-        .set("longest_wait_ns", waits.longest_ns.load())
-        .set("furthest_behind_nbytes", waits.furthest_nbytes.load());
+    u64 since = waits.since_ns.load(RELAXED);
+    node.set("records", waits.records.value())
+        .set("nbytes", waits.nbytes.value())
+        .set("spins", waits.spins.value())
+        .set("parks", waits.parks.value());
+    node.set("wakes", waits.wakes.value())
+        .set("longest_wait_ns", waits.longest_ns.value())
+        .set("furthest_behind_nbytes", waits.furthest_nbytes.value());
     node.set("waiting_ns", since != 0 && since <= now ? std::max<u64>(now - since, 1) : 0);
 }
 inline const char* end_word(EndState state) {
@@ -77,10 +77,10 @@ inline const char* end_word(EndState state) {
 }
 inline void add_end(Node& node, Attachment& by, End end) {
     bool is_known = end.state != EndState::expected && end.slot < by.shape().max_peers &&
-                    (by.peer(end.slot).epoch.load() & EPOCH_MASK) == end.peer_epoch;
+                    (by.peer(end.slot).epoch.load(RELAXED) & EPOCH_MASK) == end.peer_epoch;
     node.set("state", end_word(end.state)).set("peer", is_known ? end.slot : ~0ull).set("epoch", end.epoch);
     node.set("name", is_known ? by.name_of(end.slot) : "")
-        .set("pid", is_known ? static_cast<u64>(pid_of(by.peer(end.slot).identity.load())) : 0);
+        .set("pid", is_known ? static_cast<u64>(pid_of(by.peer(end.slot).identity.load(order::identity.acquire))) : 0);
 }
 
 inline u64 holder_of_lock(u32 word) { return word == 0 ? ~0ull : (word & 0xff) - 1; }
@@ -94,7 +94,7 @@ inline Node store(Attachment& by) {
     node.set("evicted_nbytes", s.evicted_nbytes)
         .set("fills_awaited", s.fills_awaited)
         .set("abandoned", s.abandoned)
-        .set("lock_holder", holder_of_lock(store.header().lock.load()));
+        .set("lock_holder", holder_of_lock(store.header().lock.load(RELAXED)));
     u64 nbytes = 0;
     std::vector<Node> items;
     for (const auto& i : s.items) {
@@ -148,7 +148,8 @@ inline Node take(int fd) {
             .set("exhaustions", s.exhaustions)
             .set("recoveries", s.recoveries)
             .set("stale_refs", s.stale_refs);
-        node.set("lock_holder", holder_of_lock(pool.header().lock.load())).set("is_elsewhere", g.shape.elsewhere);
+        node.set("lock_holder", holder_of_lock(pool.header().lock.load(RELAXED)))
+            .set("is_elsewhere", g.shape.elsewhere);
         std::vector<Node> holders;
         for (const auto& h : s.holders) {
             Node holder;
@@ -180,29 +181,30 @@ inline Node take(int fd) {
             Lane& lane = channel.lane(i);
             Node node;
             node.set("index", i);
-            add_end(node, *by, end_of(lane.word.load()));
+            add_end(node, *by, end_of(lane.word.load(RELAXED)));
             add_waits(node, lane.waits, now);
-            node.set("waits_for_memory", lane.waits_for_memory.load())
-                .set("spills", lane.spills.load())
-                .set("exhaustions", lane.exhaustions.load())
-                .set("refused", lane.refused.load());
-            u64 last = lane.last_ns.load();
+            node.set("waits_for_memory", lane.waits_for_memory.load(RELAXED))
+                .set("spills", lane.spills.value())
+                .set("exhaustions", lane.exhaustions.value())
+                .set("refused", lane.refused.value());
+            u64 last = lane.last_ns.load(RELAXED);
             node.set("last_sent_ns", last != 0 && last <= now ? now - last : 0);
             senders.push_back(std::move(node));
         }
         for (u32 r = 0; r < g.shape.receivers; ++r) {
             Node node;
             node.set("index", r);
-            add_end(node, *by, end_of(channel.receiver(r).word.load()));
+            add_end(node, *by, end_of(channel.receiver(r).word.load(RELAXED)));
             add_waits(node, channel.receiver(r).waits, now);
             std::vector<Node> cursors;
             u64 records_behind = 0, nbytes_behind = 0;
             for (u32 i = 0; i < g.shape.lanes; ++i) {
                 Cursor& cursor = channel.cursor(i, r);
-                if (mode_of(cursor.mode.load()) != CursorMode::counted) continue;
-                u64 sequence = channel.lane(i).sequence.load(), committed = channel.lane(i).committed.load();
-                u64 records = sequence - std::min(cursor.sequence.load(), sequence),
-                    nbytes = committed - std::min(cursor.released.load(), committed);
+                if (mode_of(cursor.mode.load(RELAXED)) != CursorMode::counted) continue;
+                u64 sequence = channel.lane(i).sequence.load(RELAXED),
+                    committed = channel.lane(i).committed.load(RELAXED);
+                u64 records = sequence - std::min(cursor.sequence.load(RELAXED), sequence),
+                    nbytes = committed - std::min(cursor.released.load(RELAXED), committed);
                 records_behind += records;
                 nbytes_behind += nbytes;
                 if (g.shape.lanes == 1 || records == 0) continue;

@@ -49,11 +49,11 @@ class Store {
         Locked guard(*this);
         u32 index = find(key);
         if (index == NONE || kept(index) != Kept::ready) {
-            count(head_.misses);
+            head_.misses.add();
             return false;
         }
         use(index, out);
-        count(head_.hits);
+        head_.hits.add();
         return true;
     }
 
@@ -81,13 +81,13 @@ class Store {
             Locked guard(*this, deadline);
             if (!look(key, out, seen, found)) {
                 Block& b = pool_.block(ours.block);
-                for (u32 i = 0; i < KEY_WORDS; ++i) b.key[i].store(key.words[i], std::memory_order_relaxed);
-                b.used_ns.store(now_ns(), std::memory_order_relaxed);
-                b.hits.store(0, std::memory_order_relaxed);
+                for (u32 i = 0; i < KEY_WORDS; ++i) b.key[i].store(key.words[i], RELAXED);
+                b.used_ns.store(now_ns(), RELAXED);
+                b.hits.store(0, RELAXED);
                 set_kept(ours.block, Kept::filling);
                 PENSTOCK_POINT("store.keyed");
                 link(ours.block);
-                count(head_.puts);
+                head_.puts.add();
                 return Begun::fill;
             }
         } catch (...) {
@@ -104,7 +104,7 @@ class Store {
             Locked guard(*this);
             is_ours = is_filling(extent);
             PENSTOCK_POINT("store.filled");
-            if (is_ours) set_kept(extent.block, Kept::ready);  // ORDER block: written before this
+            if (is_ours) set_kept(extent.block, Kept::ready);
         }
         PENSTOCK_POINT("store.committed");
         announce_fill();
@@ -116,7 +116,7 @@ class Store {
             Locked guard(*this, deadline);
             if (!is_filling(extent)) return;
             let_go(extent.block);
-            count(head_.abandoned);
+            head_.abandoned.add();
         }
         announce_fill();
     }
@@ -126,7 +126,7 @@ class Store {
         try {
             abandon(extent, 0);
         } catch (...) {
-            count(head_.abandoned);
+            head_.abandoned.add();
         }
         pool_.release(extent.block, extent.generation);
         announce_fill();
@@ -152,11 +152,11 @@ class Store {
         announce_fill();
         return removed;
     }
-    u32 fills() const { return head_.fills.load(std::memory_order_acquire); }
+    u32 fills() const { return head_.fills.load(order::fills.acquire); }
     Woken wait_for_fill(u32 seen, u64 deadline, Spinner& spinner, Waits& waits) {
-        count(head_.fills_awaited);
+        head_.fills_awaited.add();
         return wait<false>(head_.filled, 1ull << (by_.slot() % 64), deadline, spinner, waits, nullptr,
-                           [&] { return head_.fills.load(std::memory_order_acquire) != seen || by_.is_stale(); });
+                           [&] { return head_.fills.load(order::fills.acquire) != seen || by_.is_stale(); });
     }
 
     // For the reaper: what that peer was writing is nobody's; if it held the lock, what is derived is rebuilt.
@@ -169,10 +169,9 @@ class Store {
                 rebuild();
             Unlock unlock{by_, head_.lock};
             for (u32 index = 0; index < g_.shape.max_blocks && is_still(); ++index) {
-                if (kept(index) != Kept::filling || pool_.block(index).taker.load(std::memory_order_relaxed) != slot)
-                    continue;
+                if (kept(index) != Kept::filling || pool_.block(index).taker.load(RELAXED) != slot) continue;
                 let_go(index);
-                count(head_.abandoned);
+                head_.abandoned.add();
             }
         }
         announce_fill();  // in any case: it may have died between committing and saying so, as may another reaper
@@ -180,29 +179,28 @@ class Store {
 
     StoreStats stats() const {
         StoreStats s;
-        s.hits = head_.hits.load(std::memory_order_relaxed);
-        s.misses = head_.misses.load(std::memory_order_relaxed);
-        s.puts = head_.puts.load(std::memory_order_relaxed);
-        s.evictions = head_.evictions.load(std::memory_order_relaxed);
-        s.evicted_nbytes = head_.evicted_nbytes.load(std::memory_order_relaxed);
-        s.fills_awaited = head_.fills_awaited.load(std::memory_order_relaxed);
-        s.abandoned = head_.abandoned.load(std::memory_order_relaxed);
+        s.hits = head_.hits.value();
+        s.misses = head_.misses.value();
+        s.puts = head_.puts.value();
+        s.evictions = head_.evictions.value();
+        s.evicted_nbytes = head_.evicted_nbytes.value();
+        s.fills_awaited = head_.fills_awaited.value();
+        s.abandoned = head_.abandoned.value();
         u64 now = now_ns();
         for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
             Block& b = pool_.block(index);
             Kept state = kept(index);
             if (state == Kept::none || !is_live(index)) continue;
             StoreStats::Item item{};
-            for (u32 i = 0; i < KEY_WORDS; ++i) item.key.words[i] = b.key[i].load(std::memory_order_relaxed);
+            for (u32 i = 0; i < KEY_WORDS; ++i) item.key.words[i] = b.key[i].load(RELAXED);
             item.block = index;
-            item.generation = b.generation.load(std::memory_order_relaxed);
-            item.taker = b.taker.load(std::memory_order_relaxed);
-            item.nbytes = b.nbytes.load(std::memory_order_relaxed);
-            item.hits = b.hits.load(std::memory_order_relaxed);
+            item.generation = b.generation.load(RELAXED);
+            item.taker = b.taker.load(RELAXED);
+            item.nbytes = b.nbytes.load(RELAXED);
+            item.hits = b.hits.load(RELAXED);
             item.is_filling = state == Kept::filling;
-            for (u32 p = 0; p < g_.shape.max_peers; ++p)
-                item.holders += pool_.held(index)[p].load(std::memory_order_relaxed) != 0;
-            u64 taken = b.taken_ns.load(std::memory_order_relaxed), used = b.used_ns.load(std::memory_order_relaxed);
+            for (u32 p = 0; p < g_.shape.max_peers; ++p) item.holders += pool_.held(index)[p].load(RELAXED) != 0;
+            u64 taken = b.taken_ns.load(RELAXED), used = b.used_ns.load(RELAXED);
             item.age_ns = now - std::min(now, taken);
             item.idle_ns = now - std::min(now, used);
             s.items.push_back(item);
@@ -229,35 +227,30 @@ class Store {
         ~Locked() { store.by_.unlock(store.head_.lock); }
     };
 
-    static void count(Shared<u64>& counter) { counter.fetch_add(1, std::memory_order_relaxed); }
-    Kept kept(u32 index) const {
-        return static_cast<Kept>(pool_.block(index).kept.load(std::memory_order_acquire));  // ORDER block
-    }
-    void set_kept(u32 index, Kept state) {
-        pool_.block(index).kept.store(static_cast<u32>(state), std::memory_order_release);
-    }
+    Kept kept(u32 index) const { return static_cast<Kept>(pool_.block(index).kept.load(RELAXED)); }
+    void set_kept(u32 index, Kept state) { pool_.block(index).kept.store(static_cast<u32>(state), RELAXED); }
     bool is_live(u32 index) const {
-        return static_cast<BlockState>(pool_.block(index).state.load(std::memory_order_acquire)) == BlockState::live;
+        return static_cast<BlockState>(pool_.block(index).state.load(order::block.acquire)) == BlockState::live;
     }
     bool is_key(u32 index, const Key& key) const {
         for (u32 i = 0; i < KEY_WORDS; ++i)
-            if (pool_.block(index).key[i].load(std::memory_order_relaxed) != key.words[i]) return false;
+            if (pool_.block(index).key[i].load(RELAXED) != key.words[i]) return false;
         return true;
     }
     bool is_filling(const Extent& extent) const {
         return extent.block < g_.shape.max_blocks && kept(extent.block) == Kept::filling &&
-               pool_.block(extent.block).generation.load(std::memory_order_relaxed) == extent.generation;
+               pool_.block(extent.block).generation.load(RELAXED) == extent.generation;
     }
     Shared<u32>& bucket(u64 word) const { return buckets_[word & (g_.shape.buckets - 1)]; }
 
     // LOCK store is held in all of these.
     u32 find(const Key& key) {
         for (bool is_rebuilt : {false, true}) {
-            u32 link = bucket(key.words[0]).load(std::memory_order_relaxed), steps = 0;
+            u32 link = bucket(key.words[0]).load(RELAXED), steps = 0;
             for (; link != 0 && link <= g_.shape.max_blocks && steps <= g_.shape.max_blocks; ++steps) {
                 u32 index = link - 1;
                 if (kept(index) != Kept::none && is_key(index, key) && is_live(index)) return index;
-                link = pool_.block(index).next.load(std::memory_order_relaxed);
+                link = pool_.block(index).next.load(RELAXED);
             }
             if (link == 0 || is_rebuilt) break;
             rebuild();  // somebody wrote where it must not
@@ -265,43 +258,42 @@ class Store {
         return NONE;
     }
     // Its writer has no lease of it any more, and so will never commit it.
-    bool is_given_up(u32 index) const {
-        u32 taker = pool_.block(index).taker.load(std::memory_order_relaxed);
+    bool is_given_up(u32 index) const {  // its lease was there before it was `filling`, which LOCK store shows
+        u32 taker = pool_.block(index).taker.load(RELAXED);
         return kept(index) == Kept::filling &&
-               (taker >= g_.shape.max_peers || pool_.held(index)[taker].load(std::memory_order_acquire) == 0);
+               (taker >= g_.shape.max_peers || pool_.held(index)[taker].load(RELAXED) == 0);
     }
     void link(u32 index) {
-        Shared<u32>& head = bucket(pool_.block(index).key[0].load(std::memory_order_relaxed));
-        pool_.block(index).next.store(head.load(std::memory_order_relaxed), std::memory_order_relaxed);
-        head.store(index + 1, std::memory_order_relaxed);
+        Shared<u32>& head = bucket(pool_.block(index).key[0].load(RELAXED));
+        pool_.block(index).next.store(head.load(RELAXED), RELAXED);
+        head.store(index + 1, RELAXED);
     }
     void unlink(u32 index) {
-        Shared<u32>* at = &bucket(pool_.block(index).key[0].load(std::memory_order_relaxed));
+        Shared<u32>* at = &bucket(pool_.block(index).key[0].load(RELAXED));
         for (u32 steps = 0; steps <= g_.shape.max_blocks; ++steps) {
-            u32 link = at->load(std::memory_order_relaxed);
+            u32 link = at->load(RELAXED);
             if (link == 0 || link > g_.shape.max_blocks) return;
             Shared<u32>& next = pool_.block(link - 1).next;
             if (link - 1 == index) {
-                at->store(next.load(std::memory_order_relaxed), std::memory_order_relaxed);
+                at->store(next.load(RELAXED), RELAXED);
                 return;
             }
             at = &next;
         }
     }
     void rebuild() {
-        pool_.header().recoveries.fetch_add(1, std::memory_order_relaxed);
-        for (u32 i = 0; i < g_.shape.buckets; ++i) buckets_[i].store(0, std::memory_order_relaxed);
+        pool_.header().recoveries.add();
+        for (u32 i = 0; i < g_.shape.buckets; ++i) buckets_[i].store(0, RELAXED);
         for (u32 index = 0; index < g_.shape.max_blocks; ++index)
             if (is_live(index) && kept(index) != Kept::none) link(index);
     }
     void use(u32 index, Extent& out) {
         Block& b = pool_.block(index);
-        out = {index, b.generation.load(std::memory_order_relaxed), b.offset.load(std::memory_order_relaxed),
-               b.nbytes.load(std::memory_order_relaxed)};
+        out = {index, b.generation.load(RELAXED), b.offset.load(RELAXED), b.nbytes.load(RELAXED)};
         pool_.open_kept(out);
         PENSTOCK_POINT("store.opened");
-        b.used_ns.store(now_ns(), std::memory_order_relaxed);
-        b.hits.store(b.hits.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+        b.used_ns.store(now_ns(), RELAXED);
+        b.hits.store(b.hits.load(RELAXED) + 1, RELAXED);
     }
     bool look(const Key& key, Extent& out, u32& seen, Begun& found) {
         seen = fills();
@@ -314,7 +306,7 @@ class Store {
         found = kept(index) == Kept::ready ? Begun::hit : Begun::wait;
         if (found == Begun::hit) {
             use(index, out);
-            count(head_.hits);
+            head_.hits.add();
         }
         return true;
     }
@@ -376,13 +368,13 @@ class Store {
                 link(items[i].index);
                 continue;
             }
-            count(head_.evictions);
-            head_.evicted_nbytes.fetch_add(items[i].end - items[i].offset, std::memory_order_relaxed);
+            head_.evictions.add();
+            head_.evicted_nbytes.add(items[i].end - items[i].offset);
         }
         return true;
     }
     bool may_go(u32 index, u32 generation) const {
-        return is_live(index) && pool_.block(index).generation.load(std::memory_order_relaxed) == generation &&
+        return is_live(index) && pool_.block(index).generation.load(RELAXED) == generation &&
                (kept(index) == Kept::ready || is_given_up(index)) && pool_.is_unheld(index);
     }
     __extension__ typedef unsigned __int128 Worth;  // exact, so that small ones are not lost in sums with large ones
@@ -401,19 +393,19 @@ class Store {
             if (i + AHEAD < taken.size()) pool_.fetch_ahead(taken[i + AHEAD].block);
             const Entry& entry = taken[i];
             Block& b = pool_.block(entry.block);
-            u32 generation = b.generation.load(std::memory_order_relaxed);
-            if (!is_live(entry.block) || b.offset.load(std::memory_order_relaxed) != entry.offset) continue;
-            u64 idle_ns = now - std::min(now, b.used_ns.load(std::memory_order_relaxed));
+            u32 generation = b.generation.load(RELAXED);
+            if (!is_live(entry.block) || b.offset.load(RELAXED) != entry.offset) continue;
+            u64 idle_ns = now - std::min(now, b.used_ns.load(RELAXED));
             items.push_back({entry.offset, entry.offset + entry.extent, Worth{entry.extent} * (~u64{0} / (idle_ns + 1)),
                              entry.block, generation, may_go(entry.block, generation)});
         }
         return items;
     }
     void announce_fill() {
-        head_.fills.fetch_add(1, std::memory_order_release);
-        std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell
-        if (head_.filled.parked.load(std::memory_order_relaxed) == 0) return;
-        head_.filled.parked.exchange(0, std::memory_order_seq_cst);
+        head_.fills.fetch_add(1, order::fills.release);
+        fence(order::bell.seq_cst);
+        if (head_.filled.parked.load(RELAXED) == 0) return;
+        head_.filled.parked.exchange(0, order::bell.seq_cst);
         ring_all(head_.filled);
     }
 

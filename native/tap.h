@@ -107,17 +107,17 @@ class Tap {
     // it; and never farther than lane_nbytes beyond what a counted receiver has released. Both only grow. So either of
     // them, read after the copy, bounds what was written before it.
     bool is_untouched(u32 i, u64 position) const {
-        std::atomic_thread_fence(std::memory_order_acquire);  // ORDER tap: the copy was made before this
+        fence(order::tap.acquire);  // the copy was made before this
         u64 lane_nbytes = ch_.g.shape.lane_nbytes;
-        u64 committed = ch_.lane(i).committed.load(std::memory_order_acquire);
+        u64 committed = ch_.lane(i).committed.load(order::publish.acquire);
         u64 left = lane_nbytes - (committed & (lane_nbytes - 1));
         u64 reach = most_need_ <= left ? most_need_ : left + most_need_;
         u64 behind = committed - position;
         if (behind <= lane_nbytes && behind + reach <= lane_nbytes) return true;
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
             Cursor& cursor = ch_.cursor(i, r);
-            if (mode_of(cursor.mode.load(std::memory_order_acquire)) != CursorMode::counted) continue;
-            u64 kept = committed - cursor.released.load(std::memory_order_acquire);
+            if (mode_of(cursor.mode.load(order::mode.acquire)) != CursorMode::counted) continue;
+            u64 kept = committed - cursor.released.load(order::room.acquire);
             if (kept <= lane_nbytes && kept >= behind)
                 return true;  // else: not one of ours, see Sender::least_released
         }
@@ -126,9 +126,9 @@ class Tap {
     Start newest(u32 i) const {
         Start start{};
         for (int tries = 0; tries < TRIES; ++tries) {  // both of one moment, if it can be had
-            start.position = ch_.lane(i).committed.load(std::memory_order_acquire);
-            start.sequence = ch_.lane(i).sequence.load(std::memory_order_acquire);
-            if (ch_.lane(i).committed.load(std::memory_order_relaxed) == start.position) break;
+            start.position = ch_.lane(i).committed.load(order::publish.acquire);
+            start.sequence = ch_.lane(i).sequence.load(order::tap.acquire);
+            if (ch_.lane(i).committed.load(RELAXED) == start.position) break;
         }
         return start;
     }
@@ -138,9 +138,9 @@ class Tap {
         u32 many = 0;
         for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
             Cursor& cursor = ch_.cursor(i, r);
-            if (mode_of(cursor.mode.load(std::memory_order_acquire)) != CursorMode::counted) continue;
-            u64 position = cursor.released.load(std::memory_order_acquire);
-            released[many++] = {position, cursor.sequence.load(std::memory_order_relaxed)};
+            if (mode_of(cursor.mode.load(order::mode.acquire)) != CursorMode::counted) continue;
+            u64 position = cursor.released.load(order::room.acquire);
+            released[many++] = {position, cursor.sequence.load(RELAXED)};
         }
         Start start = newest(i);
         u64 committed = start.position, furthest = 0;
@@ -168,7 +168,7 @@ class Tap {
         LaneView& view = lanes_[i];
         u64 lane_nbytes = ch_.g.shape.lane_nbytes;
         for (int tries = 0; tries < TRIES; ++tries) {
-            u64 committed = ch_.lane(i).committed.load(std::memory_order_acquire);  // ORDER publish
+            u64 committed = ch_.lane(i).committed.load(order::publish.acquire);
             u64 ahead = committed - view.position;
             if (ahead == 0) return false;
             Record record{};  // a local copy: what was checked is what is used
@@ -228,13 +228,13 @@ class Tap {
     // ── what lies in the pool ──
     bool is_live(const SpilledRef& ref) const {
         const Block& b = ch_.pool.block(ref.block);
-        return static_cast<BlockState>(b.state.load(std::memory_order_acquire)) == BlockState::live &&  // ORDER block
-               b.generation.load(std::memory_order_relaxed) == ref.generation;
+        return static_cast<BlockState>(b.state.load(order::block.acquire)) == BlockState::live &&
+               b.generation.load(RELAXED) == ref.generation;
     }
     bool is_there(const SpilledRef& ref) const {
         if (ref.block >= ch_.g.shape.max_blocks || !is_live(ref)) return false;
         const Block& b = ch_.pool.block(ref.block);
-        u64 offset = b.offset.load(std::memory_order_relaxed), nbytes = b.nbytes.load(std::memory_order_relaxed);
+        u64 offset = b.offset.load(RELAXED), nbytes = b.nbytes.load(RELAXED);
         u64 whole = ch_.pool.nbytes();
         return nbytes <= whole && offset <= whole - nbytes && ref.offset >= offset && ref.nbytes <= nbytes &&
                ref.offset - offset <= nbytes - ref.nbytes && ch_.pool.is_claimed(ref.offset, ref.nbytes);
@@ -249,7 +249,7 @@ class Tap {
             if (n == 0) return false;
             if (n > 0) done += static_cast<u64>(n);
         }
-        std::atomic_thread_fence(std::memory_order_acquire);  // ORDER tap: the copy was made before this
+        fence(order::tap.acquire);  // the copy was made before this
         return is_live(ref);
     }
 

@@ -3,7 +3,7 @@
 //
 //   waiter                                            ringer
 //   seen = rings             seq_cst                  publish            release
-//   parked |= bit            seq_cst (ORDER bell)     fence              seq_cst (ORDER bell)
+//   parked |= bit            seq_cst (order bell)     fence              seq_cst (order bell)
 //   ready? -> no sleep                                parked == 0? -> nobody to wake
 //   futex_wait(rings, seen)                           rings += 1; futex_wake
 //
@@ -88,9 +88,9 @@ class Shortage {
     }
     bool read(u64 at) {
         if (cpus_ < 2) return true;
-        u64 last = read_ns_.load(std::memory_order_relaxed);
-        if (at - last < SHORTAGE_NS) return short_.load(std::memory_order_relaxed);
-        if (!read_ns_.compare_exchange_strong(last, at, std::memory_order_relaxed)) return short_.load();
+        u64 last = read_ns_.load(RELAXED);
+        if (at - last < SHORTAGE_NS) return short_.load(RELAXED);
+        if (!read_ns_.compare_exchange_strong(last, at, RELAXED)) return short_.load(RELAXED);
         char text[128];
         ssize_t n = fd_ < 0 ? -1 : ::pread(fd_, text, sizeof text - 1, 0);
         if (n <= 0) return false;
@@ -98,13 +98,13 @@ class Shortage {
         char* field = text;
         for (int i = 0; i < 3 && field != nullptr; ++i) field = std::strchr(field + 1, ' ');
         bool is_short = field != nullptr && std::atoi(field + 1) > cpus_;
-        short_.store(is_short, std::memory_order_relaxed);
+        short_.store(is_short, RELAXED);
         return is_short;
     }
     int cpus_ = 1;
     int fd_ = -1;
-    std::atomic<u64> read_ns_{0};
-    std::atomic<bool> short_{false};
+    Atomic<u64> read_ns_{0};
+    Atomic<bool> short_{false};
 };
 
 // One waiter's memory of whether spinning paid, in the manner of halt-polling: the window opens when a wait that slept
@@ -121,7 +121,7 @@ class Spinner {
     bool spin(u64 started, const Shared<u32>* cpu, Ready&& ready) {
         spun_ns_ = 0;
         if (latency_ == Latency::eco || window_ns_ == 0) return false;
-        if (cpu != nullptr && cpu->load(std::memory_order_relaxed) == current_cpu()) return false;
+        if (cpu != nullptr && cpu->load(RELAXED) == current_cpu()) return false;
         if (latency_ == Latency::automatic && (holdoff_ > 0 || Shortage::now(started))) {
             if (holdoff_ > 0) --holdoff_;
             return false;
@@ -140,7 +140,7 @@ class Spinner {
                     window_ns_ = 0;
                     return false;
                 }
-                if (cpu != nullptr && cpu->load(std::memory_order_relaxed) == current_cpu()) return false;
+                if (cpu != nullptr && cpu->load(RELAXED) == current_cpu()) return false;
             }
             at = next;
         }
@@ -170,25 +170,25 @@ class Spinner {
 // ── ringing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 // Called after something was published. Returns the bits of waiters in event loops, whom the caller must wake through
 // their pipes (Attachment::wake_async knows how), and counts the wakes.
-inline u64 ring(Bell& bell, Shared<u64>* wakes = nullptr, int most = HAND_ON_WAKES) {
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // ORDER bell: published before parked is read
-    u64 parked = bell.parked.load(std::memory_order_relaxed);
-    u64 in_loop = bell.parked_async.load(std::memory_order_relaxed);
+inline u64 ring(Bell& bell, Counter* wakes = nullptr, int most = HAND_ON_WAKES) {
+    fence(order::bell.seq_cst);  // published before parked is read
+    u64 parked = bell.parked.load(RELAXED);
+    u64 in_loop = bell.parked_async.load(RELAXED);
     if (__builtin_expect((parked | in_loop) == 0, 1)) return 0;
-    bell.rings.fetch_add(1, std::memory_order_seq_cst);
+    bell.rings.fetch_add(1, order::bell.seq_cst);
     if (parked != 0) {
         int woken = futex_wake(&bell.rings, most, fold(parked));
-        if (wakes != nullptr && woken > 0)
-            wakes->store(wakes->load(std::memory_order_relaxed) + static_cast<u64>(woken), std::memory_order_relaxed);
+        if (wakes != nullptr && woken > 0) wakes->count(static_cast<u64>(woken));
     }
     return in_loop;
 }
 
 // For what concerns everybody (an end closed, a peer died): wake all, whether their bit is seen or not.
 inline u64 ring_all(Bell& bell) {
-    bell.rings.fetch_add(1, std::memory_order_seq_cst);
+    bell.rings.fetch_add(1, order::bell.seq_cst);
     futex_wake(&bell.rings, INT_MAX);
-    return bell.parked_async.load(std::memory_order_seq_cst);
+    fence(order::bell.seq_cst);  // as in ring()
+    return bell.parked_async.load(RELAXED);
 }
 
 // interrupted: a signal came, or may have come just before we slept (futex has no signal mask to close that gap): the
@@ -206,39 +206,37 @@ inline constexpr u64 LOOK_UP_MOST_NS = 960'000'000;
 template <bool clears = true, class Ready, class HandOn>
 Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, const Shared<u32>* cpu, Ready&& ready,
            HandOn&& hand_on) {
-    constexpr auto relaxed = std::memory_order_relaxed;
-    auto count = [](Shared<u64>& counter) { counter.store(counter.load(relaxed) + 1, relaxed); };
-    u64 entered = now_ns(), began = waits.since_ns.load(relaxed);
+    u64 entered = now_ns(), began = waits.since_ns.load(RELAXED);
     bool is_resumed = began != 0 && began <= entered;  // after an interruption: the same wait, which has spun already
     u64 started = is_resumed ? began : entered;
-    if (!is_resumed) waits.since_ns.store(started, relaxed);
+    if (!is_resumed) waits.since_ns.store(started, RELAXED);
     // The next look-up: 80 ms after the wait began, then ever later, for what came in between has long been seen.
     u64 look_up = entered + std::clamp(entered - started, LOOK_UP_NS, LOOK_UP_MOST_NS);
     u64 until = std::min(deadline, look_up);
     auto finish = [&](Woken why) {
         u64 waited = now_ns() - started;
-        if (why != Woken::interrupted) waits.since_ns.store(0, relaxed);
-        if (waited > waits.longest_ns.load(relaxed)) waits.longest_ns.store(waited, relaxed);
+        if (why != Woken::interrupted) waits.since_ns.store(0, RELAXED);
+        waits.longest_ns.raise(waited);
         return why;
     };
     if (!is_resumed && spinner.spin(started, cpu, ready)) {
-        count(waits.spins);
+        waits.spins.count();
         return finish(Woken::ready);
     }
     u64 slept_from = now_ns();
     for (;;) {
-        u32 seen = bell.rings.load(std::memory_order_seq_cst);  // first: a ringer that takes our bit moves rings after
-        bell.parked.fetch_or(bit, std::memory_order_seq_cst);   // ORDER bell: before the second look
-        std::atomic_thread_fence(std::memory_order_seq_cst);
+        u32 seen = bell.rings.load(order::bell.seq_cst);  // first: a ringer that takes our bit moves rings after
+        bell.parked.fetch_or(bit, order::bell.seq_cst);   // before the second look
+        fence(order::bell.seq_cst);
         PENSTOCK_POINT("wait.parked");
         int got = 0;
         bool is_ready = ready();
         if (!is_ready) {
-            if (!is_resumed) count(waits.parks);
+            if (!is_resumed) waits.parks.count();
             got = futex_wait(&bell.rings, seen, until, fold(bit));
             PENSTOCK_POINT("wait.woken");
         }
-        u64 others = clears ? bell.parked.fetch_and(~bit, std::memory_order_seq_cst) & ~bit : 0;
+        u64 others = clears ? bell.parked.fetch_and(~bit, order::bell.seq_cst) & ~bit : 0;
         if (others != 0 && got == 0 && !is_ready) hand_on(others);
         if (is_ready || ready()) {
             u64 now = now_ns();

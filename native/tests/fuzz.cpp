@@ -66,11 +66,11 @@ u64 any_value(Random& random, const Shape& shape, u64 before) {
 }
 void store(u8* at, u64 nbytes, u64 value) {  // as one store where it can be: a torn one is another mutation
     if (nbytes == 8)
-        std::atomic_ref(*reinterpret_cast<u64*>(at)).store(value, std::memory_order_relaxed);
+        std::atomic_ref(*reinterpret_cast<u64*>(at)).store(value, RELAXED);
     else if (nbytes == 4)
-        std::atomic_ref(*reinterpret_cast<u32*>(at)).store(static_cast<u32>(value), std::memory_order_relaxed);
+        std::atomic_ref(*reinterpret_cast<u32*>(at)).store(static_cast<u32>(value), RELAXED);
     else
-        std::atomic_ref(*at).store(static_cast<u8>(value), std::memory_order_relaxed);
+        std::atomic_ref(*at).store(static_cast<u8>(value), RELAXED);
 }
 void mutate(Random& random, World& world) {
     const Geometry& g = world.segment->geometry();
@@ -110,7 +110,7 @@ void mutate(Random& random, World& world) {
     u64 before = 0;
     std::memcpy(&before, target, width);
     store(target, width, any_value(random, g.shape, before));
-    progress->mutations.fetch_add(1, std::memory_order_relaxed);
+    progress->mutations.fetch_add(1, RELAXED);
 }
 // A lock whose word names a living peer is waited for, by design, for seconds. One such wait is visited now and then;
 // all others are taken from their owners, so that the rounds stay short.
@@ -118,7 +118,7 @@ void spare_the_clock(World& world) {
     const Geometry& g = world.segment->geometry();
     if (g.pool == 0) return;
     auto disown = [](Shared<u32>& word) {
-        if (word.load() != 0) word.store(word.load() | 0xff);
+        if (word.load(RELAXED) != 0) word.store(word.load(RELAXED) | 0xff, RELAXED);
     };
     disown(world.segment->at<PoolHeader>(g.pool)->lock);
     if (g.shape.buckets != 0) disown(world.segment->at<StoreHeader>(g.store)->lock);
@@ -155,9 +155,9 @@ class Shaker {
                 if (is_data) at = g.data + random.below((g.pool_data - g.data) / 8) * 8;
                 if (!is_data && is_lock(g, at)) continue;
                 u8* target = is_data ? world_->segment->write_at(at) : world_->segment->at<u8>(at);
-                u64 before = std::atomic_ref(*reinterpret_cast<u64*>(target)).load(std::memory_order_relaxed);
+                u64 before = std::atomic_ref(*reinterpret_cast<u64*>(target)).load(RELAXED);
                 store(target, 8, any_value(random, g.shape, before));
-                progress->shakes.fetch_add(1, std::memory_order_relaxed);
+                progress->shakes.fetch_add(1, RELAXED);
                 // back to what it was: another look at the same number sees another value
                 if (random.one_in(2)) store(target, 8, before);
             } else {
@@ -181,14 +181,14 @@ class Shaker {
 // ── calls ──
 template <class Call>
 bool expect_error_or_value(const char* name, Call&& call) {
-    progress->call.store(name, std::memory_order_relaxed);
-    progress->calls.fetch_add(1, std::memory_order_relaxed);
+    progress->call.store(name, RELAXED);
+    progress->calls.fetch_add(1, RELAXED);
     try {
         call();
-        progress->values.fetch_add(1, std::memory_order_relaxed);
+        progress->values.fetch_add(1, RELAXED);
         return true;
     } catch (const Error& error) {
-        progress->faults[static_cast<int>(error.fault)].fetch_add(1, std::memory_order_relaxed);
+        progress->faults[static_cast<int>(error.fault)].fetch_add(1, RELAXED);
         return false;
     }
 }
@@ -495,7 +495,7 @@ void call_anything(World& world, Ends& ends, Random& random) {
         case 2: expect_error_or_value("adopt", [&] { Segment::adopt(::dup(world.segment->fd())); }); break;
         case 3:
             expect_error_or_value("reap", [&] {
-                u64 identity = by->peer(static_cast<u32>(random.below(shape.max_peers))).identity.load();
+                u64 identity = by->peer(static_cast<u32>(random.below(shape.max_peers))).identity.load(RELAXED);
                 by->reap(random.one_in(4) ? random.next() : identity);
             });
             break;
@@ -571,7 +571,7 @@ void adopt_anything(World& world, u64 seed, u64 round) {
         std::memcpy(&old, image.data() + at, width);
         u64 value = any_value(random, world.shape(), old);
         std::memcpy(image.data() + at, &value, width);
-        progress->mutations.fetch_add(1, std::memory_order_relaxed);
+        progress->mutations.fetch_add(1, RELAXED);
     }
     REQUIRE(::pwrite(fd, image.data(), std::min<u64>(image.size(), total), 0) >= 0, "pwrite: %s", std::strerror(errno));
     if (!random.one_in(16)) ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL);

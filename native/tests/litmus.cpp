@@ -67,7 +67,7 @@ void publish(u32 receivers, u64 records) {
                            : words[0] + 1 == next ? again
                            : words[0] < next      ? stale
                                                   : skipped;
-                outcomes[static_cast<size_t>(what)].count.fetch_add(1, std::memory_order_relaxed);
+                outcomes[static_cast<size_t>(what)].count.fetch_add(1, RELAXED);
                 next = words[0] + 1;
             }
         });
@@ -107,16 +107,16 @@ void bell(u64 rounds, u64 seed) {
             turn.store(round, std::memory_order_release);
             dawdle(random);
             for (;;) {
-                u64 parks = waits.parks.load();
+                u64 parks = waits.parks.value();
                 Woken why = wait(bell, 1, now_ns() + WATCHDOG_NS, spinner, waits, nullptr,
                                  [&] { return published.load(std::memory_order_acquire) == round; });
                 REQUIRE(why != Woken::deadline, "stuck in round %" PRIu64, round);
                 if (why == Woken::ready) {
-                    ++outcomes[waits.parks.load() == parks ? spun : woken].count;
+                    ++outcomes[waits.parks.value() == parks ? spun : woken].count;
                     break;
                 }
                 bool is_out = published.load(std::memory_order_acquire) == round;
-                bool is_long = is_out && now_ns() - published_ns.load() > LOOK_UP_NS / 2;
+                bool is_long = is_out && now_ns() - published_ns.load(RELAXED) > LOOK_UP_NS / 2;
                 ++outcomes[is_long ? slept_on : late].count;
             }
         }
@@ -126,7 +126,7 @@ void bell(u64 rounds, u64 seed) {
         while (turn.load(std::memory_order_acquire) != round) ::sched_yield();
         dawdle(random);
         if (random.one_in(8)) ::usleep(static_cast<useconds_t>(random.below(200)));
-        published_ns.store(now_ns());
+        published_ns.store(now_ns(), RELAXED);
         published.store(round, std::memory_order_release);
         ring(bell);
     }
@@ -162,7 +162,7 @@ void ready(u32 lanes, u64 records) {
             if (receiver->wait(now_ns() + 2'000'000'000) == Woken::deadline) {
                 bool is_there = false;
                 for (u32 i = 0; i < lanes; ++i)
-                    is_there = is_there || receiver->channel().lane(i).sequence.load() > next[i];
+                    is_there = is_there || receiver->channel().lane(i).sequence.load(RELAXED) > next[i];
                 if (is_there) ++outcomes[overlooked].count;
                 if (outcomes[overlooked].count > 5) report("ready", outcomes);
             }
@@ -188,7 +188,7 @@ void robust_lock(u32 lockers, u64 rounds) {
         auto first = Attachment::join(segment, "first");
         Shared<u32>& word = Pool(*first).block(0).lock;
         if (WATCHES_THREADS) {  // whose runtime lets no child of a process with threads have threads
-            word.store((forge_peer(*first, identity_of_the_dead()) + 1) | 1u << 9);
+            word.store((forge_peer(*first, identity_of_the_dead()) + 1) | 1u << 9, RELAXED);
         } else {
             pid_t child = ::fork();
             if (child == 0) {  // takes the lock and dies with it
@@ -230,7 +230,8 @@ void a_receiver_is_admitted_though_the_sender_it_asked_died(u32 style) {
     auto by = Attachment::join(segment, "receiver");
     std::make_shared<Receiver>(by, 0)->close();
     auto receiver = std::make_shared<Receiver>(by, 0);
-    REQUIRE(lane.joining.exchange(0) == 1, "it has not asked");  // what admit() does first; then that sender died
+    REQUIRE(lane.joining.exchange(0, RELAXED) == 1,
+            "it has not asked");  // what admit() does first; then that sender died
     Sender sender(Attachment::join(segment, "next"), 0);
     for (u64 number = 0; number < 3; ++number) {
         Part part{&number, sizeof number};

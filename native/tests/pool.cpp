@@ -38,8 +38,8 @@ void require_disjoint(Attachment& by) {
     Pool pool(by);
     std::vector<std::pair<u64, u64>> taken;
     for (u32 i = 0; i < by.shape().max_blocks; ++i)
-        if (pool.block(i).state.load() == static_cast<u32>(BlockState::live))
-            taken.emplace_back(pool.block(i).offset.load(), pool.block(i).extent.load());
+        if (pool.block(i).state.load(RELAXED) == static_cast<u32>(BlockState::live))
+            taken.emplace_back(pool.block(i).offset.load(RELAXED), pool.block(i).extent.load(RELAXED));
     std::sort(taken.begin(), taken.end());
     for (size_t i = 1; i < taken.size(); ++i)
         REQUIRE(taken[i - 1].first + taken[i - 1].second <= taken[i].first, "blocks overlap at %" PRIu64,
@@ -49,12 +49,12 @@ void require_disjoint(Attachment& by) {
 void require_no_grants_to_the_gone(Attachment& by) {
     Pool pool(by);
     for (u32 i = 0; i < by.shape().max_blocks; ++i) {
-        if (pool.block(i).state.load() != static_cast<u32>(BlockState::live)) continue;
+        if (pool.block(i).state.load(RELAXED) != static_cast<u32>(BlockState::live)) continue;
         for (u32 from = 0; from < by.shape().max_peers; ++from)
             for (u32 to = 0; to < by.shape().max_peers; ++to)
-                REQUIRE(by.is_live(to) || pool.grants(i, from)[to].load() == 0,
-                        "block %u: %u grants from peer %u to peer %u, who has left", i, pool.grants(i, from)[to].load(),
-                        from, to);
+                REQUIRE(by.is_live(to) || pool.grants(i, from)[to].load(RELAXED) == 0,
+                        "block %u: %u grants from peer %u to peer %u, who has left", i,
+                        pool.grants(i, from)[to].load(RELAXED), from, to);
     }
 }
 void require_empty(Attachment& by) {
@@ -198,7 +198,7 @@ void trade(u64 seed, u64 steps) {
                 refused.load());
 }
 
-PeerState state_at(Attachment& by, u32 slot) { return state_of(by.peer(slot).identity.load()); }
+PeerState state_at(Attachment& by, u32 slot) { return state_of(by.peer(slot).identity.load(order::identity.acquire)); }
 
 void a_reused_pid_does_not_pass_for_the_dead() {
     auto by = Attachment::join(create(pool_shape(NBYTES, BLOCKS), "pool"), "survivor");
@@ -226,9 +226,9 @@ void a_lock_of_the_dead_is_taken_over_and_the_entries_rebuilt() {
     Entry* entries = by->segment().at<Entry>(g.entries);  // as a death within memmove leaves them: doubled, or missing
     entries[5] = entries[4];
     entries[9] = {~0ull, ~0ull, ~0u, 0};
-    pool.header().entry_count.store(17);
-    pool.header().lock.store((slot + 1) | 1u << 9);
-    for (Letter& letter : letters) pool.block(letter.extent.block).lock.store((slot + 1) | 1u << 9);
+    pool.header().entry_count.store(17, RELAXED);
+    pool.header().lock.store((slot + 1) | 1u << 9, RELAXED);
+    for (Letter& letter : letters) pool.block(letter.extent.block).lock.store((slot + 1) | 1u << 9, RELAXED);
     u64 recoveries = pool.stats().recoveries;
     Letter more{{}, 21};
     REQUIRE(pool.try_take(5000, more.extent), "no room");
@@ -250,9 +250,9 @@ void a_return_that_nobody_was_told_of_is_found() {
     REQUIRE(pool.try_take(NBYTES, whole), "no room");
     u32 slot = forge_peer(*by, identity_of_the_dead());
     // The dead one held the last lease; it died between saying so in the block and moving the count of returns.
-    pool.held(whole.block)[by->slot()].store(0);
-    pool.block(whole.block).state.store(static_cast<u32>(BlockState::returned));
-    pool.block(whole.block).lock.store((slot + 1) | 1u << 9);
+    pool.held(whole.block)[by->slot()].store(0, RELAXED);
+    pool.block(whole.block).state.store(static_cast<u32>(BlockState::returned), RELAXED);
+    pool.block(whole.block).lock.store((slot + 1) | 1u << 9, RELAXED);
     by->resync();
     REQUIRE(state_at(*by, slot) == PeerState::dead, "not reaped");
     REQUIRE(pool.try_take(NBYTES, none), "a block that came back is not found");
@@ -266,16 +266,16 @@ void what_the_dead_held_comes_back() {
     Extent mine, theirs;
     REQUIRE(pool.try_take(1000, mine) && pool.try_take(2000, theirs), "no room");
     u32 slot = forge_peer(*by, identity_of_the_dead());
-    pool.held(theirs.block)[by->slot()].store(0);
-    pool.held(theirs.block)[slot].store(3);
-    pool.held(mine.block)[slot].store(1);
-    pool.grants(mine.block, slot)[by->slot()].store(7);
-    pool.grants(mine.block, by->slot())[slot].store(9);
-    pool.block(mine.block).grant_units.store(16);
+    pool.held(theirs.block)[by->slot()].store(0, RELAXED);
+    pool.held(theirs.block)[slot].store(3, RELAXED);
+    pool.held(mine.block)[slot].store(1, RELAXED);
+    pool.grants(mine.block, slot)[by->slot()].store(7, RELAXED);
+    pool.grants(mine.block, by->slot())[slot].store(9, RELAXED);
+    pool.block(mine.block).grant_units.store(16, RELAXED);
     by->resync();
     REQUIRE(state_at(*by, slot) == PeerState::dead, "not reaped");
     REQUIRE(pool.stats().blocks == 1, "%" PRIu64 " blocks", pool.stats().blocks);
-    REQUIRE(by->peer(slot).reaped_blocks.load() == 2, "%" PRIu64 " blocks", by->peer(slot).reaped_blocks.load());
+    REQUIRE(by->peer(slot).reaped_blocks.value() == 2, "%" PRIu64 " blocks", by->peer(slot).reaped_blocks.value());
     pool.release(mine.block, mine.generation);
     require_empty(*by);
 }

@@ -127,9 +127,9 @@ void play(const Plan& plan, bool is_threads) {
                           plan.name);
     const Geometry& g = segment->geometry();
     for (u32 i = 0; i < plan.lanes; ++i) {
-        segment->at<Lane>(g.lanes)[i].committed.store(plan.start);
+        segment->at<Lane>(g.lanes)[i].committed.store(plan.start, RELAXED);
         for (u32 r = 0; r < plan.receivers; ++r)
-            segment->at<Cursor>(g.cursors)[i * plan.receivers + r].released.store(plan.start);
+            segment->at<Cursor>(g.cursors)[i * plan.receivers + r].released.store(plan.start, RELAXED);
     }
     std::vector<std::function<void(const std::shared_ptr<Segment>&)>> ends;
     for (u32 r = 0; r < plan.receivers; ++r) ends.push_back([&, r](auto& own) { receive_all(own, plan, r); });

@@ -143,7 +143,8 @@ void the_block_of_another_record_is_not_taken_for_the_one_before_it() {
         play.send(1000);
         if (i < 7) play.receive();
     }
-    REQUIRE(static_cast<BlockState>(Pool(*play.by).block(seen.ref.block).state.load()) == BlockState::live, "not live");
+    REQUIRE(static_cast<BlockState>(Pool(*play.by).block(seen.ref.block).state.load(RELAXED)) == BlockState::live,
+            "not live");
     REQUIRE(!play.tap.copy(seen, bytes.data()), "bytes of record 8 as those of record 0");
 }
 
@@ -216,9 +217,9 @@ void play(const Plan& plan, u64 seed) {
                           plan.name);
     const Geometry& g = segment->geometry();
     for (u32 i = 0; i < plan.lanes; ++i) {
-        segment->at<Lane>(g.lanes)[i].committed.store(plan.start);
+        segment->at<Lane>(g.lanes)[i].committed.store(plan.start, RELAXED);
         for (u32 r = 0; r < plan.receivers; ++r)
-            segment->at<Cursor>(g.cursors)[i * plan.receivers + r].released.store(plan.start);
+            segment->at<Cursor>(g.cursors)[i * plan.receivers + r].released.store(plan.start, RELAXED);
     }
     auto own = [&] { return WATCHES_THREADS ? segment : map_again(*segment); };
     constexpr u32 RESTS[] = {1u << 30, 64, 2};  // one that keeps up if it can, and two that do not

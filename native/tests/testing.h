@@ -134,10 +134,10 @@ inline u64 identity_of_the_dead() {
 }
 inline u32 forge_peer(Attachment& by, u64 identity) {
     for (u32 slot = 0; slot < by.shape().max_peers; ++slot) {
-        if (by.peer(slot).identity.load() != 0) continue;
-        by.peer(slot).identity.store(identity);
-        by.peer(slot).epoch.store(1);
-        by.segment().header().peers_version.fetch_add(1);
+        if (by.peer(slot).identity.load(RELAXED) != 0) continue;
+        by.peer(slot).identity.store(identity, RELAXED);
+        by.peer(slot).epoch.store(1, RELAXED);
+        by.segment().header().peers_version.fetch_add(1, order::members.release);
         return slot;
     }
     REQUIRE(false, "no place");
