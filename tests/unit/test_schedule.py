@@ -17,7 +17,6 @@ from penstock.engine.protocol import (
     Inputs,
     Joined,
     Resumed,
-    Rewound,
     SamplingParams,
     Step,
     Whole,
@@ -192,14 +191,6 @@ def test_who_is_preempted_keeps_slot_and_prompt_and_runs_again_with_other_blocks
     assert schedule.prompts[1] is prompt and schedule.computed[1] == 20 and schedule.blocks_of(1).tolist() == [90, 91]
 
 
-def test_wrong_drafts_are_taken_back_before_the_next_tokens_are_counted() -> None:
-    schedule = running(2)
-    schedule.apply(Step(1, 2, advances=Advances(slots(1), ints(5), ints(4), ints(1, 2, 3, 4))))
-    assert schedule.computed[1] == 25 and schedule.known[1] == 26
-    schedule.apply(Step(1, 3, rewound=Rewound(slots(1), ints(3))))
-    assert schedule.computed[1] == 23 and schedule.known[1] == 24 and schedule.sampled.tolist() == [0, 1]
-
-
 def test_samples_of_one_prompt_share_it_also_after_a_picture() -> None:
     schedule = running(1)
     plan = Plan(schedule)
@@ -307,10 +298,6 @@ def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
         (Step(1, 9, advances=Advances(slots(0), ints(-1))), r"0 or more, got -1 at \$\.advances\.counts\[0\]"),
         (Step(1, 9, advances=Advances(slots(0), ints(2**31 - 1))), r"at \$\.advances\.counts\[0\]"),
         (Step(1, 9, advances=Advances(slots(0), ints(2))), r"tokens that are known of slot 0, got 23 at .*counts\[0\]"),
-        (Step(1, 9, advances=Advances(slots(0), ints(2), ints(3))), r"at most 2, got 3 at \$\.advances\.draft_counts"),
-        (Step(1, 9, advances=Advances(slots(0), ints(2), None, ints(3))), r"at \$\.advances\.drafts"),
-        (Step(1, 9, rewound=Rewound(slots(0), ints(21))), r"at most 1, got 21 at \$\.rewound\.counts\[0\]"),
-        (Step(1, 9, rewound=Rewound(slots(3), ints(0))), r"running, got 3, preempted, at \$\.rewound\.slots\[0\]"),
     ],
     ids=lambda one: "" if isinstance(one, Step) else one,
 )
@@ -328,7 +315,6 @@ def test_the_last_column_that_is_wrong_undoes_all_that_were_right() -> None:
     step = Step(
         1,
         9,
-        rewound=Rewound(slots(0), ints(1)),
         left=slots(1),
         preempted=slots(2),
         joined=one_joins(),
@@ -395,11 +381,9 @@ def test_a_plan_without_a_free_slot_says_so() -> None:
 
 def test_a_plan_that_is_finished_begins_again_with_nothing() -> None:
     plan = Plan(running(2))
-    plan.advance(1, 2, drafts=ints(4))
-    plan.rewind(0, 1)
+    plan.advance(1, 2)
     first, second = plan.finish(1, 2), plan.finish(1, 3)
-    assert first.advances is not None and first.advances.drafts is not None and first.rewound is not None
-    assert second.advances is second.rewound is None
+    assert first.advances is not None and second.advances is None
 
 
 # ── on the wire ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -201,13 +201,7 @@ class OutputState:
         """Of the step that was applied last. Raises DecodeError where it does not fit that step."""
         schedule = self.schedule
         done.require_fit(schedule.sampled.size)
-        if done.counts is not None:
-            raise DecodeError("expected one id for each that sampled, got counts at $.counts")
         slots = schedule.sampled
-        if done.slots is not None:
-            if done.slots.size and done.slots.max() >= schedule.slots:
-                raise DecodeError(f"expected slots below {schedule.slots}, got {done.slots.max()} at $.slots")
-            slots = done.slots.astype(np.intp)
         rows = Rows(slots, done.ids, LogprobRows.read(done.logprobs, slots.size))
         silent = [*self._aborted, *self._fail(done)]
         self._aborted = []

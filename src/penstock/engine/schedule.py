@@ -22,7 +22,6 @@ from penstock.engine.protocol import (
     Ints,
     Joined,
     Resumed,
-    Rewound,
     SamplingParams,
     Slots,
     Step,
@@ -103,7 +102,6 @@ class Schedule:
             and step.left is None
             and step.preempted is None
             and step.resumed is None
-            and step.rewound is None
             and self._room > 0
         ):
             self._room -= 1
@@ -113,8 +111,6 @@ class Schedule:
             self.sampled = self.rows
             return
         draft = _Draft(self)
-        if step.rewound is not None:
-            draft.rewind(step.rewound)
         if step.left is not None:
             draft.leave(step.left)
         if step.preempted is not None:
@@ -232,18 +228,6 @@ class _Draft:
             self._known = self._known.copy()
 
     # ── one column after the other ──
-    def rewind(self, rewound: Rewound) -> None:
-        slots = self._slots(rewound.slots, "rewound.slots", RUNNING)
-        counts = _column(rewound.counts, slots.size, "rewound.counts")
-        self._copy()
-        most = self._computed[slots] - np.array([self._now.prompts[slot].size for slot in slots.tolist()], np.int32)
-        most[self._known[slots] != self._computed[slots] + 1] = 0  # it has not come as far as to have drafts
-        if (wrong := counts > np.maximum(most, 0)).any():
-            at = int(wrong.argmax())
-            raise DecodeError(f"expected at most {max(most[at], 0)}, got {counts[at]} at $.rewound.counts[{at}]")
-        self._computed[slots] -= counts
-        self._known[slots] -= counts
-
     def leave(self, left: Slots) -> None:
         slots = self._slots(left, "left", RUNNING, PREEMPTED)
         self._clear(slots, FREE)
@@ -387,42 +371,26 @@ class _Draft:
     def advance(self, advances: Advances | None) -> None:
         now = self._now
         self._count_rows()
-        counts, drafts = self._ones, None
+        counts = self._ones
         if advances is not None:
             slots = self._slots(advances.slots, "advances.slots", RUNNING)
             given = _column(advances.counts, slots.size, "advances.counts", now._positions)
-            self._check_drafts(advances, given)
             counts = counts.copy()
             counts[slots] = given
-            if advances.draft_counts is not None:
-                drafts = np.zeros_like(counts)
-                drafts[slots] = advances.draft_counts
-        self._settle(counts, advances, drafts)
+        self._settle(counts, advances)
 
     def rest(self) -> None:
         """Nobody advances."""
         self._count_rows()
-        self._settle(np.zeros_like(self._ones), None, None)
+        self._settle(np.zeros_like(self._ones), None)
 
     def _count_rows(self) -> None:
         if self._has_other_rows:
             self._ones = (self._status == RUNNING).astype(np.int32)
             self._rows = np.flatnonzero(self._ones)
 
-    def _check_drafts(self, advances: Advances, counts: Ints) -> None:
-        if advances.draft_counts is None:
-            if advances.drafts is not None:
-                raise DecodeError("expected nothing without draft_counts, got drafts at $.advances.drafts")
-            return
-        drafts = _column(advances.draft_counts, counts.size, "advances.draft_counts")
-        if (drafts > counts).any():
-            at = int((drafts > counts).argmax())
-            raise DecodeError(f"expected at most {counts[at]}, got {drafts[at]} at $.advances.draft_counts[{at}]")
-        if advances.drafts is not None:  # else the workers have their own
-            _column(advances.drafts, int(drafts.sum(dtype=np.int64)), "advances.drafts")
-
-    def _settle(self, counts: Ints, advances: Advances | None, drafts: Ints | None) -> None:
-        """All advance by so much, if their blocks have room for it and the tokens are known, or drafts."""
+    def _settle(self, counts: Ints, advances: Advances | None) -> None:
+        """All advance by so much, if their blocks have room for it and the tokens are known."""
         now = self._now
         after = self._computed + counts
         room = (self._block_counts * np.int32(now.block_size) - after)[self._rows]
@@ -434,23 +402,19 @@ class _Draft:
                 f"of {now.block_size} at ${_place_of(slot, advances)}"
             )
         left = (self._known - after)[self._rows]
-        if drafts is not None:
-            left += drafts[self._rows]
         if left.size and np.minimum.reduce(left) < 0:
             slot = int(self._rows[left.argmin()])
             raise DecodeError(
                 f"expected at most the {self._known[slot]} tokens that are known of slot {slot}, got {after[slot]} "
                 f"at ${_place_of(slot, advances)}"
             )
-        if drafts is not None:
-            left -= drafts[self._rows]
         self._sample(after, left)
         self._computed = after
         self._counts = counts
 
     def _sample(self, after: Ints, left: Ints) -> None:
-        """So much of what is known of each row is left; nothing, or less than that with drafts: it samples."""
-        done = left <= 0
+        """`left` of the known tokens of each row remain to be computed. A row without any samples."""
+        done = left == 0
         if done.all():
             self._sampled = self._rows
         else:
