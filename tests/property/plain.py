@@ -172,18 +172,14 @@ class Plain:
             require(all(position >= 0 and length >= 0 for _, position, length in flat))
             inputs = split(flat, joined.inputs.counts)
         samples = [0] * size if joined.samples is None else numbers(joined.samples)
-        generated = [0] * size if joined.generated is None else numbers(joined.generated)
-        require(all(one >= 0 for one in generated))
         columns = (prompts, of, numbers(joined.requests), split(joined.blocks, joined.block_counts))
-        for slot, prompt, its, request, blocks, done, server, media, parent, sample, more in rows(
-            slots, *columns, computed, servers, inputs, parents, samples, generated
+        for slot, prompt, its, request, blocks, done, server, media, parent, sample in rows(
+            slots, *columns, computed, servers, inputs, parents, samples
         ):
             if parent != slot:
                 require(not prompt and not media and parent in self.rows)
                 prompt, media = self.rows[parent].prompt, self.rows[parent].inputs
-            row = Row(request, prompt, known[its], server, media, sample)
-            row.known += more
-            self.join(slot, row, blocks, done)
+            self.join(slot, Row(request, prompt, known[its], server, media, sample), blocks, done)
 
 
 def numbers(column: Any) -> list[Any]:
@@ -238,12 +234,6 @@ def shown(schedule: Schedule) -> dict[int, dict[str, Any]]:
             "count": int(schedule.counts[slot]),
         }
     return out
-
-
-def without_counts(told: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What a picture shows: not what the last step has computed."""
-    hidden = {"count", "samples"}
-    return {slot: {name: value for name, value in row.items() if name not in hidden} for slot, row in told.items()}
 
 
 class Wire:

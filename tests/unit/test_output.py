@@ -158,14 +158,6 @@ def test_a_result_that_does_not_fit_its_step_is_refused(done: StepDone, why: str
         engine.give(1, done)
 
 
-def test_a_picture_in_which_something_was_said_is_refused() -> None:
-    engine = Speaking()
-    engine.join(saying(A, A))
-    engine.step()
-    with pytest.raises(DecodeError, match="without a generated token, got that of step 1"):
-        OutputState(VOCABULARY, MAX_MODEL_LEN, ()).become(engine.schedule.picture(1, 1))
-
-
 # ── ready-made lines ──
 def test_a_chat_comes_as_lines_that_begin_with_who_speaks_and_end_with_the_reason() -> None:
     (got,) = answered(

@@ -8,7 +8,6 @@ import pytest
 
 from penstock import DecodeError, Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
-from penstock.codec.follow import Lost
 from penstock.engine.protocol import (
     ANNOUNCED,
     DELTAS,
@@ -17,6 +16,7 @@ from penstock.engine.protocol import (
     STEPS,
     Abort,
     Announce,
+    Begin,
     Delta,
     Failed,
     Finished,
@@ -84,7 +84,7 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
         (Announce(1, 7, Style.CHAT, b'"id":"x"'), ANNOUNCED),
         (Announce(1, 7, Style.PLAIN), INBOX),
         (Ready(3, 1 << 40, 1 << 17), INBOX),
-        (Lost("worker 1", None, None, 5, 6, "why"), INBOX),
+        (Begin(0xFFFFFFFF, 0, 256, 1 << 20, 16), STEPS),
         (Stop("it is late"), STEPS),
         (StepDone(0xFFFFFFFF, 1 << 40, ints(5, 6, 7), LOGPROBS, slots(9)), RESULTS),
         (Delta(2, ints(7, 8, 3, 2, 50, 51, 52), "aé\n".encode() + b"b", slots(2, 1), slots(0, 1)), DELTAS),

@@ -8,18 +8,18 @@ import pytest
 
 from penstock import DecodeError, Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
-from penstock.codec.follow import Follower, Leader, Verdict
+from penstock.codec.sequence import SequenceCheck
 from penstock.engine.plan import Plan
 from penstock.engine.protocol import (
     STEPS,
     Advances,
     Appended,
+    Begin,
     Inputs,
     Joined,
     Resumed,
     SamplingParams,
     Step,
-    Whole,
 )
 from penstock.engine.schedule import FREE, PREEMPTED, Schedule
 
@@ -133,20 +133,16 @@ def test_nobody_computes_a_token_that_is_not_known() -> None:
         joining(prompt=20, chunk=1, computed=20)
 
 
-def test_what_is_known_outlasts_preemption_and_pictures_and_which_sample_it_is_too() -> None:
+def test_what_is_known_outlasts_preemption_and_which_sample_it_is_too() -> None:
     schedule = joining(prompt=30, chunk=30, sample=3)
     schedule.apply(Step(1, 3, preempted=slots(1)))
     assert schedule.known[:2].tolist() == [23, 31] and schedule.sampled.tolist() == [0]
-    other = Schedule(8, 100, 16, most_blocks=6)
-    other.become(schedule.picture(1, 3))
-    assert other.known.tolist() == schedule.known.tolist() and other.samples[:2].tolist() == [0, 3]
-    assert other.sampled.size == 0
+    assert schedule.samples[:2].tolist() == [0, 3]
+    with pytest.raises(DecodeError, match=r"less than the 31 .* got 31 at \$\.resumed\.computed\[0\]"):
+        schedule.apply(Step(1, 4, resumed=Resumed(slots(1), ints(2), ints(90, 91), ints(31))))
     resumed = Resumed(slots(1), ints(2), ints(90, 91), ints(16))
-    for one in (schedule, other):
-        with pytest.raises(DecodeError, match=r"less than the 31 .* got 31 at \$\.resumed\.computed\[0\]"):
-            one.apply(Step(1, 4, resumed=Resumed(slots(1), ints(2), ints(90, 91), ints(31))))
-        one.apply(Step(1, 4, resumed=resumed, advances=Advances(slots(1), ints(15))))
-        assert one.sampled.tolist() == [0, 1] and one.known[:2].tolist() == [24, 32]
+    schedule.apply(Step(1, 4, resumed=resumed, advances=Advances(slots(1), ints(15))))
+    assert schedule.sampled.tolist() == [0, 1] and schedule.known[:2].tolist() == [24, 32]
 
 
 def test_a_step_for_which_the_blocks_do_not_suffice_is_refused_in_time() -> None:
@@ -191,7 +187,7 @@ def test_who_is_preempted_keeps_slot_and_prompt_and_runs_again_with_other_blocks
     assert schedule.prompts[1] is prompt and schedule.computed[1] == 20 and schedule.blocks_of(1).tolist() == [90, 91]
 
 
-def test_samples_of_one_prompt_share_it_also_after_a_picture() -> None:
+def test_samples_of_one_prompt_share_it() -> None:
     schedule = running(1)
     plan = Plan(schedule)
     for _ in range(3):
@@ -199,12 +195,7 @@ def test_samples_of_one_prompt_share_it_also_after_a_picture() -> None:
     step = plan.finish(1, 2)
     assert step.joined is not None and step.joined.ids.size == 0
     schedule.apply(step)
-    assert all(schedule.prompts[slot] is schedule.prompts[0] for slot in range(4))
-    picture = schedule.picture(1, 2)
-    assert picture.joined is not None and picture.joined.ids.size == 20
-    other = Schedule(8, 100, 16, most_blocks=6)
-    other.become(picture)
-    assert all(other.prompts[slot] is other.prompts[0] for slot in range(4)) and other.computed[3] == 20
+    assert all(schedule.prompts[slot] is schedule.prompts[0] for slot in range(4)) and schedule.computed[3] == 20
 
 
 def test_an_image_is_sent_once_for_all_samples_of_its_prompt() -> None:
@@ -215,12 +206,8 @@ def test_an_image_is_sent_once_for_all_samples_of_its_prompt() -> None:
         plan.join(0, ints(5, 6, 7), PARAMS, [0], parent=0 if sample else None, inputs=((image, 1, 2),))
     step = plan.finish(1, 2)
     schedule.apply(step)
-    for joined in (step.joined, schedule.picture(1, 2).joined):
-        assert joined is not None and joined.inputs is not None and len(joined.inputs.items) == 1
-    other = Schedule(8, 100, 16, most_blocks=6)
-    other.become(schedule.picture(1, 2))
-    for one in (schedule, other):
-        assert [one.inputs[slot] for slot in range(4)] == [((image, 1, 2),)] * 4
+    assert step.joined is not None and step.joined.inputs is not None and len(step.joined.inputs.items) == 1
+    assert [schedule.inputs[slot] for slot in range(4)] == [((image, 1, 2),)] * 4
 
 
 def test_what_was_received_is_not_kept_alive_by_the_state() -> None:
@@ -265,9 +252,8 @@ def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
             r"less than the 3 tokens .*, got 3 at \$\.joined\.computed\[0\]",
         ),
         (Step(1, 9, joined=one_joins(samples=slots(1, 2))), r"expected 1 numbers, got .* at \$\.joined\.samples"),
-        (Step(1, 9, joined=one_joins(generated=ints(-1))), r"got -1 at \$\.joined\.generated\[0\]"),
         (
-            Step(1, 9, joined=one_joins(computed=ints(16), generated=ints(30))),
+            Step(1, 9, joined=one_joins(lengths=ints(20), ids=np.arange(20, dtype=np.int32), computed=ints(16))),
             r"room for 17 tokens in slot 7, got 1 blocks",
         ),
         (Step(1, 9, joined=one_joins(parents=slots(0))), r"0 for who has its parent's, got 3 at \$\.joined\.lengths"),
@@ -327,19 +313,6 @@ def test_the_last_column_that_is_wrong_undoes_all_that_were_right() -> None:
     assert told(schedule) == before
 
 
-def test_a_picture_of_another_configuration_is_refused() -> None:
-    schedule = Schedule(8, 100, 32)
-    with pytest.raises(DecodeError, match=r"to be \(8, 100, 32\), got \(8, 100, 16\) at \$\.slots"):
-        schedule.become(running(1).picture(1, 1))
-
-
-def test_a_picture_of_somebody_who_is_preempted_and_has_blocks_is_refused() -> None:
-    picture = running(2).picture(1, 1)
-    wrong = Whole(1, 1, 8, 100, 16, picture.joined, slots(0))
-    with pytest.raises(DecodeError, match="no blocks and nothing computed"):
-        Schedule(8, 100, 16).become(wrong)
-
-
 def test_tables_grow_as_far_as_one_request_may_have_blocks() -> None:
     schedule = Schedule(4, 10_000, 16)
     plan = Plan(schedule)
@@ -388,6 +361,7 @@ def test_a_plan_that_is_finished_begins_again_with_nothing() -> None:
 
 # ── on the wire ──────────────────────────────────────────────────────────────────────────────────────────────────────
 CATALOGUE = Catalogue(*STEPS)
+LEADER = 0xFFFFFFFF
 
 
 class Pair:
@@ -396,37 +370,40 @@ class Pair:
     def __init__(self, requests: int) -> None:
         self.schedule = Schedule(1024, 1 << 20)
         self.plan = Plan(self.schedule)
-        self.leader = Leader(self.schedule, 0xFFFFFFFF)
-        self.leader.number = 1 << 31  # it has run for a month
-        self.worker: Follower[Step, Whole] = Follower(Schedule(1024, 1 << 20))
+        self.number = 1 << 31  # it has run for a month
+        self.worker, self.sequence = Schedule(1024, 1 << 20), SequenceCheck()
+        self.sequence.begin(Begin(LEADER, self.number, 1024, 1 << 20, 16))
         self.encoder, self.decoder = FrameEncoder(CATALOGUE), FrameDecoder(CATALOGUE)
-        assert self.send(self.leader.pictures()[0])
         for n in range(requests):
             prompt = np.arange(32 + n % 16, dtype=np.int32)
             self.plan.join(n, prompt, PARAMS, range(4), chunk=prompt.size)
         self.step()
 
-    def send(self, message: Step | Whole) -> int:
-        frame = self.encoder.encode(message)
+    def send(self) -> int:
+        """The step that is planned. Returns the length of its frame."""
+        step = self.plan.finish(LEADER, self.number + 1)
+        self.number += 1
+        frame = self.encoder.encode(step)
         self.encoder.sent()
         pieces = frame if isinstance(frame, list) else [frame]
         whole = b"".join(memoryview(piece).cast("B") for piece in pieces)
-        if isinstance(message, Step):
-            self.leader.sent(message)
-        assert self.worker.take(self.decoder.decode(whole)) in (Verdict.APPLIED, Verdict.TAKEN)
+        self.schedule.apply(step)
+        received = self.decoder.decode(whole)
+        self.sequence.check(received)
+        self.worker.apply(received)
         return len(whole)
 
     def step(self) -> int:
         short = self.schedule.short_of_blocks()
         self.plan.append_each(short, short.astype(np.int32))
-        return self.send(self.plan.finish(self.leader.identity, self.leader.next_number))
+        return self.send()
 
 
 @pytest.mark.parametrize(("requests", "average"), [(4, 40), (32, 60), (256, 300), (1024, 1000)])
 def test_a_decode_step_takes_a_few_bytes_whatever_the_number_of_requests(requests: int, average: int) -> None:
     pair = Pair(requests)
     sizes = [pair.step() for _ in range(64)]
-    steady = Step(pair.leader.identity, pair.leader.next_number)
+    steady = Step(LEADER, pair.number + 1)
     assert len(pair.encoder.encode(steady)) <= 24
     assert sum(sizes) / len(sizes) <= average
 
@@ -436,7 +413,7 @@ def test_parameters_that_are_known_take_two_bytes_at_most() -> None:
 
     def joining(params: Interned[SamplingParams]) -> int:
         pair.plan.join(9, ints(1), params, [1])
-        return pair.send(pair.plan.finish(pair.leader.identity, pair.leader.next_number))
+        return pair.send()
 
     fresh = Interned(SamplingParams(seed=7))
     first, second, third = joining(fresh), joining(fresh), joining(PARAMS)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.codec import Interned
-from penstock.codec.follow import Change, Lost, Picture
+from penstock.codec.sequence import Sequenced
 from penstock.errors import DecodeError
 from penstock.tensor import Item
 
@@ -172,7 +172,6 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     servers: Slots | None = None  # None: all of server 0
     inputs: Inputs | None = None
     samples: Slots | None = None  # which of its request's n each one is; None: all the first
-    generated: Ints | None = None  # in a picture: how many tokens each has besides its prompt; None: none
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -199,7 +198,15 @@ class Advances(msgspec.Struct, array_like=True, frozen=True, eq=False):
     counts: Ints  # 0: not in this step
 
 
-class Step(Change, array_like=True, frozen=True, eq=False):
+class Begin(Sequenced, array_like=True, frozen=True, eq=False):
+    """The first message of a core, from which its steps are counted: the batch is empty, and so large."""
+
+    slots: Natural
+    blocks: Natural
+    block_size: Natural
+
+
+class Step(Sequenced, array_like=True, frozen=True, eq=False):
     """What the ranks do next, told as what is new. The fields happen in this order. All who run and are not in
     `advances` compute one token. Who samples is not said: `Schedule.sampled` tells."""
 
@@ -209,16 +216,6 @@ class Step(Change, array_like=True, frozen=True, eq=False):
     resumed: Resumed | None = None
     appended: Appended | None = None
     advances: Advances | None = None
-
-
-class Whole(Picture, array_like=True, frozen=True, eq=False):
-    """The schedule as a whole, for who came late or missed a step."""
-
-    slots: Natural  # how many there are
-    blocks: Natural
-    block_size: Natural
-    joined: Joined | None = None  # all that have a slot
-    preempted: Slots | None = None  # those of them that do not run
 
 
 class Stop(msgspec.Struct, array_like=True, frozen=True):
@@ -332,8 +329,8 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 # What each channel carries; its number in this list is the message's number on the wire.
-INBOX = (Submit, Abort, Ready, Lost, Halt, Announce, Stop)  # Announce: where the core is its own output processor
+INBOX = (Submit, Abort, Ready, Halt, Announce, Stop)  # Announce: where the core is its own output processor
 ANNOUNCED = (Announce,)
-STEPS = (Step, Whole, Stop)
+STEPS = (Step, Begin, Stop)
 RESULTS = (StepDone,)
 DELTAS = (Delta, Failed)

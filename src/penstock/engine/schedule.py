@@ -2,7 +2,7 @@
 
 A `Step` is applied here by the core that has made it and by all who receive it. A steady step costs two additions of
 arrays, whatever the number of requests. Leaves to `plan` how a step is made, to the scheduler why, and to
-`codec.follow` who is out of step.
+`codec.sequence` whether it is the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from penstock.engine.protocol import (
     SamplingParams,
     Slots,
     Step,
-    Whole,
 )
 from penstock.errors import DecodeError
 from penstock.tensor import Item
@@ -48,8 +47,8 @@ class Schedule:
     A row samples in a step if what is computed of it reaches what is known of it: then one more token is known, or will
     be when its number is. So all who apply the step know who sampled, and nobody computes a token that is not known.
 
-    Nobody writes to it but `apply` and `become`. They replace `rows`, `counts`, `sampled` and what `prompts` holds, and
-    do not change them: who wants to remember those of a step keeps them.
+    Only `apply` writes to it. It replaces `rows`, `counts`, `sampled` and what `prompts` holds, and does not change
+    them: a reference to those of a step stays valid.
     """
 
     def __init__(self, slots: int, blocks: int, block_size: int = 16, most_blocks: int | None = None) -> None:
@@ -123,54 +122,6 @@ class Schedule:
             draft.append(step.appended)
         draft.advance(step.advances)
         draft.commit()
-
-    def become(self, picture: Whole, /) -> None:
-        """The same for a picture. What the step before it computed and sampled is not in it: nothing, then."""
-        ours, theirs = (self.slots, self.blocks, self.block_size), (picture.slots, picture.blocks, picture.block_size)
-        if ours != theirs:
-            raise DecodeError(f"expected slots, blocks and block size to be {ours}, got {theirs} at $.slots")
-        fresh = Schedule(*ours, self.most_blocks)
-        draft = _Draft(fresh)
-        if picture.joined is not None:
-            draft.join(picture.joined)
-        if picture.preempted is not None:
-            draft.stand_by(picture.preempted)
-        draft.rest()
-        draft.commit()
-        vars(self).update(vars(fresh))
-
-    def picture(self, leader: int, number: int, /) -> Whole:
-        there = np.flatnonzero(self.status)
-        size = (self.slots, self.blocks, self.block_size)
-        if not there.size:
-            return Whole(leader, number, *size)
-        slots = there.tolist()
-        owners: dict[int, int] = {}  # by the prompt's identity: samples of one request share it
-        parents = [owners.setdefault(id(self.prompts[slot]), slot) for slot in slots]
-        own = [self.prompts[slot] if parent == slot else NOTHING for slot, parent in zip(slots, parents, strict=True)]
-        params, others, params_of = columns_of_params([self.params[slot] for slot in slots])
-        counts = self.block_counts[there]
-        joined = Joined(
-            slots=there.astype(np.uint16),
-            requests=self.requests[there],
-            params=params,
-            lengths=np.array([prompt.size for prompt in own], np.int32),
-            ids=np.concatenate(own),
-            block_counts=counts,
-            blocks=self.table[_ragged(there, np.zeros_like(there), counts)],
-            others=others,
-            params_of=params_of,
-            computed=self.computed[there],
-            parents=np.array(parents, np.uint16),
-            servers=self.servers[there],
-            inputs=columns_of_inputs(
-                [self.inputs[slot] if parent == slot else () for slot, parent in zip(slots, parents, strict=True)]
-            ),
-            samples=self.samples[there],
-            generated=self.known[there] - np.array([self.prompts[slot].size for slot in slots], np.int32),
-        )
-        preempted = np.flatnonzero(self.status == PREEMPTED).astype(np.uint16)
-        return Whole(leader, number, *size, joined, preempted if preempted.size else None)
 
 
 def columns_of_params(params: list[Params | None]) -> tuple[tuple[Params, ...], tuple[SamplingParams, ...], Slots]:
@@ -247,13 +198,6 @@ class _Draft:
         self._computed[slots] = 0
         self._block_counts[slots] = 0
 
-    def stand_by(self, preempted: Slots) -> None:
-        """In a picture: some of those that joined do not run."""
-        slots = self._slots(preempted, "preempted", RUNNING)
-        if self._block_counts[slots].any() or self._computed[slots].any():
-            raise DecodeError("expected no blocks and nothing computed of who does not run at $.preempted")
-        self._turn(slots, PREEMPTED)
-
     def join(self, joined: Joined) -> None:
         slots = self._slots(joined.slots, "joined.slots", FREE)
         size = slots.size
@@ -270,9 +214,6 @@ class _Draft:
         inputs = _inputs_of(joined.inputs, size)
         if joined.samples is not None:
             _column(joined.samples, size, "joined.samples")
-        generated = None
-        if joined.generated is not None:
-            generated = _column(joined.generated, size, "joined.generated", self._now._positions)
         self._turn(slots, RUNNING)
         self._computed[slots] = 0 if computed is None else computed
         self._give(slots, joined.block_counts, joined.blocks, "joined")
@@ -291,8 +232,7 @@ class _Draft:
             own[slot] = prompt, its
             begin = end
             self._newcomers.append((slot, prompt, params[row], its))
-        known = np.array([prompt.size for _, prompt, _, _ in self._newcomers], np.int32)
-        self._known[slots] = known if generated is None else known + generated
+        self._known[slots] = [prompt.size for _, prompt, _, _ in self._newcomers]
         self._require_more_known(slots, "joined")
         self._joined = joined
 
@@ -378,11 +318,6 @@ class _Draft:
             counts = counts.copy()
             counts[slots] = given
         self._settle(counts, advances)
-
-    def rest(self) -> None:
-        """Nobody advances."""
-        self._count_rows()
-        self._settle(np.zeros_like(self._ones), None)
 
     def _count_rows(self) -> None:
         if self._has_other_rows:
