@@ -21,8 +21,7 @@ from penstock import Timeout
 from penstock.engine.cluster.status_board import Board
 from penstock.engine.cluster.topology import Member, Tree
 from penstock.engine.core.engine_core import Core
-from penstock.engine.protocol.batch_state import Schedule
-from penstock.engine.protocol.messages import Ready, Step, StepDone, Stop, Submit
+from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop, Submit
 from penstock.engine.worker.simulated_device import Simulated
 from penstock.measure import vllm2024
 
@@ -49,9 +48,6 @@ class _Core:
         socket.set_hwm(0)
         socket.bind(f"ipc://{path}")
         return socket
-
-    def greet(self, _: Any) -> None:
-        """Nobody comes late: they are all told everything, always."""
 
     def receive(self, timeout: float) -> StepDone:
         if not self._results.poll(timeout * 1000):
@@ -173,6 +169,11 @@ class ClassicCore(Core):
     def _await_receivers(self) -> None:
         self._wire.meet()
 
+    def _begin(self, begin: Begin) -> None:
+        """The workers keep no state. The outputs of this core are its own."""
+        if self._answers is not None:
+            self._answers.state.begin(begin.slots, begin.blocks, begin.block_size)
+
     def _take(self, message: Any) -> None:
         if isinstance(message, Submit) and message.client == WITH_IMAGE:
             self._images[message.server, message.request] = self._wire.receive_image()
@@ -182,19 +183,15 @@ class ClassicCore(Core):
         scheduler = self._scheduler
         if not scheduler.plan(self._plan):
             return False
-        step = self._plan.finish(self._leader.identity, self._leader.next_number)
-        self._leader.sent(step)
+        step = self._plan.finish(self._sequence.leader, self._sequence.next_number)
+        self._sequence.number = step.number
+        self._schedule.apply(step)
         self._wire.send((step.leader, step.number, self._whole_state(step)), self._config.step_timeout)
         scheduler.sent(step)
         if self._answers is not None:
             self._answers.sent(step)
         self._publish()
         return True
-
-    @property
-    def _schedule(self) -> Schedule:
-        state: Schedule = self._leader.state
-        return state
 
     def _whole_state(self, step: Step) -> vllm2024.ExecuteModelRequest:
         """Of all that run. The step has been applied."""

@@ -27,7 +27,7 @@ PARTS = {
     "plan": "_scheduler.plan",
     "finish": "_plan.finish",
     "whole state": "_whole_state",
-    "apply": "_leader.sent",
+    "apply": "_schedule.apply",
     "send": "_steps.send",
     "note sent": "_scheduler.sent",
     "note done": "_scheduler.done",

@@ -86,3 +86,19 @@ class DecodeError(PenstockError, ValueError):
 
     kind: type | None = None
     fields: tuple[object, ...] = ()
+
+
+class OutOfStep(PenstockError):
+    """A change does not follow the last one that was received: one was missed or repeated, or has another leader.
+
+    `expected` and `found` are leader and number; `expected` is None before the whole state, which comes first.
+    """
+
+    def __init__(self, expected: tuple[int, int] | None, found: tuple[int, int]) -> None:
+        wanted = "the whole state" if expected is None else f"change {expected[1]} of leader {expected[0]:08x}"
+        super().__init__(f"expected {wanted}, got change {found[1]} of leader {found[0]:08x}")
+        self.expected = expected
+        self.found = found
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return OutOfStep, (self.expected, self.found)

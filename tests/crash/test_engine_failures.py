@@ -47,11 +47,11 @@ def raises_in_a_step(tree: Tree, me: Member) -> None:
 
 
 class Forgetful(Worker):
-    """Misses a step: with that and the next one in flight no more come, so the core finds out by its deadline."""
+    """Misses a step: what comes next is out of step, or nothing comes, and the core finds out by its deadline."""
 
     def _turn(self) -> None:
-        if self._me.incarnation == 1 and self._next == LAST:
-            self._following.receive()
+        if self._me.incarnation == 1 and self._flights and self._flights[-1][0].number == LAST:
+            self._steps.receive()
         super()._turn()
 
 

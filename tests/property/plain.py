@@ -81,13 +81,6 @@ class Plain:
         require(slot in self.rows and self.rows[slot].runs == runs)
         return self.rows[slot]
 
-    def rewind(self, slot: int, count: int) -> None:
-        row = self.at(slot, runs=True)
-        most = row.computed - len(row.prompt) if row.known == row.computed + 1 else 0
-        require(0 <= count <= max(most, 0))
-        row.computed -= count
-        row.known -= count
-
     def leave(self, slot: int) -> None:
         require(slot in self.rows)
         del self.rows[slot]
@@ -118,7 +111,7 @@ class Plain:
         require(all(0 <= one < BLOCKS for one in blocks) and len(row.blocks) + len(blocks) <= MOST_BLOCKS)
         row.blocks += blocks
 
-    def advance(self, counts: dict[int, int], drafts: dict[int, int]) -> None:
+    def advance(self, counts: dict[int, int]) -> None:
         for slot, count in counts.items():
             self.at(slot, runs=True)
             require(count >= 0)
@@ -127,8 +120,8 @@ class Plain:
             row.count = counts.get(slot, 1)
             row.computed += row.count
             require(row.computed <= len(row.blocks) * BLOCK_SIZE)
-            require(row.computed - drafts.get(slot, 0) <= row.known)
-            row.samples = row.computed >= row.known
+            require(row.computed <= row.known)
+            row.samples = row.computed == row.known
             if row.samples:
                 row.known = row.computed + 1
 
@@ -136,9 +129,6 @@ class Plain:
     def apply(self, step: Step) -> "Plain":
         """The next state. Raises Refused where a step must be refused."""
         then = self.copy()
-        if step.rewound is not None:
-            for slot, count in rows(step.rewound.slots, step.rewound.counts):
-                then.rewind(slot, count)
         for slot in numbers(step.left):
             then.leave(slot)
         for slot in numbers(step.preempted):
@@ -160,16 +150,7 @@ class Plain:
             for slot, more in rows(appended.slots, split(appended.blocks, counts)):
                 then.append(slot, more)
         advances = step.advances
-        drafts: dict[int, int] = {}
-        if advances is not None and advances.draft_counts is not None:
-            for count, draft_count in rows(advances.counts, advances.draft_counts, distinct=False):
-                require(0 <= draft_count <= count)
-            drafts = dict(rows(advances.slots, advances.draft_counts))
-            if advances.drafts is not None:
-                require(all(one >= 0 for some in split(advances.drafts, advances.draft_counts) for one in some))
-        elif advances is not None:
-            require(advances.drafts is None)
-        then.advance({} if advances is None else dict(rows(advances.slots, advances.counts)), drafts)
+        then.advance({} if advances is None else dict(rows(advances.slots, advances.counts)))
         return then
 
     def apply_joined(self, step: Step) -> None:
@@ -191,18 +172,14 @@ class Plain:
             require(all(position >= 0 and length >= 0 for _, position, length in flat))
             inputs = split(flat, joined.inputs.counts)
         samples = [0] * size if joined.samples is None else numbers(joined.samples)
-        generated = [0] * size if joined.generated is None else numbers(joined.generated)
-        require(all(one >= 0 for one in generated))
         columns = (prompts, of, numbers(joined.requests), split(joined.blocks, joined.block_counts))
-        for slot, prompt, its, request, blocks, done, server, media, parent, sample, more in rows(
-            slots, *columns, computed, servers, inputs, parents, samples, generated
+        for slot, prompt, its, request, blocks, done, server, media, parent, sample in rows(
+            slots, *columns, computed, servers, inputs, parents, samples
         ):
             if parent != slot:
                 require(not prompt and not media and parent in self.rows)
                 prompt, media = self.rows[parent].prompt, self.rows[parent].inputs
-            row = Row(request, prompt, known[its], server, media, sample)
-            row.known += more
-            self.join(slot, row, blocks, done)
+            self.join(slot, Row(request, prompt, known[its], server, media, sample), blocks, done)
 
 
 def numbers(column: Any) -> list[Any]:
@@ -259,12 +236,6 @@ def shown(schedule: Schedule) -> dict[int, dict[str, Any]]:
     return out
 
 
-def without_counts(told: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What a picture shows: not what the last step has computed."""
-    hidden = {"count", "samples"}
-    return {slot: {name: value for name, value in row.items() if name not in hidden} for slot, row in told.items()}
-
-
 class Wire:
     """Frames of one sender, and what they say."""
 
@@ -303,20 +274,13 @@ class Life:
         """One step. In half of the cases nobody comes or goes, and everybody computes one token."""
         chance, plain = self.random.random, self.plain
         counts: dict[int, int] = {}
-        drafts: dict[int, int] = {}
         for slot in plain.running():
             if plain.rows[slot].computed >= (MOST_BLOCKS - 8) * BLOCK_SIZE:
                 self.plan.leave(slot)
                 plain.leave(slot)
         if chance() < 0.5 and plain.rows:
-            self.go(counts, drafts)
+            self.go(counts)
             return
-        for slot in plain.running():
-            row = plain.rows[slot]
-            if chance() < 0.15 and row.known == row.computed + 1 and row.computed > len(row.prompt):
-                count = self.random.randint(1, min(4, row.computed - len(row.prompt)))
-                self.plan.rewind(slot, count)
-                plain.rewind(slot, count)
         for slot in sorted(plain.rows):  # ended, aborted
             if chance() < 0.06:
                 self.plan.leave(slot)
@@ -338,10 +302,8 @@ class Life:
                 row = plain.rows[slot]
                 left = row.known - row.computed
                 counts[slot] = min(left, self.random.choice((0, 0, 1, 2, 3, 5, 17)))
-                drafts[slot] = self.random.randint(0, 4) if counts[slot] == left else 0
-                counts[slot] += drafts[slot]
-                self.plan.advance(slot, counts[slot], drafts=np.arange(drafts[slot], dtype=np.int32))
-        self.go(counts, drafts)
+                self.plan.advance(slot, counts[slot])
+        self.go(counts)
 
     def join(self, counts: dict[int, int]) -> None:
         self.requests += 1
@@ -373,7 +335,7 @@ class Life:
             inputs = self.plain.rows[parent].inputs
         self.plain.join(slot, Row(self.requests, told, params, server, inputs, sample), list(blocks), computed)
 
-    def go(self, counts: dict[int, int], drafts: dict[int, int]) -> None:
+    def go(self, counts: dict[int, int]) -> None:
         each: list[int] = []
         for slot in self.plain.running():
             row = self.plain.rows[slot]
@@ -388,7 +350,7 @@ class Life:
         self.plan.append_each(np.array(each, np.int32), np.array(blocks, np.int32))
         for slot, block in zip(each, blocks, strict=True):
             self.plain.append(slot, [block])
-        self.plain.advance(counts, drafts)
+        self.plain.advance(counts)
 
 
 def decode(frame: bytes, decoder: FrameDecoder | None = None) -> Any:

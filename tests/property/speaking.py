@@ -124,7 +124,7 @@ class Speaking:
     def __init__(self, slots: int = 8, depth: int = 1, state: OutputState | None = None) -> None:
         self.schedule = Schedule(slots, 1000, 4)
         self.state = state or OutputState(VOCABULARY, MAX_MODEL_LEN, (EOS,))
-        self.state.become(self.schedule.picture(1, 0))
+        self.state.begin(slots, 1000, 4)
         self.plan = Plan(self.schedule)
         self.number = self.state_number = 0  # of the last step that was sent, and that the output has applied
         self.depth = depth

@@ -1,5 +1,6 @@
-"""The schedule against dicts and lists: random traces with all that can happen to a follower, and broken steps."""
+"""The schedule against dicts and lists: random traces with all that can happen on the wire, and broken steps."""
 
+import copy
 import random
 from collections import Counter
 from typing import Any
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 
 from penstock.codec import FrameDecoder, Interned
-from penstock.codec.follow import Follower, Leader, Verdict
+from penstock.codec.sequence import SequenceCheck
 from penstock.engine.protocol.batch_state import Schedule
-from penstock.engine.protocol.messages import SamplingParams, Step, Whole
-from penstock.errors import DecodeError
+from penstock.engine.protocol.messages import Begin, SamplingParams, Step
+from penstock.errors import DecodeError, OutOfStep
 from tests.property.plain import (
+    BLOCK_SIZE,
+    BLOCKS,
     CATALOGUE,
     SLOTS,
     Life,
@@ -21,115 +24,75 @@ from tests.property.plain import (
     Refused,
     Wire,
     decode,
-    flat,
     shown,
     small_schedule,
-    without_counts,
 )
 
 SEEDS, STEPS = 20, 5_000  # 10^5 steps in all
-STEP = 1  # the number of its class, in the first byte of a frame
 
 
-class Worker:
-    """A follower behind a wire that loses, repeats and keeps back what it likes; it may crash, and come back."""
+class Group:
+    """A core and a worker behind a wire that loses, repeats, mutilates and keeps back what it likes."""
 
-    def __init__(self, random: random.Random, number: int) -> None:
-        self.random = random
-        self.number = number
-        self.had: list[bytes] = []  # what went over the wire not long ago, and the last picture
-        self.happened: Counter[str] = Counter()
-        self.start()
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.life, self.wire, self.decoder = Life(chance), Wire(), FrameDecoder(CATALOGUE)
+        self.leader, self.number = chance.getrandbits(32), 0
+        self.worker, self.sequence = small_schedule(), SequenceCheck()
+        self.sequence.begin(Begin(self.leader, 0, SLOTS, BLOCKS, BLOCK_SIZE))
+        self.had: list[bytes] = []  # what went over the wire not long ago
 
-    def start(self) -> None:
-        self.decoder = FrameDecoder(CATALOGUE)
-        self.follower: Follower[Step, Whole] = Follower(small_schedule(), f"worker {self.number}", patience=16)
-        self.is_pictured = True
+    def next_frame(self) -> bytes:
+        self.life.decide()
+        self.number += 1
+        step = self.life.plan.finish(self.leader, self.number)
+        self.life.schedule.apply(step)
+        return self.wire.frame(step)
 
-    def frames(self, frame: bytes, foreign: bytes) -> list[bytes]:
-        """What arrives when this is sent."""
-        self.had = [*(self.had[:1] if frame[0] & 0x7F == STEP else [frame]), *self.had[1:][-20:], frame]
-        what = self.random.random()
-        if what < 0.004:
-            return []
-        if what < 0.008:
-            return [frame, frame]
-        if what < 0.012:
-            return [frame, self.random.choice([self.had[0], *self.had])]
-        if what < 0.014:
-            return [self.random.choice([self.had[0]] * 9 + self.had), frame]
-        if what < 0.016:
-            return [foreign, frame]
-        if what < 0.018:
-            return [frame, foreign]
-        if what < 0.020:
-            at = self.random.randrange(len(frame))
-            return [frame[:at]]
-        return [frame]
+    def arrivals(self, frame: bytes, foreign: bytes) -> tuple[str, list[bytes]]:
+        """What the wire does, and what arrives when this is sent."""
+        self.had = [*self.had[-20:], frame]
+        what = self.chance.random()
+        if what > 0.02:
+            return "sent", [frame]
+        return self.chance.choice(
+            [
+                ("lost", []),
+                ("repeated", [frame, frame]),
+                ("old", [self.chance.choice(self.had), frame]),
+                ("foreign", [foreign, frame]),
+                ("cut", [frame[: self.chance.randrange(len(frame))]]),
+            ]
+        )
 
-    def take(self, frame: bytes) -> bool:
-        """Whether the leader must be told."""
-        try:
-            message = decode(frame, self.decoder)
-        except DecodeError:
-            self.happened["undecodable"] += 1
-            return False
-        verdict = self.follower.take(message)
-        self.happened[verdict.name] += 1
-        if verdict in (Verdict.TAKEN, Verdict.APPLIED):
-            self.is_pictured = verdict is Verdict.TAKEN
-        return verdict is Verdict.LOST
-
-    def check(self, leader: Leader[Step, Whole], plain: Plain) -> None:
-        follower = self.follower
-        if follower.is_in_step and (follower.leader, follower.number) == (leader.identity, leader.number):
-            assert isinstance(follower.state, Schedule)
-            ours, told = shown(follower.state), plain.told()
-            if self.is_pictured:  # what the last step computes is no part of a picture
-                ours, told = without_counts(ours), without_counts(told)
-            assert ours == told
+    def take(self, frame: bytes) -> None:
+        step = decode(frame, self.decoder)
+        self.sequence.check(step)
+        self.worker.apply(step)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_followers_have_what_they_would_have_if_they_were_told_everything_in_every_step(seed: int) -> None:
+def test_a_worker_has_the_state_of_its_core_or_is_out_of_step_at_the_next_step(seed: int) -> None:
     chance = random.Random(seed)
-    life, wire = Life(chance), Wire()
-    leader = Leader(life.schedule, chance.getrandbits(32))
-    workers = [Worker(chance, number) for number in range(2)]
-    is_picture_due = True
+    group, happened, noticed = Group(chance), Counter[str](), Counter[str]()
     foreign = Wire().frame(Step(chance.getrandbits(32), 3))
-    for number in range(STEPS + 40):
-        is_quiet = number >= STEPS  # in the end the wires behave, and all must come back
-        if chance.random() < 0.002 and not is_quiet:  # the leader dies, and another begins with nothing
-            life, wire = Life(chance), Wire()
-            leader, is_picture_due = Leader(life.schedule, chance.getrandbits(32)), True
-        if chance.random() < 0.002 and not is_quiet:
-            chance.choice(workers).start()
-            is_picture_due |= chance.random() < 0.5  # the channel says that somebody came; or it must ask
-        frames = []
-        if is_picture_due:
-            frames += [wire.whole_frame(one) for one in leader.pictures()]
-            is_picture_due = False
-        life.decide()
-        step = life.plan.finish(leader.identity, leader.next_number)
-        frames.append(wire.frame(step))
-        leader.sent(step)
-        for worker in workers:
-            was = worker.follower.losses
+    is_missing = False  # a step that the worker has not got
+    for number in range(STEPS):
+        what, frames = group.arrivals(group.next_frame(), foreign)
+        happened[what] += 1
+        try:
             for frame in frames:
-                for arrived in [frame] if is_quiet else worker.frames(frame, foreign):
-                    if worker.take(arrived) and worker.follower.lost is not None:
-                        is_picture_due |= leader.must_answer(worker.follower.lost)
-            if number % 16 == 0 or worker.follower.losses != was or is_quiet:
-                worker.check(leader, life.plain)
-        if number % 16 == 0 or is_quiet:
-            assert shown(life.schedule) == life.plain.told()
-    everything = {"undecodable", *(verdict.name for verdict in Verdict)}
-    happened = set(workers[0].happened) | set(workers[1].happened)
-    assert everything == happened, f"the trace left out {everything - happened}"
-    for worker in workers:
-        assert worker.follower.is_in_step and worker.follower.number == leader.number, worker.follower.lost
-        worker.check(leader, life.plain)
+                group.take(frame)
+        except (OutOfStep, DecodeError) as error:
+            assert what != "sent" or is_missing, f"step {number} was in step: {error}"
+            noticed[what] += 1
+            group, is_missing = Group(chance), False  # a group lives and dies as one
+            continue
+        is_missing = not frames
+        assert is_missing or group.sequence._expected == (group.leader, group.number + 1), f"missed a step at {number}"
+        if number % 16 == 0 and not is_missing:
+            assert shown(group.worker) == shown(group.life.schedule) == group.life.plain.told()
+    assert len(happened) == 6 and noticed["sent"] and noticed["foreign"] and noticed["cut"], (happened, noticed)
 
 
 # ── broken steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,7 +143,7 @@ def test_a_broken_step_is_refused_and_changes_nothing_or_does_what_it_says() -> 
         life, number = Life(chance), 0
         for _ in range(60):
             number += 1
-            before, picture = life.plain.copy(), life.schedule.picture(1, 0)
+            before, state = life.plain.copy(), copied(life.schedule)
             life.decide()
             step = life.plan.finish(1, number)
             paths = arrays_of(step)
@@ -190,7 +153,7 @@ def test_a_broken_step_is_refused_and_changes_nothing_or_does_what_it_says() -> 
                 for name in path:
                     column = getattr(column, name)
                 wrong = replaced(step, path, broken(column, chance))
-                outcomes[check_alike(before, picture, decode(Wire().frame(wrong)))] += 1
+                outcomes[check_alike(before, copied(state), decode(Wire().frame(wrong)))] += 1
             life.schedule.apply(step)
     assert min(outcomes["refused"], outcomes["applied"]) > 1000, outcomes
 
@@ -201,7 +164,7 @@ def test_a_frame_with_flipped_bits_is_refused_and_changes_nothing_or_does_what_i
     for _ in range(40):
         life = Life(chance)
         for number in range(1, 60):
-            before, picture = life.plain.copy(), life.schedule.picture(1, 0)
+            before, state = life.plain.copy(), copied(life.schedule)
             life.decide()
             step = life.plan.finish(1, number)
             frame = Wire().frame(step)
@@ -215,15 +178,18 @@ def test_a_frame_with_flipped_bits_is_refused_and_changes_nothing_or_does_what_i
                     outcomes["no message"] += 1
                     continue
                 if isinstance(wrong, Step):
-                    outcomes[check_alike(before, picture, wrong)] += 1
+                    outcomes[check_alike(before, copied(state), wrong)] += 1
             life.schedule.apply(step)
     assert min(outcomes.values()) > 100 and len(outcomes) == 3, outcomes
 
 
-def check_alike(before: Plain, picture: Whole, step: Step) -> str:
-    schedule = small_schedule()
-    schedule.become(picture)
-    assert without_counts(shown(schedule)) == without_counts(before.told())
+def copied(schedule: Schedule) -> Schedule:
+    made = small_schedule()
+    vars(made).update({name: copy.copy(value) for name, value in vars(schedule).items()})
+    return made
+
+
+def check_alike(before: Plain, schedule: Schedule, step: Step) -> str:
     try:
         then = before.apply(step)
     except Refused:
@@ -233,39 +199,11 @@ def check_alike(before: Plain, picture: Whole, step: Step) -> str:
     except DecodeError as error:
         assert then is None, f"refused a good step: {error}"
         assert " at $" in str(error)
-        assert without_counts(shown(schedule)) == without_counts(before.told()), "a refused step has left its traces"
+        assert shown(schedule) == before.told(), "a refused step has left its traces"
         return "refused"
     assert then is not None, "applied a step that must be refused"
     assert shown(schedule) == then.told()
     return "applied"
-
-
-def test_a_broken_picture_is_refused_and_changes_nothing_or_does_what_it_says() -> None:
-    chance = random.Random(4713)
-    outcomes: Counter[str] = Counter()
-    for _ in range(100):
-        life = Life(chance)
-        for number in range(1, chance.randint(2, 60)):
-            life.decide()
-            life.schedule.apply(life.plan.finish(1, number))
-        picture = decode(Wire().frame(life.schedule.picture(1, 9)))
-        for path in arrays_of(picture):
-            column = picture
-            for name in path:
-                column = getattr(column, name)
-            wrong = decode(Wire().frame(replaced(picture, path, broken(column, chance))))
-            schedule = small_schedule()
-            schedule.become(picture)
-            try:
-                schedule.become(wrong)
-                outcomes["taken"] += 1
-                again = small_schedule()
-                again.become(decode(flat(Wire().frame(schedule.picture(1, 9)))))
-                assert shown(again) == shown(schedule)
-            except DecodeError:
-                outcomes["refused"] += 1
-                assert without_counts(shown(schedule)) == without_counts(life.plain.told())
-    assert min(outcomes.values()) > 100 and len(outcomes) == 2, outcomes
 
 
 def test_more_parameters_than_can_be_interned_in_one_message_travel_all_the_same() -> None:
@@ -277,9 +215,7 @@ def test_more_parameters_than_can_be_interned_in_one_message_travel_all_the_same
         plan.join(n, np.array([n], np.int32), Interned(SamplingParams(seed=n)), [n])
     step = plan.finish(1, 1)
     schedule.apply(step)
-    for message in (step, schedule.picture(1, 1)):
-        other = Schedule(1024, 4096)
-        received = decode(Wire().frame(message))
-        other.apply(received) if isinstance(received, Step) else other.become(received)
-        assert without_counts(shown(other)) == without_counts(shown(schedule))
-        assert [one.value.seed for one in other.params[:1000] if one is not None] == list(range(1000))
+    other = Schedule(1024, 4096)
+    other.apply(decode(Wire().frame(step)))
+    assert shown(other) == shown(schedule)
+    assert [one.value.seed for one in other.params[:1000] if one is not None] == list(range(1000))

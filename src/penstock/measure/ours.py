@@ -9,10 +9,20 @@ import msgspec
 import numpy as np
 
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
-from penstock.codec.follow import Follower, Leader, Verdict
+from penstock.codec.sequence import SequenceCheck
 from penstock.engine.core.step_builder import Plan
 from penstock.engine.protocol.batch_state import Schedule
-from penstock.engine.protocol.messages import DELTAS, INBOX, RESULTS, STEPS, Delta, SamplingParams, StepDone, Submit
+from penstock.engine.protocol.messages import (
+    DELTAS,
+    INBOX,
+    RESULTS,
+    STEPS,
+    Delta,
+    SamplingParams,
+    Step,
+    StepDone,
+    Submit,
+)
 from penstock.measure.frames import Layout
 from penstock.measure.rounds import Local, Round, Way, whole
 from penstock.measure.workload import BLOCK, TEMPERATURE, TOP_P, Decode
@@ -59,20 +69,26 @@ class Steps:
         self._decode = decode
         self._requests = len(decode.running)
         self._coder = Coder(STEPS)
-        self._leader = Leader(Schedule(self._requests, MOST_BLOCKS, BLOCK), LEADER)
-        self._plan = Plan(self._leader.state)  # type: ignore[arg-type]
+        self._core, self._worker = (Schedule(self._requests, MOST_BLOCKS, BLOCK) for _ in range(2))
+        self._plan = Plan(self._core)
         params = Interned(SamplingParams(temperature=TEMPERATURE, top_p=TOP_P))
         for row, one in enumerate(decode.running):
             blocks = np.array(one.blocks, np.int32)
             # What it has generated comes as if it were prompt. The step in which it joins computes one, as all do.
             known = np.array([*one.prompt, *one.output][: one.computed], np.int32)
             self._plan.join(row, known, params, blocks, computed=one.computed - 1)
-        self._leader.sent(self._plan.finish(LEADER, 1))
-        self._leader.number = LATER
-        self._follower = Follower(Schedule(self._requests, MOST_BLOCKS, BLOCK))
-        (picture,) = self._leader.pictures()
-        verdict = self._follower.take(self._coder.decode(whole(self._coder.encode(picture))))
-        assert verdict is Verdict.TAKEN, f"the follower did not take the picture: {verdict}"
+        self._number = LATER
+        first = self._finish()
+        self._worker.apply(self._coder.decode(whole(self._coder.encode(first))))
+        self._sequence = SequenceCheck()
+        self._sequence.begin(first)
+
+    def _finish(self) -> Step:
+        """The step that is planned, applied to the core's state."""
+        self._number += 1
+        step = self._plan.finish(LEADER, self._number)
+        self._core.apply(step)
+        return step
 
     def make(self, messages: int) -> list[Any]:
         return [self._next() for _ in range(messages)]
@@ -82,30 +98,28 @@ class Steps:
         if advance.due:
             slots = np.array(list(advance.due), np.intp)
             self._plan.append_each(slots, np.array(list(advance.due.values()), np.int32))
-        step = self._plan.finish(LEADER, self._leader.next_number)
-        self._leader.sent(step)
+        step = self._finish()
         self._decode.finish(advance)
         return step
 
     def decode(self, frame: bytes) -> None:
-        if self._follower.take(self._coder.decode(frame)) is not Verdict.APPLIED:
-            raise AssertionError(f"the follower is out of step: {self._follower.lost}")
+        step = self._coder.decode(frame)
+        self._sequence.check(step)
+        self._worker.apply(step)
 
     def perform(self, messages: int) -> Round:
         return Local(self.make, self._coder.encode, self.decode).perform(messages)
 
     def states(self) -> tuple[Schedule, Schedule]:
         """The core's and the worker's."""
-        return self._leader.state, self._follower.state  # type: ignore[return-value]
+        return self._core, self._worker
 
 
 class Steady(Steps):
     """Nobody needs a block, for as long as one likes: all of them have been given before."""
 
     def _next(self) -> Any:
-        step = self._plan.finish(LEADER, self._leader.next_number)
-        self._leader.sent(step)
-        return step
+        return self._finish()
 
     def perform(self, messages: int) -> Round:
         return super().perform(max(messages, LEAST))

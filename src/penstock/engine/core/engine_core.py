@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import penstock
 from penstock import DecodeError, PeerDied, Timeout
-from penstock.codec.follow import Leader, Leading, Lost
+from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
@@ -32,6 +32,7 @@ from penstock.engine.protocol.messages import (
     MOST_REQUESTS,
     Abort,
     Announce,
+    Begin,
     Failed,
     Halt,
     Ready,
@@ -39,7 +40,6 @@ from penstock.engine.protocol.messages import (
     StepDone,
     Stop,
     Submit,
-    Whole,
 )
 
 T = TypeVar("T")
@@ -95,11 +95,10 @@ class Core:
         schedule = Schedule(config.slots, blocks, config.block_size, config.most_blocks)
         self._await_receivers()
         self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
-        self._leader: Leader[Step, Whole] = Leader(schedule)
-        self._leading = Leading(self._steps, self._leader)
+        self._schedule = schedule
+        self._sequence = SequenceSender(self._steps)
+        self._begin(Begin(self._sequence.leader, 0, schedule.slots, schedule.blocks, schedule.block_size))
         self._plan = Plan(schedule)
-        if self._answers is not None:
-            self._answers.begin(schedule.picture(self._leader.identity, 0))
         self._row[Board.BLOCKS] = schedule.blocks
         self._row[Board.SERVING] = self._me.incarnation
         event("core serves", blocks=schedule.blocks, slots=schedule.slots)
@@ -158,14 +157,22 @@ class Core:
         here = [one for one in owners if one is not None and one.incarnation == self._me.incarnation]
         return len(here) == channel.receivers
 
+    def _begin(self, begin: Begin) -> None:
+        timeout = self._config.step_timeout
+        past_the_dead(self._me, lambda: self._sequence.send_whole(begin, timeout), timeout)
+        if self._answers is not None:
+            self._answers.state.begin(begin.slots, begin.blocks, begin.block_size)
+
     # ── the loop's parts ──
     def _has_sent_step(self) -> bool:
         """Decides the next step and sends it. False: enough are in flight, or there is nothing to do."""
         scheduler = self._scheduler
         if not scheduler.plan(self._plan):
             return False
-        step = self._plan.finish(self._leader.identity, self._leader.next_number)
-        past_the_dead(self._me, lambda: self._leading.send(step, self._config.step_timeout), self._config.step_timeout)
+        step = self._plan.finish(self._sequence.leader, self._sequence.next_number)
+        timeout = self._config.step_timeout
+        past_the_dead(self._me, lambda: self._sequence.send(step, timeout), timeout)
+        self._schedule.apply(step)
         scheduler.sent(step)
         if self._answers is not None:
             self._answers.sent(step)
@@ -230,8 +237,6 @@ class Core:
                 scheduler.halt(slot, birth)
         elif isinstance(message, Announce) and self._answers is not None:
             self._answers.state.announce(message)
-        elif isinstance(message, Lost):
-            raise RuntimeError(f"{message.who} is out of step ({message.why}): its cache is not what we believe")
         elif isinstance(message, Stop):
             self._is_stopped = True
 
@@ -243,12 +248,12 @@ class Core:
     def _hear(self) -> StepDone:
         """What the oldest step in flight has sampled."""
         self._outbox.send_kept()
-        number = self._leader.number - self._scheduler.in_flight + 1
+        number = self._sequence.number - self._scheduler.in_flight + 1
         try:
             done: StepDone = self._waiting(lambda: self._results.receive(self._config.step_timeout))
         except Timeout as error:
             raise Timeout(f"no StepDone for step {number} within {self._config.step_timeout:g} s: {error}") from None
-        if (done.leader, done.number) != (self._leader.identity, number):
+        if (done.leader, done.number) != (self._sequence.leader, number):
             raise RuntimeError(f"expected the StepDone of step {number}, got that of {done.number}")
         return done
 
@@ -313,7 +318,7 @@ class Core:
         row[Board.OPEN] = scheduler.open_requests
         row[Board.WAITING] = scheduler.waiting
         row[Board.FREE_BLOCKS] = scheduler.cache.free
-        row[Board.STEPS] = self._leader.number
+        row[Board.STEPS] = self._sequence.number
         row[Board.OWN_NS] = self._own_ns
 
 
@@ -324,9 +329,6 @@ class _Answers:
         self.state = OutputState(vocabulary(config), config.max_model_len, config.end_ids)
         self._outbox = outbox
         self._steps: deque[Step] = deque()  # sent, and not done: the state follows a result behind
-
-    def begin(self, picture: Whole) -> None:
-        self.state.become(picture)
 
     def sent(self, step: Step) -> None:
         self._steps.append(step)

@@ -129,8 +129,6 @@ class Progress:
         if not self._flights or done.number != self._flights[0].number:
             awaited = f"step {self._flights[0].number}" if self._flights else "no step"
             raise DecodeError(f"expected {awaited} to be done, got {done.number} at $.number")
-        if done.slots is not None or done.counts is not None:
-            raise DecodeError("expected the ids of all that sample in this step, one each, got others at $.slots")
         done.require_fit(self._flights[0].sampled.size)
         return self._flights.popleft()
 

@@ -21,7 +21,7 @@ from penstock.engine.protocol.batch_state import (
     columns_of_inputs,
     columns_of_params,
 )
-from penstock.engine.protocol.messages import Advances, Appended, Ints, Joined, Resumed, Rewound, Slots, Step
+from penstock.engine.protocol.messages import Advances, Appended, Ints, Joined, Resumed, Slots, Step
 
 Blocks = Sequence[int] | Ints
 
@@ -34,15 +34,13 @@ class Plan:
         self._begin()
 
     def _begin(self) -> None:
-        self._rewound: dict[int, int] = {}
         self._left: list[int] = []
         self._preempted: list[int] = []
         self._joined: dict[int, _Joining] = {}
         self._resumed: dict[int, tuple[Blocks, int]] = {}
         self._appended: dict[int, list[int]] = {}
         self._each: list[tuple[Column, Ints]] = []
-        self._advances: dict[int, tuple[int, int, Ints]] = {}
-        self._has_drafts = self._knows_drafts = False
+        self._advances: dict[int, int] = {}
 
     @property
     def free_slots(self) -> int:
@@ -107,35 +105,23 @@ class Plan:
         if slots.size:
             self._each.append((slots, blocks))
 
-    def advance(self, slot: int, count: int, *, draft_count: int = 0, drafts: Ints | None = None) -> None:
-        """This step computes `count` tokens of the request; without this call, one. The last `draft_count` of them are
-        to be verified; they are `drafts`, or the workers' own proposals if that is None for all of a step."""
-        drafts = NOTHING if drafts is None else drafts
-        self._has_drafts |= draft_count > 0 or drafts.size > 0
-        self._knows_drafts |= drafts.size > 0
-        self._advances[slot] = count, max(draft_count, drafts.size), drafts
-
-    def rewind(self, slot: int, count: int) -> None:
-        """The last `count` tokens of the request, computed by former steps, were wrong drafts."""
-        self._rewound[slot] = self._rewound.get(slot, 0) + count
+    def advance(self, slot: int, count: int) -> None:
+        """This step computes `count` tokens of the request; without this call, one."""
+        self._advances[slot] = count
 
     def finish(self, leader: int, number: int) -> Step:
         step = Step(
             leader,
             number,
-            rewound=self._columns_of_rewound() if self._rewound else None,
             left=_slots(self._left) if self._left else None,
             preempted=_slots(self._preempted) if self._preempted else None,
             joined=self._columns_of_joined() if self._joined else None,
             resumed=self._columns_of_resumed() if self._resumed else None,
             appended=self._columns_of_appended() if self._appended or self._each else None,
-            advances=self._columns_of_advances() if self._advances else None,
+            advances=Advances(_slots(self._advances), _ints(self._advances.values())) if self._advances else None,
         )
         self._begin()
         return step
-
-    def _columns_of_rewound(self) -> Rewound:
-        return Rewound(_slots(self._rewound), _ints(self._rewound.values()))
 
     def _columns_of_joined(self) -> Joined:
         slots, rows = list(self._joined), list(self._joined.values())
@@ -180,15 +166,6 @@ class Plan:
         blocks += [_ints(more) for more in self._appended.values()]
         together = np.concatenate(counts)
         return Appended(np.concatenate(slots), np.concatenate(blocks), None if (together == 1).all() else together)
-
-    def _columns_of_advances(self) -> Advances:
-        rows = self._advances.values()
-        return Advances(
-            _slots(self._advances),
-            _ints([count for count, _, _ in rows]),
-            _ints([draft_count for _, draft_count, _ in rows]) if self._has_drafts else None,
-            np.concatenate([drafts for _, _, drafts in rows]) if self._knows_drafts else None,
-        )
 
 
 class _Joining:

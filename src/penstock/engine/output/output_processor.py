@@ -1,4 +1,4 @@
-"""An output processor: follows the core's steps and their results, and answers the servers.
+"""An output processor: applies the core's steps with their results, and answers the servers.
 
 A step concerns it together with its result. So while results come it sleeps on these alone, and no step wakes it: each
 has been sent before its result, and is there when that comes. While nothing is to be done it sleeps on the steps: the
@@ -16,14 +16,14 @@ from typing import TypeAlias
 
 from penstock import DecodeError, EndOfChannel, PeerDied, Timeout, WouldBlock
 from penstock.codec import MessageReceiver
-from penstock.codec.follow import Follower, Following
+from penstock.codec.sequence import SequenceCheck
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.topology import AGAIN, Member, Tree, past_the_dead
 from penstock.engine.output.detokenizer import Vocabulary, vocabulary
 from penstock.engine.output.output_state import OutputState
-from penstock.engine.protocol.messages import Abort, Announce, Failed, Halt, Step, StepDone, Stop, Whole
+from penstock.engine.protocol.messages import Abort, Announce, Begin, Failed, Halt, Step, StepDone, Stop
 
 LOOK_AGAIN = 0.03  # seconds; while no result comes: a death of the core, or its last word, is told on the other channel
 LISTEN_AGAIN = 1.0  # seconds; to servers, while the core has nothing to say: it may have refused what they announced
@@ -41,20 +41,20 @@ def run(tree: Tree, me: Member) -> None:
 
 
 class _Steps:
-    """What the core sends, in its order, as `Following` wants it; but it can be looked at before it is wanted."""
+    """What the core sends, in its order; it can be looked at before it is used."""
 
     def __init__(self, receiver: MessageReceiver) -> None:
         self._receiver = receiver
-        self._kept: deque[Step | Whole] = deque()  # taken from the channel, and not yet wanted
+        self._kept: deque[Step | Begin] = deque()  # taken from the channel, and not yet used
         self.has_ended = False  # what is kept is all that comes
 
     @property
     def has_step(self) -> bool:
         return any(isinstance(one, Step) for one in self._kept)
 
-    def receive(self, timeout: float | None = None) -> Step | Whole:
+    def receive_nowait(self) -> Step | Begin:
         if not self._kept:
-            self._take(timeout)
+            self._take(0.0)
         return self._kept.popleft()
 
     def wait(self, timeout: float) -> None:
@@ -70,12 +70,12 @@ class _Steps:
         except EndOfChannel:
             self.has_ended = True
 
-    def _take(self, timeout: float | None) -> None:
+    def _take(self, timeout: float) -> None:
         self._keep(self._receiver.receive(timeout))
         if self.has_ended:
             raise EndOfChannel("the core has said that no more steps come")
 
-    def _keep(self, message: Step | Whole | Stop) -> None:
+    def _keep(self, message: Step | Begin | Stop) -> None:
         if isinstance(message, Stop):
             self.has_ended = True
         else:
@@ -99,8 +99,7 @@ class Output:
         self._results = group.results.receiver(1 + me.index, name=name)
         steps = group.steps.receiver(config.tensor_parallel + me.index, name=name)  # last: the core looks at it
         self._steps = _Steps(steps)
-        follower = Follower(self._state, name)
-        self._following = Following(self._steps, follower, self._inbox.send_nowait)
+        self._sequence = SequenceCheck()
         self._start_timeout = config.start_timeout
         self._is_resting = True  # no step is without its result, and none has come for a while
         self._deadline = 0.0  # for the next result, while we do not rest
@@ -144,7 +143,7 @@ class Output:
         return True
 
     def _answer(self, done: StepDone) -> None:
-        step = past_the_dead(self._me, lambda: self._following.receive(0.0), self._timeout)
+        step = past_the_dead(self._me, self._next_step, self._timeout)
         if (done.leader, done.number) != (step.leader, step.number):
             raise RuntimeError(f"expected the StepDone of step {step.number}, got that of {done.number}")
         if step.joined is not None:
@@ -162,6 +161,18 @@ class Output:
             self._to_core.append(answers.halt)
         self._tell_core()
         self._deadline = time.monotonic() + self._timeout
+
+    def _next_step(self) -> Step:
+        """Applied. Raises OutOfStep where one is missing."""
+        message = self._steps.receive_nowait()
+        if isinstance(message, Begin):
+            self._sequence.begin(message)
+            self._state.begin(message.slots, message.blocks, message.block_size)
+            message = self._steps.receive_nowait()
+        assert isinstance(message, Step), "a core begins once"
+        self._sequence.check(message)
+        self._state.apply(message)
+        return message
 
     def _do_chores(self) -> None:
         """What may be done at any time, and at last when there is time."""

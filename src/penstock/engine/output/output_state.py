@@ -28,10 +28,8 @@ from penstock.engine.protocol.messages import (
     Step,
     StepDone,
     Style,
-    Whole,
 )
 from penstock.engine.protocol.stop_conditions import Endings
-from penstock.errors import DecodeError
 
 ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets its text: by itself; or with all the others, from the tables
 
@@ -55,11 +53,11 @@ class OutputState:
         self._max_model_len, self._eos_ids = max_model_len, frozenset(eos_ids)
         self._share, self._shares = share, shares
         self._announced: dict[tuple[int, int], tuple[Announce, int]] = {}  # and how many of its samples have joined
-        self._begin(Schedule(1, 1))
+        self.begin(1, 1)
 
-    def _begin(self, schedule: Schedule) -> None:
-        slots = schedule.slots
-        self.schedule = schedule
+    def begin(self, slots: int, blocks: int, block_size: int = 16) -> None:
+        """With an empty batch, as the core has it."""
+        self.schedule = Schedule(slots, blocks, block_size)
         self._endings = Endings(slots, self._max_model_len, self._eos_ids)
         self._births = np.zeros(slots, np.int64)
         self._cached = np.zeros(slots, np.int32)
@@ -112,7 +110,7 @@ class OutputState:
         assert params is not None, "an open slot has parameters"
         return params.value
 
-    # ── the schedule, as codec.follow wants a state ──
+    # ── the schedule ──
     def apply(self, step: Step, /) -> None:
         self.schedule.apply(step)
         if step.left is not None:
@@ -124,20 +122,6 @@ class OutputState:
             parents = slots if step.joined.parents is None else step.joined.parents.tolist()
             for slot, computed, parent in zip(slots, cached, parents, strict=True):
                 self._join(slot, step.number, computed if parent == slot else int(self._cached[parent]))
-
-    def become(self, picture: Whole, /) -> None:
-        """Raises DecodeError for a picture in which somebody has generated something: no picture says what."""
-        schedule = Schedule(picture.slots, picture.blocks, picture.block_size)
-        schedule.become(picture)
-        there = np.flatnonzero(schedule.status).tolist()
-        if any(schedule.known[slot] > schedule.prompts[slot].size for slot in there):
-            raise DecodeError(f"expected a picture without a generated token, got that of step {picture.number}")
-        self._begin(schedule)
-        for slot in there:
-            self._join(slot, picture.number, 0)
-
-    def picture(self, leader: int, number: int, /) -> Whole:
-        return self.schedule.picture(leader, number)
 
     def _join(self, slot: int, birth: int, cached: int) -> None:
         schedule, vocabulary = self.schedule, self._vocabulary
@@ -201,13 +185,7 @@ class OutputState:
         """Of the step that was applied last. Raises DecodeError where it does not fit that step."""
         schedule = self.schedule
         done.require_fit(schedule.sampled.size)
-        if done.counts is not None:
-            raise DecodeError("expected one id for each that sampled, got counts at $.counts")
         slots = schedule.sampled
-        if done.slots is not None:
-            if done.slots.size and done.slots.max() >= schedule.slots:
-                raise DecodeError(f"expected slots below {schedule.slots}, got {done.slots.max()} at $.slots")
-            slots = done.slots.astype(np.intp)
         rows = Rows(slots, done.ids, LogprobRows.read(done.logprobs, slots.size))
         silent = [*self._aborted, *self._fail(done)]
         self._aborted = []

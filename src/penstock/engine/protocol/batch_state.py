@@ -2,7 +2,7 @@
 
 A `Step` is applied here by the core that has made it and by all who receive it. A steady step costs two additions of
 arrays, whatever the number of requests. Leaves to `plan` how a step is made, to the scheduler why, and to
-`codec.follow` who is out of step.
+`codec.sequence` whether it is the next one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from penstock.engine.protocol.messages import (
     Ints,
     Joined,
     Resumed,
-    Rewound,
     SamplingParams,
     Slots,
     Step,
-    Whole,
 )
 from penstock.errors import DecodeError
 from penstock.tensor import Item
@@ -49,8 +47,8 @@ class Schedule:
     A row samples in a step if what is computed of it reaches what is known of it: then one more token is known, or will
     be when its number is. So all who apply the step know who sampled, and nobody computes a token that is not known.
 
-    Nobody writes to it but `apply` and `become`. They replace `rows`, `counts`, `sampled` and what `prompts` holds, and
-    do not change them: who wants to remember those of a step keeps them.
+    Only `apply` writes to it. It replaces `rows`, `counts`, `sampled` and what `prompts` holds, and does not change
+    them: a reference to those of a step stays valid.
     """
 
     def __init__(self, slots: int, blocks: int, block_size: int = 16, most_blocks: int | None = None) -> None:
@@ -103,7 +101,6 @@ class Schedule:
             and step.left is None
             and step.preempted is None
             and step.resumed is None
-            and step.rewound is None
             and self._room > 0
         ):
             self._room -= 1
@@ -113,8 +110,6 @@ class Schedule:
             self.sampled = self.rows
             return
         draft = _Draft(self)
-        if step.rewound is not None:
-            draft.rewind(step.rewound)
         if step.left is not None:
             draft.leave(step.left)
         if step.preempted is not None:
@@ -127,54 +122,6 @@ class Schedule:
             draft.append(step.appended)
         draft.advance(step.advances)
         draft.commit()
-
-    def become(self, picture: Whole, /) -> None:
-        """The same for a picture. What the step before it computed and sampled is not in it: nothing, then."""
-        ours, theirs = (self.slots, self.blocks, self.block_size), (picture.slots, picture.blocks, picture.block_size)
-        if ours != theirs:
-            raise DecodeError(f"expected slots, blocks and block size to be {ours}, got {theirs} at $.slots")
-        fresh = Schedule(*ours, self.most_blocks)
-        draft = _Draft(fresh)
-        if picture.joined is not None:
-            draft.join(picture.joined)
-        if picture.preempted is not None:
-            draft.stand_by(picture.preempted)
-        draft.rest()
-        draft.commit()
-        vars(self).update(vars(fresh))
-
-    def picture(self, leader: int, number: int, /) -> Whole:
-        there = np.flatnonzero(self.status)
-        size = (self.slots, self.blocks, self.block_size)
-        if not there.size:
-            return Whole(leader, number, *size)
-        slots = there.tolist()
-        owners: dict[int, int] = {}  # by the prompt's identity: samples of one request share it
-        parents = [owners.setdefault(id(self.prompts[slot]), slot) for slot in slots]
-        own = [self.prompts[slot] if parent == slot else NOTHING for slot, parent in zip(slots, parents, strict=True)]
-        params, others, params_of = columns_of_params([self.params[slot] for slot in slots])
-        counts = self.block_counts[there]
-        joined = Joined(
-            slots=there.astype(np.uint16),
-            requests=self.requests[there],
-            params=params,
-            lengths=np.array([prompt.size for prompt in own], np.int32),
-            ids=np.concatenate(own),
-            block_counts=counts,
-            blocks=self.table[_ragged(there, np.zeros_like(there), counts)],
-            others=others,
-            params_of=params_of,
-            computed=self.computed[there],
-            parents=np.array(parents, np.uint16),
-            servers=self.servers[there],
-            inputs=columns_of_inputs(
-                [self.inputs[slot] if parent == slot else () for slot, parent in zip(slots, parents, strict=True)]
-            ),
-            samples=self.samples[there],
-            generated=self.known[there] - np.array([self.prompts[slot].size for slot in slots], np.int32),
-        )
-        preempted = np.flatnonzero(self.status == PREEMPTED).astype(np.uint16)
-        return Whole(leader, number, *size, joined, preempted if preempted.size else None)
 
 
 def columns_of_params(params: list[Params | None]) -> tuple[tuple[Params, ...], tuple[SamplingParams, ...], Slots]:
@@ -232,18 +179,6 @@ class _Draft:
             self._known = self._known.copy()
 
     # ── one column after the other ──
-    def rewind(self, rewound: Rewound) -> None:
-        slots = self._slots(rewound.slots, "rewound.slots", RUNNING)
-        counts = _column(rewound.counts, slots.size, "rewound.counts")
-        self._copy()
-        most = self._computed[slots] - np.array([self._now.prompts[slot].size for slot in slots.tolist()], np.int32)
-        most[self._known[slots] != self._computed[slots] + 1] = 0  # it has not come as far as to have drafts
-        if (wrong := counts > np.maximum(most, 0)).any():
-            at = int(wrong.argmax())
-            raise DecodeError(f"expected at most {max(most[at], 0)}, got {counts[at]} at $.rewound.counts[{at}]")
-        self._computed[slots] -= counts
-        self._known[slots] -= counts
-
     def leave(self, left: Slots) -> None:
         slots = self._slots(left, "left", RUNNING, PREEMPTED)
         self._clear(slots, FREE)
@@ -263,13 +198,6 @@ class _Draft:
         self._computed[slots] = 0
         self._block_counts[slots] = 0
 
-    def stand_by(self, preempted: Slots) -> None:
-        """In a picture: some of those that joined do not run."""
-        slots = self._slots(preempted, "preempted", RUNNING)
-        if self._block_counts[slots].any() or self._computed[slots].any():
-            raise DecodeError("expected no blocks and nothing computed of who does not run at $.preempted")
-        self._turn(slots, PREEMPTED)
-
     def join(self, joined: Joined) -> None:
         slots = self._slots(joined.slots, "joined.slots", FREE)
         size = slots.size
@@ -286,9 +214,6 @@ class _Draft:
         inputs = _inputs_of(joined.inputs, size)
         if joined.samples is not None:
             _column(joined.samples, size, "joined.samples")
-        generated = None
-        if joined.generated is not None:
-            generated = _column(joined.generated, size, "joined.generated", self._now._positions)
         self._turn(slots, RUNNING)
         self._computed[slots] = 0 if computed is None else computed
         self._give(slots, joined.block_counts, joined.blocks, "joined")
@@ -307,8 +232,7 @@ class _Draft:
             own[slot] = prompt, its
             begin = end
             self._newcomers.append((slot, prompt, params[row], its))
-        known = np.array([prompt.size for _, prompt, _, _ in self._newcomers], np.int32)
-        self._known[slots] = known if generated is None else known + generated
+        self._known[slots] = [prompt.size for _, prompt, _, _ in self._newcomers]
         self._require_more_known(slots, "joined")
         self._joined = joined
 
@@ -387,42 +311,21 @@ class _Draft:
     def advance(self, advances: Advances | None) -> None:
         now = self._now
         self._count_rows()
-        counts, drafts = self._ones, None
+        counts = self._ones
         if advances is not None:
             slots = self._slots(advances.slots, "advances.slots", RUNNING)
             given = _column(advances.counts, slots.size, "advances.counts", now._positions)
-            self._check_drafts(advances, given)
             counts = counts.copy()
             counts[slots] = given
-            if advances.draft_counts is not None:
-                drafts = np.zeros_like(counts)
-                drafts[slots] = advances.draft_counts
-        self._settle(counts, advances, drafts)
-
-    def rest(self) -> None:
-        """Nobody advances."""
-        self._count_rows()
-        self._settle(np.zeros_like(self._ones), None, None)
+        self._settle(counts, advances)
 
     def _count_rows(self) -> None:
         if self._has_other_rows:
             self._ones = (self._status == RUNNING).astype(np.int32)
             self._rows = np.flatnonzero(self._ones)
 
-    def _check_drafts(self, advances: Advances, counts: Ints) -> None:
-        if advances.draft_counts is None:
-            if advances.drafts is not None:
-                raise DecodeError("expected nothing without draft_counts, got drafts at $.advances.drafts")
-            return
-        drafts = _column(advances.draft_counts, counts.size, "advances.draft_counts")
-        if (drafts > counts).any():
-            at = int((drafts > counts).argmax())
-            raise DecodeError(f"expected at most {counts[at]}, got {drafts[at]} at $.advances.draft_counts[{at}]")
-        if advances.drafts is not None:  # else the workers have their own
-            _column(advances.drafts, int(drafts.sum(dtype=np.int64)), "advances.drafts")
-
-    def _settle(self, counts: Ints, advances: Advances | None, drafts: Ints | None) -> None:
-        """All advance by so much, if their blocks have room for it and the tokens are known, or drafts."""
+    def _settle(self, counts: Ints, advances: Advances | None) -> None:
+        """All advance by so much, if their blocks have room for it and the tokens are known."""
         now = self._now
         after = self._computed + counts
         room = (self._block_counts * np.int32(now.block_size) - after)[self._rows]
@@ -434,23 +337,19 @@ class _Draft:
                 f"of {now.block_size} at ${_place_of(slot, advances)}"
             )
         left = (self._known - after)[self._rows]
-        if drafts is not None:
-            left += drafts[self._rows]
         if left.size and np.minimum.reduce(left) < 0:
             slot = int(self._rows[left.argmin()])
             raise DecodeError(
                 f"expected at most the {self._known[slot]} tokens that are known of slot {slot}, got {after[slot]} "
                 f"at ${_place_of(slot, advances)}"
             )
-        if drafts is not None:
-            left -= drafts[self._rows]
         self._sample(after, left)
         self._computed = after
         self._counts = counts
 
     def _sample(self, after: Ints, left: Ints) -> None:
-        """So much of what is known of each row is left; nothing, or less than that with drafts: it samples."""
-        done = left <= 0
+        """`left` of the known tokens of each row remain to be computed. A row without any samples."""
+        done = left == 0
         if done.all():
             self._sampled = self._rows
         else:

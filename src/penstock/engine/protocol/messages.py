@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.codec import Interned
-from penstock.codec.follow import Change, Lost, Picture
+from penstock.codec.sequence import Sequenced
 from penstock.errors import DecodeError
 from penstock.tensor import Item
 
@@ -51,12 +51,10 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # how many besides the sampled one
-    prompt_logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
@@ -88,7 +86,6 @@ _LIMITS = (
     ("max_tokens", 1.0, _MOST),
     ("min_tokens", 0.0, _MOST),
     ("logprobs", 0.0, _MOST),
-    ("prompt_logprobs", 0.0, _MOST),
 )
 
 
@@ -175,7 +172,6 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     servers: Slots | None = None  # None: all of server 0
     inputs: Inputs | None = None
     samples: Slots | None = None  # which of its request's n each one is; None: all the first
-    generated: Ints | None = None  # in a picture: how many tokens each has besides its prompt; None: none
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -196,42 +192,30 @@ class Appended(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Advances(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """How many tokens this step computes, of the requests of which it is not one: chunks of prefill, or drafts."""
+    """How many tokens this step computes, of the requests of which it is not one: chunks of prefill."""
 
     slots: Slots
     counts: Ints  # 0: not in this step
-    draft_counts: Ints | None = None  # how many of them are proposals to be verified; None: none
-    drafts: Ints | None = None  # those that the core proposes, one request after the other
 
 
-class Rewound(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """Tokens that were counted as computed, and turned out to be wrong drafts. Speaks of the state before the step."""
+class Begin(Sequenced, array_like=True, frozen=True, eq=False):
+    """The first message of a core, from which its steps are counted: the batch is empty, and so large."""
 
-    slots: Slots
-    counts: Ints
+    slots: Natural
+    blocks: Natural
+    block_size: Natural
 
 
-class Step(Change, array_like=True, frozen=True, eq=False):
+class Step(Sequenced, array_like=True, frozen=True, eq=False):
     """What the ranks do next, told as what is new. The fields happen in this order. All who run and are not in
     `advances` compute one token. Who samples is not said: `Schedule.sampled` tells."""
 
-    rewound: Rewound | None = None
     left: Slots | None = None
     preempted: Slots | None = None  # keep slot and prompt, lose their blocks
     joined: Joined | None = None
     resumed: Resumed | None = None
     appended: Appended | None = None
     advances: Advances | None = None
-
-
-class Whole(Picture, array_like=True, frozen=True, eq=False):
-    """The schedule as a whole, for who came late or missed a step."""
-
-    slots: Natural  # how many there are
-    blocks: Natural
-    block_size: Natural
-    joined: Joined | None = None  # all that have a slot
-    preempted: Slots | None = None  # those of them that do not run
 
 
 class Stop(msgspec.Struct, array_like=True, frozen=True):
@@ -255,27 +239,15 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
     leader: int
     number: Natural  # of the step
-    ids: Ints
-    slots: Slots | None = (
-        None  # None: all that sample in this step (`Schedule.sampled`), from the lowest to the highest
-    )
-    counts: Slots | None = None  # of each slot's ids; None: one each
+    ids: Ints  # one for each that samples in this step (`Schedule.sampled`), from the lowest slot to the highest
     logprobs: Logprobs | None = None
     failed: Slots | None = None  # these samples end without an answer
     reasons: Bytes | None = None  # FinishReason of each of them; None: all ERROR
 
     def require_fit(self, sampled: int) -> None:
-        """Raises DecodeError where it is not about as many as have `sampled` in its step, or as it names."""
-        rows = sampled if self.slots is None else self.slots.size
-        shape = (rows,)
-        if self.slots is not None and self.slots.shape != shape:
-            raise DecodeError(f"expected one dimension, got {self.slots.ndim} at $.slots")
-        if self.counts is not None:
-            if self.counts.shape != shape:
-                raise DecodeError(f"expected {rows} numbers, got a shape of {self.counts.shape} at $.counts")
-            shape = (int(self.counts.sum()),)
-        if self.ids.shape != shape:
-            raise DecodeError(f"expected {shape[0]} numbers, got a shape of {self.ids.shape} at $.ids")
+        """Raises DecodeError unless there is one id for each of the `sampled` rows, and a reason for each failure."""
+        if self.ids.shape != (sampled,):
+            raise DecodeError(f"expected {sampled} numbers, got a shape of {self.ids.shape} at $.ids")
         if self.reasons is not None and (self.failed is None or self.reasons.shape != self.failed.shape):
             raise DecodeError(f"expected one for each that failed, got a shape of {self.reasons.shape} at $.reasons")
 
@@ -357,8 +329,8 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 # What each channel carries; its number in this list is the message's number on the wire.
-INBOX = (Submit, Abort, Ready, Lost, Halt, Announce, Stop)  # Announce: where the core is its own output processor
+INBOX = (Submit, Abort, Ready, Halt, Announce, Stop)  # Announce: where the core is its own output processor
 ANNOUNCED = (Announce,)
-STEPS = (Step, Whole, Stop)
+STEPS = (Step, Begin, Stop)
 RESULTS = (StepDone,)
 DELTAS = (Delta, Failed)

@@ -1,4 +1,4 @@
-"""A worker: follows the core's steps, gives them to its device, and says what each has sampled.
+"""A worker: applies the core's steps, gives them to its device, and says what each has sampled.
 
 It waits for whatever comes first: the next step, or the end of the oldest one that runs. Leaves to the device what a
 step is, and to the launcher what follows when the core dies.
@@ -13,14 +13,14 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from penstock import EndOfChannel, Timeout
-from penstock.codec.follow import Follower, Following
+from penstock.codec.sequence import SequenceCheck
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import Board
 from penstock.engine.cluster.topology import Member, Tree, past_the_dead
 from penstock.engine.protocol.batch_state import Schedule
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Ready, Step, StepDone, Stop, Whole
+from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop
 from penstock.engine.worker.device import Device, Flight
 from penstock.engine.worker.device_stats import Meter
 from penstock.engine.worker.simulated_device import Simulated
@@ -106,17 +106,14 @@ class Worker:
         past_the_dead(me, lambda: self._inbox.send(ready, config.start_timeout), config.start_timeout)
         event("worker ready", blocks=device.blocks)
         first = past_the_dead(me, self._steps.receive, config.start_timeout)
-        if not isinstance(first, Whole):
-            self._is_stopped = isinstance(first, Stop)
-            if not self._is_stopped:
-                raise RuntimeError(f"expected a picture as the core's first message, got {type(first).__name__}")
+        self._is_stopped = isinstance(first, Stop)
+        if self._is_stopped:
             return
-        self._is_stopped = False
+        if not isinstance(first, Begin):
+            raise RuntimeError(f"expected Begin as the core's first message, got {type(first).__name__}")
         self._schedule = Schedule(first.slots, first.blocks, first.block_size, config.most_blocks)
-        follower = Follower(self._schedule, name)
-        follower.take(first)
-        self._next = first.number + 1
-        self._following = Following(self._steps, follower, self._inbox.send_nowait)
+        self._sequence = SequenceCheck()
+        self._sequence.begin(first)
 
     def run(self) -> None:
         """Until the core says that it is time to stop. Raises PeerDied when it has died."""
@@ -133,7 +130,7 @@ class Worker:
         if self._flights and (len(self._flights) == MOST_IN_FLIGHT or self._flights[0][1].is_done()):
             return self._answer()
         try:
-            step = self._following.receive(self._patience())
+            step = self._steps.receive(self._patience())
         except Timeout:
             return None
         except EndOfChannel:
@@ -142,9 +139,8 @@ class Worker:
         if isinstance(step, Stop):
             self._is_stopped = True
             return None
-        if step.number != self._next:  # what the cache holds is not what the core believes
-            raise RuntimeError(f"step {self._next} was missed: the next one that fits is {step.number}")
-        self._next += 1
+        self._sequence.check(step)  # else the cache would not hold what the core believes
+        self._schedule.apply(step)
         began = time.monotonic_ns()
         self._flights.append((step, self._device.launch(self._schedule, step)))
         if self._meter is not None:

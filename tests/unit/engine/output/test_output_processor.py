@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock
+from penstock import EndOfChannel, OutOfStep, PeerDied, Timeout, WouldBlock
 from penstock.codec import Interned, MessageReceiver, MessageSender
-from penstock.codec.follow import Leader, Leading
+from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster import outbox
 from penstock.engine.cluster.topology import Member, Tree
 from penstock.engine.core.step_builder import Plan
@@ -29,6 +29,7 @@ from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import (
     Abort,
     Announce,
+    Begin,
     Delta,
     Halt,
     SamplingParams,
@@ -36,7 +37,6 @@ from penstock.engine.protocol.messages import (
     StepDone,
     Stop,
     Style,
-    Whole,
 )
 from tests.conftest import eventually, spawn
 from tests.support.processes import soon, thread
@@ -64,8 +64,7 @@ class Scene:
         held.callback(self.output.close)
         self.group = group
         self.schedule = Schedule(8, 1024, 4)
-        self.leader: Leader[Step, Whole] = Leader(self.schedule, 77)
-        self.leading = Leading(self.steps, self.leader)
+        self.sequence = begun(self.steps, self.schedule)
         self.plan = Plan(self.schedule)
 
     def join(self, request: int, server: int = 0, prompt: int = 2, **params: Any) -> int:
@@ -74,7 +73,9 @@ class Scene:
         return self.plan.join(request, ids, asked, range(max(10, prompt // 4 + 1)), chunk=prompt, server=server)
 
     def send_step(self) -> None:
-        self.leading.send(self.plan.finish(77, self.leader.next_number), 1)
+        step = self.plan.finish(77, self.sequence.next_number)
+        self.sequence.send(step, 1)
+        self.schedule.apply(step)
 
     def send_result(self, number: int, *ids: int) -> None:
         self.results.send(StepDone(77, number, np.array(ids, np.int32)), 1)
@@ -82,8 +83,14 @@ class Scene:
     def step(self, *ids: int) -> None:
         """One step, and its result."""
         self.send_step()
-        self.send_result(self.leader.number, *ids)
+        self.send_result(self.sequence.number, *ids)
         assert self.output.turn()
+
+
+def begun(steps: MessageSender, schedule: Schedule) -> SequenceSender:
+    sequence = SequenceSender(steps, 77)
+    sequence.send_whole(Begin(77, 0, schedule.slots, schedule.blocks, schedule.block_size), 1)
+    return sequence
 
 
 @contextlib.contextmanager
@@ -192,16 +199,26 @@ def test_what_the_core_has_no_room_for_is_kept_and_holds_up_nobody() -> None:
 def test_a_result_of_another_step_ends_the_process() -> None:
     with playing() as scene:
         scene.join(5)
-        scene.leading.send(scene.plan.finish(77, 1), 1)
+        scene.send_step()
         scene.results.send(StepDone(77, 2, np.array([A], np.int32)), 1)
         with pytest.raises(RuntimeError, match="expected the StepDone of step 1, got that of 2"):
             scene.output.turn()
 
 
+def test_a_step_that_was_missed_ends_the_process() -> None:
+    with playing() as scene:
+        scene.join(5)
+        scene.step(A)
+        scene.steps.send(Step(77, 3), 1)
+        scene.send_result(3, A)
+        with pytest.raises(OutOfStep, match=r"expected change 2 of leader 0000004d, got change 3 of leader 0000004d"):
+            turns(scene.output)
+
+
 def test_a_result_that_does_not_come_is_not_waited_for_for_ever() -> None:
     with playing() as scene:
         scene.join(5)
-        scene.leading.send(scene.plan.finish(77, 1), 1)
+        scene.send_step()
         with pytest.raises(Timeout, match="a step is without its result for 1 s"):
             turns(scene.output)
 
@@ -292,7 +309,7 @@ def test_steps_without_results_hold_up_nobody_and_are_answered_in_the_end() -> N
 # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def send_first_step(steps: MessageSender) -> None:
     schedule = Schedule(8, 100, 4)
-    Leading(steps, Leader(schedule, 77)).send(Plan(schedule).finish(77, 1), 5)
+    begun(steps, schedule).send(Plan(schedule).finish(77, 1), 5)
 
 
 def core(tree: Tree, words: Connection) -> None:

@@ -8,20 +8,19 @@ import pytest
 
 from penstock import DecodeError, Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
-from penstock.codec.follow import Follower, Leader, Verdict
+from penstock.codec.sequence import SequenceCheck
 from penstock.engine.core.step_builder import Plan
 from penstock.engine.protocol.batch_state import FREE, PREEMPTED, Schedule
 from penstock.engine.protocol.messages import (
     STEPS,
     Advances,
     Appended,
+    Begin,
     Inputs,
     Joined,
     Resumed,
-    Rewound,
     SamplingParams,
     Step,
-    Whole,
 )
 
 PARAMS = Interned(SamplingParams(temperature=0.8, top_p=0.95))
@@ -134,20 +133,16 @@ def test_nobody_computes_a_token_that_is_not_known() -> None:
         joining(prompt=20, chunk=1, computed=20)
 
 
-def test_what_is_known_outlasts_preemption_and_pictures_and_which_sample_it_is_too() -> None:
+def test_what_is_known_outlasts_preemption_and_which_sample_it_is_too() -> None:
     schedule = joining(prompt=30, chunk=30, sample=3)
     schedule.apply(Step(1, 3, preempted=slots(1)))
     assert schedule.known[:2].tolist() == [23, 31] and schedule.sampled.tolist() == [0]
-    other = Schedule(8, 100, 16, most_blocks=6)
-    other.become(schedule.picture(1, 3))
-    assert other.known.tolist() == schedule.known.tolist() and other.samples[:2].tolist() == [0, 3]
-    assert other.sampled.size == 0
+    assert schedule.samples[:2].tolist() == [0, 3]
+    with pytest.raises(DecodeError, match=r"less than the 31 .* got 31 at \$\.resumed\.computed\[0\]"):
+        schedule.apply(Step(1, 4, resumed=Resumed(slots(1), ints(2), ints(90, 91), ints(31))))
     resumed = Resumed(slots(1), ints(2), ints(90, 91), ints(16))
-    for one in (schedule, other):
-        with pytest.raises(DecodeError, match=r"less than the 31 .* got 31 at \$\.resumed\.computed\[0\]"):
-            one.apply(Step(1, 4, resumed=Resumed(slots(1), ints(2), ints(90, 91), ints(31))))
-        one.apply(Step(1, 4, resumed=resumed, advances=Advances(slots(1), ints(15))))
-        assert one.sampled.tolist() == [0, 1] and one.known[:2].tolist() == [24, 32]
+    schedule.apply(Step(1, 4, resumed=resumed, advances=Advances(slots(1), ints(15))))
+    assert schedule.sampled.tolist() == [0, 1] and schedule.known[:2].tolist() == [24, 32]
 
 
 def test_a_step_for_which_the_blocks_do_not_suffice_is_refused_in_time() -> None:
@@ -192,15 +187,7 @@ def test_who_is_preempted_keeps_slot_and_prompt_and_runs_again_with_other_blocks
     assert schedule.prompts[1] is prompt and schedule.computed[1] == 20 and schedule.blocks_of(1).tolist() == [90, 91]
 
 
-def test_wrong_drafts_are_taken_back_before_the_next_tokens_are_counted() -> None:
-    schedule = running(2)
-    schedule.apply(Step(1, 2, advances=Advances(slots(1), ints(5), ints(4), ints(1, 2, 3, 4))))
-    assert schedule.computed[1] == 25 and schedule.known[1] == 26
-    schedule.apply(Step(1, 3, rewound=Rewound(slots(1), ints(3))))
-    assert schedule.computed[1] == 23 and schedule.known[1] == 24 and schedule.sampled.tolist() == [0, 1]
-
-
-def test_samples_of_one_prompt_share_it_also_after_a_picture() -> None:
+def test_samples_of_one_prompt_share_it() -> None:
     schedule = running(1)
     plan = Plan(schedule)
     for _ in range(3):
@@ -208,12 +195,7 @@ def test_samples_of_one_prompt_share_it_also_after_a_picture() -> None:
     step = plan.finish(1, 2)
     assert step.joined is not None and step.joined.ids.size == 0
     schedule.apply(step)
-    assert all(schedule.prompts[slot] is schedule.prompts[0] for slot in range(4))
-    picture = schedule.picture(1, 2)
-    assert picture.joined is not None and picture.joined.ids.size == 20
-    other = Schedule(8, 100, 16, most_blocks=6)
-    other.become(picture)
-    assert all(other.prompts[slot] is other.prompts[0] for slot in range(4)) and other.computed[3] == 20
+    assert all(schedule.prompts[slot] is schedule.prompts[0] for slot in range(4)) and schedule.computed[3] == 20
 
 
 def test_an_image_is_sent_once_for_all_samples_of_its_prompt() -> None:
@@ -224,12 +206,8 @@ def test_an_image_is_sent_once_for_all_samples_of_its_prompt() -> None:
         plan.join(0, ints(5, 6, 7), PARAMS, [0], parent=0 if sample else None, inputs=((image, 1, 2),))
     step = plan.finish(1, 2)
     schedule.apply(step)
-    for joined in (step.joined, schedule.picture(1, 2).joined):
-        assert joined is not None and joined.inputs is not None and len(joined.inputs.items) == 1
-    other = Schedule(8, 100, 16, most_blocks=6)
-    other.become(schedule.picture(1, 2))
-    for one in (schedule, other):
-        assert [one.inputs[slot] for slot in range(4)] == [((image, 1, 2),)] * 4
+    assert step.joined is not None and step.joined.inputs is not None and len(step.joined.inputs.items) == 1
+    assert [schedule.inputs[slot] for slot in range(4)] == [((image, 1, 2),)] * 4
 
 
 def test_what_was_received_is_not_kept_alive_by_the_state() -> None:
@@ -274,9 +252,8 @@ def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
             r"less than the 3 tokens .*, got 3 at \$\.joined\.computed\[0\]",
         ),
         (Step(1, 9, joined=one_joins(samples=slots(1, 2))), r"expected 1 numbers, got .* at \$\.joined\.samples"),
-        (Step(1, 9, joined=one_joins(generated=ints(-1))), r"got -1 at \$\.joined\.generated\[0\]"),
         (
-            Step(1, 9, joined=one_joins(computed=ints(16), generated=ints(30))),
+            Step(1, 9, joined=one_joins(lengths=ints(20), ids=np.arange(20, dtype=np.int32), computed=ints(16))),
             r"room for 17 tokens in slot 7, got 1 blocks",
         ),
         (Step(1, 9, joined=one_joins(parents=slots(0))), r"0 for who has its parent's, got 3 at \$\.joined\.lengths"),
@@ -307,10 +284,6 @@ def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
         (Step(1, 9, advances=Advances(slots(0), ints(-1))), r"0 or more, got -1 at \$\.advances\.counts\[0\]"),
         (Step(1, 9, advances=Advances(slots(0), ints(2**31 - 1))), r"at \$\.advances\.counts\[0\]"),
         (Step(1, 9, advances=Advances(slots(0), ints(2))), r"tokens that are known of slot 0, got 23 at .*counts\[0\]"),
-        (Step(1, 9, advances=Advances(slots(0), ints(2), ints(3))), r"at most 2, got 3 at \$\.advances\.draft_counts"),
-        (Step(1, 9, advances=Advances(slots(0), ints(2), None, ints(3))), r"at \$\.advances\.drafts"),
-        (Step(1, 9, rewound=Rewound(slots(0), ints(21))), r"at most 1, got 21 at \$\.rewound\.counts\[0\]"),
-        (Step(1, 9, rewound=Rewound(slots(3), ints(0))), r"running, got 3, preempted, at \$\.rewound\.slots\[0\]"),
     ],
     ids=lambda one: "" if isinstance(one, Step) else one,
 )
@@ -328,7 +301,6 @@ def test_the_last_column_that_is_wrong_undoes_all_that_were_right() -> None:
     step = Step(
         1,
         9,
-        rewound=Rewound(slots(0), ints(1)),
         left=slots(1),
         preempted=slots(2),
         joined=one_joins(),
@@ -339,19 +311,6 @@ def test_the_last_column_that_is_wrong_undoes_all_that_were_right() -> None:
     with pytest.raises(DecodeError):
         schedule.apply(step)
     assert told(schedule) == before
-
-
-def test_a_picture_of_another_configuration_is_refused() -> None:
-    schedule = Schedule(8, 100, 32)
-    with pytest.raises(DecodeError, match=r"to be \(8, 100, 32\), got \(8, 100, 16\) at \$\.slots"):
-        schedule.become(running(1).picture(1, 1))
-
-
-def test_a_picture_of_somebody_who_is_preempted_and_has_blocks_is_refused() -> None:
-    picture = running(2).picture(1, 1)
-    wrong = Whole(1, 1, 8, 100, 16, picture.joined, slots(0))
-    with pytest.raises(DecodeError, match="no blocks and nothing computed"):
-        Schedule(8, 100, 16).become(wrong)
 
 
 def test_tables_grow_as_far_as_one_request_may_have_blocks() -> None:
@@ -395,15 +354,14 @@ def test_a_plan_without_a_free_slot_says_so() -> None:
 
 def test_a_plan_that_is_finished_begins_again_with_nothing() -> None:
     plan = Plan(running(2))
-    plan.advance(1, 2, drafts=ints(4))
-    plan.rewind(0, 1)
+    plan.advance(1, 2)
     first, second = plan.finish(1, 2), plan.finish(1, 3)
-    assert first.advances is not None and first.advances.drafts is not None and first.rewound is not None
-    assert second.advances is second.rewound is None
+    assert first.advances is not None and second.advances is None
 
 
 # ── on the wire ──────────────────────────────────────────────────────────────────────────────────────────────────────
 CATALOGUE = Catalogue(*STEPS)
+LEADER = 0xFFFFFFFF
 
 
 class Pair:
@@ -412,37 +370,40 @@ class Pair:
     def __init__(self, requests: int) -> None:
         self.schedule = Schedule(1024, 1 << 20)
         self.plan = Plan(self.schedule)
-        self.leader = Leader(self.schedule, 0xFFFFFFFF)
-        self.leader.number = 1 << 31  # it has run for a month
-        self.worker: Follower[Step, Whole] = Follower(Schedule(1024, 1 << 20))
+        self.number = 1 << 31  # it has run for a month
+        self.worker, self.sequence = Schedule(1024, 1 << 20), SequenceCheck()
+        self.sequence.begin(Begin(LEADER, self.number, 1024, 1 << 20, 16))
         self.encoder, self.decoder = FrameEncoder(CATALOGUE), FrameDecoder(CATALOGUE)
-        assert self.send(self.leader.pictures()[0])
         for n in range(requests):
             prompt = np.arange(32 + n % 16, dtype=np.int32)
             self.plan.join(n, prompt, PARAMS, range(4), chunk=prompt.size)
         self.step()
 
-    def send(self, message: Step | Whole) -> int:
-        frame = self.encoder.encode(message)
+    def send(self) -> int:
+        """The step that is planned. Returns the length of its frame."""
+        step = self.plan.finish(LEADER, self.number + 1)
+        self.number += 1
+        frame = self.encoder.encode(step)
         self.encoder.sent()
         pieces = frame if isinstance(frame, list) else [frame]
         whole = b"".join(memoryview(piece).cast("B") for piece in pieces)
-        if isinstance(message, Step):
-            self.leader.sent(message)
-        assert self.worker.take(self.decoder.decode(whole)) in (Verdict.APPLIED, Verdict.TAKEN)
+        self.schedule.apply(step)
+        received = self.decoder.decode(whole)
+        self.sequence.check(received)
+        self.worker.apply(received)
         return len(whole)
 
     def step(self) -> int:
         short = self.schedule.short_of_blocks()
         self.plan.append_each(short, short.astype(np.int32))
-        return self.send(self.plan.finish(self.leader.identity, self.leader.next_number))
+        return self.send()
 
 
 @pytest.mark.parametrize(("requests", "average"), [(4, 40), (32, 60), (256, 300), (1024, 1000)])
 def test_a_decode_step_takes_a_few_bytes_whatever_the_number_of_requests(requests: int, average: int) -> None:
     pair = Pair(requests)
     sizes = [pair.step() for _ in range(64)]
-    steady = Step(pair.leader.identity, pair.leader.next_number)
+    steady = Step(LEADER, pair.number + 1)
     assert len(pair.encoder.encode(steady)) <= 24
     assert sum(sizes) / len(sizes) <= average
 
@@ -452,7 +413,7 @@ def test_parameters_that_are_known_take_two_bytes_at_most() -> None:
 
     def joining(params: Interned[SamplingParams]) -> int:
         pair.plan.join(9, ints(1), params, [1])
-        return pair.send(pair.plan.finish(pair.leader.identity, pair.leader.next_number))
+        return pair.send()
 
     fresh = Interned(SamplingParams(seed=7))
     first, second, third = joining(fresh), joining(fresh), joining(PARAMS)

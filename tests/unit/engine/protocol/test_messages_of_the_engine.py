@@ -8,7 +8,6 @@ import pytest
 
 from penstock import DecodeError, Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
-from penstock.codec.follow import Lost
 from penstock.engine.protocol.messages import (
     ANNOUNCED,
     DELTAS,
@@ -17,6 +16,7 @@ from penstock.engine.protocol.messages import (
     STEPS,
     Abort,
     Announce,
+    Begin,
     Delta,
     Failed,
     Finished,
@@ -84,9 +84,9 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
         (Announce(1, 7, Style.CHAT, b'"id":"x"'), ANNOUNCED),
         (Announce(1, 7, Style.PLAIN), INBOX),
         (Ready(3, 1 << 40, 1 << 17), INBOX),
-        (Lost("worker 1", None, None, 5, 6, "why"), INBOX),
+        (Begin(0xFFFFFFFF, 0, 256, 1 << 20, 16), STEPS),
         (Stop("it is late"), STEPS),
-        (StepDone(0xFFFFFFFF, 1 << 40, ints(5, 6, 7), slots(1, 4), slots(1, 2), LOGPROBS, slots(9)), RESULTS),
+        (StepDone(0xFFFFFFFF, 1 << 40, ints(5, 6, 7), LOGPROBS, slots(9)), RESULTS),
         (Delta(2, ints(7, 8, 3, 2, 50, 51, 52), "aé\n".encode() + b"b", slots(2, 1), slots(0, 1)), DELTAS),
         (
             Delta(
@@ -138,28 +138,14 @@ def test_a_delta_whose_columns_do_not_fit_is_refused(fields: list[Any], why: str
         FrameDecoder(Catalogue(*DELTAS)).decode(frame)
 
 
-@pytest.mark.parametrize(
-    ("done", "rows"),
-    [
-        (StepDone(1, 1, ints(5, 6, 7)), 3),
-        (StepDone(1, 1, ints(5, 6, 7), slots(8, 9), slots(2, 1)), 4),
-        (StepDone(1, 1, ints(5, 6, 7), None, slots(2, 0, 1)), 3),
-        (StepDone(1, 1, ints(5, 6), slots(8, 9)), 4),
-    ],
-)
-def test_what_a_step_sampled_must_be_as_much_as_it_says(done: StepDone, rows: int) -> None:
-    done.require_fit(rows)
-    longer = np.append(done.ids, done.ids[:1])
-    with pytest.raises(DecodeError, match=r"expected \d numbers, got .* at \$\.ids"):
-        msgspec.structs.replace(done, ids=longer).require_fit(rows)
-    with pytest.raises(DecodeError, match=r"at \$\.ids"):
-        msgspec.structs.replace(done, ids=done.ids.reshape(1, -1)).require_fit(rows)
-    if done.slots is None:
-        with pytest.raises(DecodeError):
-            done.require_fit(rows + 1)
-    elif done.counts is not None:
-        with pytest.raises(DecodeError, match=r"at \$\.counts"):
-            msgspec.structs.replace(done, counts=done.counts[1:]).require_fit(rows)
+def test_a_result_has_one_id_for_each_row_that_samples() -> None:
+    done = StepDone(1, 1, ints(5, 6, 7))
+    done.require_fit(3)
+    for rows in (2, 4):
+        with pytest.raises(DecodeError, match=rf"expected {rows} numbers, got a shape of \(3,\) at \$\.ids"):
+            done.require_fit(rows)
+    with pytest.raises(DecodeError, match=r"expected 3 numbers, got a shape of \(1, 3\) at \$\.ids"):
+        msgspec.structs.replace(done, ids=done.ids.reshape(1, -1)).require_fit(3)
 
 
 @pytest.mark.parametrize(
