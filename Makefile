@@ -15,7 +15,7 @@ BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.
 
 help:
 	@echo "make serve    install what the server needs, and serve the model that ships; ARGS='DIRECTORY' another"
-	@echo "make demo     install what the demonstration needs, and run it: the data plane alone"
+	@echo "make demo     install the library, and run examples/demo.py: the data plane alone"
 	@echo "make check    formatting, lint, types"
 	@echo "make test     every test; scripts/test KIND runs one kind"
 	@echo "make bench    measure; NAME=channels says what, ARGS='…' how"
@@ -26,8 +26,8 @@ help:
 serve: $(VENV)/stamp-engine
 	@exec $(VENV)/bin/penstock serve $(ARGS)
 
-demo: $(VENV)/stamp-demo
-	@exec $(VENV)/bin/penstock demo $(ARGS)
+demo: $(VENV)/stamp-store
+	@exec $(VENV)/bin/python examples/demo.py
 
 test: $(VENV)/stamp-dev
 	@scripts/test all $(ARGS)

@@ -22,7 +22,7 @@ LAYERS = [
     {"tools.inspect"},
     {"engine"},
     {"server"},
-    {"tools", "tools.load", "tools.top", "measure", "demo"},
+    {"tools", "tools.load", "tools.top", "measure"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,7 +1,7 @@
 """The command `penstock`: what stands on its command line, and what it answers with.
 
 0: well. 1: something is wrong with what was looked at. 2: there is nothing to look at, or it was not asked rightly.
-Leaves to `inspect`, `demo`, `measure` and the library: everything else.
+Leaves to `inspect`, `measure` and the library: everything else.
 """
 
 from __future__ import annotations
@@ -49,19 +49,6 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="everything, one document per look")
     inspect.add_argument("--watch", metavar="SECONDS", type=above_0, help="look again every so often")
     inspect.set_defaults(run=run_inspect)
-
-    demo = commands.add_parser("demo", help="several processes exchange messages and images, and one is killed")
-    demo.add_argument("--seconds", metavar="N", type=above_0, help="end by itself (default: Ctrl-C ends it)")
-    demo.add_argument("--receivers", metavar="N", type=workers, default=4, help="workers (default: 4)")
-    demo.add_argument("--rate", metavar="N", type=rate, default=500, help="steps per second; 0: all that go (500)")
-    demo.add_argument("--plain", action="store_true", help="a line per second, even on a terminal")
-    demo.add_argument(
-        "--chaos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="kill -9 a worker about every ten seconds (default: on)",
-    )
-    demo.set_defaults(run=run_demo)
 
     measure = commands.add_parser(
         "measure", help="what goes over the channels of a process: bytes by message and field, and how many are new"
@@ -128,12 +115,6 @@ def target(text: str) -> int | Ticket:
         raise argparse.ArgumentTypeError(f"{error}, or a process number") from None
 
 
-def workers(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 16:
-        raise argparse.ArgumentTypeError(f"1 to 16 receivers, not {text!r}")
-    return int(text)
-
-
 def measured(text: str) -> int | Ticket | Path:
     from penstock.measure.command import target_of
 
@@ -151,12 +132,6 @@ def positive(text: str) -> int:
 
 def counts(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
-
-
-def rate(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"steps per second are a whole number, not {text!r}")
-    return int(text)
 
 
 # ── inspect ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -191,21 +166,6 @@ def show_holders(as_json: bool) -> None:
         print("no process that we may look into has a segment of penstock open")
     for one, many in found if not as_json else []:
         print(f"{one.pid:>8}  {one.name}: {many} segment{'' if many == 1 else 's'}")
-
-
-# ── demo ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def run_demo(options: argparse.Namespace) -> int:
-    from penstock import demo
-
-    return demo.run(
-        demo.Options(
-            seconds=options.seconds,
-            workers=options.receivers,
-            rate=options.rate,
-            is_plain=options.plain,
-            has_chaos=options.chaos,
-        )
-    )
 
 
 # ── measure ──────────────────────────────────────────────────────────────────────────────────────────────────────────
