@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from penstock.codec import Interned
 from penstock.engine.board import Board
 from penstock.engine.config import SimulatedDevice
 from penstock.engine.device import Sampled
@@ -13,7 +12,7 @@ from penstock.engine.protocol import SamplingParams
 from penstock.engine.schedule import Schedule
 from penstock.engine.simulated import Simulated
 
-PARAMS = Interned(SamplingParams())
+PARAMS = SamplingParams()
 
 
 class Bench:

@@ -2,14 +2,13 @@
 
 import numpy as np
 
-from penstock.codec import Interned
 from penstock.engine.config import SimulatedDevice
 from penstock.engine.plan import Plan
 from penstock.engine.protocol import SamplingParams
 from penstock.engine.schedule import Schedule
 from penstock.engine.simulated import Rule, Simulated, SimulatedFlight
 
-PARAMS = Interned(SamplingParams())
+PARAMS = SamplingParams()
 TOLD = SimulatedDevice(step_seconds=2**-6, vocabulary=1000, seed=5)
 
 
