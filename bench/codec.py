@@ -50,8 +50,8 @@ def targets(found: Summary, params: Sequence[Row], broadcast: Sequence[Row]) -> 
     yield Target("outputs to the API server, 256 requests, encode + decode", 6, "µs",
                  ours("api_outputs", 256, "encode_decode_us"))  # fmt: skip
     yield Target("outputs to the API server, 256 requests", 5000, "B", ours("api_outputs", 256, "bytes"))
-    after = [one["after_bytes"] for one in params if one["impl"] == OURS and "after_bytes" in one]
-    yield Target("default sampling parameters, after the first time", 2, "B", after[0] if after else None)
+    nbytes = [one["bytes"] for one in params if one["impl"] == OURS]
+    yield Target("default sampling parameters", 80, "B", nbytes[0])
     yield Target(f"request with {comparison.LONG_PROMPT:,} prompt tokens, encode + decode", 30, "µs",
                  ours("long_prompt", 1, "encode_decode_us"))  # fmt: skip
     ratios = [one["one_way_ratio_to_penstock"] for one in broadcast if "one_way_ratio_to_penstock" in one]

@@ -11,7 +11,6 @@ import time
 
 import numpy as np
 
-from penstock.codec import Interned
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.core.step_builder import Plan
 from penstock.engine.protocol.batch_state import Schedule
@@ -19,7 +18,7 @@ from penstock.engine.protocol.messages import Ints, SamplingParams, StepDone, Su
 
 SAMPLES = (256, 1024)
 PARTS = ("plan", "finish", "apply", "sent", "done")
-PARAMS = Interned(SamplingParams(max_tokens=None))
+PARAMS = SamplingParams(max_tokens=None)
 
 
 def times(samples: int, steps: int, waiting: int) -> dict[str, float]:

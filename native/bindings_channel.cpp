@@ -162,22 +162,13 @@ Otherwise unless_busy(Do&& attempt, Otherwise otherwise) {
     }
 }
 
-enum class Sent { yes, no_room, overtaken };
-
-// Given the caller's count of admissions, sends only while that is still the count.
-Sent send(Sender& sender, nb::handle record, nb::handle timeout, bool may_wait, u64 admissions = NEVER) {
+bool send(Sender& sender, nb::handle record, nb::handle timeout, bool may_wait) {
     Parts parts(record);
-    bool is_sent = false;
-    bool is_over = send_loop(sender, timeout, may_wait, [&](Turn& turn, u64 deadline) {
-        if (parts.total < LONG_COPY) {
-            is_sent = sender.try_send(parts.data(), parts.size(), parts.total, admissions, deadline);
-        } else {
-            GilRelease released(turn.lock());
-            is_sent = sender.try_send(parts.data(), parts.size(), parts.total, admissions, deadline);
-        }
-        return is_sent || sender.is_overtaken();
+    return send_loop(sender, timeout, may_wait, [&](Turn& turn, u64 deadline) {
+        if (parts.total < LONG_COPY) return sender.try_send(parts.data(), parts.size(), parts.total, deadline);
+        GilRelease released(turn.lock());
+        return sender.try_send(parts.data(), parts.size(), parts.total, deadline);
     });
-    return is_sent ? Sent::yes : is_over ? Sent::overtaken : Sent::no_room;
 }
 
 // Room in the channel itself, to be filled in place. Visible with commit(), never after abort().
@@ -410,7 +401,7 @@ void bind_channel(nb::module_& m) {
         .def(
             "send_nowait",
             [](Sender& s, nb::handle record) {
-                if (send(s, record, nb::none(), false) != Sent::yes) would_block("no room now in", s.name());
+                if (!send(s, record, nb::none(), false)) would_block("no room now in", s.name());
             },
             "record"_a,
             nb::sig("def send_nowait(self, record: typing_extensions.Buffer | "
@@ -421,45 +412,17 @@ void bind_channel(nb::module_& m) {
         .def(
             "try_send",
             [](Sender& s, nb::handle record) {
-                return unless_busy([&] { return send(s, record, nb::none(), false); }, Sent::no_room) == Sent::yes;
+                return unless_busy([&] { return send(s, record, nb::none(), false); }, false);
             },
             "record"_a,
             nb::sig("def try_send(self, record: typing_extensions.Buffer | "
                     "collections.abc.Sequence[typing_extensions.Buffer]) -> bool"))
-        .def_prop_ro("admissions", &Sender::admissions,
-                     "Receivers that were let in since this sender came: they got nothing of what it sent before.")
-        .def(
-            "send_if",
-            [](Sender& s, nb::handle record, u64 admissions, nb::handle timeout, bool may_wait) {
-                Sent sent = send(s, record, timeout, may_wait, admissions);
-                if (sent == Sent::no_room) would_block("no room now in", s.name());
-                return sent == Sent::yes ? admissions : s.admissions();
-            },
-            "record"_a, "admissions"_a, "timeout"_a.none() = nb::none(), "may_wait"_a = true,
-            nb::sig(
-                "def send_if(self, record: typing_extensions.Buffer | "
-                "collections.abc.Sequence[typing_extensions.Buffer], admissions: int, timeout: float | None = None, "
-                "may_wait: bool = True) -> int"),
-            "Sends one record if nobody was let in since `admissions` was read; returns the count, which is another if "
-            "it was not sent.")
-        .def(
-            "try_send_if",
-            [](Sender& s, nb::handle record, u64 admissions) -> nb::object {
-                Sent sent = unless_busy([&] { return send(s, record, nb::none(), false, admissions); }, Sent::no_room);
-                if (sent == Sent::no_room) return nb::none();
-                return nb::int_(sent == Sent::yes ? admissions : s.admissions());
-            },
-            "record"_a, "admissions"_a,
-            nb::sig("def try_send_if(self, record: typing_extensions.Buffer | "
-                    "collections.abc.Sequence[typing_extensions.Buffer], admissions: int) -> int | None"),
-            "The same without waiting; None: no room.")
         .def(
             "reserve",
             [](const std::shared_ptr<Sender>& s, u64 nbytes, nb::handle timeout) {
                 u8* at = nullptr;
-                send_loop(*s, timeout, true, [&](Turn&, u64 deadline) {
-                    return (at = s->try_reserve(nbytes, NEVER, deadline)) != nullptr;
-                });
+                send_loop(*s, timeout, true,
+                          [&](Turn&, u64 deadline) { return (at = s->try_reserve(nbytes, deadline)) != nullptr; });
                 return new Reservation(s, at, nbytes);
             },
             "nbytes"_a, "timeout"_a.none() = nb::none(),

@@ -55,27 +55,18 @@ class Sender {
     u32 index() const { return index_; }
     Channel& channel() { return ch_; }
     bool is_closed() const { return is_closing_.load(RELAXED); }
-    // Receivers that were let in while this sender was there: they know nothing of what it sent before.
-    u64 admissions() const { return admissions_.load(RELAXED); }
-    bool is_overtaken() const { return is_overtaken_; }
     EndMutex& mutex() { return mutex_; }
 
     // Room for one record of so many bytes, to be written at the address that is returned; nullptr: none now, and
     // wait() knows what for. Nobody sees it before commit(). Throws EndOfChannel, PeerDied, MemoryExhausted.
-    // admissions: the caller's count of receivers that came late; nullptr and is_overtaken() if it is another now.
     // deadline: for locks that a stopped peer may hold; Timeout names it.
-    u8* try_reserve(u64 nbytes, u64 admissions = NEVER, u64 deadline = NEVER) {
+    u8* try_reserve(u64 nbytes, u64 deadline = NEVER) {
         require_open();
-        is_overtaken_ = false;
         obstacle_.clear();
         if (is_reserved_) throw Error(Fault::value, "a reservation is open: commit or abort it first");
         ch_.by->refresh();
         if (__builtin_expect(ch_.changes() != seen_changes_, 0)) look_at_ends();
         if (__builtin_expect(lane_->joining.load(order::joining.acquire) != 0, 0)) admit();
-        if (admissions != NEVER && admissions != admissions_.load(RELAXED)) {
-            is_overtaken_ = true;
-            return nullptr;
-        }
         if (!has_receivers_) refuse_without_receivers();
         bool is_spilled = nbytes > ch_.g.shape.inline_limit;
         u64 length = is_spilled ? sizeof(SpilledRef) : nbytes;
@@ -184,8 +175,8 @@ class Sender {
         if (is_closed_) let_go(EndState::closing);
     }
     // One record out of several parts. False: no room now.
-    bool try_send(const Part* parts, size_t n, u64 total, u64 admissions = NEVER, u64 deadline = NEVER) {
-        u8* to = try_reserve(total, admissions, deadline);
+    bool try_send(const Part* parts, size_t n, u64 total, u64 deadline = NEVER) {
+        u8* to = try_reserve(total, deadline);
         if (to == nullptr) return false;
         for (size_t i = 0; i < n; ++i) {
             std::memcpy(to, parts[i].at, parts[i].nbytes);
@@ -359,7 +350,6 @@ class Sender {
             cursor.sequence.store(lane_->sequence.load(RELAXED), RELAXED);
             cursor.mode.compare_exchange_strong(mode, make_mode(CursorMode::counted, mode >> 2), order::mode.acq_rel);
             has_receivers_ = true;
-            admissions_.fetch_add(1, RELAXED);
         }
         ch_.wake_receivers(ring_all(ch_.head.bell));
     }
@@ -408,9 +398,7 @@ class Sender {
     u64 least_released_ = 0;
     u32 seen_changes_ = 0;
     bool has_receivers_ = true;
-    bool is_overtaken_ = false;
-    Atomic<u64> admissions_{0};  // read by other threads of this process
-    std::vector<u32> told_;      // epochs of the dead receivers that the caller knows of
+    std::vector<u32> told_;  // epochs of the dead receivers that the caller knows of
     // the reservation
     bool is_reserved_ = false;
     Atomic<int> views_{0};

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from bench.engine_cases.trees import Bench
 from bench.harness.figures import Figures
-from penstock.codec import Interned
 from penstock.engine.cluster.status_board import Board
 from penstock.engine.cluster.topology import Member
 from penstock.engine.protocol.batch_state import Input, columns_of_inputs
@@ -29,8 +28,8 @@ SETTLED = 5  # tokens that each request has before it is measured
 LEAST = 8  # steps that are measured, however long they take
 PROMPT = 32  # tokens at least; one more each, up to a block more, so that blocks fall due in every step
 BLOCK = 16
-PARAMS = Interned(SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))
-SHORT = Interned(SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+PARAMS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 HEAD = b'{"id":"chatcmpl-%016x","object":"chat.completion.chunk","created":1795300000,"model":"bench"'
 
 Stamps = npt.NDArray[np.int64]
@@ -65,7 +64,7 @@ class Server:
         number: int,
         prompt: Ints,
         style: Style = Style.PLAIN,
-        params: Interned[SamplingParams] = PARAMS,
+        params: SamplingParams = PARAMS,
         items: tuple[Input, ...] = (),
         client: str = "",
     ) -> None:

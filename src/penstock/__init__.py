@@ -11,7 +11,6 @@ from penstock.channel.channels import channel_of as _channel_of
 from penstock.codec import (
     AsyncMessageReceiver,
     AsyncMessageSender,
-    Interned,
     MessageChannel,
     MessageReceiver,
     MessageSender,
@@ -104,7 +103,6 @@ __all__ = [
     "Holder",
     "Inbox",
     "Incoming",
-    "Interned",
     "Item",
     "LayoutMismatch",
     "Lease",

@@ -220,20 +220,6 @@ class Sender:
 
     def try_send(self, record: Buffer | Sequence[Buffer]) -> bool: ...
 
-    @property
-    def admissions(self) -> int:
-        """
-        Receivers that were let in since this sender came: they got nothing of what it sent before.
-        """
-
-    def send_if(self, record: Buffer | Sequence[Buffer], admissions: int, timeout: float | None = None, may_wait: bool = True) -> int:
-        """
-        Sends one record if nobody was let in since `admissions` was read; returns the count, which is another if it was not sent.
-        """
-
-    def try_send_if(self, record: Buffer | Sequence[Buffer], admissions: int) -> int | None:
-        """The same without waiting; None: no room."""
-
     def reserve(self, nbytes: int, timeout: float | None = None) -> Reservation:
         """Room for one record of `nbytes`, to be filled in place and committed."""
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from penstock import Timeout
-from penstock.codec import Interned
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import Board
@@ -167,7 +166,7 @@ def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
                 await told.send(Announce(0, request, Style.CHAT, b"{"))
                 await told.send(Announce(9, request, Style.CHAT, b"{"))
                 await core.send(Abort(0, np.array([request], np.int32)))
-                await core.send(Submit(0, request + 1, np.arange(4, dtype=np.int32), Interned(SamplingParams())))
+                await core.send(Submit(0, request + 1, np.arange(4, dtype=np.int32), SamplingParams()))
                 assert await asyncio.wait_for(asking, 20.0) == tree.rule.answer(np.array([1, 2, 3], np.int32), 300)
                 liar._me = Member("server", 0, 0, 1)
                 with pytest.raises(EngineError, match="server 1 asked as server 0"):

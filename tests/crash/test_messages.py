@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import penstock
-from penstock import Interned
 from tests.conftest import eventually
 from tests.crash.actors import Board, insist
 from tests.crash.replacing import Replacing
@@ -27,13 +26,10 @@ class Settings(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Job(msgspec.Struct, array_like=True, frozen=True):
+    sender: int  # its pid
     number: int
-    settings: Interned[Settings]
+    settings: Settings
     ids: NDArray[np.int32]
-
-
-class State(msgspec.Struct, array_like=True, frozen=True):
-    number: int
 
 
 class Role(msgspec.Struct):
@@ -43,8 +39,8 @@ class Role(msgspec.Struct):
     actor: int
 
 
-MESSAGES = (Job, State)
-VALUES = [Interned(Settings(number, ("word",) * number)) for number in range(40)]
+MESSAGES = (Job,)
+VALUES = [Settings(number, ("word",) * number) for number in range(40)]
 
 
 def sender(talk: Connection, role: Role) -> None:
@@ -52,10 +48,9 @@ def sender(talk: Connection, role: Role) -> None:
     channel = penstock.attach(role.where, messages=MESSAGES)
     end = insist(lambda: channel.sender())
     number = 0
-    end.greet(lambda: [State(number)])
     talk.send(("ready", os.getpid()))
     while not board.is_over:
-        job = Job(number, VALUES[number * 7 % 40], np.full(number % 3000, number, np.int32))
+        job = Job(os.getpid(), number, VALUES[number * 7 % 40], np.full(number % 3000, number, np.int32))
         try:
             end.send(job, timeout=20)
         except penstock.EndOfChannel:
@@ -72,7 +67,7 @@ def receiver(talk: Connection, role: Role) -> None:
     channel = penstock.attach(role.where, messages=MESSAGES)
     end = insist(lambda: channel.receiver(role.index))
     talk.send(("ready", os.getpid()))
-    due = -1
+    due: tuple[int, int] | None = None  # sender and number; None: not known, as this receiver came late
     count = 0
     while True:
         try:
@@ -84,13 +79,11 @@ def receiver(talk: Connection, role: Role) -> None:
                 break
             time.sleep(0.001)
             continue
-        if isinstance(got, State):
-            due = got.number  # of a sender that is new, or because somebody came late: it goes on where it says
-            continue
-        assert got.number == due, f"message {got.number} where {due} was due"
+        if due is not None:
+            assert got.number == (due[1] if got.sender == due[0] else 0), f"message {got.number} where {due} was due"
         assert got.settings == VALUES[got.number * 7 % 40]
         assert len(got.ids) == got.number % 3000 and (got.ids == got.number).all()
-        due += 1
+        due = got.sender, got.number + 1
         count += 1
         board.note(role.actor, 1, count)
     talk.send(("seen", count))

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock import Item, Part
-from penstock.codec import Interned
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.core.step_builder import Plan
 from penstock.engine.protocol.batch_state import RUNNING, Input, Schedule
@@ -37,7 +36,7 @@ def sampled(content: object, index: int, seed: int | None) -> int:
 
 def answer(submit: Submit, index: int) -> list[int]:
     """What this sample must be, computed without a scheduler."""
-    params = submit.params.value
+    params = submit.params
     items = items_at(inputs_of(submit))
     content: object = 0
     for at, token in enumerate(submit.prompt.tolist()):
@@ -114,7 +113,7 @@ class Device:
         for slot in now.sampled.tolist():
             params = now.params[slot]
             assert params is not None
-            contents[slot] = sampled(self.right[slot][-1], int(now.samples[slot]), params.value.seed)
+            contents[slot] = sampled(self.right[slot][-1], int(now.samples[slot]), params.seed)
             self.tokens[slot].append(contents[slot])
         return [contents[slot] for slot in now.sampled.tolist()], fails
 
@@ -156,7 +155,7 @@ class Core:
     def submit(self, submit: Submit) -> None:
         self.scheduler.submit(submit)
         self.submits[submit.server, submit.request] = submit
-        for index in range(submit.params.value.n):
+        for index in range(submit.params.n):
             self.got[submit.server, submit.request, index] = []
 
     def abort(self, server: int, request: int) -> None:
@@ -223,7 +222,7 @@ class Core:
                 continue
             submit, got = self.submits[owner[:2]], self.got[owner]
             got.append(one)
-            most = min(MAX_MODEL_LEN - submit.prompt.size, submit.params.value.max_tokens or MAX_MODEL_LEN)
+            most = min(MAX_MODEL_LEN - submit.prompt.size, submit.params.max_tokens or MAX_MODEL_LEN)
             if one == EOS or len(got) >= most:
                 self.end(owner, "done")
         self.check_open()
@@ -237,7 +236,7 @@ class Core:
         assert now.counts.any() or is_told, "nobody comes on"
         for slot in np.flatnonzero(now.counts).tolist():
             server, request, _ = owner = self.owners[slot]
-            params, prompt = self.submits[server, request].params.value, self.submits[server, request].prompt
+            params, prompt = self.submits[server, request].params, self.submits[server, request].prompt
             most = min(MAX_MODEL_LEN, prompt.size + (params.max_tokens or MAX_MODEL_LEN))
             assert now.known[slot] <= most or owner in self.ended, "a token beyond the length is sampled"
         users: dict[int, list[tuple[int, int]]] = {}
@@ -300,7 +299,7 @@ class Users:
             chance.randrange(2),
             self.number,
             np.array(prompt, np.int32),
-            Interned(params),
+            params,
             chance.choice((0, 0, 0, -1, 3)),
             chance.choice(("a", "b", "")),
             chance.choice((b"", b"", b"secret")),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from penstock import Item, Part, Ref
-from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
+from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.engine.core.step_builder import Plan
 from penstock.engine.protocol.batch_state import FREE, PREEMPTED, RUNNING, Input, Schedule
 from penstock.engine.protocol.messages import STEPS, SamplingParams, Step
@@ -159,7 +159,7 @@ class Plain:
         slots = numbers(joined.slots)
         size = len(slots)
         prompts = split(joined.ids, joined.lengths)
-        known = [one.value for one in joined.params] + list(joined.others)
+        known = joined.params
         of = list(range(len(known))) if joined.params_of is None else numbers(joined.params_of)
         require(len(of) == size and all(one < len(known) for one in of))
         parents = slots if joined.parents is None else numbers(joined.parents)
@@ -222,7 +222,7 @@ def shown(schedule: Schedule) -> dict[int, dict[str, Any]]:
         out[slot] = {
             "request": int(schedule.requests[slot]),
             "prompt": schedule.prompts[slot].tolist(),
-            "params": params.value,
+            "params": params,
             "server": int(schedule.servers[slot]),
             "inputs": list(schedule.inputs[slot]),
             "sample": int(schedule.samples[slot]),
@@ -243,14 +243,7 @@ class Wire:
         self.encoder = FrameEncoder(CATALOGUE)
 
     def frame(self, message: Any) -> bytes:
-        frame = self.encoder.encode(message)
-        self.encoder.sent()
-        return flat(frame)
-
-    def whole_frame(self, message: Any) -> bytes:
-        """One that needs nothing that was sent before."""
-        self.encoder.names.forget()
-        return self.frame(message)
+        return flat(self.encoder.encode(message))
 
 
 def flat(frame: Any) -> bytes:
@@ -321,7 +314,7 @@ class Life:
         slot = self.plan.join(
             self.requests,
             prompt,
-            Interned(params),
+            params,
             blocks,
             computed=computed,
             chunk=chunk,

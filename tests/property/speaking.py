@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.codec import Interned
 from penstock.engine.core.step_builder import Plan
 from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.output.output_state import OutputState
@@ -141,7 +140,7 @@ class Speaking:
         slot = self.plan.join(
             request,
             np.arange(sample.prompt, dtype=np.int32),
-            Interned(sample.params),
+            sample.params,
             range(40 * len(self.samples), 40 * len(self.samples) + 17),
             computed=cached,
             chunk=chunk or sample.prompt - cached,

@@ -6,7 +6,6 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from penstock.codec import Interned
 from penstock.engine.core.scheduler import SLOT_SHARE
 from penstock.engine.protocol.messages import SamplingParams, Submit
 from tests.property.device import EOS, VOCABULARY, Core, Users, answer
@@ -103,7 +102,7 @@ def test_where_slots_are_kept_for_small_clients_everybody_reads_its_own_and_noth
 def asking(number: int, client: str, chance: random.Random, n: int = 1) -> Submit:
     prompt = np.array([chance.randrange(EOS + 1, VOCABULARY) for _ in range(chance.randint(1, 6))], np.int32)
     params = SamplingParams(n=n, seed=chance.randrange(100), max_tokens=50)
-    return Submit(0, number, prompt, Interned(params), client=client)
+    return Submit(0, number, prompt, params, client=client)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

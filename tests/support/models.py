@@ -19,7 +19,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
-from penstock.codec import Interned  # noqa: E402
 from penstock.codec.part import Part  # noqa: E402
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig, Stats  # noqa: E402
 from penstock.engine.core.step_builder import Plan  # noqa: E402
@@ -155,7 +154,7 @@ def batch_of_rows(rows: list[tuple[int, int]], blocks: int = 64, seed: int = 1) 
     """Of requests that have so many tokens, of which the step computes so many, the last ones."""
     schedule = Schedule(len(rows), blocks, BLOCK_SIZE)
     plan, free = Plan(schedule), random.Random(seed).sample(range(blocks), blocks)
-    params = Interned(SamplingParams())
+    params = SamplingParams()
     for number, (length, count) in enumerate(rows):
         given = [free.pop() for _ in range(-(-length // BLOCK_SIZE) + number % 2)]  # some have one in advance
         plan.join(number, np.zeros(length, np.int32), params, given, computed=length - count, chunk=count)
@@ -340,5 +339,5 @@ def _submit(number: int, asked: Asked, params: SamplingParams) -> Submit:
         items = tuple(Item(key, b"", Part(b"")) for key in keys)
         inputs = Inputs(counts, items, np.array(positions, np.int32), np.array(lengths, np.int32))
     priority = -(number % 3)  # so that some are put aside for others
-    own = Interned(msgspec.structs.replace(params, max_tokens=asked.tokens))
+    own = msgspec.structs.replace(params, max_tokens=asked.tokens)
     return Submit(0, number, np.array(asked.prompt, np.int32), own, priority, inputs=inputs)

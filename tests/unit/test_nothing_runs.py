@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import DecodeError, Interned, Part
+from penstock import DecodeError, Part
 from penstock.codec import Catalogue, FrameDecoder
 from penstock.codec.catalogue import Schema
 from penstock.codec.frame import HEAD
@@ -31,7 +31,7 @@ class Settings(msgspec.Struct, array_like=True, frozen=True):
 
 class Message(msgspec.Struct, array_like=True, frozen=True):
     text: str | int | None = None
-    settings: Interned[Settings] | None = None
+    settings: Settings | None = None
     ids: NDArray[np.int32] | None = None
     image: Part | None = None
     raw: bytes = b""
@@ -90,10 +90,10 @@ def frames(bomb: bytes) -> list[bytes]:
         out.append(b"\x01" + pack([None, None, ext(code, bomb)]))
         out.append(b"\x01" + pack([ext(code, bomb)]))
     out.append(b"\x01" + pack([None, None, None, None, bomb, {"k": [bomb]}]))
-    for definitions in (pack([(0, 0, bomb)]), bomb, pack([(0, bomb, bomb)]), pack(ext(3, bomb))):
-        body = pack([None, 0, None, len(bomb) << 5])
-        gap = b"\0" * (-(HEAD.size + len(definitions) + len(body)) % 8)
-        out.append(HEAD.pack(0x81, 0, 0, len(definitions), len(body)) + definitions + body + gap + bomb)
+    for settings in (None, [bomb], bomb, ext(3, bomb)):
+        body = pack([None, settings, None, len(bomb) << 5])
+        gap = b"\0" * (-(HEAD.size + len(body)) % 8)
+        out.append(HEAD.pack(0x81, 0, 0, len(body)) + body + gap + bomb)
     return out
 
 

@@ -286,16 +286,12 @@ class AsyncSender(_End):
 
     async def send(self, record: Buffer | Sequence[Buffer], timeout: float | None = None) -> None:
         """Sends one record; waits for room without holding the loop up. Raises as Sender.send does."""
-        await self.send_by(lambda: self._end.try_send(record), timeout)
-
-    async def send_by(self, attempt: Callable[[], bool], timeout: float | None = None) -> None:
-        """Calls `attempt` until it says that it has sent; between two calls waits until there may be room."""
         started = time.monotonic()
         deadline = None if timeout is None else started + timeout
         if not await self._turn.take(deadline):
             self._end.timeout_error(time.monotonic() - started)
         try:
-            while not attempt():
+            while not self._end.try_send(record):
                 await self._armed(deadline, started)
         finally:
             self._end.disarm(True)
@@ -304,8 +300,8 @@ class AsyncSender(_End):
     def send_nowait(self, record: Buffer | Sequence[Buffer]) -> None:
         self._end.send_nowait(record)
 
-    def try_send_if(self, record: Buffer | Sequence[Buffer], admissions: int) -> int | None:
-        return self._end.try_send_if(record, admissions)
+    def try_send(self, record: Buffer | Sequence[Buffer]) -> bool:
+        return self._end.try_send(record)
 
     @property
     def is_busy(self) -> bool:

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.codec.interned import Interned
 from penstock.codec.part import CODES, Part
 from penstock.errors import DecodeError, LayoutMismatch
 
@@ -78,7 +77,6 @@ class Catalogue:
             raise ValueError(f"a channel has 1 to {MOST_MESSAGES} classes of messages, not {len(messages)}")
         self.messages = messages
         self.structs: dict[type, Described] = {}
-        self.interned: list[type[msgspec.Struct]] = []
         self.special: dict[type, list[tuple[str, Any]]] = {}  # fields that msgspec would not look at: see _special
         for cls in messages:
             self._add(cls, "a message")
@@ -135,10 +133,6 @@ class Catalogue:
             return "one of " + ", ".join(sorted(repr(value) for value in typing.get_args(hint)))
         if origin is np.ndarray:
             return f"array[{array_dtype(hint, where)}]"
-        if origin is Interned:
-            (cls,) = typing.get_args(hint)
-            self._add_interned(cls, where)
-            return f"interned[{cls.__name__}]"
         if origin in SEQUENCES:
             items = ["…" if one is ... else self._describe(one, where) for one in typing.get_args(hint)]
             return f"{SEQUENCES[origin]}[{', '.join(items)}]"
@@ -152,17 +146,8 @@ class Catalogue:
             return hint.__name__
         raise TypeError(
             f"{where} is {hint!r}: a message is made of numbers, text, bytes, arrays (NDArray[np.int32]), parts, "
-            "enums, lists, tuples, sets, dicts, Interned and other such structs, and says which"
+            "enums, lists, tuples, sets, dicts and other such structs, and says which"
         )
-
-    def _add_interned(self, cls: Any, where: str) -> None:
-        self._add(cls, f"interned in {where}")
-        if not cls.__struct_config__.frozen:
-            raise TypeError(f"{cls.__name__}, interned in {where}, can be changed: say frozen=True")
-        if cls not in self.interned:
-            if any(_special(hint) is not None for hint in _hints_within(cls, set())):
-                raise TypeError(f"{cls.__name__}, interned in {where}, has arrays or parts: these are never interned")
-            self.interned.append(cls)
 
     # ── the handshake ──
     def require_same(self, other: Schema, name: str) -> None:
@@ -184,26 +169,11 @@ class Catalogue:
         return f"{head} at ${_named(cls, path.rstrip('`'))}"
 
 
-def _hints_within(hint: Any, seen: set[type]) -> Iterator[Any]:
-    """The type, and what it is made of, each struct once."""
-    yield hint
-    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-        if hint not in seen:
-            seen.add(hint)
-            for inner in typing.get_type_hints(hint, include_extras=True).values():
-                yield from _hints_within(inner, seen)
-    elif typing.get_origin(hint) is not typing.Literal:
-        for inner in typing.get_args(hint):
-            yield from _hints_within(inner, seen)
-
-
 def _special(hint: Any) -> Any:
-    """What travels as a number that stands for something else: an array (its dtype), Part, Interned; or None."""
+    """What travels as a number that stands for something else: an array (its dtype) or Part; or None."""
     if typing.get_origin(hint) is np.ndarray:
         return array_dtype(hint)
-    if hint is Part or typing.get_origin(hint) is Interned:
-        return Part if hint is Part else Interned
-    return None
+    return Part if hint is Part else None
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

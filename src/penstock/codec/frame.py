@@ -1,14 +1,13 @@
 """Frames: the bytes of one message.
 
     short frame        number (1) │ struct
-    frame with parts   number + 128 (1) │ is_long (1) │ 0 (2) │ definitions_nbytes (4) │ struct_nbytes (4)
-                       │ definitions │ struct │ part │ part …
+    frame with parts   number + 128 (1) │ is_long (1) │ 0 (2) │ struct_nbytes (4) │ struct │ part │ part …
 
 The struct is a msgpack array of the message's fields. In it an array of numbers is an extension (its kind, its bytes)
 if it is short, and else a number (nbytes * 32 + kind) that stands for the next part; one that has not exactly one
-dimension is a list: that, then its shape. An interned value is its number. Parts lie in the order in which the struct
-names them, the first at the next multiple of 8 from the start of the frame, of 64 if one of them is long; each at a
-multiple of 8 from the first, a long one of 64. Little endian throughout. Leaves to the ends how frames travel.
+dimension is a list: that, then its shape. Parts lie in the order in which the struct names them, the first at the next
+multiple of 8 from the start of the frame, of 64 if one of them is long; each at a multiple of 8 from the first, a long
+one of 64. Little endian throughout. Leaves to the ends how frames travel.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ import msgspec
 import numpy as np
 
 from penstock.codec.catalogue import Catalogue, array_dtype, decode_error
-from penstock.codec.interned import INTERNED, Interned, Names, Values, received
 from penstock.codec.part import CODES, DTYPES, PLAIN, Part
 from penstock.errors import DecodeError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-HEAD = struct.Struct("<BBHII")
+HEAD = struct.Struct("<BBHI")
 HEAD_NBYTES = HEAD.size
 WITH_PARTS = 0x80
 KIND_BITS = 5
@@ -44,7 +42,6 @@ PADDING = [bytes(gap) for gap in range(64)]
 NOTHING = memoryview(b"")
 BOOL = CODES[np.dtype(np.bool_)]
 
-Definition = tuple[int, int, bytes]  # number, index of its class in Catalogue.interned, value
 WRONG = (msgspec.MsgspecError, ValueError, RecursionError)  # what decoding raises for bytes that are not what they say
 PLAIN_FIELDS = (int, float, str, bytes)
 _Ext = msgspec.msgpack.Ext
@@ -55,7 +52,6 @@ class Split(typing.NamedTuple):
     """A frame taken apart, as far as its head tells."""
 
     number: int
-    definitions: memoryview
     struct: memoryview
     parts: memoryview
 
@@ -71,111 +67,80 @@ def split(frame: Buffer) -> Split:
     if not view:
         raise DecodeError("expected a frame, got no bytes")
     if view[0] < WITH_PARTS:
-        return Split(view[0], NOTHING, view[1:], NOTHING)
-    at, end, first = read_head(view)
-    return Split(view[0] & ~WITH_PARTS, view[HEAD_NBYTES:at], view[at:end], view[first:])
+        return Split(view[0], view[1:], NOTHING)
+    end, first = read_head(view)
+    return Split(view[0] & ~WITH_PARTS, view[HEAD_NBYTES:end], view[first:])
 
 
-def read_head(view: memoryview) -> tuple[int, int, int]:
-    """Of a frame with parts: where its struct begins, and ends, and where its first part begins."""
+def read_head(view: memoryview) -> tuple[int, int]:
+    """Of a frame with parts: where its struct ends, and where its first part begins."""
     nbytes = len(view)
     if nbytes < HEAD_NBYTES:
         raise DecodeError(f"expected a frame with parts, got {nbytes} bytes")
-    _, is_long, zero, definitions_nbytes, struct_nbytes = HEAD.unpack_from(view)
+    _, is_long, zero, struct_nbytes = HEAD.unpack_from(view)
     if zero or is_long > 1:
         raise DecodeError(f"expected the head of a frame, got {bytes(view[:4]).hex()}")
-    at: int = HEAD_NBYTES + definitions_nbytes
-    end: int = at + struct_nbytes
+    end: int = HEAD_NBYTES + struct_nbytes
     if end > nbytes:
         raise DecodeError(f"expected a frame of at least {end} bytes, got {nbytes}")
     first = end + (-end & (63 if is_long else 7))
-    return at, end, first if first < nbytes else nbytes
+    return end, first if first < nbytes else nbytes
 
 
 class FrameEncoder:
     """Makes frames of the messages of one catalogue. For one thread at a time."""
 
-    def __init__(self, catalogue: Catalogue, names: Names | None = None) -> None:
+    def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
-        self.names = Names() if names is None else names
         self._classes = {
             cls: (number, bytes([number]), catalogue.special[cls]) for number, cls in enumerate(catalogue.messages, 1)
         }
-        self._interned = {cls: index for index, cls in enumerate(catalogue.interned)}
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._hook)
-        # The frame that is being made, or was made last:
-        self._number = 0
-        self._encoded = b""
+        # Of the frame that is being made:
         self._parts: list[Buffer] = []  # with what lies between them
         self._end = 0  # of the last one, from the start of the first
         self._is_long = False
 
-    def encode(self, message: msgspec.Struct) -> Buffer | list[Buffer]:
+    def encode(self, message: msgspec.Struct) -> bytes | list[Buffer]:
         """The frame, whole or in pieces. The pieces are the caller's own arrays: they are read when it is sent.
 
-        Raises TypeError where the message, or one of its arrays, parts and interned values, is not what its class says.
+        Raises TypeError where the message, or one of its arrays and parts, is not what its class says.
         """
         found = self._classes.get(type(message))
         if found is None:
             raise self.catalogue.foreign(type(message))
-        self._number, byte, special = found
+        number, byte, special = found
         for name, kind in special:
             value = getattr(message, name)
             its = type(value)
             if value is not None and its is not kind and (its is not _Array or value.dtype is not kind):
                 _require(value, kind, f"{type(message).__name__}.{name}")
-        if self._parts:
-            self._parts, self._end, self._is_long = [], 0, False
-        if self._interned:
-            self.names.begin()
-        self._encoded = self._encoder.encode(message)
-        if not self._end and not (self._interned and self.names.unknown()):
-            return byte + self._encoded
-        return self._with_parts()
-
-    def again(self) -> Buffer | list[Buffer]:
-        """The last frame, for receivers of which some know none of our numbers."""
-        self.names.forget()
-        return self._with_parts()
-
-    def sent(self) -> None:
-        """The last frame has been sent: what it defined is known, and what it referred to is let go."""
-        if self._interned:
-            self.names.sent()
-        if self._parts:
-            self._parts, self._end, self._is_long = [], 0, False
-
-    def let_go(self) -> None:
-        """The last frame is not sent: what it referred to is let go."""
-        self._encoded, self._parts, self._end, self._is_long = b"", [], 0, False
-
-    def held(self) -> Buffer | list[Buffer]:
-        """The last frame, with copies of what it only referred to: the caller goes on before it is sent."""
-        self._parts = [bytes(part) for part in self._parts]
-        return self._with_parts()
-
-    def _with_parts(self) -> list[Buffer]:
-        definitions = b""
-        if self._interned and (unknown := self.names.unknown()):
-            definitions = msgspec.msgpack.encode([(its, self._interned[cls], value) for its, (cls, value) in unknown])
+        if self._parts:  # an interrupt has left them
+            self._forget()
         try:
-            head = HEAD.pack(self._number | WITH_PARTS, self._is_long, 0, len(definitions), len(self._encoded))
+            encoded = self._encoder.encode(message)
+            return self._with_parts(number, encoded) if self._end else byte + encoded
+        finally:
+            if self._parts:
+                self._forget()
+
+    def _forget(self) -> None:
+        self._parts, self._end, self._is_long = [], 0, False
+
+    def _with_parts(self, number: int, encoded: bytes) -> list[Buffer]:
+        try:
+            head = HEAD.pack(number | WITH_PARTS, self._is_long, 0, len(encoded))
         except struct.error:
             raise ValueError(
-                f"a struct of {len(self._encoded)} bytes does not fit a frame: let it hold arrays or parts"
+                f"a struct of {len(encoded)} bytes does not fit a frame: let it hold arrays or parts"
             ) from None
-        end = HEAD_NBYTES + len(definitions) + len(self._encoded)
-        gap = -end & (63 if self._is_long else 7) if self._end else 0
-        return [head + definitions + self._encoded + PADDING[gap], *self._parts]
+        gap = -(HEAD_NBYTES + len(encoded)) & (63 if self._is_long else 7)
+        return [head + encoded + PADDING[gap], *self._parts]
 
     # ── what msgspec does not know ──
     def _hook(self, value: Any) -> Any:
         if isinstance(value, _Array):
             return self._array(value)
-        if isinstance(value, Interned):
-            if type(value.value) not in self._interned:
-                raise TypeError(f"{type(value.value).__name__} is not interned in this channel")
-            return self.names.number(value)
         if isinstance(value, Part):
             return self._part(PLAIN, value.nbytes, value.view) if value.nbytes else _Ext(PLAIN, b"")
         if isinstance(value, array.array):
@@ -245,37 +210,26 @@ class FrameDecoder:
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
         self._decoders = [msgspec.msgpack.Decoder(cls, dec_hook=self._hook) for cls in catalogue.messages]
-        self._interned = [msgspec.msgpack.Decoder(cls) for cls in catalogue.interned]
-        self._definitions = msgspec.msgpack.Decoder(list[Definition])
-        self._values: dict[int, Values] = {}
         self._hints: dict[int, tuple[Any, Any]] = {}  # by identity, which the second of the pair keeps alive
-        self._known = Values()
         self._frame: Buffer = NOTHING
         self._first = 0  # where the parts of this frame begin
         self._end = 0  # of the part that was read last, from there
         self._nbytes = 0  # of all of them
 
-    def decode(self, frame: Buffer, lane: int = 0) -> Any:
+    def decode(self, frame: Buffer) -> Any:
         """The message. Raises DecodeError, with the path to what is wrong; the next frame is none the worse."""
         try:
             view = memoryview(frame)
             if not view:
                 raise DecodeError("expected a frame, got no bytes")
             number = view[0]
-            if self._interned:
-                known = self._values.get(lane)
-                if known is None:
-                    known = self._values[lane] = Values()
-                self._known = known
             if number < WITH_PARTS:
                 return self._decode(number, view[1:])
-            at, end, first = read_head(view)
-            if at > HEAD_NBYTES:
-                self._define(view[HEAD_NBYTES:at])
+            end, first = read_head(view)
             self._frame = frame if view.readonly else view.toreadonly()
             self._first, self._end, self._nbytes = first, 0, len(view) - first
             try:
-                message = self._decode(number & ~WITH_PARTS, view[at:end])
+                message = self._decode(number & ~WITH_PARTS, view[HEAD_NBYTES:end])
                 if self._end != self._nbytes:
                     raise DecodeError(f"expected parts of {self._end} bytes, got {self._nbytes}")
                 return message
@@ -303,41 +257,12 @@ class FrameDecoder:
                 one if isinstance(one, PLAIN_FIELDS) else None for one in msgspec.msgpack.decode(found.struct)
             )
 
-    def _define(self, encoded: memoryview) -> None:
-        try:
-            definitions = self._definitions.decode(encoded)
-        except WRONG as error:
-            text = str(error)
-            raise DecodeError(f"definitions: {text[:1].lower()}{text[1:]}") from None
-        wrong: DecodeError | None = None
-        for number, index, value in definitions:
-            if not 0 <= index < len(self._interned):
-                wrong = DecodeError(f"definition of {number}: expected one of {len(self._interned)}, got {index}")
-                continue
-            if not 0 <= number < INTERNED:
-                wrong = DecodeError(f"definitions: expected a number less than {INTERNED}, got {number}")
-                continue
-            cls = self.catalogue.interned[index]
-            try:
-                self._known.define(number, cls, received(self._interned[index].decode(value), value))
-            except WRONG as error:
-                self._known.forget(number)
-                wrong = decode_error(self.catalogue, cls, error)
-        if wrong is not None:
-            try:
-                raise wrong
-            finally:
-                wrong = None  # it leads to us: together they would hold the frame until the next collection
-
     # ── what msgspec does not know ──
     def _hook(self, hint: Any, found: Any) -> Any:
         known = self._hints.get(id(hint))
         if known is None:
             known = self._hints[id(hint)] = (_target(hint), hint)
-        target = known[0]
-        if type(target) is not tuple:
-            return self._known.value(found, target)
-        dtype, code, itemsize = target
+        dtype, code, itemsize = known[0]
         shape = None
         if type(found) is list and found and dtype is not None:
             found, *shape = found
@@ -393,14 +318,11 @@ def _reshaped(flat: np.ndarray[Any, Any], shape: list[Any]) -> np.ndarray[Any, A
     return flat.reshape(shape)
 
 
-def _target(hint: Any) -> Any:
-    """What a field is made into: an array (dtype, code, size of one), a part (no dtype), an interned class."""
-    origin = typing.get_origin(hint)
-    if origin is np.ndarray:
+def _target(hint: Any) -> tuple[np.dtype[Any] | None, int, int]:
+    """What a field is made into: an array (dtype, code, size of one) or a part (no dtype)."""
+    if typing.get_origin(hint) is np.ndarray:
         dtype = array_dtype(hint)
         return (dtype, CODES[dtype], dtype.itemsize)
-    if origin is Interned:
-        return typing.get_args(hint)[0]
     if hint is Part:
         return (None, PLAIN, 1)
     raise TypeError(f"{hint!r} cannot be received")

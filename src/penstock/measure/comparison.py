@@ -108,14 +108,11 @@ def table_of(outcome: Outcome) -> Table:
 
 # ── default sampling parameters ──────────────────────────────────────────────────────────────────────────────────────
 def params_told() -> tuple[list[Row], Table]:
-    """What sampling parameters cost in a request: the first time, and afterwards."""
+    """What sampling parameters cost in a request."""
     found = formats.params_nbytes()
-    rows = [
-        row("measure", "sampling_params", name, first_bytes=first, after_bytes=after)
-        for name, (first, after) in found.items()
-    ]
-    cells = [[name, f"{first:,}", f"{after:,}"] for name, (first, after) in found.items()]
-    return rows, Table("Default sampling parameters", ("", "first time, bytes", "afterwards"), cells)
+    rows = [row("measure", "sampling_params", name, bytes=nbytes) for name, nbytes in found.items()]
+    cells = [[name, f"{nbytes:,}"] for name, nbytes in found.items()]
+    return rows, Table("Default sampling parameters", ("", "bytes"), cells)
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:

@@ -16,7 +16,6 @@ from penstock.errors import DecodeError
 
 PLAIN = "bytes"  # what a message of a channel without classes is called
 HEAD = "(head)"  # number of the message, lengths, and how many fields there are
-INTERNED = "(interned values)"
 PADDING = "(padding)"
 UNKNOWN = "(more than described)"
 DEEPEST = 8  # structs within structs
@@ -56,7 +55,7 @@ class Layout:
         """Raises DecodeError where the frame is not of this layout."""
         if self.schema is None:
             return Message(PLAIN, [Piece("", frame)])
-        number, definitions, encoded, parts = split(frame)
+        number, encoded, parts = split(frame)
         if not 1 <= number <= len(self.schema.messages):
             raise DecodeError(f"expected a message of 1 to {len(self.schema.messages)}, got {number}")
         described = self.schema.messages[number - 1]
@@ -66,7 +65,6 @@ class Layout:
             pieces += self._parts(fields, bytes(parts))
         except WRONG as error:
             raise DecodeError(f"{described.name}: {error}") from None
-        pieces.append(Piece(INTERNED, bytes(definitions)))
         pieces.append(Piece(HEAD, frame[: 1 if frame[0] < WITH_PARTS else HEAD_NBYTES]))
         pieces.append(Piece(PADDING, bytes(len(frame) - sum(len(piece.content) for piece in pieces))))
         return Message(described.name, merged(pieces))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
+from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.core.step_builder import Plan
 from penstock.engine.protocol.batch_state import Schedule
@@ -38,13 +38,8 @@ class Coder:
 
     def __init__(self, messages: tuple[type[msgspec.Struct], ...]) -> None:
         self.catalogue = Catalogue(*messages)
-        self._encoder = FrameEncoder(self.catalogue)
+        self.encode = FrameEncoder(self.catalogue).encode
         self.decode = FrameDecoder(self.catalogue).decode
-
-    def encode(self, message: msgspec.Struct) -> Any:
-        encoded = self._encoder.encode(message)
-        self._encoder.sent()
-        return encoded
 
 
 def way(coder: Coder, make: Callable[[int], Sequence[Any]]) -> Way:
@@ -71,7 +66,7 @@ class Steps:
         self._coder = Coder(STEPS)
         self._core, self._worker = (Schedule(self._requests, MOST_BLOCKS, BLOCK) for _ in range(2))
         self._plan = Plan(self._core)
-        params = Interned(SamplingParams(temperature=TEMPERATURE, top_p=TOP_P))
+        params = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P)
         for row, one in enumerate(decode.running):
             blocks = np.array(one.blocks, np.int32)
             # What it has generated comes as if it were prompt. The step in which it joins computes one, as all do.
@@ -162,7 +157,7 @@ def api_outputs(decode: Decode) -> Way:
 
 def requests(prompt: Sequence[int]) -> Way:
     ids = np.array(prompt, np.int32)
-    params = Interned(SamplingParams(temperature=TEMPERATURE, top_p=TOP_P))
+    params = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P)
 
     def make(messages: int) -> list[Any]:
         return [Submit(0, LATER + index, ids, params) for index in range(messages)]
@@ -170,12 +165,9 @@ def requests(prompt: Sequence[int]) -> Way:
     return way(Coder(INBOX), make)
 
 
-def params_nbytes() -> tuple[int, int]:
-    """Of default sampling parameters, in a request: the first time, and afterwards."""
+def params_nbytes() -> int:
+    """Of default sampling parameters, in a request."""
     coder = Coder(INBOX)
-    first, after = (
-        whole(coder.encode(Submit(0, 1, np.arange(4, dtype=np.int32), Interned(SamplingParams())))) for _ in range(2)
-    )
-    pieces = dict(Layout(coder.catalogue.schema.encode()).take_apart(after).pieces)
-    nbytes = len(pieces["params"])
-    return len(first) - len(after) + nbytes, nbytes
+    frame = whole(coder.encode(Submit(0, 1, np.arange(4, dtype=np.int32), SamplingParams())))
+    pieces = Layout(coder.catalogue.schema.encode()).take_apart(frame).pieces
+    return sum(len(content) for name, content in pieces if name.startswith("params"))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import enum
-import gc
 import random
-import weakref
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,10 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock import DecodeError, Interned, Part
+from penstock import DecodeError, Part
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.codec.frame import HEAD, INLINE_NBYTES, LONG_NBYTES, split
-from penstock.codec.interned import INTERNED
 from penstock.codec.part import KINDS
 
 
@@ -57,8 +53,8 @@ class Arrays(msgspec.Struct, array_like=True, frozen=True):
 
 class Asking(msgspec.Struct, array_like=True, frozen=True):
     name: str
-    settings: Interned[Settings]
-    other: Interned[Settings] | None = None
+    settings: Settings
+    other: Settings | None = None
 
 
 CATALOGUE = Catalogue(Plain, Arrays, Asking)
@@ -76,9 +72,7 @@ class Wire:
         self.decoder = FrameDecoder(catalogue)
 
     def frame(self, message: msgspec.Struct) -> bytes:
-        made = joined(self.encoder.encode(message))
-        self.encoder.sent()
-        return made
+        return joined(self.encoder.encode(message))
 
     def over(self, message: msgspec.Struct) -> Any:
         return self.decoder.decode(self.frame(message))
@@ -205,16 +199,12 @@ def test_an_array_of_other_numbers_deep_inside_is_refused_where_it_arrives() -> 
 
 
 @pytest.mark.parametrize("stand_in", [5, 0, True, [5], b"abc", "x"], ids=repr)
-def test_what_would_be_taken_for_an_array_a_part_or_an_interned_value_is_refused_where_it_is_sent(
-    stand_in: Any,
-) -> None:
+def test_what_would_be_taken_for_an_array_or_a_part_is_refused_where_it_is_sent(stand_in: Any) -> None:
     wire = Wire()
-    wire.over(Asking("x", Interned(Settings(7.0))))  # it has number 0 now
     name = type(stand_in).__name__
     for message, why in (
         (Arrays(stand_in), rf"Arrays\.ids is an array of int32, not {name}"),
         (Arrays(np.zeros(1, np.int32), image=stand_in), rf"Arrays\.image is Part, not {name}"),
-        (Asking("x", stand_in), rf"Asking\.settings is Interned, not {name}"),
     ):
         with pytest.raises(TypeError, match=why):
             wire.frame(message)
@@ -266,72 +256,6 @@ def test_parts_carry_bytes_of_anything() -> None:
         assert got.image.view.readonly
 
 
-def test_an_interned_value_travels_once_and_is_a_byte_or_two_thereafter() -> None:
-    wire = Wire()
-    settings = Settings(0.8, ("stop", "here"))
-    first, later = (wire.frame(Asking("r", Interned(settings))) for _ in range(2))
-    bare = len(wire.frame(Plain(1))) and len(msgspec.msgpack.encode(("r", None, None))) + 1
-    assert len(later) - bare == 0, "one byte takes the place of None"
-    assert len(first) > len(later) + len(msgspec.msgpack.encode(settings))
-    for frame in (first, later):
-        assert wire.decoder.decode(frame).settings.value == settings
-    assert wire.decoder.decode(later).settings is wire.decoder.decode(later).settings
-
-
-def test_an_interned_value_is_as_it_was_when_it_was_wrapped() -> None:
-    class Loose(msgspec.Struct, array_like=True, frozen=True):
-        words: list[str]
-
-    cls = msgspec.defstruct("Holder", [("it", Interned[Loose])], array_like=True)
-    wire = Wire(Catalogue(cls))
-    words = ["a"]
-    wrapped = Interned(Loose(words))
-    words.append("b")
-    assert wire.over(cls(wrapped)).it.value == Loose(["a"])
-
-
-def test_more_values_than_numbers_take_each_other_s_place() -> None:
-    wire = Wire()
-    chance = random.Random(4)
-    values = [Interned(Settings(float(i))) for i in range(INTERNED + 40)]
-    for _ in range(3000):
-        a, b = chance.choice(values), chance.choice(values)
-        got = wire.over(Asking("x", a, b))
-        assert (got.settings, got.other) == (a, b)
-
-
-def test_a_frame_that_was_not_sent_defines_nothing() -> None:
-    wire = Wire()
-    value = Interned(Settings(2.0))
-    wire.encoder.encode(Asking("lost", value))  # and never sent
-    assert wire.over(Asking("next", value)).settings == value
-
-
-def test_a_frame_can_be_made_again_for_who_knows_nothing() -> None:
-    wire, late = Wire(), FrameDecoder(CATALOGUE)
-    value = Interned(Settings(2.0))
-    wire.over(Asking("first", value))
-    bare = joined(wire.encoder.encode(Asking("second", value)))
-    with pytest.raises(DecodeError, match=r"expected the number of an interned Settings, got 0 at \$\.settings"):
-        late.decode(bare)
-    again = joined(wire.encoder.again())
-    assert late.decode(again).settings == value == wire.decoder.decode(again).settings
-
-
-def test_a_definition_that_is_none_does_not_hold_its_frame() -> None:
-    wire = Wire()
-    frame = np.frombuffer(joined(wire.encoder.encode(Asking("x", Interned(Settings("hot"))))), np.uint8)  # type: ignore[arg-type]
-    gone = weakref.ref(frame)
-    gc.disable()
-    try:
-        with contextlib.suppress(DecodeError):
-            wire.decoder.decode(frame)
-        del frame
-        assert gone() is None
-    finally:
-        gc.enable()
-
-
 def test_a_message_that_is_none_tells_what_it_was_meant_to_be() -> None:
     def meant(frame: bytes) -> tuple[type | None, tuple[object, ...]]:
         with pytest.raises(DecodeError) as caught:
@@ -341,29 +265,10 @@ def test_a_message_that_is_none_tells_what_it_was_meant_to_be() -> None:
     wrong: Any = "much"
     plain = joined(FrameEncoder(CATALOGUE).encode(Plain(7, "seven", wrong)))
     assert meant(plain) == (Plain, (7, "seven", "much", "red", "a", None, 0))
-    asking = FrameEncoder(CATALOGUE).encode(Asking("who", Interned(Settings(wrong))))
-    assert meant(joined(asking)) == (Asking, ("who", 0, None))  # its definition is none
+    asking = FrameEncoder(CATALOGUE).encode(Asking("who", Settings(wrong)))
+    assert meant(joined(asking)) == (Asking, ("who", None, None))
     assert meant(b"") == meant(b"\x09\x90") == meant(b"\x81") == (None, ())
     assert meant(b"\x01\xc1") == meant(b"\x01\x05") == (Plain, ())
-
-
-def test_each_sender_has_numbers_of_its_own() -> None:
-    one, two, decoder = Wire(), Wire(), FrameDecoder(CATALOGUE)
-    a, b = Interned(Settings(1.5)), Interned(Settings(2.5))
-    decoder.decode(one.frame(Asking("x", a)), 0)
-    decoder.decode(two.frame(Asking("x", b)), 1)
-    assert decoder.decode(one.frame(Asking("x", a)), 0).settings == a
-    assert decoder.decode(two.frame(Asking("x", b)), 1).settings == b
-
-
-def test_a_definition_survives_a_message_that_could_not_be_decoded() -> None:
-    wire = Wire()
-    value = Interned(Settings(3.0))
-    frame = joined(wire.encoder.encode(Asking(5, value)))  # type: ignore[arg-type]
-    wire.encoder.sent()
-    with pytest.raises(DecodeError, match=r"Asking: expected `str`, got `int` at \$\.name"):
-        wire.decoder.decode(frame)
-    assert wire.over(Asking("next", value)).settings == value
 
 
 @pytest.mark.parametrize(
@@ -379,19 +284,11 @@ def test_a_definition_survives_a_message_that_could_not_be_decoded() -> None:
         (b"\x01\x90", "Plain: expected `array` of at least length 1, got 0"),
         (b"\x01\x92\x01\xa1\xff", r"Plain: .*utf"),
         (b"\x81", "expected a frame with parts, got 1 bytes"),
-        (HEAD.pack(0x81, 0, 7, 0, 0), "expected the head of a frame"),
-        (HEAD.pack(0x81, 2, 0, 0, 0), "expected the head of a frame"),
-        (HEAD.pack(0x81, 0, 0, 0, 5), "expected a frame of at least 17 bytes, got 12"),
-        (HEAD.pack(0x81, 0, 0, 1 << 31, 1 << 31), "expected a frame of at least"),
-        (HEAD.pack(0x81, 0, 0, 0, 2) + b"\x91\x01" + bytes(2) + b"x", "expected parts of 0 bytes, got 1"),
-        (HEAD.pack(0x81, 0, 0, 1, 2) + b"\xc1\x91\x01", "definitions: "),
-        (HEAD.pack(0x81, 0, 0, 1, 2) + b"\x05\x91\x01", "definitions: expected `array`, got `int`"),
-        (HEAD.pack(0x83, 0, 0, 6, 3) + b"\x91\x93\x00\x09\xc4\x00" + b"\x92\xa0\x00", "expected one of 1, got 9"),
-        (
-            HEAD.pack(0x81, 0, 0, 8, 2) + b"\x91\x93\xcd\x01\x00\x00\xc4\x00" + b"\x91\x01",
-            "a number less than 256, got 256",
-        ),
-        (HEAD.pack(0x81, 0, 0, 6, 2) + b"\x91\x93\xff\x00\xc4\x00" + b"\x91\x01", "a number less than 256, got -1"),
+        (HEAD.pack(0x81, 0, 7, 0), "expected the head of a frame"),
+        (HEAD.pack(0x81, 2, 0, 0), "expected the head of a frame"),
+        (HEAD.pack(0x81, 0, 0, 5), "expected a frame of at least 13 bytes, got 8"),
+        (HEAD.pack(0x81, 0, 0, (1 << 32) - 1), "expected a frame of at least"),
+        (HEAD.pack(0x81, 0, 0, 2) + b"\x91\x01" + bytes(6) + b"x", "expected parts of 0 bytes, got 1"),
         (b"\x02\x91\x07", r"Arrays: expected an array of int32, got one of uint16 at \$\.ids"),
         (b"\x02\x91\xcd\x04\x05", r"Arrays: expected a part of 32 bytes, got 0 at \$\.ids"),
         (b"\x02\x91\xc3", r"Arrays: expected an array or part, got bool at \$\.ids"),
@@ -404,8 +301,7 @@ def test_a_definition_survives_a_message_that_could_not_be_decoded() -> None:
         (b"\x02\x91\x92\xd6\x05abcd\xc3", r"expected a shape, got \[True\]"),
         (b"\x02\x91\x90", r"expected an array or part, got list"),
         (b"\x02\x92\xd6\x05abcd\xd4\x02\x07", r"expected 0 and 1, got 7 at \$\.mask"),
-        (b"\x03\x92\xa0\xcc\xff", r"expected the number of an interned Settings, got 255 at \$\.settings"),
-        (b"\x03\x92\xa0\xa1x", r"expected the number of an interned Settings, got 'x'"),
+        (b"\x03\x92\xa0\xa1x", r"Asking: expected `array`, got `str` at \$\.settings"),
     ],
 )
 def test_what_is_not_a_message_is_told_apart(frame: bytes, why: str) -> None:
@@ -427,12 +323,9 @@ def test_mutated_frames_are_messages_or_decode_errors(seed: int) -> None:
         Plain(7, "x", 0.5, Colour.BLUE, "b", {"k": 1}, 3),
         Arrays(np.arange(3, dtype=np.int32), np.ones(200, np.bool_), np.ones((5, 8)), (Inner("a", np.ones(50, "f4")),)),
         Arrays(np.arange(2000, dtype=np.int32), image=Part(b"z" * 700)),
-        Asking("a", Interned(Settings(0.1)), Interned(Settings(0.2, ("w",)))),
+        Asking("a", Settings(0.1), Settings(0.2, ("w",))),
     ]
-    frames = []
-    for message in messages:
-        wire.encoder.names.forget()
-        frames.append(wire.frame(message))
+    frames = [wire.frame(message) for message in messages]
     decoded = 0
     for _ in range(30_000):
         frame = bytearray(chance.choice(frames))
@@ -460,13 +353,12 @@ def test_mutated_frames_are_messages_or_decode_errors(seed: int) -> None:
 
 def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
     wire = Wire()
-    message = Asking("name", Interned(Settings(0.7)))
-    frame = wire.frame(message)
-    found = split(frame)
+    found = split(wire.frame(Asking("name", Settings(0.7))))
     assert found.number == 3
-    assert msgspec.msgpack.decode(found.struct) == ["name", 0, None]
-    assert msgspec.msgpack.decode(found.definitions) == [[0, 0, msgspec.msgpack.encode(Settings(0.7))]]
+    assert msgspec.msgpack.decode(found.struct) == ["name", [0.7, []], None]
     assert len(found.parts) == 0
+    found = split(wire.frame(Arrays(np.arange(2000, dtype=np.int32))))
+    assert found.number == 2 and np.frombuffer(found.parts, np.int32).tolist() == list(range(2000))
 
 
 @pytest.mark.parametrize(
@@ -481,12 +373,6 @@ def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
         (lambda: Catalogue(struct(a=NDArray[Any])), r"say of which numbers"),
         (lambda: Catalogue(struct(a=NDArray[np.object_])), r"say of which numbers"),
         (lambda: Catalogue(struct(a=list[NDArray[np.datetime64]])), r"say of which numbers"),
-        (lambda: Catalogue(struct(a=Interned[Plain2])), r"can be changed: say frozen=True"),
-        (lambda: Catalogue(struct(a=Interned[Inner])), r"has arrays or parts"),
-        (lambda: Catalogue(struct(a=Interned[frozen(tuple[Part, ...])])), r"has arrays or parts"),
-        (lambda: Catalogue(struct(a=Interned[frozen(dict[str, tuple[Inner, ...]] | None)])), r"has arrays or parts"),
-        (lambda: Catalogue(struct(a=Interned[Endless])), r"has arrays or parts"),
-        (lambda: Catalogue(struct(a=Interned[int])), r"interned in M\.a is a msgspec\.Struct"),  # type: ignore[type-var]
         (lambda: Catalogue(struct(a=msgspec.defstruct("N", ["b"]))), r"N, in M\.a, is encoded with the names"),
         (lambda: Catalogue(struct(a=int), struct(b=int)), "two classes are called M"),
     ],
@@ -494,14 +380,6 @@ def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
 def test_what_cannot_be_a_message_is_refused_when_the_channel_is_made(make: Any, why: str) -> None:
     with pytest.raises((TypeError, ValueError), match=why):
         make()
-
-
-class Endless(msgspec.Struct, array_like=True, frozen=True):
-    more: Interned[Endless] | None = None
-
-
-def frozen(what: Any) -> type[msgspec.Struct]:
-    return msgspec.defstruct("Frozen", [("it", what)], array_like=True, frozen=True)
 
 
 class Plain2(msgspec.Struct, array_like=True):
@@ -518,8 +396,6 @@ def test_what_is_no_message_of_this_channel_is_refused() -> None:
         wire.frame(Plain2(1))
     with pytest.raises(TypeError, match="a complex cannot be sent"):
         wire.frame(Plain(1j))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Plain2 is not interned in this channel"):
-        wire.frame(Asking("x", Interned(Plain2(1))))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="an array of object cannot be sent"):
         wire.frame(Arrays(np.zeros(1, np.int32), inner=(Inner("x", np.array([object()])),)))
     assert wire.over(Plain(1)) == Plain(1)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from penstock import Missing, Store
-from penstock.codec import Interned
 from penstock.engine.client.client import Client, Value
 from penstock.engine.client.stream import EngineError, Piece, Stream
 from penstock.engine.cluster.status_board import Board
@@ -199,7 +198,7 @@ class Opened:
         """Until it is answered."""
         places = np.array(positions, np.int32)
         inputs = Inputs(np.array([len(items)], np.int32), tuple(items), places, np.full(len(items), LENGTH, np.int32))
-        params = Interned(SamplingParams(max_tokens=3, n=samples))
+        params = SamplingParams(max_tokens=3, n=samples)
         self._scheduler.submit(Submit(0, self._requests, np.array(ids, np.int32), params, inputs=inputs))
         self._requests += 1
         plan = Plan(self._schedule)

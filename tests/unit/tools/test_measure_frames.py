@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.codec import Catalogue, FrameEncoder, Interned, Part
+from penstock.codec import Catalogue, FrameEncoder, Part
 from penstock.errors import DecodeError
-from penstock.measure.frames import HEAD, INTERNED, PADDING, Layout, Message
+from penstock.measure.frames import HEAD, PADDING, Layout, Message
 
 
 class Kind(enum.Enum):
@@ -34,7 +34,7 @@ class Step(msgspec.Struct, array_like=True, frozen=True):
     inner: Inner | None = None
     many: list[Inner] = []
     images: dict[str, Part] = {}
-    params: Interned[Params] | None = None
+    params: Params | None = None
     pair: tuple[int, NDArray[np.float32]] | None = None
     kind: Kind = Kind.OLD
 
@@ -100,17 +100,6 @@ def test_arrays_inside_of_structs_lists_dicts_and_tuples_are_told_apart() -> Non
     assert PADDING in found
 
 
-def test_a_value_that_is_sent_for_the_first_time_is_counted_apart() -> None:
-    encoder = FrameEncoder(CATALOGUE)
-    message = Step(1, numbers(2), params=Interned(Params()))
-    encoded = encoder.encode(message)
-    frame = b"".join(map(bytes, encoded)) if isinstance(encoded, list) else bytes(encoded)
-    found = sizes(LAYOUT.take_apart(frame))
-    assert sum(found.values()) == len(frame)
-    assert found[INTERNED] >= 18
-    assert found["params"] == 1
-
-
 def test_the_pieces_are_the_frame_to_the_byte_whatever_the_message(seed: int) -> None:
     chance = random.Random(seed)
 
@@ -124,7 +113,7 @@ def test_the_pieces_are_the_frame_to_the_byte_whatever_the_message(seed: int) ->
             chance.choice([None, Inner(some(), "x" * chance.randrange(300))]),
             [Inner(some()) for _ in range(chance.randrange(5))],
             {str(index): Part(bytes(chance.randrange(9000))) for index in range(chance.randrange(4))},
-            chance.choice([None, Interned(Params(chance.random()))]),
+            chance.choice([None, Params(chance.random())]),
             chance.choice([None, (1, some().astype("float32"))]),
         )
         frame = frame_of(message)

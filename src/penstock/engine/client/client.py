@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 
 from penstock import AsyncMessageSender, ClosedError, DecodeError, PeerDied, PenstockError, WouldBlock
-from penstock.codec import Interned
 from penstock.engine.client.delta_splitter import pieces_of
 from penstock.engine.client.router import Balance, traces
 from penstock.engine.client.stream import EngineError, Stream
@@ -177,7 +176,7 @@ class Client:
                 self._me.index,
                 request,
                 ids,
-                Interned(params),
+                params,
                 priority,
                 client,
                 salt,

@@ -12,7 +12,7 @@ from functools import cached_property
 from hashlib import sha256
 
 from penstock._native import chain
-from penstock.engine.protocol.batch_state import Input, Params
+from penstock.engine.protocol.batch_state import Input
 from penstock.engine.protocol.messages import Inputs, Ints, SamplingParams
 from penstock.errors import PenstockError
 
@@ -38,7 +38,7 @@ class Request:
         server: int,
         number: int,
         prompt: Ints,
-        params: Params,
+        params: SamplingParams,
         block_size: int,
         *,
         arrival: int,
@@ -51,22 +51,18 @@ class Request:
         self.server = server
         self.number = number
         self.prompt = prompt
-        self.interned = params
+        self.params = params
         self.inputs = inputs
         self.arrival = arrival
         self.priority = priority
         self.client = client
         self.is_waiting = False
         self.slots: set[int] = set()  # of its samples: whoever joins may have the prompt of any
-        self.samples = [Sample(self, index) for index in range(self.params.n)]
-        self.open_samples = self.params.n
+        self.samples = [Sample(self, index) for index in range(params.n)]
+        self.open_samples = params.n
         self.block_size = block_size
         self._salt = salt
         self._keys = keys
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.interned.value
 
     @cached_property
     def chain(self) -> bytes:

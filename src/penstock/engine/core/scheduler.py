@@ -116,7 +116,7 @@ class Scheduler:
         if submit.prompt.ndim != 1 or submit.prompt.min() < 0 or submit.prompt.max() >= self._config.vocabulary:
             raise Refused(400, f"expected ids from 0 to {self._config.vocabulary - 1} in the prompt")
         try:
-            require_choice(submit.params.value, self._config.eos_ids, self._config.vocabulary)
+            require_choice(submit.params, self._config.eos_ids, self._config.vocabulary)
         except ValueError as error:
             raise Refused(400, str(error)) from None
         if number in self._requests:
@@ -442,7 +442,7 @@ class Scheduler:
             slot = plan.join(
                 request.number,
                 request.prompt,
-                request.interned,
+                request.params,
                 blocks,
                 computed=computed,
                 chunk=chunk,

@@ -16,12 +16,11 @@ from penstock.engine.protocol.batch_state import (
     NOTHING,
     Column,
     Input,
-    Params,
     Schedule,
     columns_of_inputs,
     columns_of_params,
 )
-from penstock.engine.protocol.messages import Advances, Appended, Ints, Joined, Resumed, Slots, Step
+from penstock.engine.protocol.messages import Advances, Appended, Ints, Joined, Resumed, SamplingParams, Slots, Step
 
 Blocks = Sequence[int] | Ints
 
@@ -50,7 +49,7 @@ class Plan:
         self,
         request: int,
         prompt: Ints,
-        params: Params,
+        params: SamplingParams,
         blocks: Blocks,
         *,
         computed: int = 0,
@@ -126,7 +125,7 @@ class Plan:
     def _columns_of_joined(self) -> Joined:
         slots, rows = list(self._joined), list(self._joined.values())
         own = [NOTHING if row.parent is not None else np.asarray(row.prompt, np.int32) for row in rows]
-        params, others, params_of = columns_of_params([row.params for row in rows])
+        params, params_of = columns_of_params([row.params for row in rows])
         return Joined(
             slots=_slots(slots),
             requests=_ints([row.request for row in rows]),
@@ -135,7 +134,6 @@ class Plan:
             ids=np.concatenate(own),
             block_counts=_ints([len(row.blocks) for row in rows]),
             blocks=_together([row.blocks for row in rows]),
-            others=others,
             params_of=params_of if len(rows) > 1 else None,
             computed=_ints([row.computed for row in rows]) if any(row.computed for row in rows) else None,
             parents=_slots([slot if row.parent is None else row.parent for slot, row in self._joined.items()])
@@ -177,7 +175,7 @@ class _Joining:
         self,
         request: int,
         prompt: Ints,
-        params: Params,
+        params: SamplingParams,
         blocks: Blocks,
         computed: int,
         parent: int | None,

@@ -108,7 +108,7 @@ class OutputState:
     def _params(self, slot: int) -> SamplingParams:
         params = self.schedule.params[slot]
         assert params is not None, "an open slot has parameters"
-        return params.value
+        return params
 
     # ── the schedule ──
     def apply(self, step: Step, /) -> None:

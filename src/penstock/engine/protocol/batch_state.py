@@ -7,14 +7,13 @@ arrays, whatever the number of requests. Leaves to `plan` how a step is made, to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.codec import Interned
 from penstock.engine.protocol.messages import (
-    MOST_INTERNED,
     MOST_SLOTS,
     Advances,
     Appended,
@@ -34,7 +33,6 @@ STATUS = ("free", "running", "preempted")
 
 Index: TypeAlias = npt.NDArray[np.intp]
 Column: TypeAlias = npt.NDArray[Any]
-Params: TypeAlias = Interned[SamplingParams]
 Input: TypeAlias = tuple[Item, int, int]  # and its position and length in the prompt
 
 MOST_POSITIONS = 1 << 30  # so that two of them can be added
@@ -66,7 +64,7 @@ class Schedule:
         self.servers = np.zeros(slots, np.uint16)
         self.samples = np.zeros(slots, np.uint16)  # which of its request's n
         self.prompts: list[Ints] = [NOTHING] * slots
-        self.params: list[Params | None] = [None] * slots
+        self.params: list[SamplingParams | None] = [None] * slots
         self.inputs: list[tuple[Input, ...]] = [()] * slots
         self.computed = np.zeros(slots, np.int32)  # positions, those of the last step included; 0 for a free slot
         self.known = np.zeros(slots, np.int32)  # prompt and generated tokens, that being sampled included; 0 if free
@@ -124,12 +122,11 @@ class Schedule:
         draft.commit()
 
 
-def columns_of_params(params: list[Params | None]) -> tuple[tuple[Params, ...], tuple[SamplingParams, ...], Slots]:
-    """Each once, in the order of their first use: as many as may be interned, the others whole; and who has which."""
-    numbers: dict[Params, int] = {}
-    of = np.array([numbers.setdefault(one, len(numbers)) for one in params if one is not None], np.uint16)
-    distinct = list(numbers)
-    return tuple(distinct[:MOST_INTERNED]), tuple(one.value for one in distinct[MOST_INTERNED:]), of
+def columns_of_params(params: list[SamplingParams]) -> tuple[tuple[SamplingParams, ...], Slots]:
+    """Each once, in the order of their first use, and which of them each row has."""
+    numbers: dict[SamplingParams, int] = {}
+    of = np.array([numbers.setdefault(one, len(numbers)) for one in params], np.uint16)
+    return tuple(numbers), of
 
 
 def columns_of_inputs(inputs: list[tuple[Input, ...]]) -> Inputs | None:
@@ -167,7 +164,7 @@ class _Draft:
         self._is_copied = self._has_other_rows = False
         self._left: list[int] = []
         self._joined: Joined | None = None
-        self._newcomers: list[tuple[int, Ints, Params, tuple[Input, ...]]] = []
+        self._newcomers: list[tuple[int, Ints, SamplingParams, tuple[Input, ...]]] = []
         self._writes: list[tuple[tuple[Index, Index], Ints]] = []  # blocks, and where in the table
 
     def _copy(self) -> None:
@@ -256,8 +253,8 @@ class _Draft:
             raise DecodeError(f"expected a slot with a prompt, got {parent} at $.joined.parents[{row}]")
         return self._now.prompts[parent], self._now.inputs[parent]
 
-    def _params(self, joined: Joined, size: int) -> list[Params]:
-        known = [*joined.params, *map(Interned, joined.others)]
+    def _params(self, joined: Joined, size: int) -> Sequence[SamplingParams]:
+        known = joined.params
         if joined.params_of is None:
             if len(known) != size:
                 raise DecodeError(f"expected {size}, got {len(known)} at $.joined.params")

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock.codec import Interned
 from penstock.codec.sequence import Sequenced
 from penstock.errors import DecodeError
 from penstock.tensor import Item
@@ -29,12 +28,11 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # one of Ints
 MOST_REQUESTS = 1 << 31  # numbers of a server's requests are less, and begin again
 MOST_SLOTS = 1 << 16
-MOST_INTERNED = 128
 
 
 # ── server → core, by the core's inbox ───────────────────────────────────────────────────────────────────────────────
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
-    """How tokens are chosen, and when a request ends. Sent once for each receiver, as it is interned."""
+    """How tokens are chosen, and when a request ends."""
 
     n: int = 1
     temperature: float = 1.0
@@ -104,7 +102,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     server: Natural
     request: Number  # of this server
     prompt: Ints
-    params: Interned[SamplingParams]
+    params: SamplingParams
     priority: int = 0  # lower is sooner
     client: str = ""  # among whom to be fair
     salt: bytes = b""  # requests share cached blocks only with those of the same salt
@@ -158,13 +156,12 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
     slots: Slots
     requests: Requests
-    params: tuple[Interned[SamplingParams], ...]  # MOST_INTERNED at most, as a message has room for so many
+    params: tuple[SamplingParams, ...]  # each once
     lengths: Ints  # of the prompts
     ids: Ints  # the prompts, one after the other
     block_counts: Ints
     blocks: Ints
-    others: tuple[SamplingParams, ...] = ()  # parameters for which there was no room among the interned
-    params_of: Slots | None = None  # which of both, in this order, each one has; None: one each
+    params_of: Slots | None = None  # which of `params` each row has; None: one each
     computed: Ints | None = None  # how much of each prompt the cache has; None: nothing
     parents: Slots | None = (
         None  # whose prompt and inputs each one has (then it brings none), or its own slot; None: all their own

@@ -217,7 +217,7 @@ class TorchFlight:
 def _params_of(schedule: Schedule, slot: int) -> SamplingParams:
     params = schedule.params[slot]
     assert params is not None, "a slot that has joined, without parameters"
-    return params.value
+    return params
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from penstock import DecodeError
-from penstock.codec import Interned
 from penstock.engine.core.request import Refused, Request
 from penstock.engine.core.request_queue import Queue
 from penstock.engine.core.scheduler import ELDER_EVERY, Scheduler, SchedulerConfig
@@ -23,7 +22,7 @@ def core(blocks: int = 100, slots: int = 4, budget: int = 40, **config: bool) ->
 def submit(number: int, length: int = 10, most: int = 30, *, n: int = 1, begin: int = 0, **fields: object) -> Submit:
     """Prompts are 2, 3, 4, …, after a first id of its own, unless `begin` says another. Long answers, mostly."""
     prompt = np.array([begin or 100 + number, *range(2, length + 1)], np.int32)
-    params = Interned(SamplingParams(n=n, seed=number, max_tokens=most))
+    params = SamplingParams(n=n, seed=number, max_tokens=most)
     return Submit(0, number, prompt, params, **fields)  # type: ignore[arg-type]
 
 
@@ -31,9 +30,9 @@ def patient(number: int, length: int = 10, **fields: object) -> Submit:
     """One whose answer is long."""
     for seed in range(1000):
         one = submit(number, length, **fields)  # type: ignore[arg-type]
-        params = Interned(SamplingParams(seed=seed, max_tokens=one.params.value.max_tokens, n=one.params.value.n))
+        params = SamplingParams(seed=seed, max_tokens=one.params.max_tokens, n=one.params.n)
         one = Submit(0, number, one.prompt, params, one.priority, one.client, one.salt, one.inputs)
-        if all(EOS not in answer(one, index) for index in range(params.value.n)):
+        if all(EOS not in answer(one, index) for index in range(params.n)):
             return one
     raise AssertionError("no seed gives a long answer")
 
@@ -405,7 +404,7 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
             "within a prompt of 12 tokens, got 9 at 9",
         ),
         (
-            Submit(0, 1, np.array([3], np.int32), Interned(SamplingParams(min_tokens=1, allowed_token_ids=(EOS,)))),
+            Submit(0, 1, np.array([3], np.int32), SamplingParams(min_tokens=1, allowed_token_ids=(EOS,))),
             400,
             "allowed_token_ids that does not end the answer, as min_tokens is 1",
         ),

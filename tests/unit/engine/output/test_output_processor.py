@@ -16,7 +16,7 @@ import pytest
 
 import penstock
 from penstock import EndOfChannel, OutOfStep, PeerDied, Timeout, WouldBlock
-from penstock.codec import Interned, MessageReceiver, MessageSender
+from penstock.codec import MessageReceiver, MessageSender
 from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster import outbox
 from penstock.engine.cluster.topology import Member, Tree
@@ -68,7 +68,7 @@ class Scene:
         self.plan = Plan(self.schedule)
 
     def join(self, request: int, server: int = 0, prompt: int = 2, **params: Any) -> int:
-        asked = Interned(SamplingParams(**{"max_tokens": None, **params}))
+        asked = SamplingParams(**{"max_tokens": None, **params})
         ids = np.arange(prompt, dtype=np.int32)
         return self.plan.join(request, ids, asked, range(max(10, prompt // 4 + 1)), chunk=prompt, server=server)
 

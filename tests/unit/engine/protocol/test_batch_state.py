@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock import DecodeError, Item, Part, Ref
-from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
+from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.core.step_builder import Plan
 from penstock.engine.protocol.batch_state import FREE, PREEMPTED, Schedule
@@ -23,7 +23,7 @@ from penstock.engine.protocol.messages import (
     Step,
 )
 
-PARAMS = Interned(SamplingParams(temperature=0.8, top_p=0.95))
+PARAMS = SamplingParams(temperature=0.8, top_p=0.95)
 
 
 def ints(*values: int) -> np.ndarray:
@@ -384,7 +384,6 @@ class Pair:
         step = self.plan.finish(LEADER, self.number + 1)
         self.number += 1
         frame = self.encoder.encode(step)
-        self.encoder.sent()
         pieces = frame if isinstance(frame, list) else [frame]
         whole = b"".join(memoryview(piece).cast("B") for piece in pieces)
         self.schedule.apply(step)
@@ -408,17 +407,14 @@ def test_a_decode_step_takes_a_few_bytes_whatever_the_number_of_requests(request
     assert sum(sizes) / len(sizes) <= average
 
 
-def test_parameters_that_are_known_take_two_bytes_at_most() -> None:
+def test_equal_parameters_of_a_step_are_sent_once_and_a_join_grows_by_80_bytes() -> None:
     pair = Pair(4)
 
-    def joining(params: Interned[SamplingParams]) -> int:
-        pair.plan.join(9, ints(1), params, [1])
+    def joining(*params: SamplingParams) -> int:
+        for number, one in enumerate(params):
+            pair.plan.join(number, ints(1), one, [1])
         return pair.send()
 
-    fresh = Interned(SamplingParams(seed=7))
-    first, second, third = joining(fresh), joining(fresh), joining(PARAMS)
-    assert first > second == third
-    without = Step(1, 2, joined=one_joins(params=(), params_of=slots(0)))
-    known = Step(1, 2, joined=one_joins(params_of=slots(0)))
-    frames = [FrameEncoder(CATALOGUE, pair.encoder.names).encode(step) for step in (without, known)]
-    assert len(frames[1]) - len(frames[0]) <= 2
+    empty, first = pair.send(), joining(PARAMS)
+    assert first - empty <= 80 + 70
+    assert joining(PARAMS, PARAMS) - first < 40 < joining(PARAMS, SamplingParams(seed=7)) - first <= 40 + 80

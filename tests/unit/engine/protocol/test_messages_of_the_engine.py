@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock import DecodeError, Item, Part, Ref
-from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Interned
+from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.engine.protocol.messages import (
     ANNOUNCED,
     DELTAS,
@@ -56,8 +56,6 @@ def encoded(message: Any, *channel: type[msgspec.Struct]) -> bytes:
 
 def plain(value: Any) -> Any:
     """A message as lists, to be compared."""
-    if isinstance(value, Interned):
-        return plain(value.value)
     if isinstance(value, msgspec.Struct):
         return [type(value).__name__, *(plain(getattr(value, name)) for name in value.__struct_fields__)]
     return [value.dtype.str, value.tolist()] if isinstance(value, np.ndarray) else value
@@ -70,7 +68,7 @@ INPUTS = Inputs(
     ints(5, 600),
     ints(576, 3),
 )
-PARAMS = Interned(SamplingParams(n=2, stop=("\n",), logit_bias=((5, -1.0),), seed=3, max_tokens=None))
+PARAMS = SamplingParams(n=2, stop=("\n",), logit_bias=((5, -1.0),), seed=3, max_tokens=None)
 LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), ints(2, 2))
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from penstock.codec import Interned
 from penstock.engine.cluster.status_board import Board
 from penstock.engine.core.step_builder import Plan
 from penstock.engine.protocol.batch_state import Schedule
@@ -13,7 +12,7 @@ from penstock.engine.worker.device import Sampled
 from penstock.engine.worker.device_stats import Meter
 from penstock.engine.worker.simulated_device import Simulated
 
-PARAMS = Interned(SamplingParams())
+PARAMS = SamplingParams()
 
 
 class Bench:

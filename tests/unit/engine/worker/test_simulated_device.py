@@ -2,14 +2,13 @@
 
 import numpy as np
 
-from penstock.codec import Interned
 from penstock.engine.core.step_builder import Plan
 from penstock.engine.protocol.batch_state import Schedule
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
 from penstock.engine.worker.simulated_device import Rule, Simulated, SimulatedFlight
 
-PARAMS = Interned(SamplingParams())
+PARAMS = SamplingParams()
 TOLD = SimulatedDevice(step_seconds=2**-6, vocabulary=1000, seed=5)
 
 
