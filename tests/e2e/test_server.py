@@ -80,9 +80,9 @@ def posted(path: str, body: dict[str, Any]) -> bytes:
 
 @contextlib.asynccontextmanager
 async def served(limits: dict[str, Any] | None = None, start: float = START, **options: Any) -> AsyncIterator[Served]:
-    usual = {"api_keys": (KEY,), "most_open": MOST_OPEN, "most_body_nbytes": MOST_BODY, "patience": 1.0}
+    usual = {"api_keys": (KEY,), "max_open_requests": MOST_OPEN, "max_body_nbytes": MOST_BODY, "client_timeout": 1.0}
     asked = ServerOptions(port=0, **{**usual, **(limits or {})})
-    config = EngineConfig(**{"simulated": told(), "max_model_len": 4096, "api_servers": 2, **options})
+    config = EngineConfig(**{"simulated": told(), "max_model_len": 4096, "api_server_count": 2, **options})
     with contextlib.closing(listen(asked)) as listener:
         port = listener.getsockname()[1]
         launcher = Serving(config, asked, listener)

@@ -137,7 +137,7 @@ class Core:
         self.chance = chance
         self.failing = failing
         self.schedule = Schedule(slots, blocks, BLOCK_SIZE, most_blocks=-(-MAX_MODEL_LEN // BLOCK_SIZE))
-        self.budget = config.setdefault("token_budget", chance.choice((slots, 2 * slots, 40)))
+        self.budget = config.setdefault("max_num_batched_tokens", chance.choice((slots, 2 * slots, 40)))
         self.scheduler = Scheduler(
             self.schedule, SchedulerConfig(max_model_len=MAX_MODEL_LEN, eos_ids=(EOS,), **config)
         )

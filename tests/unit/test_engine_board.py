@@ -74,7 +74,11 @@ def test_who_has_a_place_is_one_word_and_lies_behind_the_groups() -> None:
 
 def test_places_are_those_that_the_tree_starts() -> None:
     config = EngineConfig(
-        simulated=SimulatedDevice(), data_parallel=2, tensor_parallel=2, output_processors=1, api_servers=2
+        simulated=SimulatedDevice(),
+        data_parallel_size=2,
+        tensor_parallel_size=2,
+        output_processors=1,
+        api_server_count=2,
     )
     assert [(one.kind, one.group, one.index) for one in places(config)] == [
         *[(kind, group, index) for group in (0, 1) for kind, index in OF_A_GROUP],

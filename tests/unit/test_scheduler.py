@@ -17,7 +17,7 @@ from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer, 
 
 
 def core(blocks: int = 100, slots: int = 4, budget: int = 40, **config: bool) -> Core:
-    return Core(random.Random(1), blocks, slots, token_budget=budget, **config)
+    return Core(random.Random(1), blocks, slots, max_num_batched_tokens=budget, **config)
 
 
 def submit(number: int, length: int = 10, most: int = 30, *, n: int = 1, begin: int = 0, **fields: object) -> Submit:
@@ -424,13 +424,13 @@ def test_a_configuration_with_which_some_request_could_never_run_is_refused() ->
     with pytest.raises(ValueError, match="expected 2 to 60, as many as there is room for, got 61"):
         Scheduler(Schedule(4, 15, 4), SchedulerConfig(max_model_len=61))
     with pytest.raises(ValueError, match="a token for each of 64 slots, got 63"):
-        Scheduler(Schedule(64, 15, 4), SchedulerConfig(max_model_len=60, token_budget=63))
+        Scheduler(Schedule(64, 15, 4), SchedulerConfig(max_model_len=60, max_num_batched_tokens=63))
 
 
 def test_a_scheduler_with_a_plan_of_its_own_runs_a_request_to_its_end() -> None:
     schedule = Schedule(4, 15, 4)
     scheduler, plan = (
-        Scheduler(schedule, SchedulerConfig(max_model_len=60, token_budget=8, eos_ids=(EOS,))),
+        Scheduler(schedule, SchedulerConfig(max_model_len=60, max_num_batched_tokens=8, eos_ids=(EOS,))),
         Plan(schedule),
     )
     scheduler.submit(submit(1, 10, 5))

@@ -264,6 +264,6 @@ def test_a_token_is_as_late_as_its_share_of_its_piece() -> None:
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    for options in ({"port": 70000}, {"most_open": 0}, {"api_keys": ("a", "")}, {"patience": 0}):
+    for options in ({"port": 70000}, {"max_open_requests": 0}, {"api_keys": ("a", "")}, {"client_timeout": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             ServerOptions(**options)

@@ -31,15 +31,15 @@ class Laid:
     def __init__(self, **options: object) -> None:
         config = EngineConfig(simulated=SimulatedDevice(), store_nbytes=1 << 20, **options)  # type: ignore[arg-type]
         self.tree = Tree.lay(config)
-        self.tally_page = Tally.lay(config.api_servers)
-        self.notice_page = Notice.lay(config, ServerOptions(served_name="a\x1b[31mb"), URL)
+        self.tally_page = Tally.lay(config.api_server_count)
+        self.notice_page = Notice.lay(config, ServerOptions(served_model_name=("a\x1b[31mb",)), URL)
         self.board = Board(self.tree.board, writable=True)
-        self.tally = Tally(self.tally_page, config.api_servers, writable=True)
+        self.tally = Tally(self.tally_page, config.api_server_count, writable=True)
 
 
 @pytest.fixture
 def laid() -> Iterator[Laid]:
-    found = Laid(api_servers=2, tensor_parallel=2)
+    found = Laid(api_server_count=2, tensor_parallel_size=2)
     yield found
     found.board.close()
     found.tree.close()

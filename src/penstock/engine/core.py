@@ -59,11 +59,11 @@ def run(tree: Tree, me: Member) -> None:
 def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConfig:
     return SchedulerConfig(
         max_model_len=config.max_model_len,
-        token_budget=config.token_budget,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         vocabulary=min(one.vocabulary for one in ready),
         eos_ids=config.end_ids,
-        has_prefix_cache=config.prefix_caching,
-        has_overlap=config.overlap,
+        has_prefix_cache=config.enable_prefix_caching,
+        has_overlap=config.async_scheduling,
         max_short_prompt=ready[0].max_short_prompt,
     )
 
@@ -91,8 +91,8 @@ class Core:
         if self._is_stopped:
             return
         room = [one.blocks for one in ready]
-        blocks = min(room if config.blocks is None else [*room, config.blocks])
-        schedule = Schedule(config.slots, blocks, config.block_size, config.most_blocks)
+        blocks = min(room if config.num_gpu_blocks_override is None else [*room, config.num_gpu_blocks_override])
+        schedule = Schedule(config.max_num_seqs, blocks, config.block_size, config.most_blocks)
         self._await_receivers()
         self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
         self._leader: Leader[Step, Whole] = Leader(schedule)
@@ -126,11 +126,11 @@ class Core:
         config = self._config
         deadline = time.monotonic() + config.start_timeout
         ready: dict[int, Ready] = {}
-        while len(ready) < config.tensor_parallel and not self._is_stopped:
+        while len(ready) < config.tensor_parallel_size and not self._is_stopped:
             try:
                 message = self._inbox.receive(max(0.0, deadline - time.monotonic()))
             except Timeout as error:
-                missing = sorted(set(range(config.tensor_parallel)) - ready.keys())
+                missing = sorted(set(range(config.tensor_parallel_size)) - ready.keys())
                 raise Timeout(f"workers {missing} are not ready within {config.start_timeout:g} s: {error}") from None
             except PeerDied as death:
                 if not self._is_server(death):  # of servers nothing is known yet
@@ -195,7 +195,7 @@ class Core:
     def _pass_over(self, error: DecodeError) -> None:
         """What a server has sent and is no message costs that message alone. One of our group is out of order."""
         server = self._inbox.source
-        if server >= self._config.api_servers:
+        if server >= self._config.api_server_count:
             raise error
         event("not a message", logging.ERROR, server=server, error=str(error))
         request = error.fields[1] if error.kind is Submit and len(error.fields) > 1 else None
@@ -205,7 +205,9 @@ class Core:
     def _is_of_another(self, message: Any) -> bool:
         """A server speaks for itself; an output, of all of them."""
         server = self._inbox.source
-        return isinstance(message, Submit | Abort | Announce) and message.server != server < self._config.api_servers
+        return (
+            isinstance(message, Submit | Abort | Announce) and message.server != server < self._config.api_server_count
+        )
 
     def _receive(self, message: Any) -> None:
         if not self._is_of_another(message):
@@ -285,7 +287,7 @@ class Core:
 
     def _is_server(self, death: PeerDied) -> bool:
         """By its lane of the inbox: its name may be gone."""
-        return death.index < self._config.api_servers
+        return death.index < self._config.api_server_count
 
     def _give_up(self, server: int) -> None:
         """It reads too little: all of its requests fail."""

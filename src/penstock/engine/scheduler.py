@@ -47,7 +47,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`Scheduler` checks it against its schedule."""
 
     max_model_len: int  # tokens of prompt and answer together
-    token_budget: int = 2048  # that one step computes at most
+    max_num_batched_tokens: int = 2048  # that one step computes at most
     vocabulary: int = 1 << 31  # ids of prompts are below that
     eos_ids: tuple[int, ...] = ()
     has_prefix_cache: bool = True  # False: blocks are shared only within a request
@@ -78,8 +78,11 @@ class Scheduler:
                 f"max_model_len: expected 2 to {schedule.most_blocks * size}, as many as there is room for, "
                 f"got {config.max_model_len}"
             )
-        if config.token_budget < slots:
-            raise ValueError(f"token_budget: expected a token for each of {slots} slots, got {config.token_budget}")
+        if config.max_num_batched_tokens < slots:
+            raise ValueError(
+                f"max_num_batched_tokens: expected a token for each of {slots} slots, "
+                f"got {config.max_num_batched_tokens}"
+            )
         self.cache = BlockCache(schedule.blocks)
         self._schedule = schedule
         self._config = config
@@ -207,7 +210,7 @@ class Scheduler:
         stalled = self._extend(plan, put_aside)
         rows = self._schedule.rows.size - len(self._gone)
         advancing = rows - len(self._resting) - len(stalled)
-        budget = self._config.token_budget - (advancing - len(self._prefilling))
+        budget = self._config.max_num_batched_tokens - (advancing - len(self._prefilling))
         if self._prefilling:
             budget = self._prefill(plan, budget)
         if is_waited_for and not stalled and len(put_aside) == made_way:  # else there is no room

@@ -88,6 +88,7 @@ class Api:
         self._dashboard = Dashboard()
         self._unknown_fields = UnknownFields(name for names in bodies.FIELDS.values() for name in names)
         self._name = served_name(config, options)
+        self._names = options.served_model_name or (self._name,)
         self._paths: list[str] = []  # of the routes
         self._started = int(time.time())
         self._reading_nbytes = 0  # of bodies that have begun to come
@@ -137,8 +138,8 @@ class Api:
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
         """While it is answered, a request is open. Raises ApiError where there are too many."""
-        if self._row[Row.OPEN] >= self._options.most_open:
-            raise ApiError(429, f"{self._options.most_open} requests are open already")
+        if self._row[Row.OPEN] >= self._options.max_open_requests:
+            raise ApiError(429, f"{self._options.max_open_requests} requests are open already")
         self._row[Row.OPEN] += 1
         try:
             yield
@@ -148,7 +149,7 @@ class Api:
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
         """While a prompt is made of it, it counts among those that are being read."""
-        most, got = self._options.most_body_nbytes, bytearray()
+        most, got = self._options.max_body_nbytes, bytearray()
         said = request.headers.get("content-length", "0")
         if not said.isdecimal() or int(said) > most:
             raise _too_long(most)
@@ -182,8 +183,8 @@ class Api:
         return asked
 
     def _require_model(self, name: str | None) -> None:
-        if name is not None and name not in (self._name, self._config.model):
-            message = f"there is no model {name!r} here, but {self._name!r}"
+        if name is not None and name not in (*self._names, self._config.model):
+            message = f"there is no model {name!r} here, but {' and '.join(map(repr, self._names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     # ── what is generated ──
@@ -274,7 +275,7 @@ class Api:
         prompts: Sequence[Prompt],
         announce: tuple[Style, bytes] | None = None,
     ) -> Batch:
-        slots = self._config.slots * self._config.data_parallel
+        slots = self._config.max_num_seqs * self._config.data_parallel_size
         submits = [
             functools.partial(
                 self._submit, asked, params, prompt, None if announce is None else (*announce, index * params.n)
@@ -377,16 +378,16 @@ class Api:
         return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
 
     async def _list_models(self, request: Request) -> Answer:
-        return _json({"object": "list", "data": [self._model]})
+        return _json({"object": "list", "data": [self._described(name) for name in self._names]})
 
     async def _tell_model(self, request: Request) -> Answer:
-        self._require_model(request.path_params["name"])
-        return _json(self._model)
+        name = request.path_params["name"]
+        self._require_model(name)
+        return _json(self._described(name if name in self._names else self._name))
 
-    @property
-    def _model(self) -> dict[str, Any]:
+    def _described(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "penstock",
