@@ -30,13 +30,13 @@ def test_every_token_of_our_server_is_counted_and_more_than_may_be_open_are_told
     async def scene() -> None:
         async with served() as tree:
             for backend in ("openai", "openai-chat"):
-                before = await tree.total("penstock_completion_tokens_total")
+                before = await tree.total("vllm:generation_tokens_total")
                 options = ("--backend", backend, "--num-prompts", 30, "--output-len", "10-20", "--input-len", 40)
                 status, found, said = await bench(tree, tmp_path, *options, "--max-concurrency", MOST_OPEN - 1)
                 assert status == 0, said
                 assert (found["requests"], found["failed"], found["tokens_per_event"]) == (30, 0, 1)
                 probes = 2  # of one token each
-                assert await tree.total("penstock_completion_tokens_total") - before == found["output_tokens"] + probes
+                assert await tree.total("vllm:generation_tokens_total") - before == found["output_tokens"] + probes
                 assert 30 * 30 < found["prompt_tokens"] < 30 * 50
                 assert found["tpot"]["mean"] > 1.9  # a step takes 2 ms
                 assert "output tokens/s" in said and "TTFT" in said

@@ -259,6 +259,7 @@ class Core:
     def check_open(self) -> None:
         still = {one[:2] for one in self.open_samples()}
         assert self.scheduler.open_requests == len(still), "open requests"
+        assert self.scheduler.open_samples == len(self.open_samples()), "open samples"
 
     def drain(self) -> None:
         """Until nothing is open. Then nothing may be left."""

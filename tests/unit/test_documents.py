@@ -85,7 +85,7 @@ def test_every_metric_is_explained() -> None:
     from penstock.server.tally import Tally
 
     board = Board(Board.lay(1))
-    text = Metrics(Tally(Tally.lay(1), 1), board).text().decode()
+    text = Metrics(Tally(Tally.lay(1), 1), board, "m").text().decode()
     board.close()
     names = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
     assert len(names) > 10

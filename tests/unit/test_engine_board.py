@@ -32,7 +32,7 @@ def test_each_number_is_an_aligned_word_and_the_core_and_rank_0_write_to_differe
     Board(page, writable=True).row(0)[Board.BUSY_NS] = 9
     words = page.view().cast("Q")
     assert words[ROW_WORDS] == 7 and words[ROW_WORDS + Board.BUSY_NS] == 9
-    assert Board.BUSY_NS * WORD_NBYTES == 64 and page.nbytes == 3 * 128
+    assert Board.BUSY_NS * WORD_NBYTES == 64 and page.nbytes == 3 * 384
 
 
 def test_who_only_reads_cannot_write() -> None:

@@ -189,6 +189,39 @@ def test_another_salt_another_image_or_one_elsewhere_is_another_prefix() -> None
     assert one.scheduler.stats.cached_tokens == 8
 
 
+def test_the_prefix_cache_is_asked_once_for_each_sample_that_is_admitted() -> None:
+    one = core(blocks=15)
+    for number in (1, 2):
+        one.submit(patient(number, 16))
+    while not one.preempted:
+        steps(one, 1)
+    while PREEMPTED in one.schedule.status:  # it is looked up anew, and not counted
+        steps(one, 1)
+    assert (one.scheduler.prefix_queries, one.scheduler.prefix_hits) == (32, 0)
+    one.drain()
+    one.submit(submit(3, 12, 1, begin=7))
+    one.drain()
+    one.submit(submit(4, 12, 1, begin=7, n=2))
+    one.drain()
+    assert (one.scheduler.prefix_queries, one.scheduler.prefix_hits) == (32 + 3 * 12, 2 * 8)
+
+
+def test_without_a_prefix_cache_nothing_is_asked_of_it() -> None:
+    one = core(has_prefix_cache=False)
+    one.submit(submit(1, 12, 1, n=2))
+    one.drain()
+    assert (one.scheduler.prefix_queries, one.scheduler.prefix_hits) == (0, 0)
+
+
+def test_each_sample_that_gets_a_slot_says_when_its_request_came() -> None:
+    one = core(slots=2, blocks=15)
+    one.scheduler.submit(patient(1, 16), 70)
+    one.scheduler.submit(patient(2, 16, n=2), 80)
+    assert (one.scheduler.open_samples, one.scheduler.running, one.scheduler.admitted_ns) == (3, 0, [])
+    assert one.scheduler.plan(one.plan)
+    assert one.scheduler.admitted_ns == [70, 80]
+
+
 # ── n ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_samples_of_one_request_share_the_full_blocks_of_its_prompt() -> None:
     one = core()

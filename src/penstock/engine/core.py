@@ -17,7 +17,7 @@ import penstock
 from penstock import DecodeError, PeerDied, Timeout
 from penstock.codec.follow import Leader, Leading, Lost
 from penstock.engine.answers import OutputState
-from penstock.engine.board import Board
+from penstock.engine.board import Board, queue_times_of
 from penstock.engine.child import starting
 from penstock.engine.config import EngineConfig
 from penstock.engine.directory import vocabulary
@@ -74,6 +74,7 @@ class Core:
         self._me = me
         self._tree = tree
         self._row = Board(tree.board, writable=True).row(me.group)
+        self._queue_times = queue_times_of(self._row)
         name = str(me)
         self._inbox = group.inbox.receiver(name=name)
         self._results = group.results.receiver(0, name=name)
@@ -167,12 +168,20 @@ class Core:
         step = self._plan.finish(self._leader.identity, self._leader.next_number)
         past_the_dead(self._me, lambda: self._leading.send(step, self._config.step_timeout), self._config.step_timeout)
         scheduler.sent(step)
+        if scheduler.admitted_ns:
+            self._count_queue_times()
         if self._answers is not None:
             self._answers.sent(step)
         if step.preempted is not None:
             self._row[Board.PREEMPTIONS] += step.preempted.size
         self._publish()
         return True
+
+    def _count_queue_times(self) -> None:
+        now = time.monotonic_ns()
+        for queued_ns in self._scheduler.admitted_ns:
+            self._queue_times.add((now - queued_ns) / 1e9)
+        self._scheduler.admitted_ns.clear()
 
     def _is_told_to_stop(self) -> bool:
         self._take_in()
@@ -221,7 +230,7 @@ class Core:
         scheduler = self._scheduler
         if isinstance(message, Submit):
             try:
-                scheduler.submit(message)
+                scheduler.submit(message, time.monotonic_ns())
             except Refused as refusal:
                 self._fail(message.server, message.request, refusal)
         elif isinstance(message, Abort):
@@ -313,7 +322,10 @@ class Core:
     def _publish(self) -> None:
         scheduler, row = self._scheduler, self._row
         row[Board.OPEN] = scheduler.open_requests
-        row[Board.WAITING] = scheduler.waiting
+        row[Board.RUNNING] = running = scheduler.running
+        row[Board.WAITING] = max(0, scheduler.open_samples - running)
+        row[Board.PREFIX_QUERIES] = scheduler.prefix_queries
+        row[Board.PREFIX_HITS] = scheduler.prefix_hits
         row[Board.FREE_BLOCKS] = scheduler.cache.free
         row[Board.STEPS] = self._leader.number
         row[Board.OWN_NS] = self._own_ns

@@ -109,10 +109,15 @@ class Scheduler:
         self._gone: set[int] = set()  # rows that do not run in that step any more
         self._resting: set[int] = set()  # rows that run and compute nothing in it, as all of their tokens are sampled
         self._prompt_tokens = self._cached_tokens = self._preemptions = 0
+        self._open_samples = 0
+        self.prefix_queries = self.prefix_hits = (
+            0  # tokens of prompts, each once: preempted samples are not looked up anew
+        )
+        self.admitted_ns: list[int] = []  # when samples came that have got a slot since somebody cleared this
 
     # ── from outside ──
-    def submit(self, submit: Submit) -> None:
-        """Raises Refused where it can never run."""
+    def submit(self, submit: Submit, queued_ns: int = 0) -> None:
+        """`queued_ns`: when it came, for `admitted_ns`. Raises Refused where it can never run."""
         number, length, most = (submit.server, submit.request), submit.prompt.size, self._config.max_model_len
         if not 1 <= length < most:
             raise Refused(400, f"expected a prompt of 1 to {most - 1} tokens, got {length}")
@@ -140,8 +145,10 @@ class Scheduler:
             salt=salt,
             inputs=inputs,
             keys=keys,
+            queued_ns=queued_ns,
         )
         self._requests[number] = request
+        self._open_samples += request.params.n
         self._queue.push(request)
 
     def abort(self, server: int, request: int) -> None:
@@ -176,6 +183,15 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests of which nothing runs yet."""
         return len(self._queue)
+
+    @property
+    def open_samples(self) -> int:
+        return self._open_samples
+
+    @property
+    def running(self) -> int:
+        """Samples in the batch of the last step."""
+        return self._schedule.rows.size
 
     @property
     def stats(self) -> Stats:
@@ -456,6 +472,10 @@ class Scheduler:
             )
             self._queue.charge(request.client, request.prompt.size - computed)
             self._take_slot(sample, slot)
+            self.admitted_ns.append(request.queued_ns)
+            if self._config.has_prefix_cache:
+                self.prefix_queries += request.prompt.size
+                self.prefix_hits += computed
         self._priorities[slot] = sample.rank[0]
         self._progress.begin(slot, computed // self._size)
         self._prefilling.add(slot)
@@ -514,6 +534,7 @@ class Scheduler:
         if sample.is_ended:
             return
         sample.is_ended, sample.is_aside = True, False
+        self._open_samples -= 1
         request, slot = sample.request, sample.slot
         if slot is not None:
             self._progress.end(slot)

@@ -83,7 +83,7 @@ class Api:
         self._reader = reader
         self._row = tally.rows[me]
         self._keys = [key.encode() for key in options.api_keys]
-        self._metrics = Metrics(tally, board)
+        self._metrics = Metrics(tally, board, served_name(config, options))
         self._health = Health(tally, board, me)
         self._dashboard = Dashboard()
         self._unknown_fields = UnknownFields(name for names in bodies.FIELDS.values() for name in names)
@@ -359,8 +359,7 @@ class Api:
             if index:
                 await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
             said["choices"].append(tell(choice, index, vocabulary))
-        said["usage"] = usage_of(*batch.streams)
-        pace.end(*batch.streams)
+        said["usage"] = usage_of(*batch.streams.values())
         return _json(said)
 
     # ── what is known ──

@@ -59,7 +59,7 @@ class Serving(Launcher):
     """A tree with servers behind one socket."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
-        self.tally = Tally.lay(config.api_server_count)
+        self.tally = Tally.lay(config.api_server_count, config.data_parallel_size)
         self.notice = Notice.lay(config, options, _address(listener))
         self.rows = Tally(self.tally, config.api_server_count, writable=True).rows
         self._listener = listener
