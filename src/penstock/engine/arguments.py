@@ -156,7 +156,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="Share KV cache blocks between requests whose prompts begin alike (default: on)",
+        help="Share KV cache blocks between requests with the same beginning of a prompt (default: on)",
     )
 
 

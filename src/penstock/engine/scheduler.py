@@ -110,10 +110,8 @@ class Scheduler:
         self._resting: set[int] = set()  # rows that run and compute nothing in it, as all of their tokens are sampled
         self._prompt_tokens = self._cached_tokens = self._preemptions = 0
         self._open_samples = 0
-        self.prefix_queries = self.prefix_hits = (
-            0  # tokens of prompts, each once: preempted samples are not looked up anew
-        )
-        self.admitted_ns: list[int] = []  # when samples came that have got a slot since somebody cleared this
+        self.prefix_queries = self.prefix_hits = 0  # tokens of prompts; a preempted sample counts once
+        self.admitted_ns: list[int] = []  # arrivals of the samples that have got a slot; the caller clears it
 
     # ── from outside ──
     def submit(self, submit: Submit, queued_ns: int = 0) -> None:

@@ -76,7 +76,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         help="Seconds to wait at shutdown for open requests to be answered (default: %(default)s)",
     )
     for name, meaning, default in (
-        ("origins", "Origins whose pages may send requests from a browser, or *", "none"),
+        ("origins", "Origins with pages that may send requests from a browser, or *", "none"),
         ("methods", "Methods that pages of these origins may use", "*"),
         ("headers", "Headers that pages of these origins may send", "*"),
     ):

@@ -1,7 +1,7 @@
 """`/metrics`: the tally of all server processes and the engine's board, as Prometheus reads them.
 
-What vLLM measures, too, has its name, type, labels and buckets; the rest is called `penstock_…`. Leaves the numbers to
-those who write them: nothing is counted here.
+What vLLM measures, too, has its name, type, labels and buckets; the rest is called `penstock_…`. Leaves the counting to
+the cores, rank 0 and the servers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HISTOGRAMS = (
     ("e2e_request_latency_seconds", "Seconds from a request to its last token", "request", REQUEST_SECONDS),
 )
 COUNTED_BY_SERVERS = (
-    ("prompt_tokens", "Prompt tokens of sequences whose first token has come", Served.PROMPT_TOKENS),
+    ("prompt_tokens", "Prompt tokens of sequences that have their first token", Served.PROMPT_TOKENS),
     ("generation_tokens", "Generated tokens", Served.GENERATION_TOKENS),
 )
 COUNTED_BY_CORES = (

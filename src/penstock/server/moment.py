@@ -84,9 +84,9 @@ class Server(msgspec.Struct, frozen=True):
     open: int  # requests
     answered: int
     refused: int  # those of them that were answered with an error, or by nobody, as the client had gone
-    prompt_tokens: int  # of sequences whose first token has come
+    prompt_tokens: int  # of sequences that have their first token
     completion_tokens: int
-    first_pieces: int  # sequences whose first token has come
+    first_pieces: int  # sequences that have their first token
     first_seconds: float  # all together, from the request to that
     gaps: int  # between two tokens
     gap_seconds: float  # all together

@@ -20,7 +20,7 @@ WORD_NBYTES = 8
 class Served:
     """What one engine has done for one server process. A sequence is one of the n samples of a prompt."""
 
-    PROMPT_TOKENS = 0  # of sequences whose first token has come
+    PROMPT_TOKENS = 0  # of sequences that have their first token
     GENERATION_TOKENS = 1
     FINISHED = 2  # sequences, by FINISHED_REASONS
     _HISTOGRAMS = FINISHED + len(FINISHED_REASONS)
@@ -41,6 +41,9 @@ class Served:
 
     def __setitem__(self, word: int, number: int) -> None:
         self._words[word] = number
+
+    def count_tokens(self, tokens: int) -> None:
+        self._words[self.GENERATION_TOKENS] += tokens
 
     def finish(self, reason: str, sequences: int = 1) -> None:
         self._words[self.FINISHED + FINISHED_REASONS.index(reason)] += sequences

@@ -67,9 +67,10 @@ async def _until_gone(receive: Receive) -> None:
 class _Times:
     """Of one sequence: when its first and its last token came, and how many came after the first piece."""
 
-    __slots__ = ("first", "last", "later_tokens")
+    __slots__ = ("engine", "first", "last", "later_tokens")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, engine: Served, now: float) -> None:
+        self.engine = engine
         self.first = self.last = now
         self.later_tokens = 0
 
@@ -93,19 +94,21 @@ class Pace:
 
     def piece(self, stream: Stream, piece: Piece) -> None:
         now, many = time.monotonic(), len(piece.ids)
-        engine, key = self._row.engines[stream.group], (stream, piece.sample)
+        key = stream, piece.sample
         times = self._times.get(key)
-        if many:
-            engine[Served.GENERATION_TOKENS] += many
-            if times is None:
-                times = self._times[key] = _Times(now)
-                engine.first_token.add(now - self._began)
-                engine[Served.PROMPT_TOKENS] += stream.prompt_tokens
-            else:
-                engine.inter_token.add((now - times.last) / many, many)
-                times.last = now
-                times.later_tokens += many
+        if times is not None and many:
+            times.engine.count_tokens(many)
+            times.engine.inter_token.add((now - times.last) / many, many)
+            times.last = now
+            times.later_tokens += many
+        elif many:
+            engine = self._row.engines[stream.group]
+            times = self._times[key] = _Times(engine, now)
+            engine.count_tokens(many)
+            engine.first_token.add(now - self._began)
+            engine[Served.PROMPT_TOKENS] += stream.prompt_tokens
         if piece.reason is not None:
+            engine = self._row.engines[stream.group]
             self._ended[stream] += 1
             engine.request.add(now - self._began)
             engine.per_output_token.add(times.mean if times is not None else 0.0)
