@@ -27,7 +27,7 @@ def times(samples: int, steps: int, waiting: int) -> dict[str, float]:
     Prompts end at all places of a block, so that in each step every sixteenth sample fills one and needs another.
     """
     schedule = Schedule(samples, 1 << 17)
-    config = SchedulerConfig(max_model_len=1 << 15, token_budget=1 << 16, eos_ids=(2,))
+    config = SchedulerConfig(max_model_len=1 << 15, max_num_batched_tokens=1 << 16, eos_ids=(2,))
     scheduler, plan = Scheduler(schedule, config), Plan(schedule)
     chance = np.random.default_rng(7)
     for request in range(samples + waiting):

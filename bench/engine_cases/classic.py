@@ -154,7 +154,7 @@ WIRES: dict[str, tuple[Any, Any]] = {"zeromq": (ZeromqCore, ZeromqWorker), "gloo
 
 # ── the core ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def run_core(wire: str, scratch: str, tree: Tree, me: Member) -> None:
-    spent.run(ClassicCore(tree, me, WIRES[wire][0](scratch, tree.config.tensor_parallel)), scratch)
+    spent.run(ClassicCore(tree, me, WIRES[wire][0](scratch, tree.config.tensor_parallel_size)), scratch)
 
 
 class ClassicCore(Core):
@@ -234,8 +234,8 @@ class ClassicCore(Core):
 def run_worker(wire: str, scratch: str, tree: Tree, me: Member) -> None:
     config, group = tree.config, tree.groups[me.group]
     assert config.simulated is not None, "this engine has no other device"
-    device = Simulated(config.simulated, config.slots)
-    end = WIRES[wire][1](scratch, me.index, config.tensor_parallel)
+    device = Simulated(config.simulated, config.max_num_seqs)
+    end = WIRES[wire][1](scratch, me.index, config.tensor_parallel_size)
     row = Board(tree.board, writable=True).row(me.group)
     inbox = group.inbox.sender(tree.worker_lane(me.index), name=str(me))
     inbox.send(Ready(me.index, device.blocks, device.vocabulary), config.start_timeout)
@@ -243,7 +243,7 @@ def run_worker(wire: str, scratch: str, tree: Tree, me: Member) -> None:
     names: dict[int, str] = {}  # by slot: whom the device knows
     while not isinstance(message := end.receive(), Stop):
         leader, number, asked = message
-        schedule, step = seen(asked, config.slots, names)
+        schedule, step = seen(asked, config.max_num_seqs, names)
         sampled = device.launch(schedule, step).result()
         end.answer(leader, number, sampled.ids.tolist())
         if me.index == 0:

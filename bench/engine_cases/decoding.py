@@ -57,7 +57,7 @@ class Trees(Turns):
         self._servers: dict[str, Server] = {}
 
     async def start(self, ways: Sequence[Way], scratch: Path, options: Mapping[str, Any]) -> None:
-        self.receivers = options["tensor_parallel"]
+        self.receivers = options["tensor_parallel_size"]
         for way in ways:
             self._benches[way.name] = Bench.of(way, scratch, **options)
             self._benches[way.name].start()
@@ -111,9 +111,9 @@ async def run_cell(
     options = {
         "model": str(model),
         "simulated": device,
-        "tensor_parallel": cell.tensor_parallel,
-        "slots": cell.batch,
-        "token_budget": BUDGET,
+        "tensor_parallel_size": cell.tensor_parallel,
+        "max_num_seqs": cell.batch,
+        "max_num_batched_tokens": BUDGET,
         "max_model_len": MODEL_LEN,
     }
     measure = partial(one_round, seconds, np.random.default_rng(cell[:3]))

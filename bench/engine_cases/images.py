@@ -129,8 +129,8 @@ async def run_images(
     options: dict[str, Any] = {
         "model": str(model),
         "simulated": SimulatedDevice(step_seconds=STEP, vocabulary=vocabulary),
-        "tensor_parallel": WORKERS,
-        "slots": 32,
+        "tensor_parallel_size": WORKERS,
+        "max_num_seqs": 32,
         "store_nbytes": 4 * sum(each.nbytes for each in images.pixels),
     }
     asking: dict[str, Asking] = {}

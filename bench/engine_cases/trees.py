@@ -24,7 +24,7 @@ OURS, IN_CORE, NO_OVERLAP, NEITHER = "penstock", "outputs-in-core", "no-overlap"
 CLASSIC_ZEROMQ, CLASSIC_GLOO = "classic-zeromq", "classic-gloo"
 START = 120.0  # seconds; until a tree serves beside others that start
 
-_CLASSIC = {"output_processors": 0, "overlap": False}
+_CLASSIC = {"output_processors": 0, "async_scheduling": False}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ WAYS = {
     for each in (
         Way(OURS),
         Way(IN_CORE, {"output_processors": 0}),
-        Way(NO_OVERLAP, {"overlap": False}),
+        Way(NO_OVERLAP, {"async_scheduling": False}),
         Way(NEITHER, _CLASSIC),
         Way(CLASSIC_ZEROMQ, _CLASSIC, "zeromq", ("zmq",)),
         Way(CLASSIC_GLOO, _CLASSIC, "gloo", ("zmq", "torch")),

@@ -60,15 +60,29 @@ class Load:
         return replace(self, **sizes)
 
     def options(self) -> list[str]:
-        said = [f"--{name.replace('_', '-')}={value}" for name, value in vars(self).items()]
-        return [*said, "--ignore-eos", f"--model={NAME}"]
+        said = {
+            "num-prompts": self.requests,
+            "max-concurrency": self.concurrency,
+            "input-len": self.input_tokens,
+            "output-len": self.output_tokens,
+            "images": self.images,
+        }
+        return [*(f"--{name}={value}" for name, value in said.items()), "--ignore-eos", f"--model={NAME}"]
 
 
 def asked(server: Server, load: Load, scratch: Path, seed: int, warm_up: int = 0) -> dict[str, Any]:
     """The figures of one load, after so many requests. Raises Failed where one was not answered."""
     said = scratch / "figures.json"
-    command = [sys.executable, "-m", "penstock", "bench", "serve", f"--url={server.url}", f"--json={said}"]
-    command += [*load.options(), f"--seed={seed}", f"--warmup={warm_up}"]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "bench",
+        "serve",
+        f"--base-url={server.url}",
+        f"--result-filename={said}",
+    ]
+    command += [*load.options(), f"--seed={seed}", f"--num-warmups={warm_up}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if done.returncode:
         raise Failed(f"{server.name}: {(done.stderr or done.stdout).strip()[-600:]}")

@@ -131,7 +131,8 @@ class Ours(Server):
 
     @classmethod
     def simulated(cls, streams: int, log: Path) -> Ours:
-        sizes = ("--slots", str(max(streams, 64)), "--most-open", str(streams + 64), "--token-budget", "4096")
+        sizes = ("--max-num-seqs", str(max(streams, 64)), "--max-num-batched-tokens", "4096")
+        sizes += ("--max-open-requests", str(streams + 64))
         return cls._of(["--device-model", "simulated", "--step-ms", str(STEP_MS), *sizes], log)
 
     @classmethod

@@ -116,7 +116,7 @@ def serve(tree: Tree, me: Member) -> None:
 
 def test_a_server_is_killed_or_stopped_and_the_others_do_not_notice() -> None:
     async def scene() -> None:
-        async with running(serve, api_servers=2, step_timeout=2.0, **SHAPE) as tree:
+        async with running(serve, api_server_count=2, step_timeout=2.0, **SHAPE) as tree:
             core = tree.child("core").pid
             for number in (signal.SIGKILL, signal.SIGSTOP):
                 await tree.until(lambda: tree.number(Board.OPEN) == 8)
@@ -131,9 +131,9 @@ def test_a_server_is_killed_or_stopped_and_the_others_do_not_notice() -> None:
 
 
 # ── the tree ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def live(drain_timeout: float) -> None:
+async def live(shutdown_timeout: float) -> None:
     logs.begin("launcher", "text")
-    config = EngineConfig(simulated=told(step_seconds=0.01), drain_timeout=drain_timeout, api_servers=2)
+    config = EngineConfig(simulated=told(step_seconds=0.01), shutdown_timeout=shutdown_timeout, api_server_count=2)
     launcher = Launcher(config, serve)
     running = asyncio.ensure_future(launcher.run())
     await asyncio.sleep(0)
@@ -145,8 +145,8 @@ async def live(drain_timeout: float) -> None:
 
 
 @contextlib.contextmanager
-def tree_of_its_own(drain_timeout: float = 20.0):
-    code = f"import asyncio, tests.crash.test_engine_deaths as t; asyncio.run(t.live({drain_timeout}))"
+def tree_of_its_own(shutdown_timeout: float = 20.0):
+    code = f"import asyncio, tests.crash.test_engine_deaths as t; asyncio.run(t.live({shutdown_timeout}))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -179,7 +179,7 @@ def test_sigterm_drains_and_ends_in_order() -> None:
 
 
 def test_a_second_sigterm_stops_it_at_once() -> None:
-    with tree_of_its_own(drain_timeout=60.0) as (process, pids):
+    with tree_of_its_own(shutdown_timeout=60.0) as (process, pids):
         os.kill(pids[-1], signal.SIGSTOP)  # a server, which will not end by itself
         process.terminate()
         time.sleep(0.3)

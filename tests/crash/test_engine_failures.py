@@ -153,7 +153,7 @@ def test_who_asks_what_is_no_request_is_told_at_once() -> None:
 @pytest.mark.parametrize("outputs", [0, 1])
 def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
     async def scene() -> None:
-        shape = {"api_servers": 2, "output_processors": outputs}
+        shape = {"api_server_count": 2, "output_processors": outputs}
         async with tree_with("worker", worker.run, **shape) as tree:
             async with Client(tree.launcher.tree, 0) as client, Client(tree.launcher.tree, 1) as liar:
                 pids = {one.pid for one in tree.children()}

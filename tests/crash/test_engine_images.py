@@ -106,7 +106,7 @@ def serve(tree: Tree, me: Member) -> None:
 
 def test_servers_die_while_they_put_and_hold_images() -> None:
     async def scene() -> None:
-        async with running(serve, api_servers=2, **WITH_STORE) as tree:
+        async with running(serve, api_server_count=2, **WITH_STORE) as tree:
             store = tree.launcher.tree.store
             assert store is not None
             for _ in range(3):

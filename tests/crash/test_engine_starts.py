@@ -90,7 +90,7 @@ def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_cou
         return msgspec.json.decode((await tree.get("/health"))[1], type=Health).groups
 
     async def scene() -> None:
-        async with tree_with(0, "worker", is_killed_while_it_starts_again, data_parallel=2) as tree:
+        async with tree_with(0, "worker", is_killed_while_it_starts_again, data_parallel_size=2) as tree:
             await tree.launcher.serving(START)
             next(one for one in tree.children() if one.member == Member("worker", 0, 0, 1)).signal(signal.SIGKILL)
             counted = set()
@@ -134,7 +134,7 @@ def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(
     chance = random.Random(seed)
 
     async def scene() -> None:
-        async with tree_with(0, "worker", worker.run, data_parallel=2, api_servers=2) as tree:
+        async with tree_with(0, "worker", worker.run, data_parallel_size=2, api_server_count=2) as tree:
             await tree.launcher.serving(START)
             for _ in range(KILLS):
                 if children := tree.children():

@@ -101,7 +101,12 @@ class Storm:
 @pytest.mark.parametrize("outputs", [0, 2])
 def test_two_groups_under_random_blows_answer_or_tell_every_request(outputs: int, seed: int) -> None:
     async def scene() -> None:
-        shape = {"data_parallel": 2, "tensor_parallel": 2, "output_processors": outputs, "api_servers": 1}
+        shape = {
+            "data_parallel_size": 2,
+            "tensor_parallel_size": 2,
+            "output_processors": outputs,
+            "api_server_count": 1,
+        }
         simulated = told(step_seconds=0.003)
         async with running(simulated=simulated, step_timeout=STEP_TIMEOUT, **shape) as tree:
             async with Client(tree.launcher.tree, 0) as client:

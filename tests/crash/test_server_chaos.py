@@ -138,10 +138,16 @@ def test_so_does_one_with_a_model(seed: int, tmp_path: Path) -> None:
 
     made("llama", tmp_path)
     save_tokenizer(tmp_path)
-    sizes = {"blocks": 200, "max_model_len": 256, "slots": 16, "token_budget": 16, "dtype": "float32"}
+    sizes = {
+        "num_gpu_blocks_override": 200,
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 16,
+        "dtype": "float32",
+    }
 
     async def scene() -> None:
-        shape = {**SHAPE, "tensor_parallel": 1}
+        shape = {**SHAPE, "tensor_parallel_size": 1}
         options = {"simulated": None, "model": str(tmp_path), "step_timeout": 5.0, **sizes, **shape}
         async with served(LIMITS, MODEL_START, **options) as tree:
             known = []

@@ -21,7 +21,7 @@ NUMBER = "[...document.querySelectorAll('.tile')].find(one => one.innerText.incl
 OPEN = NUMBER.format("requests open")
 SERVER = (
     *("--device-model", "simulated", "--api-key", KEY, "--served-model-name", NAME),
-    *("--drain-timeout", "0.1", "--max-model-len", "20000"),
+    *("--shutdown-timeout", "0.1", "--max-model-len", "20000"),
 )
 
 

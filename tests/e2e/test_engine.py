@@ -28,8 +28,8 @@ async def must_answer_by_the_rule(tree: Running, client: Client, length: int, to
 def test_all_clients_get_exactly_the_tokens_of_the_rule(overlap: bool, outputs: int) -> None:
     async def scene() -> None:
         simulated = told(end_id=END, end_one_in=40)
-        options = {"tensor_parallel": 2, "api_servers": 2, "slots": 24, "token_budget": 64}
-        async with running(overlap=overlap, output_processors=outputs, simulated=simulated, **options) as tree:
+        options = {"tensor_parallel_size": 2, "api_server_count": 2, "max_num_seqs": 24, "max_num_batched_tokens": 64}
+        async with running(async_scheduling=overlap, output_processors=outputs, simulated=simulated, **options) as tree:
             async with Client(tree.launcher.tree, 0) as one, Client(tree.launcher.tree, 1) as other:
                 asked = [
                     must_answer_by_the_rule(tree, client, 1 + 7 * number, 1 + 5 * number, 1 + number % 3)
@@ -49,7 +49,12 @@ def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, 
     async def scene() -> None:
         chance, longest = random.Random(seed), 4096
         simulated = told(step_seconds=0.0002, blocks=longest // 16 + 60)
-        options = {"tensor_parallel": 2, "slots": 12, "max_model_len": longest, "output_processors": outputs}
+        options = {
+            "tensor_parallel_size": 2,
+            "max_num_seqs": 12,
+            "max_model_len": longest,
+            "output_processors": outputs,
+        }
         async with running(simulated=simulated, **options) as tree:
             beginning = prompt(longest)
 
@@ -153,7 +158,7 @@ async def who_is_cancelled_aborts(tree: Running, client: Client) -> None:
 
 def test_requests_are_shared_among_the_groups_and_equal_beginnings_meet() -> None:
     async def scene() -> None:
-        async with running(data_parallel=2, output_processors=1) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(data_parallel_size=2, output_processors=1) as tree, Client(tree.launcher.tree, 0) as client:
             ids = prompt(100)
             first = await client.submit(ids, SamplingParams(max_tokens=2))
             streams = [await client.submit(prompt(), SamplingParams(max_tokens=50)) for _ in range(20)]

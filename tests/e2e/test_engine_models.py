@@ -22,8 +22,8 @@ from tests.unit.engine.worker.test_rope import changes  # noqa: E402
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
     family = made("llama", tmp_path)
-    sizes = {"blocks": 200, "max_model_len": 256, "slots": 16, "token_budget": 16}
-    config = EngineConfig(model=str(tmp_path), tensor_parallel=ranks, dtype="float32", **sizes)
+    sizes = {"num_gpu_blocks_override": 200, "max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 16}
+    config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, dtype="float32", **sizes)
 
     async def answer(client: Client, prompt: object, tokens: int) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -56,8 +56,8 @@ def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path:
     """One request after the other, and then all at once, with room for two of the longest."""
     family = made("llama", tmp_path)
     requests = [Asked([5] * 200, [], 100), Asked([6, 7], [], 5), Asked([8] * 200, [], 312), Asked([9] * 5, [], 258)]
-    sizes = {"blocks": 64, "max_model_len": 512, "slots": 4, "token_budget": 64}
-    config = EngineConfig(model=str(tmp_path), tensor_parallel=ranks, dtype="float32", **sizes)
+    sizes = {"num_gpu_blocks_override": 64, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, dtype="float32", **sizes)
 
     async def answer(client: Client, asked: Asked) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=asked.tokens, ignore_eos=True, detokenize=False)
@@ -83,7 +83,13 @@ def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path:
 def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) -> None:
     """What the workers say of longrope reaches the scheduler: one long prompt begins as a short one before it."""
     family = made("llama", tmp_path, **changes("llama", "longrope"))
-    sizes = {"blocks": 64, "max_model_len": 64, "slots": 4, "token_budget": 16, "block_size": BLOCK_SIZE}
+    sizes = {
+        "num_gpu_blocks_override": 64,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "block_size": BLOCK_SIZE,
+    }
     config = EngineConfig(model=str(tmp_path), dtype="float32", **sizes)
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
 
@@ -111,9 +117,20 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
     """With a key and without, in the store and inline; across chunks, and after preemption."""
     family = made(name, tmp_path)
     longest = family.blocks * BLOCK_SIZE
-    sizes = {"block_size": BLOCK_SIZE, "blocks": family.blocks, "max_model_len": longest, "slots": 4, "token_budget": 6}
+    sizes = {
+        "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": family.blocks,
+        "max_model_len": longest,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 6,
+    }
     config = EngineConfig(
-        model=str(tmp_path), tensor_parallel=ranks, dtype="float32", store_nbytes=1 << 20, api_servers=2, **sizes
+        model=str(tmp_path),
+        tensor_parallel_size=ranks,
+        dtype="float32",
+        store_nbytes=1 << 20,
+        api_server_count=2,
+        **sizes,
     )
 
     async def answer(client: Client, asked: Asked, tokens: int, has_key: bool) -> list[int]:

@@ -102,8 +102,19 @@ def test_every_way_leads_to_the_same_answers_ends_and_counts(
     family = made("llama", tmp_path)
     write_tokenizer(tmp_path)
     end_id = family.answers[0][2]
-    sizes = {"blocks": 100, "block_size": 4, "max_model_len": 128, "slots": 8, "token_budget": 16}
-    way = {"overlap": overlap, "output_processors": outputs, "tensor_parallel": ranks, "prefix_caching": caching}
+    sizes = {
+        "num_gpu_blocks_override": 100,
+        "block_size": 4,
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+    }
+    way = {
+        "async_scheduling": overlap,
+        "output_processors": outputs,
+        "tensor_parallel_size": ranks,
+        "enable_prefix_caching": caching,
+    }
     config = EngineConfig(model=str(tmp_path), dtype="float32", end_ids=(end_id,), **sizes, **way)
 
     async def scene() -> None:
@@ -126,10 +137,10 @@ def test_every_way_leads_to_the_same_answers_ends_and_counts(
                     await asyncio.wait_for(anext(await client.submit([1, VOCABULARY])), START)
                 row = launcher.board.row(0)
                 for _ in range(1000):
-                    if (row[Board.OPEN], row[Board.FREE_BLOCKS]) == (0, sizes["blocks"]):
+                    if (row[Board.OPEN], row[Board.FREE_BLOCKS]) == (0, sizes["num_gpu_blocks_override"]):
                         break
                     await asyncio.sleep(0.01)
-                assert (row[Board.OPEN], row[Board.FREE_BLOCKS]) == (0, sizes["blocks"])
+                assert (row[Board.OPEN], row[Board.FREE_BLOCKS]) == (0, sizes["num_gpu_blocks_override"])
                 assert row[Board.SERVING] == 1, "the group has died"
         finally:
             assert await launcher.stop() == []

@@ -49,7 +49,11 @@ def test_what_is_no_prompt_and_what_is_no_model_is_said_before_anything_starts()
             "line 2 of the prompts: unknown options",
         ),
         ("{}\n", ("--device-model", "simulated"), "line 1 of the prompts: expected either"),
-        ("[1]\n", ("--device-model", "simulated", "--data-parallel", "0"), "data_parallel is between 1 and 16, not 0"),
+        (
+            "[1]\n",
+            ("--device-model", "simulated", "--data-parallel-size", "0"),
+            "data_parallel_size is between 1 and 16, not 0",
+        ),
     ):
         status, answers, err = generate(lines, *options)
         assert (status, answers) == (2, []) and text in err and "process started" not in err
@@ -73,7 +77,7 @@ def generating(tmp_path: Path, prompts: int, tokens: int) -> Iterator[tuple[subp
     """Its answers go to a file."""
     asked, answers = tmp_path / "prompts", tmp_path / "answers"
     asked.write_text("".join(f"[{one}]\n" for one in range(prompts)))
-    options = ["--device-model", "simulated", "--step-ms", "10", "--max-tokens", str(tokens), "--at-once", "8"]
+    options = ["--device-model", "simulated", "--step-ms", "10", "--max-tokens", str(tokens), "--max-concurrency", "8"]
     command = [*COMMAND, *options, "--prompts", str(asked), "--output", str(answers)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:

@@ -18,7 +18,7 @@ from tests.e2e.test_server import KEY, MOST_OPEN, Served, served
 
 async def bench(tree: Served, path: Path, *options: object) -> tuple[int, dict[str, Any], str]:
     """Exit status, figures, and what was said."""
-    given = ("--url", f"http://127.0.0.1:{tree.port}", "--api-key", KEY, "--json", path / "figures")
+    given = ("--base-url", f"http://127.0.0.1:{tree.port}", "--api-key", KEY, "--result-filename", path / "figures")
     command = ("-m", "penstock", "bench", "serve", *map(str, (*given, *options)))
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
     process = await asyncio.create_subprocess_exec(sys.executable, *command, **pipes)
@@ -29,20 +29,20 @@ async def bench(tree: Served, path: Path, *options: object) -> tuple[int, dict[s
 def test_every_token_of_our_server_is_counted_and_more_than_may_be_open_are_told(tmp_path: Path) -> None:
     async def scene() -> None:
         async with served() as tree:
-            for endpoint in ("completions", "chat"):
-                before = await tree.total("penstock_completion_tokens_total")
-                options = ("--endpoint", endpoint, "--requests", 30, "--output-tokens", "10-20", "--input-tokens", 40)
-                status, found, said = await bench(tree, tmp_path, *options, "--concurrency", MOST_OPEN - 1)
+            for backend in ("openai", "openai-chat"):
+                before = await tree.total("vllm:generation_tokens_total")
+                options = ("--backend", backend, "--num-prompts", 30, "--output-len", "10-20", "--input-len", 40)
+                status, found, said = await bench(tree, tmp_path, *options, "--max-concurrency", MOST_OPEN - 1)
                 assert status == 0, said
                 assert (found["requests"], found["failed"], found["tokens_per_event"]) == (30, 0, 1)
                 probes = 2  # of one token each
-                assert await tree.total("penstock_completion_tokens_total") - before == found["output_tokens"] + probes
+                assert await tree.total("vllm:generation_tokens_total") - before == found["output_tokens"] + probes
                 assert 30 * 30 < found["prompt_tokens"] < 30 * 50
                 assert found["tpot"]["mean"] > 1.9  # a step takes 2 ms
                 assert "output tokens/s" in said and "TTFT" in said
 
             # Fewer than one process takes connections: which of them takes how many is the kernel's affair.
-            options = ("--requests", 60, "--concurrency", 4 * MOST_OPEN - 2, "--output-tokens", 400)
+            options = ("--num-prompts", 60, "--max-concurrency", 4 * MOST_OPEN - 2, "--output-len", 400)
             status, found, said = await bench(tree, tmp_path, *options)
             assert status == 1 and found["requests"] + found["failed"] == 60
             assert found["requests"] >= MOST_OPEN and [one["kind"] for one in found["errors"]] == ["status 429"], said

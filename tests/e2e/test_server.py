@@ -80,9 +80,9 @@ def posted(path: str, body: dict[str, Any]) -> bytes:
 
 @contextlib.asynccontextmanager
 async def served(limits: dict[str, Any] | None = None, start: float = START, **options: Any) -> AsyncIterator[Served]:
-    usual = {"api_keys": (KEY,), "most_open": MOST_OPEN, "most_body_nbytes": MOST_BODY, "patience": 1.0}
+    usual = {"api_keys": (KEY,), "max_open_requests": MOST_OPEN, "max_body_nbytes": MOST_BODY, "client_timeout": 1.0}
     asked = ServerOptions(port=0, **{**usual, **(limits or {})})
-    config = EngineConfig(**{"simulated": told(), "max_model_len": 4096, "api_servers": 2, **options})
+    config = EngineConfig(**{"simulated": told(), "max_model_len": 4096, "api_server_count": 2, **options})
     with contextlib.closing(listen(asked)) as listener:
         port = listener.getsockname()[1]
         launcher = Serving(config, asked, listener)
@@ -357,14 +357,22 @@ async def health_and_metrics_tell_of_all_processes(tree: Served) -> None:
     assert {one["pid"] for one in said["servers"]} == {tree.child("server", index).pid for index in range(2)}
     assert (await tree.get("/health/live"))[0] == (await tree.get("/health/ready"))[0] == 200
     total = tree.total
-    before = await total("penstock_completion_tokens_total"), await total("penstock_requests_total")
+    before = await total("vllm:generation_tokens_total"), await total("penstock_requests_total")
     await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
     await tree.until(lambda: tree.number(Board.OPEN) == 0)
-    assert await total("penstock_completion_tokens_total") == before[0] + 7
+    assert await total("vllm:generation_tokens_total") == before[0] + 7
     assert await total("penstock_requests_total") == before[1] + 1
-    assert await total("penstock_open_requests") == 0 and await total("penstock_group_incarnation") == 1
-    first = await total("penstock_time_to_first_token_seconds_count")
-    assert 0 < first and await total("penstock_inter_token_latency_seconds_count") > first
+    assert await total("penstock_open_requests") == 0 and await total("penstock_engine_incarnation") == 1
+    first = await total("vllm:time_to_first_token_seconds_count")
+    assert 0 < first and await total("vllm:inter_token_latency_seconds_count") > first
+    ended = await total("vllm:request_success_total", 'finished_reason="length"')
+    assert 0 < ended <= first <= await total("vllm:request_queue_time_seconds_count")
+    assert ended <= await total("vllm:e2e_request_latency_seconds_count")
+    assert await total("vllm:request_success_total", 'finished_reason="abort"') > 0  # of the clients that went
+    assert await total("vllm:num_requests_running") == await total("vllm:num_requests_waiting") == 0
+    assert 0 < await total("vllm:prefix_cache_hits_total") < await total("vllm:prefix_cache_queries_total")
+    assert await total("vllm:prompt_tokens_total", 'model_name="simulated"') > 0
+    assert await total("vllm:kv_cache_usage_perc") == 0
 
 
 async def tokens_of_a_text_and_of_messages(tree: Served) -> None:

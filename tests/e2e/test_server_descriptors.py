@@ -91,7 +91,7 @@ def test_connections_without_a_descriptor_wait_and_the_log_has_a_line(serve: Cal
 
 
 def test_refused_clients_that_have_gone_are_no_errors(serve: Callable[..., Server]) -> None:
-    server = serve("--most-open", "1")
+    server = serve("--max-open-requests", "1")
     port = server.port()
     pid = server_of(port)
     with contextlib.ExitStack() as clients:

@@ -37,7 +37,7 @@ def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document
             writer.close()
 
     async def scene() -> None:
-        async with served(simulated=told(step_seconds=0.0), api_servers=1) as tree:
+        async with served(simulated=told(step_seconds=0.0), api_server_count=1) as tree:
             chat = {"messages": [{"role": "user", "content": "hi"}]}
             for path, body, whole, chunk in (
                 (
@@ -64,7 +64,7 @@ def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document
 def test_what_the_server_answers_is_what_its_document_says(seed: int, tmp_path: Path) -> None:
     async def scene() -> None:
         # 413, of which the document cannot say to what it belongs, is no answer to too many messages.
-        limits = {"most_body_nbytes": 8 << 20}
+        limits = {"max_body_nbytes": 8 << 20}
         async with served(limits, simulated=told(step_seconds=0.0), max_model_len=48) as tree:
             process = await asyncio.create_subprocess_exec(
                 *(str(Path(sys.executable).with_name("schemathesis")), "run"),

@@ -482,7 +482,7 @@ def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
         return closing(f"{head}{more if method == 'OPTIONS' else AUTHORIZED}\r\n".encode())
 
     async def scene() -> None:
-        async with served({"allowed_origins": ("https://a.example",)}, api_servers=1) as tree:
+        async with served({"allowed_origins": ("https://a.example",)}, api_server_count=1) as tree:
             for origin, is_allowed in (("https://a.example", True), ("https://b.example", False)):
                 for method in ("GET", "OPTIONS"):
                     found = await answer(tree, asked(origin, method))
@@ -492,7 +492,7 @@ def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
                     assert found.headers["x-request-id"]
             exposed = (await answer(tree, asked("https://a.example"))).headers["access-control-expose-headers"]
             assert "x-request-id" in exposed
-        async with served(api_servers=1) as tree:
+        async with served(api_server_count=1) as tree:
             assert (await answer(tree, asked("https://a.example", "OPTIONS"))).status == 405
             assert "access-control-allow-origin" not in (await answer(tree, asked("https://a.example"))).headers
 

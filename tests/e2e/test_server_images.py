@@ -30,7 +30,14 @@ from tests.unit.server.images.test_image_fetcher import Elsewhere, bare, whole  
 from tests.unit.server.images.test_image_prompts import named, part, plain, text  # noqa: E402
 
 COUNT = 10
-SIZES = {"blocks": 256, "max_model_len": 480, "slots": 16, "token_budget": 24, "dtype": "float32", "block_size": 4}
+SIZES = {
+    "num_gpu_blocks_override": 256,
+    "max_model_len": 480,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 24,
+    "dtype": "float32",
+    "block_size": 4,
+}
 MOST_PIXELS = 40_000_000
 
 
@@ -231,11 +238,11 @@ def test_on_one_tree(name: str, tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open" / "one.txt").write_text("not an image")
     limits = ImageLimits(count=3, nbytes=200_000, pixels=MOST_PIXELS)
-    server = {"image_limits": limits, "media_folders": (f"{tmp_path}/open",), "most_body_nbytes": 2_000_000}
+    server = {"image_limits": limits, "allowed_local_media_path": (f"{tmp_path}/open",), "max_body_nbytes": 2_000_000}
 
     async def all_scenes(elsewhere: Elsewhere) -> None:
-        hosts = {"media_hosts": (f"127.0.0.1:{elsewhere.port}",)}
-        options = {"simulated": None, "model": str(tmp_path), "api_servers": 1, "store_nbytes": 16 << 20}
+        hosts = {"allowed_media_domains": (f"127.0.0.1:{elsewhere.port}",)}
+        options = {"simulated": None, "model": str(tmp_path), "api_server_count": 1, "store_nbytes": 16 << 20}
         async with served(server | hosts, 3 * START, **options, **SIZES) as tree:
             tree.__class__ = Seeing
             tree.elsewhere = elsewhere

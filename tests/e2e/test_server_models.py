@@ -45,10 +45,16 @@ def save_tokenizer(path: Path) -> Tokenizer:
 def test_a_model_answers_as_transformers_does_whichever_way_it_is_asked(tmp_path: Path) -> None:
     family = made("llama", tmp_path)
     tokenizer = save_tokenizer(tmp_path)
-    sizes = {"blocks": 200, "max_model_len": 256, "slots": 16, "token_budget": 16, "dtype": "float32"}
+    sizes = {
+        "num_gpu_blocks_override": 200,
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 16,
+        "dtype": "float32",
+    }
 
     async def scene() -> None:
-        async with served(simulated=None, model=str(tmp_path), api_servers=1, **sizes) as tree:
+        async with served(simulated=None, model=str(tmp_path), api_server_count=1, **sizes) as tree:
             client, name = tree.client, tmp_path.name
             for asked, want in list(zip(family.asked, family.answers, strict=True))[-2:]:
                 options = {"model": name, "prompt": asked.prompt, "max_tokens": len(want), "temperature": 0}

@@ -67,7 +67,7 @@ def test_it_fits_into_eight_megabytes_of_stock_files() -> None:
     assert not [name for name in files if name.endswith((".py", ".bin", ".pt", ".pkl"))]  # nothing that is run
 
 
-@pytest.mark.parametrize("options", [(), ("--tensor-parallel", "2", "--api-servers", "2")], ids=["alone", "many"])
+@pytest.mark.parametrize("options", [(), ("-tp", "2", "--api-server-count", "2")], ids=["alone", "many"])
 def test_it_says_what_is_in_pictures_that_it_has_never_seen(options: tuple[str, ...]) -> None:
     rng = np.random.default_rng([SEED, len(options)])
     scenes = [scene(rng) for _ in range(PICTURES)]

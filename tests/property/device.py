@@ -136,7 +136,7 @@ class Core:
         self.chance = chance
         self.failing = failing
         self.schedule = Schedule(slots, blocks, BLOCK_SIZE, most_blocks=-(-MAX_MODEL_LEN // BLOCK_SIZE))
-        self.budget = config.setdefault("token_budget", chance.choice((slots, 2 * slots, 40)))
+        self.budget = config.setdefault("max_num_batched_tokens", chance.choice((slots, 2 * slots, 40)))
         self.scheduler = Scheduler(
             self.schedule, SchedulerConfig(max_model_len=MAX_MODEL_LEN, eos_ids=(EOS,), **config)
         )
@@ -258,6 +258,7 @@ class Core:
     def check_open(self) -> None:
         still = {one[:2] for one in self.open_samples()}
         assert self.scheduler.open_requests == len(still), "open requests"
+        assert self.scheduler.open_samples == len(self.open_samples()), "open samples"
 
     def drain(self) -> None:
         """Until nothing is open. Then nothing may be left."""

@@ -108,7 +108,7 @@ def asking(number: int, client: str, chance: random.Random, n: int = 1) -> Submi
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_one_who_asks_for_little_has_a_slot_at_once_whatever_others_ask_for(seed: int) -> None:
     chance = random.Random(seed)
-    core = Core(random.Random(seed), 1000, SLOTS, token_budget=400)
+    core = Core(random.Random(seed), 1000, SLOTS, max_num_batched_tokens=400)
     clients = (("bulk",), ("bulk", "more"), ("",))[seed % 3]
     number = most = 0
     for _ in range(60):
@@ -135,7 +135,7 @@ def test_one_who_asks_for_little_has_a_slot_at_once_whatever_others_ask_for(seed
 @pytest.mark.parametrize("client", ["", "only"])
 def test_all_slots_are_used_but_those_that_are_kept_from_a_large_client(client: str) -> None:
     chance = random.Random(1)
-    core = Core(random.Random(1), 1000, SLOTS, token_budget=400)
+    core = Core(random.Random(1), 1000, SLOTS, max_num_batched_tokens=400)
     for number in range(2 * SLOTS):
         core.submit(asking(number, client, chance))
     for _ in range(3):

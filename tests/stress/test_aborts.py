@@ -44,7 +44,7 @@ def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: 
             assert error.status in (400, 504), error
 
     async def scene() -> None:
-        shape = {"slots": 32, "token_budget": 64, "max_model_len": 256, "output_processors": outputs}
+        shape = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 256, "output_processors": outputs}
         async with running(simulated=told(blocks=200), **shape) as tree:
             async with Client(tree.launcher.tree, 0) as client:
                 began, turns = time.monotonic(), asyncio.Semaphore(AT_ONCE)
@@ -68,7 +68,7 @@ def test_a_thousand_streams_of_one_client_of_which_some_are_read_late(seed: int)
     chance = random.Random(seed)
 
     async def scene() -> None:
-        async with running(simulated=told(step_seconds=0.02), slots=1024, token_budget=4096) as tree:
+        async with running(simulated=told(step_seconds=0.02), max_num_seqs=1024, max_num_batched_tokens=4096) as tree:
             async with Client(tree.launcher.tree, 0) as client:
 
                 async def one() -> None:

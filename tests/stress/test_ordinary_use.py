@@ -223,9 +223,15 @@ def _of_events(body: str) -> tuple[dict[int, str], dict[int, str], dict[str, Any
 
 def run(path: Path, seed: int, count: int, ranks: int) -> None:
     tokenizer = model_in(path)
-    sizes = {"blocks": 200, "max_model_len": MAX_LENGTH, "slots": 16, "token_budget": 256, "dtype": "float32"}
-    limits = {"most_open": 64, "most_body_nbytes": 1 << 20, "patience": 30.0}
-    processes = {"api_servers": 2, "output_processors": 1, "tensor_parallel": ranks, "threads": 1}
+    sizes = {
+        "num_gpu_blocks_override": 200,
+        "max_model_len": MAX_LENGTH,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 256,
+        "dtype": "float32",
+    }
+    limits = {"max_open_requests": 64, "max_body_nbytes": 1 << 20, "client_timeout": 30.0}
+    processes = {"api_server_count": 2, "output_processors": 1, "tensor_parallel_size": ranks, "threads": 1}
 
     async def scene() -> None:
         async with served(

@@ -23,7 +23,7 @@ from penstock.engine.worker.simulated_device import Rule
 
 START = 60.0  # seconds; until a tree serves on a busy machine
 PATIENCE = 30.0  # seconds; for anything else
-SHAPE = {"tensor_parallel": 2, "output_processors": 1}  # of a group that has every kind of process
+SHAPE = {"tensor_parallel_size": 2, "output_processors": 1}  # of a group that has every kind of process
 
 _beginnings = itertools.count()
 
@@ -57,7 +57,7 @@ class Running:
 
     async def must_be_empty(self, group: int = 0) -> None:
         """No request is open, and all blocks are free."""
-        blocks = self.config.simulated.blocks if self.config.simulated else self.config.blocks
+        blocks = self.config.simulated.blocks if self.config.simulated else self.config.num_gpu_blocks_override
         await self.until(lambda: self.number(Board.OPEN, group) == 0)
         await self.until(lambda: self.number(Board.FREE_BLOCKS, group) == blocks)
 

@@ -126,6 +126,6 @@ def bench(url: str, path: Path, *options: object) -> tuple[int, dict[str, Any]]:
     """The exit status, and what stands in the file of --json. Prompts are given, so that nothing is asked before."""
     (path / "prompts.jsonl").write_text('"hello"\n')
     said = path / "figures.json"
-    given = ("--url", url, "--model", "m", "--prompts", path / "prompts.jsonl", "--json", said)
+    given = ("--base-url", url, "--model", "m", "--dataset-path", path / "prompts.jsonl", "--result-filename", said)
     status = cli.main(["bench", "serve", *map(str, (*given, *options))])
     return status, json.loads(said.read_text())

@@ -296,7 +296,7 @@ def ask(
     schedule = Schedule(slots, device.blocks, device.block_size)
     config = SchedulerConfig(
         max_model_len=longest(asked),
-        token_budget=budget,
+        max_num_batched_tokens=budget,
         has_overlap=depth > 1,
         max_short_prompt=device.max_short_prompt,
     )

@@ -22,8 +22,8 @@ from tests.support.engine import START
 ANSWERED_WITHIN = 20.0  # seconds; a request ends by then, in whatever way
 ENDED = (OSError, asyncio.IncompleteReadError)  # the connection has
 PAUSE = 0.05  # seconds, after a request that was refused
-SHAPE = {"api_servers": 2, "data_parallel": 2, **OF_A_GROUP}
-LIMITS = {"most_open": 64, "patience": 5.0}
+SHAPE = {"api_server_count": 2, "data_parallel_size": 2, **OF_A_GROUP}
+LIMITS = {"max_open_requests": 64, "client_timeout": 5.0}
 
 
 @dataclass
@@ -185,11 +185,11 @@ async def must_be_as_before(tree: Served, within: float = START, *, is_keeping: 
     keys, held by none."""
     await tree.launcher.serving(within)
     config = tree.config
-    everybody = config.api_servers + config.data_parallel * _of_a_group(tree)
+    everybody = config.api_server_count + config.data_parallel_size * _of_a_group(tree)
     await tree.until(lambda: len(tree.children()) == everybody, within)
-    for _ in range(4 * config.api_servers):
+    for _ in range(4 * config.api_server_count):
         assert (await tree.get("/v1/models"))[0] == 200
-    for group in range(config.data_parallel):
+    for group in range(config.data_parallel_size):
         await tree.must_be_empty(group)
     await until_told(tree, "penstock_open_requests", 0)
     store = tree.launcher.tree.store
@@ -201,7 +201,7 @@ async def must_be_as_before(tree: Served, within: float = START, *, is_keeping: 
 
 
 def _of_a_group(tree: Served) -> int:
-    return 1 + tree.config.tensor_parallel + tree.config.output_processors
+    return 1 + tree.config.tensor_parallel_size + tree.config.output_processors
 
 
 async def until_told(tree: Served, metric: str, number: float, within: float = 20.0) -> None:

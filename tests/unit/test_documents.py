@@ -26,6 +26,7 @@ from tests.support.documents import EXAMPLES, NEEDS, PAGES, ROOT, RUN, SHOWN, fe
 DOCS = ROOT / "docs"
 MAKING = DOCS / "making"
 COUNTERS = DOCS / "operations" / "counters.md"
+VLLM = DOCS / "howto" / "vllm.md"
 
 
 # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -84,7 +85,7 @@ def test_every_metric_is_explained() -> None:
     from penstock.server.status.counters import Tally
 
     board = Board(Board.lay(1))
-    text = Metrics(Tally(Tally.lay(1), 1), board).text().decode()
+    text = Metrics(Tally(Tally.lay(1), 1), board, "m").text().decode()
     board.close()
     names = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
     assert len(names) > 10
@@ -146,6 +147,27 @@ def test_every_command_and_option_is_on_the_page_that_is_made_of_them() -> None:
         for action in command._actions:
             for option in set(action.option_strings) - {"-h", "--help"}:
                 assert re.search(rf"`{option}[ `]", sections[name]), f"{name} {option}"
+
+
+def test_options_beside_those_of_vllm_are_the_ones_there_are() -> None:
+    sections = dict(one.split("\n", 1) for one in re.split(r"^## ", VLLM.read_text(), flags=re.MULTILINE)[1:])
+    commands = dict(leaves(parser(), "penstock"))
+    options = {
+        name: {option for action in command._actions for option in action.option_strings}
+        for name, command in commands.items()
+    }
+
+    def named(section: str, column: int) -> set[str]:
+        rows = [row.split("|")[column] for row in sections[section].splitlines() if row.startswith("| ")]
+        return set(re.findall(r"--[\w-]+", "".join(rows)))
+
+    for name in ("serve", "bench serve"):
+        section = f"Options of `vllm {name}`"
+        ours = named(section, 2) | set(re.findall(r"--[\w-]+", sections[section].partition("Only Penstock has:")[2]))
+        there = {one for one in options[f"penstock {name}"] if one.startswith("--") and not one.startswith("--no-")}
+        assert ours == there - {"--help"}
+    refused = named("What is not supported", 1)
+    assert len(refused) > 30 and not refused & options["penstock serve"]
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,40 +42,48 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
     commands = found.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    inspect = commands.add_parser("inspect", help="what a process and its descendants share, and why somebody waits")
+    inspect = commands.add_parser("inspect", help="what processes share, and why one of them waits")
     inspect.add_argument(
-        "target", nargs="?", metavar="PID|TICKET", type=target, help="without one: who has segments open"
+        "target",
+        nargs="?",
+        metavar="PID|TICKET",
+        type=target,
+        help="Process, with its descendants, or ticket to look at (default: list processes with segments open)",
     )
-    inspect.add_argument("--json", action="store_true", help="everything, one document per look")
-    inspect.add_argument("--watch", metavar="SECONDS", type=above_0, help="look again every so often")
+    inspect.add_argument("--json", action="store_true", help="Print one JSON document per look (default: off)")
+    inspect.add_argument("--watch", metavar="SECONDS", type=above_0, help="Seconds between looks (default: look once)")
     inspect.set_defaults(run=run_inspect)
 
     measure = commands.add_parser(
         "measure", help="what goes over the channels of a process: bytes by message and field, and how many are new"
     )
-    measure.add_argument("target", nargs="?", metavar="PID|TICKET|FILE", type=measured, help="FILE: what was recorded")
-    measure.add_argument("--channel", metavar="NAME", help="only channels of this name")
-    measure.add_argument("--seconds", metavar="N", type=above_0, help="end by itself (default: Ctrl-C ends it)")
-    measure.add_argument("--record", metavar="FILE", type=Path, help="keep what is seen, to be measured again")
-    measure.add_argument("--plot", metavar="FILE.svg", type=Path, help="draw a chart too")
-    measure.add_argument("--json", action="store_true", help="one object per line")
-    measure.add_argument("--compare", action="store_true", help="instead: the same decode steps in other formats")
-    measure.add_argument("--requests", metavar="N,…", type=counts, help="with --compare (default: 4,32,256,1024)")
-    measure.add_argument("--rounds", metavar="N", type=positive, help="with --compare (default: 7)")
+    measure.add_argument(
+        "target",
+        nargs="?",
+        metavar="PID|TICKET|FILE",
+        type=measured,
+        help="Process, ticket or recording to measure (required without --compare)",
+    )
+    measure.add_argument("--channel", metavar="NAME", help="Name of the channels to measure (default: all)")
+    measure.add_argument("--seconds", metavar="N", type=above_0, help="Seconds to measure (default: until Ctrl-C)")
+    measure.add_argument(
+        "--record", metavar="FILE", type=Path, help="File that keeps the messages, to be measured again (default: none)"
+    )
+    measure.add_argument("--plot", metavar="FILE.svg", type=Path, help="File for a chart (default: none)")
+    measure.add_argument("--json", action="store_true", help="Print one JSON object per line (default: off)")
+    measure.add_argument(
+        "--compare", action="store_true", help="Compare formats of the same decode steps instead (default: off)"
+    )
+    measure.add_argument(
+        "--requests", metavar="N,…", type=counts, help="Batch sizes for --compare (default: 4,32,256,1024)"
+    )
+    measure.add_argument("--rounds", metavar="N", type=positive, help="Number of rounds for --compare (default: 7)")
     measure.set_defaults(run=run_measure)
 
     generate = commands.add_parser("generate", help="answers to a file of prompts, from a model or a simulated device")
     engine_arguments.add(generate)
-    generate.add_argument(
-        "--prompts", metavar="FILE", default="-", help="lines of JSON: a string, a list of token ids,"
-    )
-    generate.add_argument(
-        "--output", metavar="FILE", default="-", help="or {prompt, ids, …sampling}; here their answers"
-    )
-    generate.add_argument("--max-tokens", metavar="N", type=positive, help="of each answer (the model's, or 16)")
-    generate.add_argument("--temperature", metavar="T", type=float, help="0: always the likeliest (the model's, or 0)")
-    generate.add_argument("--seed", metavar="N", type=int, help="of each answer")
-    generate.add_argument("--at-once", metavar="N", type=positive, default=1024, help="open requests, at most (1024)")
+    add_requests(generate)
+    engine_arguments.add_logging(generate)
     generate.set_defaults(run=run_generate)
 
     serve = commands.add_parser("serve", help="a model behind an HTTP interface that clients of OpenAI's speak")
@@ -83,27 +91,85 @@ def parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=run_serve)
 
     top = commands.add_parser("top", help="a running server: processes, channels, store, step time and tokens, live")
-    top.add_argument("target", nargs="?", metavar="PID|NAME|URL", help="of several servers; a URL: on another machine")
-    top.add_argument("--interval", metavar="SECONDS", type=above_0, default=1.0, help="between two looks (1)")
-    top.add_argument("--seconds", metavar="N", type=above_0, help="end by itself (default: q or Ctrl-C ends it)")
-    top.add_argument("--once", action="store_true", help="one view, after one interval")
-    top.add_argument("--json", action="store_true", help="the same as one JSON document")
-    top.add_argument("--svg", metavar="FILE", type=Path, help="keep the last view as a picture")
-    top.add_argument("--api-key", metavar="KEY", help=f"for a URL; or {arguments.KEY_VARIABLE}")
+    top.add_argument(
+        "target",
+        nargs="?",
+        metavar="PID|NAME|URL",
+        help="Launcher, model or URL of a server, also on another machine (default: the only one on this machine)",
+    )
+    top.add_argument(
+        "--interval", metavar="SECONDS", type=above_0, default=1.0, help="Seconds between looks (default: %(default)s)"
+    )
+    top.add_argument("--seconds", metavar="N", type=above_0, help="Seconds to run (default: until q or Ctrl-C)")
+    top.add_argument("--once", action="store_true", help="Print one view after one interval (default: off)")
+    top.add_argument("--json", action="store_true", help="Print one view as a JSON document (default: off)")
+    top.add_argument("--svg", metavar="FILE", type=Path, help="File for a picture of the last view (default: none)")
+    top.add_argument(
+        "--api-key", metavar="KEY", help=f"Key for a URL (default: {arguments.KEY_VARIABLE}, or none is sent)"
+    )
     top.set_defaults(run=run_top)
 
     bench = commands.add_parser("bench", help="how a server fares under load")
     benches = bench.add_subparsers(title="of what", metavar="WHAT", required=True)
-    serving = benches.add_parser("serve", help="a server that speaks OpenAI's interface, whoever made it")
+    serving = benches.add_parser("serve", help="any server that speaks OpenAI's interface")
     load_arguments.add(serving)
     serving.set_defaults(run=run_bench_serve)
 
     doctor = commands.add_parser("doctor", help="whether this machine has what penstock needs")
-    doctor.add_argument("model", nargs="?", metavar="MODEL", default="", help="whether this directory could be served")
-    doctor.add_argument("--host", default="127.0.0.1", help="of the port (127.0.0.1)")
-    doctor.add_argument("--port", metavar="N", type=int, help="whether a server could listen there (8000)")
+    doctor.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default="",
+        help="Directory of a model to check (default: the one that ships)",
+    )
+    doctor.add_argument("--host", default="127.0.0.1", help="Address of the port to check (default: %(default)s)")
+    doctor.add_argument(
+        "--port",
+        metavar="N",
+        type=int,
+        help="Port on which a server must be able to listen (default: 8000, which may be taken)",
+    )
     doctor.set_defaults(run=run_doctor)
     return found
+
+
+def add_requests(parser: argparse.ArgumentParser) -> None:
+    """Options of `generate` alone."""
+    add = parser.add_argument_group("requests").add_argument
+    add(
+        "--prompts",
+        metavar="FILE",
+        default="-",
+        help="File of JSON lines: a text, a list of token ids, or an object with either and sampling parameters; "
+        "- is standard input (default: %(default)s)",
+    )
+    add(
+        "--output",
+        metavar="FILE",
+        default="-",
+        help="File for the answers, a JSON line each, in the same order; - is standard output (default: %(default)s)",
+    )
+    add(
+        "--max-tokens",
+        metavar="N",
+        type=positive,
+        help="Maximum number of tokens of an answer (default: the model's max_new_tokens, or 16)",
+    )
+    add(
+        "--temperature",
+        metavar="T",
+        type=float,
+        help="Temperature of sampling; 0 always takes the likeliest token (default: the model's, or 0)",
+    )
+    add("--seed", metavar="N", type=int, help="Seed of each answer (default: drawn by the engine)")
+    add(
+        "--max-concurrency",
+        metavar="N",
+        type=positive,
+        default=1024,
+        help="Maximum number of requests open at a time (default: %(default)s)",
+    )
 
 
 def target(text: str) -> int | Ticket:
@@ -199,7 +265,7 @@ def run_generate(options: argparse.Namespace) -> int:
         config = engine_arguments.engine_config(options)
         asked = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}
         given = {name: value for name, value in asked.items() if value is not None}
-        return offline.run(config, options.prompts, options.output, given, options.at_once)
+        return offline.run(config, options.prompts, options.output, given, options.max_concurrency)
     except ImportError as error:
         print(f"penstock generate: {missing(error, 'engine')}", file=sys.stderr)
         return 2

@@ -10,16 +10,13 @@ from typing import Any, NoReturn
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Also of commands below a command, as these are made by the class of the parser above them."""
+    """Also of commands below a command, as these are made by the class of the parser above them.
+
+    Options are not abbreviated: `--max-num` is a mistake today, and would be another option's name tomorrow.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._options: list[str] = []  # before argparse adds its own
-        super().__init__(*args, **options)
-
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        action = super().add_argument(*names, **options)
-        self._options += action.option_strings
-        return action
+        super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -28,7 +25,8 @@ class ArgumentParser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(options, self._options)}")
+            known = re.findall(r"(?<![\w-])-[\w-]+", self.format_usage())
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(options, known)}")
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:

@@ -59,9 +59,9 @@ class Serving(Launcher):
     """A tree with servers behind one socket."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
-        self.tally = Tally.lay(config.api_servers)
+        self.tally = Tally.lay(config.api_server_count, config.data_parallel_size)
         self.notice = Notice.lay(config, options, _address(listener))
-        self.rows = Tally(self.tally, config.api_servers, writable=True).rows
+        self.rows = Tally(self.tally, config.api_server_count, writable=True).rows
         self._listener = listener
         super().__init__(config, functools.partial(serve, Shared(options, listener, self.tally, self.notice)))
 
@@ -77,10 +77,10 @@ class Serving(Launcher):
     def is_server_loading(self, index: int) -> bool:
         return self.rows[index][Row.SERVING] == 0
 
-    async def stop(self, drain_timeout: float = 0.0) -> list[str]:
+    async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
         """As the launcher's. Connections are refused as soon as the servers, which have the socket too, close it."""
         self._listener.close()
-        return await super().stop(drain_timeout)
+        return await super().stop(shutdown_timeout)
 
 
 async def _tell_when_it_serves(launcher: Launcher, name: str, url: str) -> None:

@@ -1,55 +1,185 @@
-"""What stands on the command line of whoever runs an engine, and what the engine is told by it."""
+"""Command-line options of the engine, and how they become an `EngineConfig`.
+
+Options that vLLM also has carry its names, units and meaning.
+"""
 
 from __future__ import annotations
 
 import argparse
+import re
 
 from penstock.engine.model_dir import require_length
-from penstock.engine.protocol.config import LOG_LEVELS, MAX_MODEL_LEN, SHIPPED, EngineConfig, SimulatedDevice
+from penstock.engine.protocol.config import DTYPES, LOG_LEVELS, MAX_MODEL_LEN, SHIPPED, EngineConfig, SimulatedDevice
 
 SAID = (
-    *("model", "data_parallel", "tensor_parallel", "output_processors", "device", "dtype", "threads"),
-    *("cuda_graphs", "slots", "max_model_len", "generation_config", "log_format", "log_level"),
+    *("model", "data_parallel_size", "tensor_parallel_size", "output_processors", "device", "threads"),
+    *("enforce_eager", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "block_size"),
+    *("enable_prefix_caching", "max_model_len", "generation_config", "log_format", "log_level"),
 )
+DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
+_HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT]?)")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", default="", help="the directory of a model (the one that ships)")
-    add("--data-parallel", metavar="N", type=int, default=1, help="groups (1)")
-    add("--tensor-parallel", metavar="N", type=int, default=1, help="workers of each group (1)")
-    add("--output-processors", metavar="N", type=int, default=1, help="of each group; 0: in the core (1)")
-    add("--device", default="cpu", help="cpu or cuda (cpu)")
-    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (auto)")
-    add("--threads", metavar="N", type=int, help="of each worker on a CPU (what proves best)")
+    """Adds the groups of the engine, but for `add_logging`'s, which comes last."""
+    _add_model(parser)
+    _add_parallelism(parser)
+    _add_scheduling(parser)
+    _add_cache(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("model").add_argument
     add(
-        "--cuda-graphs",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="record steps of decoding, and replay them (on, where the device is cuda)",
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default="",
+        help="Directory of the model: configuration, weights in safetensors, tokenizer (default: the one that ships)",
     )
-    add("--slots", metavar="N", type=int, default=256, help="samples that run at a time (256)")
+    add(
+        "--dtype",
+        metavar="TYPE",
+        default="auto",
+        help=f"Type of weights and activations: {', '.join((*DTYPES, *DTYPE_SYNONYMS))}; auto is that in config.json "
+        "(default: %(default)s)",
+    )
     add(
         "--max-model-len",
         metavar="N",
-        type=int,
-        help=f"of prompt and answer (what the model knows, at most {MAX_MODEL_LEN})",
+        type=human_int,
+        help="Maximum number of tokens of a prompt and its answer; 1k is 1,000 and 1K is 1,024 "
+        f"(default: the model's, at most {MAX_MODEL_LEN})",
     )
     add(
         "--generation-config",
         choices=["auto", "vllm"],
         default="auto",
-        help="where sampling defaults come from; auto: generation_config.json of the model, vllm: neutral ones (auto)",
+        help="Source of sampling defaults: auto reads generation_config.json of the model, vllm uses neutral ones "
+        "(default: %(default)s)",
     )
-    add("--device-model", choices=["real", "simulated"], default="real", help="compute, or wait (real)")
-    add("--step-ms", metavar="MS", type=float, default=5.0, help="of a simulated step (5)")
-    add("--log-format", choices=["text", "json"], default="text")
-    add("--log-level", choices=LOG_LEVELS, default="info", help="events below it are not logged (info)")
+    add(
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Run every step eagerly on a CUDA device; decode steps are not replayed from CUDA graphs (default: off)",
+    )
+    add(
+        "--device",
+        default="cpu",
+        help="Device that computes: cpu, or cuda, which has never run on a device (default: %(default)s)",
+    )
+    add(
+        "--device-model",
+        choices=["real", "simulated"],
+        default="real",
+        help="Whether the device computes or only waits and answers by a rule (default: %(default)s)",
+    )
+    add(
+        "--step-ms",
+        metavar="MS",
+        type=float,
+        default=5.0,
+        help="Milliseconds that a step of the simulated device takes (default: %(default)s)",
+    )
+
+
+def _add_parallelism(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("parallelism").add_argument
+    add(
+        "--tensor-parallel-size",
+        "-tp",
+        metavar="N",
+        type=int,
+        default=1,
+        help="Number of workers that share the model of each engine (default: %(default)s)",
+    )
+    add(
+        "--data-parallel-size",
+        "-dp",
+        metavar="N",
+        type=int,
+        default=1,
+        help="Number of engines, each with the whole model (default: %(default)s)",
+    )
+    add(
+        "--output-processors",
+        metavar="N",
+        type=int,
+        default=1,
+        help="Number of detokenizer processes per engine; 0 runs detokenization in the core (default: %(default)s)",
+    )
+    add(
+        "--threads",
+        metavar="N",
+        type=int,
+        help="Number of threads with which each worker computes on a CPU (default: the fastest, measured at the start)",
+    )
+
+
+def _add_scheduling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("scheduling").add_argument
+    add(
+        "--max-num-seqs",
+        metavar="N",
+        type=int,
+        default=256,
+        help="Maximum number of sequences in a batch (default: %(default)s)",
+    )
+    add(
+        "--max-num-batched-tokens",
+        metavar="N",
+        type=human_int,
+        default=2048,
+        help="Maximum number of tokens that one step computes; 2k is 2,000 and 2K is 2,048 (default: %(default)s)",
+    )
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("cache").add_argument
+    add(
+        "--block-size",
+        metavar="N",
+        type=int,
+        default=16,
+        help="Number of tokens in a block of the KV cache (default: %(default)s)",
+    )
+    add(
+        "--num-gpu-blocks-override",
+        metavar="N",
+        type=int,
+        help="Number of blocks of each engine's KV cache, on a CPU too "
+        "(default: as many as can be filled and the device has room for)",
+    )
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Share KV cache blocks between requests with the same beginning of a prompt (default: on)",
+    )
+
+
+def add_logging(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("logging").add_argument
+    add("--log-format", choices=["text", "json"], default="text", help="Form of log lines (default: %(default)s)")
+    add("--log-level", choices=LOG_LEVELS, default="info", help="Lowest level that is logged (default: %(default)s)")
+
+
+def human_int(text: str) -> int:
+    """Returns the number that `4096`, `4k` (4,000), `4.5k` or `4K` (4,096) says, with k, m, g and t, as in vLLM."""
+    found = _HUMAN.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"a whole number like 4096, 4k (4,000) or 4K (4,096), not {text!r}")
+    decimal, power, binary, shift = found.groups()
+    if decimal is not None:
+        return round(float(decimal) * 1000.0 ** ("kmgt".index(power) + 1))
+    return int(binary) << 10 * " KMGT".index(shift or " ")
 
 
 def engine_config(options: argparse.Namespace, *more: str) -> EngineConfig:
     """`more`: what else is said of it on this command line. Raises ValueError, TypeError."""
     said = {name: getattr(options, name) for name in (*SAID, *more)}
+    said["dtype"] = DTYPE_SYNONYMS.get(options.dtype, options.dtype)
     if options.max_model_len is None:
         said["max_model_len"] = MAX_MODEL_LEN
     if options.device_model == "simulated":

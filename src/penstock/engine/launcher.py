@@ -90,7 +90,7 @@ class Unit:
 
     def _start_all(self) -> None:
         """Raises OSError."""
-        if self.is_group and self._launcher.tree.config.tensor_parallel > 1:
+        if self.is_group and self._launcher.tree.config.tensor_parallel_size > 1:
             self._launcher.tree.meetings[self._group] = _meeting()
         for kind, index, run in self._parts:
             member = Member(kind, self._group, index, self._incarnation)
@@ -176,8 +176,8 @@ class Launcher:
         self.board = Board(self.tree.board, writable=True)
         self._places = [(one.kind, one.group, one.index) for one in places(config)]
         self.is_stopping = False
-        groups = [Unit(self, group, self._parts_of_group()) for group in range(config.data_parallel)]
-        self._servers = [Unit(self, 0, [("server", one, serve)]) for one in range(config.api_servers) if serve]
+        groups = [Unit(self, group, self._parts_of_group()) for group in range(config.data_parallel_size)]
+        self._servers = [Unit(self, 0, [("server", one, serve)]) for one in range(config.api_server_count) if serve]
         self.units = (*groups, *self._servers)
         lane = self.tree.launcher_lane
         self._inboxes = [group.inbox.sender(lane, name="launcher") for group in self.tree.groups]
@@ -188,7 +188,9 @@ class Launcher:
 
     def _parts_of_group(self) -> list[tuple[str, int, Run]]:
         config = self.tree.config
-        workers: list[tuple[str, int, Run]] = [("worker", rank, worker.run) for rank in range(config.tensor_parallel)]
+        workers: list[tuple[str, int, Run]] = [
+            ("worker", rank, worker.run) for rank in range(config.tensor_parallel_size)
+        ]
         outputs: list[tuple[str, int, Run]] = [("output", one, run_output) for one in range(config.output_processors)]
         return [("core", 0, engine_core.run), *workers, *outputs]
 
@@ -227,7 +229,7 @@ class Launcher:
         try:
             self.start()
             await self._is_over.wait()
-            await self.stop(self.tree.config.drain_timeout if self._failure is None else 0.0)
+            await self.stop(self.tree.config.shutdown_timeout if self._failure is None else 0.0)
             if self._failure is not None:
                 raise self._failure
         finally:
@@ -249,10 +251,10 @@ class Launcher:
             self._is_over.set()
 
     # ── the end ──
-    async def stop(self, drain_timeout: float = 0.0) -> list[str]:
+    async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
         """Takes no more requests, waits so long for the open ones, and ends all; who loads, at once. Returns who else
         had to be killed."""
-        event("tree drains", timeout=drain_timeout)
+        event("tree drains", timeout=shutdown_timeout)
         self.is_stopping = True
         self.board.drain()
         for unit in self.units:
@@ -261,7 +263,7 @@ class Launcher:
                 unit.signal(signal.SIGKILL)
         for server in self._servers:
             server.signal(signal.SIGTERM)
-        deadline = time.monotonic() + drain_timeout
+        deadline = time.monotonic() + shutdown_timeout
         while self._has_open() and time.monotonic() < deadline and self._signals < 2:
             await asyncio.sleep(LOOK_AGAIN)
         for inbox in self._inboxes:

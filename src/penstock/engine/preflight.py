@@ -52,7 +52,7 @@ def require_model(config: EngineConfig) -> None:
         _convert(whole.get("architectures") or [], list[str], f"architectures of {path}"),
         whole.get("quantization_config") is not None,
     )
-    _require_heads(text or whole, config.tensor_parallel)
+    _require_heads(text or whole, config.tensor_parallel_size)
     require_weights(directory)
     for name in OTHER_FILES:
         if (directory / name).exists():
@@ -135,17 +135,22 @@ def _convert(value: Any, kind: Any, what: str) -> Any:
 # ── options and devices ──────────────────────────────────────────────────────────────────────────────────────────────
 def require_blocks(config: EngineConfig) -> None:
     """That one request of the greatest length fits into the cache."""
-    blocks = config.blocks if config.simulated is None else min(config.blocks or 1 << 31, config.simulated.blocks)
+    blocks = (
+        config.num_gpu_blocks_override
+        if config.simulated is None
+        else min(config.num_gpu_blocks_override or 1 << 31, config.simulated.blocks)
+    )
     if blocks is not None and blocks < config.most_blocks:
         raise ValueError(
             f"the model's max seq len ({config.max_model_len}) is larger than the maximum number of tokens that can be "
             f"stored in KV cache ({blocks * config.block_size}): "
-            f"--blocks {config.most_blocks} or more, or --max-model-len {blocks * config.block_size} or less"
+            f"--num-gpu-blocks-override {config.most_blocks} or more, "
+            f"or --max-model-len {blocks * config.block_size} or less"
         )
 
 
 def require_cuda(config: EngineConfig) -> None:
-    ranks = config.data_parallel * config.tensor_parallel
+    ranks = config.data_parallel_size * config.tensor_parallel_size
     devices = cuda_devices()
     wanted = ranks if config.device == "cuda" else int(config.device.removeprefix("cuda:")) + 1
     if devices.number is not None and devices.number < wanted:

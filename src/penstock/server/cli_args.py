@@ -1,8 +1,12 @@
-"""What stands on the command line of `penstock serve`, and what the engine and the server are told by it."""
+"""Command-line options of `penstock serve`, and how they become an `EngineConfig` and `ServerOptions`.
+
+Options that vLLM also has carry its names, units and meaning.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 
 import msgspec
@@ -13,51 +17,134 @@ from penstock.engine.model_dir import takes_images
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.options import ServerOptions
 
-STORE_MB = 256
+CACHE_GB = 0.25  # of a model that takes images
+MAX_IMAGES = ImageLimits().count
 KEY_VARIABLE = "PENSTOCK_API_KEY"  # seen by fewer than a command line
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     arguments.add(parser)
-    add = parser.add_argument
-    add("--served-model-name", metavar="NAME", default="", help="what clients call it (the directory's name)")
-    add("--host", default="127.0.0.1", help="whom it listens to (127.0.0.1: this machine)")
-    add("--port", metavar="N", type=int, default=8000, help="0: one that is free (8000)")
-    add("--api-key", metavar="KEY", action="append", default=[], help=f"who has one may ask; or {KEY_VARIABLE}")
-    add("--api-servers", metavar="N", type=int, default=1, help="server processes, which share the port (1)")
-    add("--most-open", metavar="N", type=int, default=1024, help="open requests of a server process (1024)")
-    add("--most-body-mb", metavar="N", type=int, default=64, help="of a request's body (64)")
-    add("--max-images", metavar="N", type=int, default=16, help="of a request (16)")
-    add("--max-image-mb", metavar="N", type=int, default=20, help="of each image, as it is sent (20)")
-    add("--max-image-megapixels", metavar="N", type=int, default=40, help="of each image (40)")
-    add("--image-store-mb", metavar="N", type=int, help="for images that are ready (256 if the model takes images)")
+    _add_server(parser)
+    _add_multimodal(parser)
+    _add_limits(parser)
+    arguments.add_logging(parser)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("server").add_argument
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="Address to listen on; 0.0.0.0 is every IPv4 address of this machine (default: %(default)s)",
+    )
+    add(
+        "--port",
+        metavar="N",
+        type=int,
+        default=8000,
+        help="Port to listen on; 0 takes a free one (default: %(default)s)",
+    )
+    add(
+        "--served-model-name",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        help="Names by which clients may call the model; the first is the label model_name of metrics "
+        "(default: the directory's name)",
+    )
+    add(
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="Key that requests must carry, any one where the option is repeated "
+        f"(default: {KEY_VARIABLE}, or none is needed)",
+    )
+    add(
+        "--api-server-count",
+        "-asc",
+        metavar="N",
+        type=int,
+        default=1,
+        help="Number of API server processes, which share the port (default: %(default)s)",
+    )
+    add(
+        "--shutdown-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=30.0,
+        help="Seconds to wait at shutdown for open requests to be answered (default: %(default)s)",
+    )
+    for name, meaning, default in (
+        ("origins", "Origins with pages that may send requests from a browser, or *", "none"),
+        ("methods", "Methods that pages of these origins may use", "*"),
+        ("headers", "Headers that pages of these origins may send", "*"),
+    ):
+        add(
+            f"--allowed-{name}",
+            metavar="NAME,…",
+            type=listed,
+            action="extend",
+            default=[],
+            help=f"{meaning}: a list in JSON, or names with commas between them (default: {default})",
+        )
+    add(
+        "--allow-credentials",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Let pages of these origins send credentials (default: off)",
+    )
+
+
+def _add_multimodal(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("multimodal").add_argument
+    add(
+        "--limit-mm-per-prompt",
+        metavar="JSON",
+        type=image_count,
+        default=MAX_IMAGES,
+        help=f'Maximum number of images in a prompt, as in {{"image": 4}} or image=4 (default: image={MAX_IMAGES})',
+    )
+    add(
+        "--mm-processor-cache-gb",
+        metavar="GIB",
+        type=float,
+        help="Size in GiB of the store for processed images, which all processes share; 0 disables it "
+        f"(default: {CACHE_GB} if the model takes images, else 0)",
+    )
     add(
         "--allowed-local-media-path",
         metavar="DIR",
         action="append",
         default=[],
-        help="clients may name images beneath it by file:// URLs (none)",
+        help="Directory beneath which requests may name images by file:// URLs (default: none)",
     )
     add(
         "--allowed-media-domains",
-        metavar="HOST,…",
-        action="append",
+        metavar="HOST",
+        nargs="+",
+        action="extend",
         default=[],
-        help="clients may name images on them by http:// and https:// URLs (none)",
+        help="Hosts on which requests may name images by http:// and https:// URLs (default: none)",
     )
-    for name, meaning in (
-        ("origins", "Origins of pages that may ask from a browser, or * (default: none)"),
-        ("methods", "Methods that they may use (default: *)"),
-        ("headers", "Headers that they may send (default: *)"),
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("limits").add_argument
+    for name, metavar, kind, default, meaning in (
+        ("max-open-requests", "N", int, 1024, "Maximum number of open requests of an API server process"),
+        ("max-body-mb", "MIB", int, 64, "Maximum size of a request's body in MiB"),
+        ("max-image-mb", "MIB", int, 20, "Maximum size of an image in MiB, as it is sent"),
+        ("max-image-megapixels", "N", int, 40, "Maximum size of an image in megapixels"),
+        (
+            "client-timeout",
+            "SECONDS",
+            float,
+            30.0,
+            "Seconds after which a client that neither reads nor sends is cut off",
+        ),
     ):
-        add(f"--allowed-{name}", metavar="NAME,…", type=listed, action="extend", default=[], help=meaning)
-    add("--allow-credentials", action="store_true", help="Pages of these origins may send credentials (default: no)")
-    add(
-        "--patience", metavar="SECONDS", type=float, default=30.0, help="with a client that takes or sends nothing (30)"
-    )
-    add("--drain-timeout", metavar="SECONDS", type=float, default=30.0, help="for what is open, at the end (30)")
-    add("--blocks", metavar="N", type=int, help="of the cache (as many as can be filled)")
-    add("--token-budget", metavar="N", type=int, default=2048, help="of a step (2048)")
+        add(f"--{name}", metavar=metavar, type=kind, default=default, help=f"{meaning} (default: %(default)s)")
 
 
 def listed(text: str) -> list[str]:
@@ -70,33 +157,56 @@ def listed(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(f"a list in JSON, or names with commas between them: {error}") from None
 
 
+def image_count(text: str) -> int:
+    """Returns the number of images in `{"image": 4, "video": 0}` or `image=4,video=0`."""
+    try:
+        if text.startswith("{"):
+            counts = msgspec.json.decode(text, type=dict[str, int])
+        else:
+            pairs = (pair.partition("=") for pair in text.split(","))
+            counts = {name.strip(): int(count) for name, _, count in pairs}
+    except (msgspec.DecodeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f'a number like {{"image": 4}} or image=4: {error}') from None
+    others = [name for name, count in counts.items() if name != "image" and count]
+    if others:
+        raise argparse.ArgumentTypeError(f"a number of images only, as no model here takes {' or '.join(others)}")
+    return counts.get("image", MAX_IMAGES)
+
+
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Raises ValueError, TypeError."""
-    config = arguments.engine_config(options, "api_servers", "drain_timeout", "blocks", "token_budget")
-    store_mb = options.image_store_mb
-    if store_mb is None:
-        store_mb = STORE_MB if takes_images(config) else 0
-    return msgspec.structs.replace(config, store_nbytes=store_mb << 20)
+    config = arguments.engine_config(options, "api_server_count", "shutdown_timeout")
+    size = options.mm_processor_cache_gb
+    if size is None:
+        size = CACHE_GB if takes_images(config) else 0.0
+    if not math.isfinite(size):
+        raise ValueError(f"mm_processor_cache_gb is a finite number, not {size}")
+    return msgspec.structs.replace(config, store_nbytes=round(size * 2**30))
 
 
 def server_options(options: argparse.Namespace) -> ServerOptions:
     """Raises ValueError."""
+    for name in (*options.served_model_name, *options.allowed_media_domains):
+        if not options.model and os.path.isdir(name):  # it was taken for one more name
+            raise ValueError(f"{name!r} is a directory, and no MODEL is given: MODEL comes before the options")
     keys = [*options.api_key, *filter(None, [os.environ.get(KEY_VARIABLE)])]
     return ServerOptions(
         host=options.host,
         port=options.port,
         api_keys=tuple(keys),
-        served_name=options.served_model_name,
-        most_open=options.most_open,
-        most_body_nbytes=options.most_body_mb << 20,
-        patience=options.patience,
+        served_model_name=tuple(options.served_model_name),
+        max_open_requests=options.max_open_requests,
+        max_body_nbytes=options.max_body_mb << 20,
+        client_timeout=options.client_timeout,
         image_limits=ImageLimits(
-            count=options.max_images, nbytes=options.max_image_mb << 20, pixels=options.max_image_megapixels * 10**6
+            count=options.limit_mm_per_prompt,
+            nbytes=options.max_image_mb << 20,
+            pixels=options.max_image_megapixels * 10**6,
         ),
-        media_folders=tuple(options.allowed_local_media_path),
+        allowed_local_media_path=tuple(options.allowed_local_media_path),
         allowed_origins=tuple(options.allowed_origins),
         allowed_methods=tuple(options.allowed_methods) or ("*",),
         allowed_headers=tuple(options.allowed_headers) or ("*",),
         allow_credentials=options.allow_credentials,
-        media_hosts=tuple(host for said in options.allowed_media_domains for host in said.split(",")),
+        allowed_media_domains=tuple(host for said in options.allowed_media_domains for host in said.split(",")),
     )

@@ -20,13 +20,17 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000  # 0: one that is free
     api_keys: tuple[str, ...] = ()  # any of them opens; none: it is open
-    served_name: str = ""  # of the model; empty: that of its directory
-    most_open: int = 1024  # requests of one server process, those included that are being read
-    most_body_nbytes: int = 64 << 20
-    patience: float = 30.0  # seconds for which a client may take nothing, or not go on with what it sends
+    served_model_name: tuple[str, ...] = ()  # of the model, the first one in metrics; none: that of its directory
+    max_open_requests: int = 1024  # requests of one server process, those included that are being read
+    max_body_nbytes: int = 64 << 20
+    client_timeout: float = 30.0  # seconds for which a client may take nothing, or not go on with what it sends
     image_limits: ImageLimits = ImageLimits()
-    media_folders: tuple[str, ...] = ()  # clients may name images beneath them by file:// URLs; none: no files
-    media_hosts: tuple[str, ...] = ()  # clients may name images on them by http:// and https:// URLs; none: on no host
+    allowed_local_media_path: tuple[
+        str, ...
+    ] = ()  # clients may name images beneath them by file:// URLs; none: no files
+    allowed_media_domains: tuple[
+        str, ...
+    ] = ()  # clients may name images on them by http:// and https:// URLs; none: on no host
     allowed_origins: tuple[str, ...] = ()  # of pages that may ask from a browser, or "*"; none: only this server's own
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -35,18 +39,18 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, low, high in (
             ("port", 0, 65535),
-            ("most_open", 1, 1 << 20),
-            ("most_body_nbytes", 1, 1 << 40),
-            ("patience", 0.1, 1e6),
+            ("max_open_requests", 1, 1 << 20),
+            ("max_body_nbytes", 1, 1 << 40),
+            ("client_timeout", 0.1, 1e6),
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} is between {low} and {high}, not {getattr(self, name)}")
         if not all(self.api_keys):
             raise ValueError("api_keys are not empty")
-        for folder in self.media_folders:
+        for folder in self.allowed_local_media_path:
             if not os.path.isdir(folder):
-                raise ValueError(f"media_folders are folders, not {folder!r}")
-        for host in self.media_hosts:
+                raise ValueError(f"allowed_local_media_path is a folder, not {folder!r}")
+        for host in self.allowed_media_domains:
             Host.of(host)
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):

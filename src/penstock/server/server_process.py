@@ -83,7 +83,7 @@ def _listener(options: ServerOptions) -> socket.socket:
             # What is taken from it is like it. A client that takes nothing for so long is gone, says the kernel.
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
             (socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_NBYTES),
-            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(options.patience * 1e3)),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(options.client_timeout * 1e3)),
         ):
             listener.setsockopt(level, name, value)
         listener.bind(address)
@@ -95,7 +95,7 @@ def _listener(options: ServerOptions) -> socket.socket:
 
 
 def serve(shared: Shared, tree: Tree, me: Member) -> None:
-    """The process, until SIGTERM; then it answers what is open, for as long as the tree's `drain_timeout`."""
+    """The process, until SIGTERM; then it answers what is open, for as long as the tree's `shutdown_timeout`."""
     _do_without_torch()
     asyncio.run(_serve(shared, tree, me))
 
@@ -115,7 +115,7 @@ async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).handlers[:] = LOGGER.handlers
         logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of is what clients do: it may be much
-    tally, board = Tally(shared.tally, tree.config.api_servers, writable=True), Board(tree.board)
+    tally, board = Tally(shared.tally, tree.config.api_server_count, writable=True), Board(tree.board)
     row = tally.rows[me.index]
     row[Row.PID], row[Row.SERVING], row[Row.OPEN] = os.getpid(), 0, 0
     with starting():
@@ -124,7 +124,7 @@ async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
     with contextlib.closing(Reader(tree.config, words, images)) as reader:
         async with Client(tree, me) as client:
             api = Api(tree.config, shared.options, client, reader, tally, board, me.index)
-            server = Server(api, row, shared.options, tree.config.drain_timeout)
+            server = Server(api, row, shared.options, tree.config.shutdown_timeout)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
             gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up every stream
             await server.serve([shared.listener])
@@ -133,16 +133,16 @@ async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
 class Server(uvicorn.Server):
     """Signals are the process's own affair."""
 
-    def __init__(self, api: Api, row: Row, options: ServerOptions, drain_timeout: float) -> None:
-        wanted = CONNECTIONS * options.most_open
+    def __init__(self, api: Api, row: Row, options: ServerOptions, shutdown_timeout: float) -> None:
+        wanted = CONNECTIONS * options.max_open_requests
         most = _room_for(wanted)
         if most < wanted:
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            remedy = f"ulimit -Hn {wanted + OTHER_DESCRIPTORS}, or a smaller --most-open"
+            remedy = f"ulimit -Hn {wanted + OTHER_DESCRIPTORS}, or a smaller --max-open-requests"
             event("few connections", logging.WARNING, most=most, wanted=wanted, descriptors=hard, remedy=remedy)
         config = uvicorn.Config(
             api.app(),
-            http=functools.partial(Connection, most, options.patience),  # type: ignore[arg-type]
+            http=functools.partial(Connection, most, options.client_timeout),  # type: ignore[arg-type]
             lifespan="off",
             ws="none",
             log_config=None,
@@ -151,7 +151,7 @@ class Server(uvicorn.Server):
             # A process takes one connection at a time, so that the others may have the next.
             backlog=1,
             timeout_keep_alive=KEPT,
-            timeout_graceful_shutdown=math.ceil(drain_timeout),
+            timeout_graceful_shutdown=math.ceil(shutdown_timeout),
         )
         super().__init__(config)
         self._row = row

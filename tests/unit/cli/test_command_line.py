@@ -1,8 +1,13 @@
-"""What a misspelled command line is answered with."""
+"""What options there are, what their help says, and what a misspelled one is answered with."""
+
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock import cli
+from penstock.engine.protocol.config import EngineConfig
 
 
 @pytest.mark.parametrize(
@@ -19,6 +24,9 @@ from penstock import cli
         (["bench", "serve", "--confg", "x"], "penstock bench serve", "unrecognized arguments: --confg x"),
         (["--versoin", "serve"], "penstock", "did you mean --version?"),
         (["zzz"], "penstock", "invalid choice: 'zzz'"),
+        (["serve", "--tensor-parallel", "2"], "penstock serve", "did you mean --tensor-parallel-size?"),
+        (["serve", "--max-num-seq", "2"], "penstock serve", "did you mean --max-num-seqs?"),
+        (["doctor", "--prot", "80"], "penstock doctor", "did you mean --port?"),
     ],
 )
 def test_a_misspelled_word_is_answered_with_the_nearest_and_the_usage_of_its_command(
@@ -29,3 +37,146 @@ def test_a_misspelled_word_is_answered_with_the_nearest_and_the_usage_of_its_com
     assert ended.value.code == 2
     usage, _, error = capsys.readouterr().err.partition(f"\n{command}: error: ")
     assert usage.startswith(f"usage: {command} [") and said in error
+
+
+# ── help ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+COMMANDS = ("inspect", "demo", "measure", "generate", "serve", "top", "bench serve", "doctor")
+ENTRY = re.compile(r"^  (\S.*?)(?:  |\n {8}) *(\S.*)$", re.MULTILINE)  # where help is not broken into lines
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("COLUMNS", "4000")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def entries_of(text: str) -> dict[str, str]:
+    """The help of each option and argument, by the first of its names."""
+    _, _, groups = text.partition("\n\n")
+    found = {re.split(r"[ ,]", name)[0]: said for name, said in ENTRY.findall(groups)}
+    named = set(re.findall(r"^  ([^\s,]+)", groups, re.MULTILINE))
+    assert found.keys() == named, f"without help: {named - found.keys()}"
+    del found["-h"]
+    return found
+
+
+def test_each_command_has_its_help_looked_at(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    for command in ("", "bench"):
+        listed = re.findall(r"^    (\w+)", help_of(command, capsys, monkeypatch), re.MULTILINE)
+        known = [name.removeprefix(command).split()[0] for name in COMMANDS if name.startswith(command)]
+        assert listed == known
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_an_option_is_a_sentence_that_ends_with_its_default(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = cli.parser().parse_args(command.split())
+    for name, text in entries_of(help_of(command, capsys, monkeypatch)).items():
+        found = re.fullmatch(r"[A-Z].+ \((?:default: (.+)|required.*)\)", text)
+        assert found is not None, f"{name}: {text!r}"
+        default = getattr(options, name.removeprefix("--").replace("-", "_"), None)
+        if isinstance(default, bool):
+            assert found[1] == ("on" if default else "off"), name
+        elif isinstance(default, int | float) or (isinstance(default, str) and default):
+            assert str(default) in found[1], f"{name}: {text!r}, but it is {default!r}"
+
+
+def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = re.findall(r"^(\w+):$", help_of("serve", capsys, monkeypatch), re.MULTILINE)
+    expected = ["model", "parallelism", "scheduling", "cache", "server", "multimodal", "limits", "logging"]
+    assert groups == ["options", *expected]
+
+
+# ── vLLM's names ─────────────────────────────────────────────────────────────────────────────────────────────────────
+VLLM_SERVE = (
+    "--allow-credentials --allowed-headers --allowed-local-media-path --allowed-media-domains --allowed-methods "
+    "--allowed-origins --api-key --api-server-count --block-size --data-parallel-size --dtype --enable-prefix-caching "
+    "--enforce-eager --generation-config --host --limit-mm-per-prompt --max-model-len --max-num-batched-tokens "
+    "--max-num-seqs --mm-processor-cache-gb --num-gpu-blocks-override --port --served-model-name --shutdown-timeout "
+    "--tensor-parallel-size"
+).split()
+OURS_SERVE = (
+    "--client-timeout --device --device-model --log-format --log-level --max-body-mb --max-image-mb "
+    "--max-image-megapixels --max-open-requests --output-processors --step-ms --threads"
+).split()
+VLLM_BENCH = (
+    "--backend --base-url --dataset-path --ignore-eos --input-len --max-concurrency --model --num-prompts "
+    "--num-warmups --output-len --request-rate --result-filename --seed"
+).split()
+OURS_BENCH = "--api-key --image-size --images --timeout".split()
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"), [("serve", VLLM_SERVE + OURS_SERVE), ("bench serve", VLLM_BENCH + OURS_BENCH)]
+)
+def test_options_are_those_of_vllm_and_ours(
+    command: str, expected: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = entries_of(help_of(command, capsys, monkeypatch)).keys() - {"MODEL"}
+    assert found == set(expected)
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        *("--tensor-parallel 2", "--data-parallel 2", "--api-servers 2", "--slots 8", "--blocks 9", "--token-budget 9"),
+        *("--no-cuda-graphs", "--image-store-mb 1", "--max-images 2", "--most-open 2", "--most-body-mb 2"),
+        *("--patience 2", "--drain-timeout 2", "--max-num 2"),
+    ],
+)
+def test_a_name_that_was_replaced_or_is_cut_short_is_refused(old: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", *old.split()])
+    assert f"unrecognized arguments: {old.split()[0]}" in capsys.readouterr().err
+
+
+def test_short_names_are_those_of_vllm() -> None:
+    options = cli.parser().parse_args(["serve", "-tp", "2", "-dp", "3", "-asc", "4"])
+    assert (options.tensor_parallel_size, options.data_parallel_size, options.api_server_count) == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("4096", 4096), ("4k", 4000), ("4.5k", 4500), ("4K", 4096), ("1m", 10**6), ("2M", 1 << 21)]
+)
+def test_numbers_of_tokens_may_have_a_suffix(text: str, number: int) -> None:
+    options = cli.parser().parse_args(["serve", "--max-model-len", text, "--max-num-batched-tokens", text])
+    assert options.max_model_len == options.max_num_batched_tokens == number
+
+
+@pytest.mark.parametrize("text", ["", "-1", "4.5", "4.5K", "k", "4x", "auto"])
+def test_a_number_of_tokens_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", f"--max-model-len={text}"])
+    assert "a whole number like 4096" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [('{"image": 4}', 4), ("image=4", 4), ('{"image": 0, "video": 0}', 0), ("video=0", 16)]
+)
+def test_a_limit_of_images_is_written_as_for_vllm(text: str, count: int) -> None:
+    assert cli.parser().parse_args(["serve", "--limit-mm-per-prompt", text]).limit_mm_per_prompt == count
+
+
+@pytest.mark.parametrize("text", ["4", '{"image": "x"}', "image=x", "{", '{"video": 2}', "image=1,audio=1"])
+def test_a_limit_that_is_not_of_images_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--limit-mm-per-prompt", text])
+    assert "argument --limit-mm-per-prompt: a number" in capsys.readouterr().err
+
+
+def test_synonyms_of_types_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[EngineConfig] = []
+    monkeypatch.setattr("penstock.cli.serve.run", lambda config, _: told.append(config) or 0)
+    for name in ("half", "float", "bfloat16"):
+        assert cli.main(["serve", "--device-model", "simulated", "--dtype", name]) == 0
+    assert [config.dtype for config in told] == ["float16", "float32", "bfloat16"]
+
+
+def test_a_model_that_was_taken_for_one_more_name_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", "--served-model-name", "a", str(tmp_path)]) == 2
+    assert "is a directory, and no MODEL is given" in capsys.readouterr().err

@@ -184,7 +184,7 @@ class Opened:
         self.failed: list[tuple[int, FinishReason]] = []
         self._incoming = incoming
         self._schedule = Schedule(4, 64, SIZE)
-        self._scheduler = Scheduler(self._schedule, SchedulerConfig(max_model_len=128, token_budget=16))
+        self._scheduler = Scheduler(self._schedule, SchedulerConfig(max_model_len=128, max_num_batched_tokens=16))
         told = SimulatedDevice(step_seconds=0, **options)
         self._device = Simulated(told, 4, open_item=self._open)
         self._requests = 0

@@ -113,9 +113,11 @@ def test_an_architecture_that_is_only_misspelt_is_served(model: Path) -> None:
 
 
 def test_ranks_blocks_types_and_devices_are_held_against_the_model(model: Path) -> None:
-    assert "num_attention_heads is 6 and num_key_value_heads 2" in refusal(model, tensor_parallel=7)
-    assert "max seq len (1024)" in refusal(model, blocks=63) and "--blocks 64 or more" in refusal(model, blocks=63)
-    require_startable(completed(EngineConfig(model=str(model), blocks=64)))
+    assert "num_attention_heads is 6 and num_key_value_heads 2" in refusal(model, tensor_parallel_size=7)
+    assert "max seq len (1024)" in refusal(
+        model, num_gpu_blocks_override=63
+    ) and "--num-gpu-blocks-override 64 or more" in refusal(model, num_gpu_blocks_override=63)
+    require_startable(completed(EngineConfig(model=str(model), num_gpu_blocks_override=64)))
     assert "dtype is auto, float32, bfloat16, float16, not 'int8'" in refusal(model, dtype="int8")
     assert "device is cpu, cuda, or cuda:N" in refusal(model, device="tpu")
     with pytest.raises(ValueError, match=r"stored in KV cache \(16\)"):
@@ -124,7 +126,7 @@ def test_ranks_blocks_types_and_devices_are_held_against_the_model(model: Path) 
 
 def test_heads_that_config_json_leaves_to_transformers_are_left_to_the_worker(model: Path) -> None:
     edit(model / "config.json", text_config={"model_type": "llama"})
-    require_startable(completed(EngineConfig(model=str(model), tensor_parallel=7)))
+    require_startable(completed(EngineConfig(model=str(model), tensor_parallel_size=7)))
 
 
 def test_a_package_that_is_not_installed_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +140,8 @@ def test_a_package_that_is_not_installed_is_named(model: Path, monkeypatch: pyte
     ("number", "options", "text"),
     [
         (0, {"device": "cuda"}, "--device cuda: no CUDA device can be used: because"),
-        (1, {"device": "cuda", "tensor_parallel": 2}, "2 workers need 2: because"),
-        (3, {"device": "cuda", "tensor_parallel": 2, "data_parallel": 2}, "4 workers need 4"),
+        (1, {"device": "cuda", "tensor_parallel_size": 2}, "2 workers need 2: because"),
+        (3, {"device": "cuda", "tensor_parallel_size": 2, "data_parallel_size": 2}, "4 workers need 4"),
         (1, {"device": "cuda:1"}, "--device cuda:1"),
     ],
 )
@@ -155,7 +157,7 @@ def test_devices_that_are_there_or_that_nobody_can_count_are_left_to_the_worker(
     model: Path, number: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(number, "because"))
-    require_startable(completed(EngineConfig(model=str(model), device="cuda", tensor_parallel=2)))
+    require_startable(completed(EngineConfig(model=str(model), device="cuda", tensor_parallel_size=2)))
 
 
 def driver(answer: str) -> Callable[..., Any]:
@@ -227,7 +229,7 @@ NOT_IMPORTED = {"torch", "transformers"}
     ("options", "text"),
     [
         (("--dtype", "int8"), "dtype is"),
-        (("--tensor-parallel", "7"), "num_attention_heads"),
+        (("--tensor-parallel-size", "7"), "num_attention_heads"),
         (("--max-model-len", "2048"), "User-specified max_model_len (2048) is greater than the model's (max_position"),
         (("--device", "tpu"), "device is cpu, cuda"),
     ],

@@ -53,7 +53,7 @@ def test_delays_of_a_script_are_what_is_measured(tmp_path: Path) -> None:
     """Least times only: a busy machine adds to them."""
     script: Script = [HEAD, 0.2, text(), 0.1, text(), 0.1, text(), 0.3, ending(3)]
     with answering(script) as (_, url):
-        status, said = bench(url, tmp_path, "--requests", 4, "--concurrency", 4)
+        status, said = bench(url, tmp_path, "--num-prompts", 4, "--max-concurrency", 4)
     found = said["figures"]
     assert status == 0 and found["requests"] == 4 and found["output_tokens"] == 12
     assert 195 < found["ttft"]["p50"] and 95 < found["tpot"]["p50"] and 695 < found["latency"]["p50"]
@@ -69,7 +69,7 @@ def test_events_that_come_in_pieces_or_together_are_the_same_events(tmp_path: Pa
         pieces += [whole[at : at + 7], 0.001]
     for script in (pieces, [HEAD + whole]):
         with answering(script) as (_, url):
-            status, said = bench(url, tmp_path, "--requests", 1)
+            status, said = bench(url, tmp_path, "--num-prompts", 1)
         assert status == 0 and said["figures"]["output_tokens"] == 2
         assert said["figures"]["tokens_per_event"] == 1
 
@@ -77,7 +77,7 @@ def test_events_that_come_in_pieces_or_together_are_the_same_events(tmp_path: Pa
 def test_a_running_count_says_which_event_brought_how_many(tmp_path: Path) -> None:
     first, second, third = text(" a", usage=usage(1)), text(" b c d e", usage=usage(5)), text(" f", usage=usage(6))
     with answering([HEAD, first, 0.2, second, 0.4, third, ending(6)]) as (_, url):
-        _, said = bench(url, tmp_path, "--requests", 1)
+        _, said = bench(url, tmp_path, "--num-prompts", 1)
     assert said["figures"]["itl"]["p50"] > 45  # a gap of 200 ms for four tokens
     assert said["figures"]["itl"]["p99"] > 395  # and one of 400 for one; spread evenly it would be 200
     assert said["figures"]["tokens_per_event"] == 2
@@ -105,14 +105,14 @@ def test_an_event_that_does_not_end_is_not_awaited() -> None:
 # ── what is asked, and when ──────────────────────────────────────────────────────────────────────────────────────────
 def test_no_more_are_open_than_were_asked_for_and_connections_are_kept(tmp_path: Path) -> None:
     with answering([HEAD, text(), 0.01, ending(1)]) as (fake, url):
-        status, said = bench(url, tmp_path, "--requests", 30, "--concurrency", 3)
+        status, said = bench(url, tmp_path, "--num-prompts", 30, "--max-concurrency", 3)
     assert status == 0 and fake.most_open == fake.connections == said["figures"]["most_open"] == 3
     assert len(fake.asked) == 30
 
 
 def test_arrivals_at_a_rate_do_not_wait_for_answers(tmp_path: Path) -> None:
     with answering([HEAD, text(), 1.0, ending(1)]) as (fake, url):
-        status, said = bench(url, tmp_path, "--requests", 40, "--rate", 200)
+        status, said = bench(url, tmp_path, "--num-prompts", 40, "--request-rate", 200)
     assert status == 0 and fake.most_open > 20
     assert said["figures"]["seconds"] >= 1.0
 
@@ -148,9 +148,17 @@ def test_prompts_have_as_many_tokens_as_asked_for_as_the_server_counts_them(tmp_
 
     for seed in (1, 1, 2):
         with faked_in_a_thread(script) as (fake, url):
-            options = ("--endpoint", "chat", "--input-tokens", "47-87", "--output-tokens", "5-9", "--seed", str(seed))
-            more = ("--requests", "20", "--warmup", "3", "--json", str(tmp_path / "x"), "--ignore-eos")
-            assert cli.main(["bench", "serve", "--url", f"{url}/v1", "--api-key", "sesame", *options, *more]) == 0
+            options = ("--backend", "openai-chat", "--input-len", "47-87", "--output-len", "5-9", "--seed", str(seed))
+            more = (
+                "--num-prompts",
+                "20",
+                "--num-warmups",
+                "3",
+                "--result-filename",
+                str(tmp_path / "x"),
+                "--ignore-eos",
+            )
+            assert cli.main(["bench", "serve", "--base-url", f"{url}/v1", "--api-key", "sesame", *options, *more]) == 0
         assert fake.asked[0] == ("/v1/models", {}) and "authorization: Bearer sesame" in fake.heads[-1]
         assert len(fake.asked) == 1 + 2 + 3 + 20
         bodies = [body for _, body in fake.asked[6:]]
@@ -173,8 +181,8 @@ def test_images_are_png_files_of_the_size_asked_for(tmp_path: Path) -> None:
     import io
 
     with answering(GOOD) as (fake, url):
-        options = ("--images", "2", "--image-size", "50x33", "--requests", "2", "--model", "m")
-        assert cli.main(["bench", "serve", "--url", url, *options]) == 0
+        options = ("--images", "2", "--image-size", "50x33", "--num-prompts", "2", "--model", "m")
+        assert cli.main(["bench", "serve", "--base-url", url, *options]) == 0
     parts = [body["messages"][0]["content"] for _, body in fake.asked[2:]]
     assert [[part["type"] for part in one] for one in parts] == [["image_url", "image_url", "text"]] * 2
     urls = [part["image_url"]["url"] for one in parts for part in one[:2]]
@@ -189,8 +197,17 @@ def test_lines_of_a_file_are_asked_in_turn_with_the_fields_they_have(tmp_path: P
     lines = ('"one"', "", "[1, 2]", '{"prompt": "three", "max_tokens": 9, "temperature": 1.5}')
     (tmp_path / "lines").write_text("\n".join(lines))
     with answering(GOOD) as (fake, url):
-        options = ("--prompts", str(tmp_path / "lines"), "--requests", "4", "--concurrency", "1", "--model", "m")
-        assert cli.main(["bench", "serve", "--url", url, *options]) == 0
+        options = (
+            "--dataset-path",
+            str(tmp_path / "lines"),
+            "--num-prompts",
+            "4",
+            "--max-concurrency",
+            "1",
+            "--model",
+            "m",
+        )
+        assert cli.main(["bench", "serve", "--base-url", url, *options]) == 0
     asked = [(body["prompt"], body["max_tokens"], body["temperature"]) for _, body in fake.asked]
     assert asked == [("one", 128, 0), ([1, 2], 128, 0), ("three", 9, 1.5), ("one", 128, 0)]
 
@@ -201,8 +218,17 @@ def test_prompts_may_come_through_a_pipe() -> None:
         os.write(its, b'"one"\n"two"\n')
         os.close(its)
         with answering(GOOD) as (fake, url):
-            options = ("--prompts", f"/dev/fd/{ours}", "--requests", "3", "--concurrency", "1", "--model", "m")
-            assert cli.main(["bench", "serve", "--url", url, *options]) == 0
+            options = (
+                "--dataset-path",
+                f"/dev/fd/{ours}",
+                "--num-prompts",
+                "3",
+                "--max-concurrency",
+                "1",
+                "--model",
+                "m",
+            )
+            assert cli.main(["bench", "serve", "--base-url", url, *options]) == 0
     finally:
         os.close(ours)
     assert [body["prompt"] for _, body in fake.asked] == ["one", "two", "one"]
@@ -214,15 +240,20 @@ def test_what_makes_no_sense_is_refused_before_anybody_is_asked(
     (tmp_path / "bad").write_text('"fine"\n{"text": 1}\n')
     (tmp_path / "empty").write_text("\n")
     for options, words in (
-        (["--prompts", tmp_path / "bad"], "line 2: expected a text, a list of ids, or an object with 'prompt'"),
-        (["--prompts", tmp_path / "empty"], "has no line"),
-        (["--prompts", tmp_path / "none"], "No such file"),
-        (["--url", "ftp://x"], "expected a URL like http://"),
-        (["--images", 1, "--endpoint", "completions"], "--images are for --endpoint chat"),
+        (["--dataset-path", tmp_path / "bad"], "line 2: expected a text, a list of ids, or an object with 'prompt'"),
+        (["--dataset-path", tmp_path / "empty"], "has no line"),
+        (["--dataset-path", tmp_path / "none"], "No such file"),
+        (["--base-url", "ftp://x"], "expected a URL like http://"),
+        (["--images", 1, "--backend", "openai"], "--images are for --backend openai-chat"),
     ):
         assert cli.main(["bench", "serve", *map(str, options)]) == 2
         assert words in capsys.readouterr().err
-    for options in (["--rate", 0], ["--rate", 1, "--concurrency", 1], ["--image-size", "5"], ["--input-tokens", "9-3"]):
+    for options in (
+        ["--request-rate", 0],
+        ["--request-rate", 1, "--max-concurrency", 1],
+        ["--image-size", "5"],
+        ["--input-len", "9-3"],
+    ):
         with pytest.raises(SystemExit):
             cli.main(["bench", "serve", *map(str, options)])
 
@@ -261,7 +292,7 @@ def test_a_misdeed_is_counted_under_its_name_and_the_others_are_measured(
     script: Script, kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with faked_in_a_thread(lambda index, body: GOOD if index % 2 else script) as (_, url):
-        status, said = bench(url, tmp_path, "--requests", 6, "--concurrency", 1, "--timeout", 0.3)
+        status, said = bench(url, tmp_path, "--num-prompts", 6, "--max-concurrency", 1, "--timeout", 0.3)
     found = said["figures"]
     assert status == 1 and (found["requests"], found["failed"]) == (3, 3)
     (error,) = found["errors"]
@@ -273,26 +304,26 @@ def test_a_misdeed_is_counted_under_its_name_and_the_others_are_measured(
 def test_nobody_who_listens_is_a_failure_of_each_request(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
-        status, said = bench(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path, "--requests", 5)
+        status, said = bench(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path, "--num-prompts", 5)
     assert status == 1 and [one["kind"] for one in said["figures"]["errors"]] == ["not connected"]
 
 
 def test_a_kept_connection_that_the_server_closes_is_nobodys_fault(tmp_path: Path) -> None:
     with faked_in_a_thread(lambda index, body: [*GOOD, None]) as (fake, url):
-        status, said = bench(url, tmp_path, "--requests", 20, "--concurrency", 2)
+        status, said = bench(url, tmp_path, "--num-prompts", 20, "--max-concurrency", 2)
     assert status == 0 and said["figures"]["requests"] == 20 and fake.connections >= 20
 
 
 def test_a_connection_that_was_idle_for_long_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "KEPT", 0.0)
     with answering(GOOD) as (fake, url):
-        status, _ = bench(url, tmp_path, "--requests", 5, "--concurrency", 1)
+        status, _ = bench(url, tmp_path, "--num-prompts", 5, "--max-concurrency", 1)
     assert status == 0 and fake.connections == 5
 
 
 def test_a_server_that_closes_whatever_it_is_asked_is_not_asked_twice(tmp_path: Path) -> None:
     with answering([None]) as (fake, url):
-        status, said = bench(url, tmp_path, "--requests", 5)
+        status, said = bench(url, tmp_path, "--num-prompts", 5)
     assert status == 1 and said["figures"]["failed"] == len(fake.asked) == 5
 
 
@@ -309,7 +340,7 @@ def test_an_answer_may_end_with_its_connection(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        status, said = bench(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, "--requests", 2)
+        status, said = bench(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, "--num-prompts", 2)
         thread.join(10)
     assert status == 0 and said["figures"]["counted_by_events"] == 2
 
@@ -323,7 +354,7 @@ def test_a_server_without_models_or_that_refuses_the_first_prompt_is_nothing_to_
         ([refusal("200 OK", b'{"data":[{"id":"m"}]}'), None], "a request of 16 words: "),
     ):
         with faked_in_a_thread(lambda index, body, script=script: script if not index else [BUSY]) as (_, url):
-            assert cli.main(["bench", "serve", "--url", url]) == 2
+            assert cli.main(["bench", "serve", "--base-url", url]) == 2
         assert words in capsys.readouterr().err
 
 
@@ -331,8 +362,15 @@ def test_a_server_without_models_or_that_refuses_the_first_prompt_is_nothing_to_
 def test_ctrl_c_tells_what_is_done(tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text('"x"\n')
     with faked_in_a_thread(lambda index, body: GOOD if index < 5 else [HEAD, text(), 60.0]) as (fake, url):
-        command = [sys.executable, "-m", "penstock", "bench", "serve", "--url", url, "--model", "m"]
-        more = ["--prompts", str(tmp_path / "prompts"), "--json", str(tmp_path / "x"), "--concurrency", "2"]
+        command = [sys.executable, "-m", "penstock", "bench", "serve", "--base-url", url, "--model", "m"]
+        more = [
+            "--dataset-path",
+            str(tmp_path / "prompts"),
+            "--result-filename",
+            str(tmp_path / "x"),
+            "--max-concurrency",
+            "2",
+        ]
         with subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
                 eventually(lambda: len(fake.asked) == 7, within=30)

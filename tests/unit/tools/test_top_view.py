@@ -21,8 +21,8 @@ def busy(at: float, name: str = "m") -> Moment:
     many = int(at * 100)
     notice = msgspec.structs.replace(NOTICE, name=name)
     group = zero(
-        Group, incarnation=1, open=7, waiting=3, blocks=100, free_blocks=25, steps=many, generated_tokens=4 * many,
-        device_ns=8_000_000 * many, idle_ns=2_000_000 * many, core_ns=500_000 * many,
+        Group, incarnation=1, open=7, running=4, waiting=3, blocks=100, free_blocks=25, steps=many,
+        generated_tokens=4 * many, device_ns=8_000_000 * many, idle_ns=2_000_000 * many, core_ns=500_000 * many,
     )  # fmt: skip
     found = moment(
         at,

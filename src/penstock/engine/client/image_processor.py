@@ -46,9 +46,9 @@ class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
     pixels: int = 40_000_000  # of each: what a few bytes can swell to
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise ValueError(f"{name} is 1 or more, not {getattr(self, name)!r}")
+        for name, least in (("count", 0), ("nbytes", 1), ("pixels", 1)):
+            if type(getattr(self, name)) is not int or getattr(self, name) < least:
+                raise ValueError(f"{name} is {least} or more, not {getattr(self, name)!r}")
 
 
 class ImageRefused(PenstockError):

@@ -72,6 +72,7 @@ class Stream:
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.samples = samples
         self._open_samples = samples
         self._scope = scope
         self._pieces: deque[Piece] = deque()

@@ -12,9 +12,10 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 import penstock
+from penstock.engine.cluster.histogram import REQUEST_SECONDS, Histogram, words_of
 
 WORD_NBYTES = 8
-ROW_WORDS = 16  # two cache lines: the first is written by the core, the second by the worker of rank 0
+ROW_WORDS = 48  # six cache lines: the second is written by the worker of rank 0, the others by the core
 TREE_ROW = 0  # written by the launcher; row 1 + g is group g's
 Row: TypeAlias = "memoryview[int]"  # the numbers of one group, by their places: `row[Board.OPEN]`
 
@@ -29,7 +30,7 @@ class Board:
     # Words of a group's row, the core's.
     SERVING = 0  # the incarnation of the group that takes requests; 0: none. Cleared by the launcher when it has died
     OPEN = 1  # requests
-    WAITING = 2  # those of them that have no slot yet
+    WAITING = 2  # sequences that do not run: queued, or preempted
     FREE_BLOCKS = 3
     STEPS = 4  # sent, in this incarnation
     OWN_NS = 5  # what the core spent on them, not counting where it waited
@@ -42,6 +43,11 @@ class Board:
     SAMPLED = 11  # tokens of answers
     # The launcher's, which writes it when all of the group have ended.
     FAILED_STARTS = 12  # in a row: how often the group has ended before it served
+    # The core's again.
+    RUNNING = 16  # sequences in the batch
+    PREFIX_QUERIES = 17  # tokens of prompts that were looked up in the prefix cache, in this incarnation
+    PREFIX_HITS = 18  # those of them that it had
+    QUEUE_TIMES = 24  # from here on: a histogram of how long sequences waited, from their arrival in the core
 
     def __init__(self, segment: penstock.Segment, *, writable: bool = False) -> None:
         self._words: memoryview[int] = segment.view(writable=writable).cast("Q")
@@ -91,6 +97,13 @@ class Board:
 
     def close(self) -> None:
         self._words.release()
+
+
+def queue_times_of(row: Row) -> Histogram:
+    return Histogram(row, Board.QUEUE_TIMES, REQUEST_SECONDS)
+
+
+assert Board.QUEUE_TIMES + words_of(REQUEST_SECONDS) <= ROW_WORDS
 
 
 class Life(NamedTuple):

@@ -48,23 +48,25 @@ class Tree:
     @classmethod
     def lay(cls, config: EngineConfig) -> Tree:
         one = config
-        processes = one.api_servers + one.data_parallel * (1 + one.tensor_parallel + one.output_processors)
+        processes = one.api_server_count + one.data_parallel_size * (
+            1 + one.tensor_parallel_size + one.output_processors
+        )
         return cls(
             config,
-            tuple(_lay_group(config, number) for number in range(one.data_parallel)),
+            tuple(_lay_group(config, number) for number in range(one.data_parallel_size)),
             # One lane more than there are senders: it is never taken, so the inbox never ends.
             tuple(
                 penstock.open_inbox(
-                    one.data_parallel * (1 + one.output_processors) + 1,
+                    one.data_parallel_size * (1 + one.output_processors) + 1,
                     f"deltas {server}",
                     messages=DELTAS,
                     max_peers=PEERS,
                 )
-                for server in range(one.api_servers)
+                for server in range(one.api_server_count)
             ),
-            Board.lay(one.data_parallel, len(places(one))),
+            Board.lay(one.data_parallel_size, len(places(one))),
             Store.create(one.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if one.store_nbytes else None,
-            [""] * one.data_parallel,
+            [""] * one.data_parallel_size,
         )
 
     def close(self) -> None:
@@ -79,10 +81,10 @@ class Tree:
     # ── who has which lane or place ──
     def worker_lane(self, rank: int) -> int:
         """Of a group's inbox; a server's lane is its number."""
-        return self.config.api_servers + rank
+        return self.config.api_server_count + rank
 
     def output_lane(self, output: int) -> int:
-        return self.worker_lane(self.config.tensor_parallel) + output
+        return self.worker_lane(self.config.tensor_parallel_size) + output
 
     @property
     def launcher_lane(self) -> int:
@@ -94,11 +96,11 @@ class Tree:
 
 
 def _lay_group(config: EngineConfig, number: int) -> Group:
-    workers, outputs = config.tensor_parallel, config.output_processors
+    workers, outputs = config.tensor_parallel_size, config.output_processors
     return Group(
         # As for the servers, the last lane keeps it from ending; the launcher takes it, to say that it is time to stop.
         penstock.open_inbox(
-            config.api_servers + workers + outputs + 1, f"inbox {number}", messages=INBOX, max_peers=PEERS
+            config.api_server_count + workers + outputs + 1, f"inbox {number}", messages=INBOX, max_peers=PEERS
         ),
         # Inline images stay where they came for as long as their request runs. The inbox has room for fewer of them, so
         # whoever submits too many waits, and not the core.
@@ -108,7 +110,7 @@ def _lay_group(config: EngineConfig, number: int) -> Group:
         penstock.open_broadcast(1 + outputs, f"results {number}", messages=RESULTS, max_peers=PEERS),
         tuple(
             penstock.open_inbox(
-                config.api_servers + 1, f"announced {number}.{output}", messages=ANNOUNCED, max_peers=PEERS
+                config.api_server_count + 1, f"announced {number}.{output}", messages=ANNOUNCED, max_peers=PEERS
             )
             for output in range(outputs)
         ),
@@ -143,11 +145,11 @@ def places(config: EngineConfig) -> list[Member]:
     """Every process that a tree has, in its first incarnation: those of each group, then the servers."""
     groups = [
         Member(kind, group, index, 1)
-        for group in range(config.data_parallel)
-        for kind, many in (("core", 1), ("worker", config.tensor_parallel), ("output", config.output_processors))
+        for group in range(config.data_parallel_size)
+        for kind, many in (("core", 1), ("worker", config.tensor_parallel_size), ("output", config.output_processors))
         for index in range(many)
     ]
-    return [*groups, *(Member("server", 0, index, 1) for index in range(config.api_servers))]
+    return [*groups, *(Member("server", 0, index, 1) for index in range(config.api_server_count))]
 
 
 def is_former(me: Member, death: PeerDied) -> bool:

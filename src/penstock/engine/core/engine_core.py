@@ -19,7 +19,7 @@ from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
-from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.status_board import Board, queue_times_of
 from penstock.engine.cluster.topology import AGAIN, Member, Tree, is_former, past_the_dead
 from penstock.engine.core.request import Refused
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
@@ -59,11 +59,11 @@ def run(tree: Tree, me: Member) -> None:
 def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConfig:
     return SchedulerConfig(
         max_model_len=config.max_model_len,
-        token_budget=config.token_budget,
+        max_num_batched_tokens=config.max_num_batched_tokens,
         vocabulary=min(one.vocabulary for one in ready),
         eos_ids=config.end_ids,
-        has_prefix_cache=config.prefix_caching,
-        has_overlap=config.overlap,
+        has_prefix_cache=config.enable_prefix_caching,
+        has_overlap=config.async_scheduling,
         max_short_prompt=ready[0].max_short_prompt,
     )
 
@@ -74,6 +74,7 @@ class Core:
         self._me = me
         self._tree = tree
         self._row = Board(tree.board, writable=True).row(me.group)
+        self._queue_times = queue_times_of(self._row)
         name = str(me)
         self._inbox = group.inbox.receiver(name=name)
         self._results = group.results.receiver(0, name=name)
@@ -91,8 +92,8 @@ class Core:
         if self._is_stopped:
             return
         room = [one.blocks for one in ready]
-        blocks = min(room if config.blocks is None else [*room, config.blocks])
-        schedule = Schedule(config.slots, blocks, config.block_size, config.most_blocks)
+        blocks = min(room if config.num_gpu_blocks_override is None else [*room, config.num_gpu_blocks_override])
+        schedule = Schedule(config.max_num_seqs, blocks, config.block_size, config.most_blocks)
         self._await_receivers()
         self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
         self._schedule = schedule
@@ -125,11 +126,11 @@ class Core:
         config = self._config
         deadline = time.monotonic() + config.start_timeout
         ready: dict[int, Ready] = {}
-        while len(ready) < config.tensor_parallel and not self._is_stopped:
+        while len(ready) < config.tensor_parallel_size and not self._is_stopped:
             try:
                 message = self._inbox.receive(max(0.0, deadline - time.monotonic()))
             except Timeout as error:
-                missing = sorted(set(range(config.tensor_parallel)) - ready.keys())
+                missing = sorted(set(range(config.tensor_parallel_size)) - ready.keys())
                 raise Timeout(f"workers {missing} are not ready within {config.start_timeout:g} s: {error}") from None
             except PeerDied as death:
                 if not self._is_server(death):  # of servers nothing is known yet
@@ -174,12 +175,20 @@ class Core:
         past_the_dead(self._me, lambda: self._sequence.send(step, timeout), timeout)
         self._schedule.apply(step)
         scheduler.sent(step)
+        if scheduler.admitted_ns:
+            self._count_queue_times()
         if self._answers is not None:
             self._answers.sent(step)
         if step.preempted is not None:
             self._row[Board.PREEMPTIONS] += step.preempted.size
         self._publish()
         return True
+
+    def _count_queue_times(self) -> None:
+        now = time.monotonic_ns()
+        for queued_ns in self._scheduler.admitted_ns:
+            self._queue_times.add((now - queued_ns) / 1e9)
+        self._scheduler.admitted_ns.clear()
 
     def _is_told_to_stop(self) -> bool:
         self._take_in()
@@ -202,7 +211,7 @@ class Core:
     def _pass_over(self, error: DecodeError) -> None:
         """What a server has sent and is no message costs that message alone. One of our group is out of order."""
         server = self._inbox.source
-        if server >= self._config.api_servers:
+        if server >= self._config.api_server_count:
             raise error
         event("not a message", logging.ERROR, server=server, error=str(error))
         request = error.fields[1] if error.kind is Submit and len(error.fields) > 1 else None
@@ -212,7 +221,9 @@ class Core:
     def _is_of_another(self, message: Any) -> bool:
         """A server speaks for itself; an output, of all of them."""
         server = self._inbox.source
-        return isinstance(message, Submit | Abort | Announce) and message.server != server < self._config.api_servers
+        return (
+            isinstance(message, Submit | Abort | Announce) and message.server != server < self._config.api_server_count
+        )
 
     def _receive(self, message: Any) -> None:
         if not self._is_of_another(message):
@@ -226,7 +237,7 @@ class Core:
         scheduler = self._scheduler
         if isinstance(message, Submit):
             try:
-                scheduler.submit(message)
+                scheduler.submit(message, time.monotonic_ns())
             except Refused as refusal:
                 self._fail(message.server, message.request, refusal)
         elif isinstance(message, Abort):
@@ -290,7 +301,7 @@ class Core:
 
     def _is_server(self, death: PeerDied) -> bool:
         """By its lane of the inbox: its name may be gone."""
-        return death.index < self._config.api_servers
+        return death.index < self._config.api_server_count
 
     def _give_up(self, server: int) -> None:
         """It reads too little: all of its requests fail."""
@@ -316,7 +327,10 @@ class Core:
     def _publish(self) -> None:
         scheduler, row = self._scheduler, self._row
         row[Board.OPEN] = scheduler.open_requests
-        row[Board.WAITING] = scheduler.waiting
+        row[Board.RUNNING] = running = scheduler.running
+        row[Board.WAITING] = max(0, scheduler.open_samples - running)
+        row[Board.PREFIX_QUERIES] = scheduler.prefix_queries
+        row[Board.PREFIX_HITS] = scheduler.prefix_hits
         row[Board.FREE_BLOCKS] = scheduler.cache.free
         row[Board.STEPS] = self._sequence.number
         row[Board.OWN_NS] = self._own_ns

@@ -47,6 +47,7 @@ class Request:
         salt: bytes = b"",
         inputs: tuple[Input, ...] = (),
         keys: tuple[Key, ...] = (),
+        queued_ns: int = 0,
     ) -> None:
         self.server = server
         self.number = number
@@ -56,6 +57,7 @@ class Request:
         self.arrival = arrival
         self.priority = priority
         self.client = client
+        self.queued_ns = queued_ns
         self.is_waiting = False
         self.slots: set[int] = set()  # of its samples: whoever joins may have the prompt of any
         self.samples = [Sample(self, index) for index in range(params.n)]

@@ -47,7 +47,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`Scheduler` checks it against its schedule."""
 
     max_model_len: int  # tokens of prompt and answer together
-    token_budget: int = 2048  # that one step computes at most
+    max_num_batched_tokens: int = 2048  # that one step computes at most
     vocabulary: int = 1 << 31  # ids of prompts are below that
     eos_ids: tuple[int, ...] = ()
     has_prefix_cache: bool = True  # False: blocks are shared only within a request
@@ -78,8 +78,11 @@ class Scheduler:
                 f"max_model_len: expected 2 to {schedule.most_blocks * size}, as many as there is room for, "
                 f"got {config.max_model_len}"
             )
-        if config.token_budget < slots:
-            raise ValueError(f"token_budget: expected a token for each of {slots} slots, got {config.token_budget}")
+        if config.max_num_batched_tokens < slots:
+            raise ValueError(
+                f"max_num_batched_tokens: expected a token for each of {slots} slots, "
+                f"got {config.max_num_batched_tokens}"
+            )
         self.cache = BlockCache(schedule.blocks)
         self._schedule = schedule
         self._config = config
@@ -106,10 +109,13 @@ class Scheduler:
         self._gone: set[int] = set()  # rows that do not run in that step any more
         self._resting: set[int] = set()  # rows that run and compute nothing in it, as all of their tokens are sampled
         self._prompt_tokens = self._cached_tokens = self._preemptions = 0
+        self._open_samples = 0
+        self.prefix_queries = self.prefix_hits = 0  # tokens of prompts; a preempted sample counts once
+        self.admitted_ns: list[int] = []  # arrivals of the samples that have got a slot; the caller clears it
 
     # ── from outside ──
-    def submit(self, submit: Submit) -> None:
-        """Raises Refused where it can never run."""
+    def submit(self, submit: Submit, queued_ns: int = 0) -> None:
+        """`queued_ns`: when it came, for `admitted_ns`. Raises Refused where it can never run."""
         number, length, most = (submit.server, submit.request), submit.prompt.size, self._config.max_model_len
         if not 1 <= length < most:
             raise Refused(400, f"expected a prompt of 1 to {most - 1} tokens, got {length}")
@@ -137,8 +143,10 @@ class Scheduler:
             salt=salt,
             inputs=inputs,
             keys=keys,
+            queued_ns=queued_ns,
         )
         self._requests[number] = request
+        self._open_samples += request.params.n
         self._queue.push(request)
 
     def abort(self, server: int, request: int) -> None:
@@ -175,6 +183,15 @@ class Scheduler:
         return len(self._queue)
 
     @property
+    def open_samples(self) -> int:
+        return self._open_samples
+
+    @property
+    def running(self) -> int:
+        """Samples in the batch of the last step."""
+        return self._schedule.rows.size
+
+    @property
     def stats(self) -> Stats:
         status = self._schedule.status
         return Stats(
@@ -207,7 +224,7 @@ class Scheduler:
         stalled = self._extend(plan, put_aside)
         rows = self._schedule.rows.size - len(self._gone)
         advancing = rows - len(self._resting) - len(stalled)
-        budget = self._config.token_budget - (advancing - len(self._prefilling))
+        budget = self._config.max_num_batched_tokens - (advancing - len(self._prefilling))
         if self._prefilling:
             budget = self._prefill(plan, budget)
         if is_waited_for and not stalled and len(put_aside) == made_way:  # else there is no room
@@ -453,6 +470,10 @@ class Scheduler:
             )
             self._queue.charge(request.client, request.prompt.size - computed)
             self._take_slot(sample, slot)
+            self.admitted_ns.append(request.queued_ns)
+            if self._config.has_prefix_cache:
+                self.prefix_queries += request.prompt.size
+                self.prefix_hits += computed
         self._priorities[slot] = sample.rank[0]
         self._progress.begin(slot, computed // self._size)
         self._prefilling.add(slot)
@@ -511,6 +532,7 @@ class Scheduler:
         if sample.is_ended:
             return
         sample.is_ended, sample.is_aside = True, False
+        self._open_samples -= 1
         request, slot = sample.request, sample.slot
         if slot is not None:
             self._progress.end(slot)

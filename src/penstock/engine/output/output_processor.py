@@ -97,7 +97,7 @@ class Output:
         self._inbox = group.inbox.sender(tree.output_lane(me.index), name=name)
         self._to_core: deque[ToCore] = deque()  # for which there was no room yet
         self._results = group.results.receiver(1 + me.index, name=name)
-        steps = group.steps.receiver(config.tensor_parallel + me.index, name=name)  # last: the core looks at it
+        steps = group.steps.receiver(config.tensor_parallel_size + me.index, name=name)  # last: the core looks at it
         self._steps = _Steps(steps)
         self._sequence = SequenceCheck()
         self._start_timeout = config.start_timeout

@@ -74,20 +74,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     dtype: str = "auto"
     threads: int | None = None  # of each worker, that compute on a CPU; None: what proves best when the model is loaded
-    cuda_graphs: bool = True  # steps of decoding are recorded, and replayed: on a device of CUDA
+    enforce_eager: bool = False  # on a device of CUDA: decode steps are not recorded as graphs and replayed
 
-    api_servers: int = 1  # processes that submit requests
-    data_parallel: int = 1  # groups: each a core, its workers and its output processors
-    tensor_parallel: int = 1  # workers of each core
+    api_server_count: int = 1  # processes that submit requests
+    data_parallel_size: int = 1  # groups: each a core, its workers and its output processors
+    tensor_parallel_size: int = 1  # workers of each core
     output_processors: int = 1  # of each core; 0: their work is done in the core
-    overlap: bool = True  # a step is sent before the result of the one before it is in
+    async_scheduling: bool = True  # a step is sent before the result of the one before it is in
 
-    slots: int = 256  # samples that run, or are preempted, at a time
+    max_num_seqs: int = 256  # sequences that run, or are preempted, at a time: slots
     block_size: int = 16  # tokens
-    blocks: int | None = None  # of the cache; None: as many as can be filled, and the device has room for
-    token_budget: int = 2048  # tokens that one step computes, at most
+    num_gpu_blocks_override: int | None = (
+        None  # of the cache; None: as many as can be filled and the device has room for
+    )
+    max_num_batched_tokens: int = 2048  # tokens that one step computes, at most
     max_model_len: int = MAX_MODEL_LEN  # tokens of a prompt and its answer; never more than the model has positions for
-    prefix_caching: bool = True
+    enable_prefix_caching: bool = True
     end_ids: tuple[int, ...] = ()  # besides those that the model's own files name
     generation_config: str = "auto"  # sampling defaults are those of generation_config.json; "vllm": neutral ones
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # of requests; read from the model by `completed`
@@ -95,29 +97,29 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     start_timeout: float = 600.0  # until a group serves
     step_timeout: float = 30.0  # until a step's result is in, or somebody takes what is sent to it
-    drain_timeout: float = 30.0  # until open requests are answered, when the tree is to end
+    shutdown_timeout: float = 30.0  # until open requests are answered, when the tree is to end
     log_format: str = "text"  # or "json"
     log_level: str = "info"  # events below it are not logged; "debug" has the trace of what could not start
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("api_servers", 1, 32),
-            ("data_parallel", 1, 16),
-            ("tensor_parallel", 1, 16),
+            ("api_server_count", 1, 32),
+            ("data_parallel_size", 1, 16),
+            ("tensor_parallel_size", 1, 16),
             ("output_processors", 0, 8),
-            ("slots", 1, MOST_SLOTS - 1),
+            ("max_num_seqs", 1, MOST_SLOTS - 1),
             ("block_size", 1, 4096),
-            ("token_budget", 1, _MANY),
+            ("max_num_batched_tokens", 1, _MANY),
             ("max_model_len", 1, 1 << 30),
             ("store_nbytes", 0, 1 << 44),
         ):
             _within(self, name, int, low, high)
-        for name in ("start_timeout", "step_timeout", "drain_timeout"):
+        for name in ("start_timeout", "step_timeout", "shutdown_timeout"):
             _within(self, name, float, 0, 1e6)
-        for name in ("overlap", "prefix_caching", "cuda_graphs"):
+        for name in ("async_scheduling", "enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
-        for name in ("blocks", "threads"):
+        for name in ("num_gpu_blocks_override", "threads"):
             if getattr(self, name) is not None:
                 _within(self, name, int, 1, _MANY)
         for end_id in self.end_ids:
@@ -134,18 +136,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"log_level is {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         if self.simulated is None and not self.model:
             raise ValueError("model is the directory of a model, or simulated says how to do without one")
-        if self.token_budget < self.slots:
-            raise ValueError(f"token_budget is at least one for each of {self.slots} slots, not {self.token_budget}")
-        lanes = self.data_parallel * (1 + self.output_processors) + 1
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is at least max_num_seqs ({self.max_num_seqs}), "
+                f"not {self.max_num_batched_tokens}"
+            )
+        lanes = self.data_parallel_size * (1 + self.output_processors) + 1
         if lanes > MOST_LANES:
             raise ValueError(
-                f"data_parallel x (1 + output_processors) is at most {MOST_LANES - 1}, as each of them answers each "
-                f"server: not {lanes - 1}"
+                f"data_parallel_size x (1 + output_processors) is at most {MOST_LANES - 1}, as each of them answers "
+                f"each server: not {lanes - 1}"
             )
 
     def device_of(self, group: int, rank: int) -> str:
         """Each worker has a CUDA device of its own."""
-        return f"cuda:{group * self.tensor_parallel + rank}" if self.device == "cuda" else self.device
+        return f"cuda:{group * self.tensor_parallel_size + rank}" if self.device == "cuda" else self.device
 
     @property
     def most_blocks(self) -> int:

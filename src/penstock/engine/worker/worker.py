@@ -48,7 +48,7 @@ def device_of(tree: Tree, me: Member) -> Device:
     """Blocks until all ranks have come, and the model is loaded."""
     config = tree.config
     if config.simulated is not None:
-        return Simulated(config.simulated, config.slots, open_item=Incoming(tree.store).open)
+        return Simulated(config.simulated, config.max_num_seqs, open_item=Incoming(tree.store).open)
     # Read when torch is loaded. Threads of a product that wait for each other look for about as long as it takes to
     # wake somebody, then give their processor away: core and servers need it, and bring the next step.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -58,20 +58,20 @@ def device_of(tree: Tree, me: Member) -> Device:
     from penstock.engine.worker.tensor_parallel import Ranks
 
     device = config.device_of(me.group, me.index)
-    ranks = Ranks(me.index, config.tensor_parallel, tree.meetings[me.group], device)
+    ranks = Ranks(me.index, config.tensor_parallel_size, tree.meetings[me.group], device)
     return TorchDevice(
         config.model,
-        slots=config.slots,
+        slots=config.max_num_seqs,
         ranks=ranks,
         device=device,
         dtype=config.dtype,
         block_size=config.block_size,
-        blocks=config.blocks,
-        most_blocks=config.slots * config.most_blocks,  # which is what all of them can fill
-        token_budget=config.token_budget,
+        blocks=config.num_gpu_blocks_override,
+        most_blocks=config.max_num_seqs * config.most_blocks,  # which is what all of them can fill
+        token_budget=config.max_num_batched_tokens,
         open_item=Incoming(tree.store).open,
         threads=config.threads,
-        processes=config.tensor_parallel * config.data_parallel,
+        processes=config.tensor_parallel_size * config.data_parallel_size,
         end_ids=config.end_ids,
         recorder=recorder_of(config),
     )
@@ -81,8 +81,8 @@ def recorder_of(config: EngineConfig) -> Recorder | None:
     """Of what this process's current device does; only CUDA's can be recorded, and a sum of its ranks with it."""
     if not config.device.startswith("cuda"):
         return None
-    if not config.cuda_graphs:
-        event("decode steps are not recorded", why="cuda_graphs is off")
+    if config.enforce_eager:
+        event("decode steps are not recorded", why="enforce_eager")
         return None
     from penstock.engine.worker.cuda_graphs import CudaGraphs
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.output.sse_chunks import LEAST_LOGPROB
 from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.server.errors import ApiError, Gone
-from penstock.server.status.counters import Row
+from penstock.server.status.counters import Row, Served
 
 T = TypeVar("T")
 
@@ -63,31 +64,72 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
+class _Times:
+    """Of one sequence: when its first and its last token came, and how many came after the first piece."""
+
+    __slots__ = ("engine", "first", "last", "later_tokens")
+
+    def __init__(self, engine: Served, now: float) -> None:
+        self.engine = engine
+        self.first = self.last = now
+        self.later_tokens = 0
+
+    @property
+    def mean(self) -> float:
+        """Seconds from a token to the next; 0 where there was only one."""
+        return (self.last - self.first) / max(self.later_tokens, 1)
+
+
 class Pace:
-    """Writes down how long the pieces of an answer took."""
+    """Counts tokens, times and ends of an answer, for each sequence of it and by the engine that has it, as vLLM does.
+
+    Times are those at which pieces are passed on: a client that reads slowly is seen in them.
+    """
 
     def __init__(self, row: Row, began: float) -> None:
         self._row = row
         self._began = began
-        self._last: dict[tuple[int, int], float] = {}  # by prompt and sample
+        self._times: dict[tuple[Stream, int], _Times] = {}  # by sample of a stream
+        self._ended: Counter[Stream] = Counter()  # samples of each stream
 
-    def piece(self, prompt: int, piece: Piece) -> None:
-        many = len(piece.ids)
-        if not many:
-            return
-        now, whose = time.monotonic(), (prompt, piece.sample)
-        if whose in self._last:
-            self._row.between.add((now - self._last[whose]) / many, many)
-        elif not self._last:
-            self._row.first.add(now - self._began)
-        self._last[whose] = now
+    def piece(self, stream: Stream, piece: Piece) -> None:
+        now, many = time.monotonic(), len(piece.ids)
+        key = stream, piece.sample
+        times = self._times.get(key)
+        if times is not None and many:
+            times.engine.count_tokens(many)
+            times.engine.inter_token.add((now - times.last) / many, many)
+            times.last = now
+            times.later_tokens += many
+        elif many:
+            engine = self._row.engines[stream.group]
+            times = self._times[key] = _Times(engine, now)
+            engine.count_tokens(many)
+            engine.first_token.add(now - self._began)
+            engine[Served.PROMPT_TOKENS] += stream.prompt_tokens
+        if piece.reason is not None:
+            engine = self._row.engines[stream.group]
+            self._ended[stream] += 1
+            engine.request.add(now - self._began)
+            engine.per_output_token.add(times.mean if times is not None else 0.0)
+            engine.finish(piece.reason.name.lower())
 
-    def end(self, *streams: Stream) -> None:
-        row = self._row
-        row.whole.add(time.monotonic() - self._began)
-        row[Row.PROMPT_TOKENS] += sum(one.prompt_tokens for one in streams)
-        row[Row.CACHED_TOKENS] += sum(one.cached_tokens for one in streams)
-        row[Row.COMPLETION_TOKENS] += sum(one.completion_tokens for one in streams)
+    @contextlib.contextmanager
+    def watching(self, batch: Batch) -> Iterator[None]:
+        """Counts the sequences that do not end in the block: by an error of the engine, or as the client has gone."""
+        try:
+            yield
+        except EngineError as error:
+            if error.status >= 500:
+                self._give_up(batch, "error")
+            raise
+        except BaseException:
+            self._give_up(batch, "abort")
+            raise
+
+    def _give_up(self, batch: Batch, reason: str) -> None:
+        for stream in batch.streams.values():
+            self._row.engines[stream.group].finish(reason, stream.samples - self._ended[stream])
 
 
 def usage_of(*streams: Stream) -> dict[str, Any]:
@@ -110,7 +152,7 @@ class Batch:
         self, submits: Sequence[Callable[[], Awaitable[Stream]]], max_open: int, release: Callable[[], None]
     ) -> None:
         """`release` lets go of what stands in the prompts instead of text, also of those that are never submitted."""
-        self.streams: list[Stream] = []  # of the prompts that have been submitted
+        self.streams: dict[int, Stream] = {}  # of the prompts that have been submitted, by their numbers
         self.release = release
         self._submits = submits
         self._room = asyncio.Semaphore(max_open)
@@ -122,7 +164,7 @@ class Batch:
         """
         if len(self._submits) == 1:  # as most requests are: each piece goes through one generator less
             async with await self._submits[0]() as stream:
-                self.streams.append(stream)
+                self.streams[0] = stream
                 async for piece in stream:
                     yield 0, piece
             return
@@ -145,7 +187,7 @@ class Batch:
 
     async def _answer(self, prompt: int) -> AsyncGenerator[Piece, None]:
         async with self._room, await self._submits[prompt]() as stream:
-            self.streams.append(stream)
+            self.streams[prompt] = stream
             async for piece in stream:
                 yield piece
 
@@ -179,21 +221,21 @@ class Events:
             last = await unless_gone(receive, self._tell(send))
         finally:
             self._batch.release()
-        self._pace.end(*self._batch.streams)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _tell(self, send: Send) -> bytes:
         """Everything but the last event, which it returns."""
         has_begun = False
         try:
-            async with contextlib.aclosing(self._batch.pieces()) as pieces:
-                async for prompt, piece in pieces:
-                    self._pace.piece(prompt, piece)
-                    if not has_begun:
-                        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                        has_begun = True
-                    if piece.utf8:
-                        await send({"type": "http.response.body", "body": piece.utf8, "more_body": True})
+            with self._pace.watching(self._batch):
+                async with contextlib.aclosing(self._batch.pieces()) as pieces:
+                    async for prompt, piece in pieces:
+                        self._pace.piece(self._batch.streams[prompt], piece)
+                        if not has_begun:
+                            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                            has_begun = True
+                        if piece.utf8:
+                            await send({"type": "http.response.body", "body": piece.utf8, "more_body": True})
         except EngineError as error:
             if not has_begun:
                 raise
@@ -201,7 +243,7 @@ class Events:
             return b"data: %b\n\n" % engine_failed(error, self._request_id).body
         if not self._includes_usage:
             return DONE
-        usage = msgspec.json.encode(usage_of(*self._batch.streams))
+        usage = msgspec.json.encode(usage_of(*self._batch.streams.values()))
         return b'data: %b,"choices":[],"usage":%b}\n\n' % (self._head, usage) + DONE
 
 
@@ -279,8 +321,9 @@ def likely(found: Logprobs) -> Iterator[list[tuple[int, float]]]:
 async def gathered(batch: Batch, prompts: int, samples: int, pace: Pace) -> list[Choice]:
     """Those of the first prompt, then those of the next. Raises EngineError where one does not come to its end."""
     choices = [Choice() for _ in range(prompts * samples)]
-    async with contextlib.aclosing(batch.pieces()) as pieces:
-        async for prompt, piece in pieces:
-            pace.piece(prompt, piece)
-            choices[prompt * samples + piece.sample].add(piece)
+    with pace.watching(batch):
+        async with contextlib.aclosing(batch.pieces()) as pieces:
+            async for prompt, piece in pieces:
+                pace.piece(batch.streams[prompt], piece)
+                choices[prompt * samples + piece.sample].add(piece)
     return choices

@@ -84,11 +84,12 @@ class Api:
         self._reader = reader
         self._row = tally.rows[me]
         self._keys = [key.encode() for key in options.api_keys]
-        self._metrics = Metrics(tally, board)
+        self._metrics = Metrics(tally, board, served_name(config, options))
         self._health = Health(tally, board, me)
         self._dashboard = Dashboard()
         self._unknown_fields = UnknownFields(name for names in request_schema.FIELDS.values() for name in names)
         self._name = served_name(config, options)
+        self._names = options.served_model_name or (self._name,)
         self._paths: list[str] = []  # of the routes
         self._started = int(time.time())
         self._reading_nbytes = 0  # of bodies that have begun to come
@@ -138,8 +139,8 @@ class Api:
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
         """While it is answered, a request is open. Raises ApiError where there are too many."""
-        if self._row[Row.OPEN] >= self._options.most_open:
-            raise ApiError(429, f"{self._options.most_open} requests are open already")
+        if self._row[Row.OPEN] >= self._options.max_open_requests:
+            raise ApiError(429, f"{self._options.max_open_requests} requests are open already")
         self._row[Row.OPEN] += 1
         try:
             yield
@@ -149,7 +150,7 @@ class Api:
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
         """While a prompt is made of it, it counts among those that are being read."""
-        most, got = self._options.most_body_nbytes, bytearray()
+        most, got = self._options.max_body_nbytes, bytearray()
         said = request.headers.get("content-length", "0")
         if not said.isdecimal() or int(said) > most:
             raise _too_long(most)
@@ -183,8 +184,8 @@ class Api:
         return asked
 
     def _require_model(self, name: str | None) -> None:
-        if name is not None and name not in (self._name, self._config.model):
-            message = f"there is no model {name!r} here, but {self._name!r}"
+        if name is not None and name not in (*self._names, self._config.model):
+            message = f"there is no model {name!r} here, but {' and '.join(map(repr, self._names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     # ── what is generated ──
@@ -275,7 +276,7 @@ class Api:
         prompts: Sequence[Prompt],
         announce: tuple[Style, bytes] | None = None,
     ) -> Batch:
-        slots = self._config.slots * self._config.data_parallel
+        slots = self._config.max_num_seqs * self._config.data_parallel_size
         submits = [
             functools.partial(
                 self._submit, asked, params, prompt, None if announce is None else (*announce, index * params.n)
@@ -359,8 +360,7 @@ class Api:
             if index:
                 await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
             said["choices"].append(tell(choice, index, vocabulary))
-        said["usage"] = usage_of(*batch.streams)
-        pace.end(*batch.streams)
+        said["usage"] = usage_of(*batch.streams.values())
         return _json(said)
 
     # ── what is known ──
@@ -378,16 +378,16 @@ class Api:
         return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
 
     async def _list_models(self, request: Request) -> Answer:
-        return _json({"object": "list", "data": [self._model]})
+        return _json({"object": "list", "data": [self._described(name) for name in self._names]})
 
     async def _tell_model(self, request: Request) -> Answer:
-        self._require_model(request.path_params["name"])
-        return _json(self._model)
+        name = request.path_params["name"]
+        self._require_model(name)
+        return _json(self._described(name if name in self._names else self._name))
 
-    @property
-    def _model(self) -> dict[str, Any]:
+    def _described(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._name,
+            "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "penstock",

@@ -51,6 +51,7 @@ class Health:
                 "incarnation": row[Board.SERVING],
                 "serves": row[Board.SERVING] > 0,
                 "open": row[Board.OPEN],
+                "running": row[Board.RUNNING],
                 "waiting": row[Board.WAITING],
                 "free_blocks": row[Board.FREE_BLOCKS],
                 "steps": row[Board.STEPS],

@@ -58,7 +58,7 @@ def _kind_of(message: str, error: BaseException | None) -> Kind:
 def _described(message: str, error: BaseException | None) -> dict[str, Any]:
     if isinstance(error, OSError) and error.errno in EXHAUSTED and "accept" in message:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        remedy = "more descriptors (ulimit -n), or a smaller --most-open"
+        remedy = "more descriptors (ulimit -n), or a smaller --max-open-requests"
         return {"name": "connections are not accepted", "error": str(error), "descriptors": limit, "remedy": remedy}
     described = {"name": "error in the event loop", "message": message}
     if error is not None:

@@ -1,90 +1,161 @@
 """`/metrics`: the tally of all server processes and the engine's board, as Prometheus reads them.
 
-Leaves the numbers to those who write them: nothing is counted here.
+What vLLM measures, too, has its name, type, labels and buckets; the rest is called `penstock_…`. Leaves the counting to
+the cores, rank 0 and the servers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from penstock.engine.cluster.status_board import Board
-from penstock.server.status.counters import ROUTES, SECONDS, STATUSES, Latency, Row, Tally
+from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Bounds, Histogram
+from penstock.engine.cluster.status_board import Board, queue_times_of
+from penstock.engine.cluster.status_board import Row as EngineRow
+from penstock.server.status.counters import FINISHED_REASONS, ROUTES, STATUSES, Row, Served, Tally
 
-TOKENS = (
-    ("prompt_tokens", "Tokens of prompts whose answers have come to their end", Row.PROMPT_TOKENS),
-    ("cached_tokens", "Those of them that a cache had", Row.CACHED_TOKENS),
-    ("completion_tokens", "Tokens of answers", Row.COMPLETION_TOKENS),
+LABELS = ("model_name", "engine")  # as vLLM has them
+HISTOGRAMS = (
+    ("time_to_first_token_seconds", "Seconds from a request to the first token", "first_token", FIRST_TOKEN_SECONDS),
+    ("inter_token_latency_seconds", "Seconds from a token to the next", "inter_token", TOKEN_SECONDS),
+    (
+        "request_time_per_output_token_seconds",
+        "Mean seconds from a token of a finished sequence to the next",
+        "per_output_token",
+        TOKEN_SECONDS,
+    ),
+    ("e2e_request_latency_seconds", "Seconds from a request to its last token", "request", REQUEST_SECONDS),
 )
-LATENCIES = (
-    ("time_to_first_token_seconds", "From a request to the first piece of its answer", "first"),
-    ("inter_token_latency_seconds", "From one token of a sample to the next", "between"),
-    ("request_duration_seconds", "From a request to the end of its answer", "whole"),
+COUNTED_BY_SERVERS = (
+    ("prompt_tokens", "Prompt tokens of sequences that have their first token", Served.PROMPT_TOKENS),
+    ("generation_tokens", "Generated tokens", Served.GENERATION_TOKENS),
 )
-GROUPS = (
-    ("group_open_requests", "Requests in a group's core", Board.OPEN),
-    ("group_waiting_requests", "Those of them that have no slot yet", Board.WAITING),
-    ("group_free_blocks", "Blocks of the cache that are free", Board.FREE_BLOCKS),
-    ("group_incarnation", "How often the group was started; 0: it does not serve", Board.SERVING),
+COUNTED_BY_CORES = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", Board.PREFIX_QUERIES),
+    ("prefix_cache_hits", "Prompt tokens that the prefix cache had", Board.PREFIX_HITS),
+    ("num_preemptions", "Preemptions", Board.PREEMPTIONS),
 )
-OF_A_GROUP = (
-    ("group_steps", "Steps since the group was started", Board.STEPS, 1.0),
-    ("group_own_seconds", "What the core itself spent on them", Board.OWN_NS, 1e9),
-    ("group_busy_seconds", "In which the device ran", Board.BUSY_NS, 1e9),
-    ("group_idle_seconds", "In which it did not run though it could have", Board.IDLE_NS, 1e9),
+OF_AN_ENGINE = (
+    ("steps", "Steps since the engine was started", Board.STEPS, 1.0),
+    ("core_seconds", "Seconds that the core itself spent on them", Board.OWN_NS, 1e9),
+    ("busy_seconds", "Seconds in which the device ran", Board.BUSY_NS, 1e9),
+    ("idle_seconds", "Seconds in which the device did not run though a request was open", Board.IDLE_NS, 1e9),
 )
+
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class Metrics(Collector):
-    def __init__(self, tally: Tally, board: Board) -> None:
-        self._tally = tally
-        self._rows = board.rows
+    def __init__(self, tally: Tally, board: Board, model_name: str) -> None:
+        """`model_name`: by which clients call the model."""
+        self._servers = tally.rows
+        self._engines = board.rows
+        self._model_name = model_name
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def text(self) -> bytes:
         return bytes(generate_latest(self._registry))
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
-        servers = list(enumerate(self._tally.rows))
-        requests = CounterMetricFamily(
-            "penstock_requests", "Answers by route and status", labels=["server", "route", "status"]
+    def collect(self) -> Iterator[Family]:
+        yield from self._as_vllm_names_them()
+        yield from self._of_servers()
+        yield from self._of_engines()
+
+    def _labels(self, engine: int) -> list[str]:
+        return [self._model_name, str(engine)]
+
+    def _served(self, engine: int) -> list[Served]:
+        return [row.engines[engine] for row in self._servers]
+
+    # ── vllm:… ──
+    def _as_vllm_names_them(self) -> Iterator[Family]:
+        running = GaugeMetricFamily("vllm:num_requests_running", "Sequences that run in a batch", labels=LABELS)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait for a batch", labels=LABELS)
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 is all", labels=LABELS)
+        for engine, row in enumerate(self._engines):
+            labels = self._labels(engine)
+            running.add_metric(labels, row[Board.RUNNING])
+            waiting.add_metric(labels, row[Board.WAITING])
+            usage.add_metric(labels, _share_in_use(row))
+        yield from (running, waiting, usage)
+        for name, text, word in COUNTED_BY_CORES:
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            for engine, row in enumerate(self._engines):
+                counter.add_metric(self._labels(engine), row[word])
+            yield counter
+        for name, text, word in COUNTED_BY_SERVERS:
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            for engine in range(len(self._engines)):
+                counter.add_metric(self._labels(engine), sum(one[word] for one in self._served(engine)))
+            yield counter
+        yield self._finished()
+        for name, text, attribute, bounds in HISTOGRAMS:
+            histogram = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            for engine in range(len(self._engines)):
+                parts = [getattr(one, attribute) for one in self._served(engine)]
+                _add(histogram, self._labels(engine), parts, bounds)
+            yield histogram
+        queue = HistogramMetricFamily(
+            "vllm:request_queue_time_seconds",
+            "Seconds from a request's arrival in the core to its batch",
+            labels=LABELS,
         )
-        for server, row in servers:
+        for engine, row in enumerate(self._engines):
+            _add(queue, self._labels(engine), [queue_times_of(row)], REQUEST_SECONDS)
+        yield queue
+
+    def _finished(self) -> CounterMetricFamily:
+        finished = CounterMetricFamily(
+            "vllm:request_success", "Finished sequences by reason", labels=[*LABELS, "finished_reason"]
+        )
+        for engine in range(len(self._engines)):
+            for number, reason in enumerate(FINISHED_REASONS):
+                many = sum(one[Served.FINISHED + number] for one in self._served(engine))
+                finished.add_metric([*self._labels(engine), reason], many)
+        return finished
+
+    # ── penstock_… ──
+    def _of_servers(self) -> Iterator[Family]:
+        requests = CounterMetricFamily(
+            "penstock_requests", "HTTP answers by route and status", labels=["server", "route", "status"]
+        )
+        is_open = GaugeMetricFamily("penstock_open_requests", "HTTP requests being answered", labels=["server"])
+        for server, row in enumerate(self._servers):
+            is_open.add_metric([str(server)], row[Row.OPEN])
             for route in ROUTES:
                 for status in STATUSES:
                     many = row[row.answered(route, status)]
                     if many:
                         requests.add_metric([str(server), route, str(status)], many)
-        yield requests
-        is_open = GaugeMetricFamily("penstock_open_requests", "Requests that are being answered", labels=["server"])
-        for server, row in servers:
-            is_open.add_metric([str(server)], row[Row.OPEN])
-        yield is_open
-        for name, what, word in TOKENS:
-            tokens = CounterMetricFamily(f"penstock_{name}", what, labels=["server"])
-            for server, row in servers:
-                tokens.add_metric([str(server)], row[word])
-            yield tokens
-        for name, what, of in LATENCIES:
-            took = HistogramMetricFamily(f"penstock_{name}", what, labels=["server"])
-            for server, row in servers:
-                latency: Latency = getattr(row, of)
-                bounds = [*map(str, SECONDS), "+Inf"]
-                buckets = list(zip(bounds, accumulate(latency.counts), strict=True))
-                took.add_metric([str(server)], buckets, latency.seconds)
-            yield took
-        yield from self._of_groups()
+        yield from (requests, is_open)
 
-    def _of_groups(self) -> Iterator[GaugeMetricFamily]:
-        """Gauges all of them: a group that is started again begins anew."""
-        divided = [*((name, what, word, 1.0) for name, what, word in GROUPS), *OF_A_GROUP]
-        for name, what, word, unit in divided:
-            found = GaugeMetricFamily(f"penstock_{name}", what, labels=["group"])
-            for group, row in enumerate(self._rows):
-                found.add_metric([str(group)], row[word] / unit)
-            yield found
+    def _of_engines(self) -> Iterator[Family]:
+        incarnation = GaugeMetricFamily(
+            "penstock_engine_incarnation", "How often the engine was started; 0: it does not serve", labels=["engine"]
+        )
+        for engine, row in enumerate(self._engines):
+            incarnation.add_metric([str(engine)], row[Board.SERVING])
+        yield incarnation
+        for name, text, word, unit in OF_AN_ENGINE:
+            counter = CounterMetricFamily(f"penstock_engine_{name}", text, labels=["engine"])
+            for engine, row in enumerate(self._engines):
+                counter.add_metric([str(engine)], row[word] / unit)
+            yield counter
+
+
+def _share_in_use(row: EngineRow) -> float:
+    """0 where the engine does not serve: it has no cache then."""
+    blocks = row[Board.BLOCKS]
+    return 1 - row[Board.FREE_BLOCKS] / blocks if blocks else 0.0
+
+
+def _add(family: HistogramMetricFamily, labels: list[str], parts: Sequence[Histogram], bounds: Bounds) -> None:
+    """The sum of the parts: what each server process has counted."""
+    counts = map(sum, zip(*(one.counts for one in parts), strict=True))
+    buckets = list(zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True))
+    family.add_metric(labels, buckets, sum(one.seconds for one in parts))

@@ -68,8 +68,8 @@ class ImageReader:
             most_tokens=self._most_tokens,
         )
         self._places = Places(self._images, tokenizer_of(config) if tokenizer is None else tokenizer)
-        self._folders = [Path(one).resolve(strict=True) for one in options.media_folders]
-        self._fetcher = Fetcher(options.media_hosts) if options.media_hosts else None
+        self._folders = [Path(one).resolve(strict=True) for one in options.allowed_local_media_path]
+        self._fetcher = Fetcher(options.allowed_media_domains) if options.allowed_media_domains else None
 
     def close(self) -> None:
         if self._fetcher is not None:

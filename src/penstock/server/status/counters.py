@@ -6,39 +6,47 @@ Leaves to `metrics` how they are told.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import Any
 
 import penstock
+from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Histogram, words_of
 
 ROUTES = ("chat", "completions", "tokenize", "models")
 STATUSES = (200, 400, 401, 404, 413, 422, 429, 499, 500, 503, 504)  # 499: the client has gone
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
+FINISHED_REASONS = ("stop", "length", "abort", "error")  # as vLLM names them
 WORD_NBYTES = 8
 
 
-class Latency:
-    """How often something took how long: words for each of SECONDS, for more, and for the sum in ns."""
+class Served:
+    """What one engine has done for one server process. A sequence is one of the n samples of a prompt."""
 
-    WORDS = len(SECONDS) + 2
+    PROMPT_TOKENS = 0  # of sequences that have their first token
+    GENERATION_TOKENS = 1
+    FINISHED = 2  # sequences, by FINISHED_REASONS
+    _HISTOGRAMS = FINISHED + len(FINISHED_REASONS)
+    _BOUNDS = (FIRST_TOKEN_SECONDS, TOKEN_SECONDS, TOKEN_SECONDS, REQUEST_SECONDS)
+    WORDS = _HISTOGRAMS + sum(map(words_of, _BOUNDS))
 
-    def __init__(self, words: Any, begin: int) -> None:
+    def __init__(self, words: Any) -> None:
         self._words = words
-        self._begin = begin
+        histograms, begin = [], self._HISTOGRAMS
+        for bounds in self._BOUNDS:
+            histograms.append(Histogram(words, begin, bounds))
+            begin += words_of(bounds)
+        self.first_token, self.inter_token, self.per_output_token, self.request = histograms
 
-    def add(self, seconds: float, times: int = 1) -> None:
-        words = self._words
-        words[self._begin + bisect_left(SECONDS, seconds)] += times
-        words[self._begin + len(SECONDS) + 1] += int(seconds * 1e9) * times
+    def __getitem__(self, word: int) -> int:
+        number: int = self._words[word]
+        return number
 
-    @property
-    def counts(self) -> list[int]:
-        """For each of SECONDS, and for more."""
-        return [int(one) for one in self._words[self._begin : self._begin + len(SECONDS) + 1]]
+    def __setitem__(self, word: int, number: int) -> None:
+        self._words[word] = number
 
-    @property
-    def seconds(self) -> float:
-        return float(self._words[self._begin + len(SECONDS) + 1]) / 1e9
+    def count_tokens(self, tokens: int) -> None:
+        self._words[self.GENERATION_TOKENS] += tokens
+
+    def finish(self, reason: str, sequences: int = 1) -> None:
+        self._words[self.FINISHED + FINISHED_REASONS.index(reason)] += sequences
 
 
 class Row:
@@ -47,20 +55,18 @@ class Row:
     PID = 0
     SERVING = 1  # 1: it takes connections; 2: no more, and it answers what is open
     OPEN = 2  # requests
-    PROMPT_TOKENS = 3
-    CACHED_TOKENS = 4
-    COMPLETION_TOKENS = 5
-    FAILED_STARTS = 6  # in a row: how often this server has ended before it served. The launcher's
-    ANSWERED = 8  # from here on: by route and status
-    LATENCIES = ANSWERED + len(ROUTES) * len(STATUSES)
-    WORDS = LATENCIES + 3 * Latency.WORDS
+    FAILED_STARTS = 3  # in a row: how often this server has ended before it served. The launcher's
+    ANSWERED = 4  # from here on: by route and status
+    ENGINES = ANSWERED + len(ROUTES) * len(STATUSES)  # and from here on: what each engine has done for it
 
     def __init__(self, words: Any) -> None:
         self._words = words
-        first, between, whole = (self.LATENCIES + place * Latency.WORDS for place in range(3))
-        self.first = Latency(words, first)  # from a request to the first piece of its answer
-        self.between = Latency(words, between)  # one token and the next
-        self.whole = Latency(words, whole)
+        begins = range(self.ENGINES, len(words), Served.WORDS)
+        self.engines = [Served(words[begin : begin + Served.WORDS]) for begin in begins]
+
+    @staticmethod
+    def words(engines: int) -> int:
+        return Row.ENGINES + engines * Served.WORDS
 
     def __getitem__(self, word: int) -> int:
         number: int = self._words[word]
@@ -77,9 +83,10 @@ class Row:
 
 class Tally:
     def __init__(self, segment: penstock.Segment, servers: int, *, writable: bool = False) -> None:
-        self._words: Any = segment.view(writable=writable).cast("Q")
-        self.rows = [Row(self._words[at : at + Row.WORDS]) for at in range(0, servers * Row.WORDS, Row.WORDS)]
+        words: Any = segment.view(writable=writable).cast("Q")
+        size = len(words) // servers
+        self.rows = [Row(words[begin : begin + size]) for begin in range(0, servers * size, size)]
 
     @staticmethod
-    def lay(servers: int) -> penstock.Segment:
-        return penstock.Segment.create(servers * Row.WORDS * WORD_NBYTES, name="tally")
+    def lay(servers: int, engines: int = 1) -> penstock.Segment:
+        return penstock.Segment.create(servers * Row.words(engines) * WORD_NBYTES, name="tally")

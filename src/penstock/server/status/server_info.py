@@ -26,8 +26,8 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     started: float  # seconds since 1970
     places: tuple[Member, ...]  # of processes, in the order of the board's `members`
-    slots: int
-    token_budget: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     is_simulated: bool
 
     @staticmethod
@@ -39,8 +39,8 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
             url=url,
             started=time.time(),
             places=tuple(places(config)),
-            slots=config.slots,
-            token_budget=config.token_budget,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             is_simulated=config.simulated is not None,
         )
         said = msgspec.json.encode(notice)
@@ -55,5 +55,5 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def served_name(config: EngineConfig, options: ServerOptions) -> str:
-    """What clients call the model."""
-    return options.served_name or config.model.rstrip("/").rpartition("/")[2] or "simulated"
+    """What clients call the model, first of all names."""
+    return next(iter(options.served_model_name), "") or config.model.rstrip("/").rpartition("/")[2] or "simulated"

@@ -67,7 +67,8 @@ class Store(msgspec.Struct, frozen=True):
 class Group(msgspec.Struct, frozen=True):
     incarnation: int  # of its core; 0: it does not serve
     open: int  # requests
-    waiting: int  # those of them that have no slot yet
+    running: int  # sequences in the batch
+    waiting: int  # sequences that do not run: queued, or preempted
     blocks: int
     free_blocks: int
     steps: int
@@ -78,19 +79,14 @@ class Group(msgspec.Struct, frozen=True):
     generated_tokens: int
     preemptions: int
 
-    @property
-    def running(self) -> int:
-        return max(self.open - self.waiting, 0)
-
 
 class Server(msgspec.Struct, frozen=True):
     open: int  # requests
     answered: int
     refused: int  # those of them that were answered with an error, or by nobody, as the client had gone
-    prompt_tokens: int  # of requests that are over
-    cached_tokens: int
+    prompt_tokens: int  # of sequences that have their first token
     completion_tokens: int
-    first_pieces: int  # answers that have begun
+    first_pieces: int  # sequences that have their first token
     first_seconds: float  # all together, from the request to that
     gaps: int  # between two tokens
     gap_seconds: float  # all together

@@ -16,7 +16,7 @@ from penstock import PenstockError
 from penstock.engine.cluster.status_board import Board, Life
 from penstock.engine.cluster.status_board import Row as GroupRow
 from penstock.engine.cluster.topology import Member
-from penstock.server.status.counters import ROUTES, STATUSES, Row, Tally
+from penstock.server.status.counters import ROUTES, STATUSES, Row, Served, Tally
 from penstock.server.status.server_info import NAME, Notice
 from penstock.server.status.snapshot import Channel, Group, Holder, Moment, Process, Server, Store
 from penstock.tools.inspect import Json, private_nbytes_of, process_of
@@ -164,6 +164,7 @@ def _group(row: GroupRow) -> Group:
     return Group(
         incarnation=row[Board.SERVING],
         open=row[Board.OPEN],
+        running=row[Board.RUNNING],
         waiting=row[Board.WAITING],
         blocks=row[Board.BLOCKS],
         free_blocks=row[Board.FREE_BLOCKS],
@@ -183,11 +184,10 @@ def _server(row: Row) -> Server:
         open=row[Row.OPEN],
         answered=sum(by_status.values()),
         refused=sum(many for status, many in by_status.items() if status >= 400),
-        prompt_tokens=row[Row.PROMPT_TOKENS],
-        cached_tokens=row[Row.CACHED_TOKENS],
-        completion_tokens=row[Row.COMPLETION_TOKENS],
-        first_pieces=sum(row.first.counts),
-        first_seconds=row.first.seconds,
-        gaps=sum(row.between.counts),
-        gap_seconds=row.between.seconds,
+        prompt_tokens=sum(one[Served.PROMPT_TOKENS] for one in row.engines),
+        completion_tokens=sum(one[Served.GENERATION_TOKENS] for one in row.engines),
+        first_pieces=sum(sum(one.first_token.counts) for one in row.engines),
+        first_seconds=sum(one.first_token.seconds for one in row.engines),
+        gaps=sum(sum(one.inter_token.counts) for one in row.engines),
+        gap_seconds=sum(one.inter_token.seconds for one in row.engines),
     )

@@ -1,4 +1,4 @@
-"""What stands on the command line of `penstock bench serve`, and what a run is told by it."""
+"""Command-line options of `penstock bench serve`; those that `vllm bench serve` has, too, carry its names."""
 
 from __future__ import annotations
 
@@ -9,33 +9,117 @@ from typing import Any
 
 MOST_PIXELS = 1 << 14  # of a side
 KEY_VARIABLE = "OPENAI_API_KEY"  # as OpenAI's own client
+BACKENDS = ("openai", "openai-chat")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--url", metavar="URL", default="http://127.0.0.1:8000", help="of the server (%(default)s)")
-    add("--model", metavar="NAME", default="", help="as the server calls it (the first one that it names)")
-    add("--api-key", metavar="KEY", default=os.environ.get(KEY_VARIABLE, ""), help=f"or {KEY_VARIABLE}")
-    add("--endpoint", choices=["completions", "chat"], help="completions, unless there are images")
-    add("--requests", metavar="N", type=whole, default=100, help="in all (100)")
-    when = parser.add_mutually_exclusive_group()
-    when.add_argument("--rate", metavar="R", type=above_0, help="requests a second, at random times, whatever is open")
-    when.add_argument("--concurrency", metavar="C", type=whole, default=16, help="or so many open at a time (16)")
-    add("--input-tokens", metavar="N|N-M", type=between, default="128", help="of a prompt's text, about (128)")
-    add("--output-tokens", metavar="N|N-M", type=between, default="128", help="of an answer, at most (128)")
-    add("--images", metavar="N", type=count, default=0, help="in each prompt (0)")
-    add("--image-size", metavar="WxH", type=image_size, default="256x256", help="in pixels (256x256)")
+    _add_server(parser)
+    _add_requests(parser)
+    _add_load(parser)
+    add = parser.add_argument_group("results").add_argument
     add(
-        "--prompts",
-        metavar="FILE.jsonl",
+        "--result-filename",
+        metavar="FILE",
         type=Path,
-        help="instead: lines with a text, or {prompt|messages, …}",
+        help="File for all figures, as one JSON object (default: none is written)",
     )
-    add("--ignore-eos", action="store_true", help="answers are as long as they may be, if the server knows of this")
-    add("--seed", metavar="N", type=int, default=0, help="of prompts, images and arrivals (0)")
-    add("--warmup", metavar="N", type=count, default=0, help="requests before these, which are not counted (0)")
-    add("--timeout", metavar="SECONDS", type=above_0, default=60.0, help="of silence; then a request has failed (60)")
-    add("--json", metavar="FILE", type=Path, help="all figures, as one object")
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("server").add_argument
+    add("--base-url", metavar="URL", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        help="Interface to ask: openai is /v1/completions, openai-chat /v1/chat/completions "
+        "(default: openai, and openai-chat where prompts have images)",
+    )
+    add("--model", metavar="NAME", default="", help="Name of the model (default: the first that the server lists)")
+    add(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get(KEY_VARIABLE, ""),
+        help=f"Key that requests carry (default: {KEY_VARIABLE}, or none)",
+    )
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("requests").add_argument
+    add(
+        "--input-len",
+        metavar="N|N-M",
+        type=between,
+        default="128",
+        help="Number of tokens of a prompt's text, about, or the range from which it is drawn (default: %(default)s)",
+    )
+    add(
+        "--output-len",
+        metavar="N|N-M",
+        type=between,
+        default="128",
+        help="Maximum number of tokens of an answer, or the range from which it is drawn (default: %(default)s)",
+    )
+    add("--images", metavar="N", type=count, default=0, help="Number of images in each prompt (default: %(default)s)")
+    add(
+        "--image-size",
+        metavar="WxH",
+        type=image_size,
+        default="256x256",
+        help="Size of these images in pixels (default: %(default)s)",
+    )
+    add(
+        "--dataset-path",
+        metavar="FILE",
+        type=Path,
+        help="File of JSON lines to ask instead: a text each, or an object with prompt or messages (default: none)",
+    )
+    add(
+        "--ignore-eos",
+        action="store_true",
+        help="Ask for answers that end only at their maximum length (default: off)",
+    )
+    add(
+        "--seed",
+        metavar="N",
+        type=int,
+        default=0,
+        help="Seed of prompts, images and arrival times (default: %(default)s)",
+    )
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    add = group.add_argument
+    add("--num-prompts", metavar="N", type=whole, default=100, help="Number of requests in all (default: %(default)s)")
+    when = group.add_mutually_exclusive_group()
+    when.add_argument(
+        "--request-rate",
+        metavar="R",
+        type=above_0,
+        help="Requests per second, with random gaps as of a Poisson process, however many are open "
+        "(default: as --max-concurrency lets them)",
+    )
+    when.add_argument(
+        "--max-concurrency",
+        metavar="C",
+        type=whole,
+        default=16,
+        help="Maximum number of requests open at a time (default: %(default)s)",
+    )
+    add(
+        "--num-warmups",
+        metavar="N",
+        type=count,
+        default=0,
+        help="Number of requests before these that are not counted (default: %(default)s)",
+    )
+    add(
+        "--timeout",
+        metavar="SECONDS",
+        type=above_0,
+        default=60.0,
+        help="Seconds of silence after which a request has failed (default: %(default)s)",
+    )
 
 
 def count(text: str) -> int:

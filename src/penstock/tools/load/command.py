@@ -33,7 +33,7 @@ class NothingToMeasure(ValueError):
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """What stands in the file of `--json`: Figures, after what was asked."""
+    """What stands in the file of `--result-filename`: Figures, after what was asked."""
 
     url: str
     model: str
@@ -44,31 +44,31 @@ class Results(msgspec.Struct, kw_only=True):
 
 def run(options: argparse.Namespace) -> int:
     """Raises ValueError for what makes no sense, NothingToMeasure, and OSError for files that cannot be used."""
-    is_chat = options.endpoint == "chat" or (options.endpoint is None and options.images > 0)
+    is_chat = options.backend == "openai-chat" or (options.backend is None and options.images > 0)
     if options.images and not is_chat:
-        raise ValueError("--images are for --endpoint chat")
+        raise ValueError("--images are for --backend openai-chat")
     wanted = Wanted(
         is_chat=is_chat,
         **{name: getattr(options, name) for name in Wanted.__struct_fields__ if name != "is_chat"},
     )
     lines = None
-    if options.prompts is not None:
-        lines = prompts.read(options.prompts)  # once: it may be a pipe
+    if options.dataset_path is not None:
+        lines = prompts.read(options.dataset_path)  # once: it may be a pipe
         prompts.of_lines(lines, wanted, 1)  # what is wrong with them is said before anybody is asked
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each stream is one
     results = asyncio.run(_run(options, wanted, lines))
     title = f"{results.model} at {results.url}: {results.asked}"
     tables.print_tables(report.tables(title, results.figures))
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    if options.result_filename is not None:
+        options.result_filename.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
     if results.interrupted:
         return 130
     return 1 if results.figures.failed else 0
 
 
 async def _run(options: argparse.Namespace, wanted: Wanted, lines: Lines | None) -> Results:
-    async with Wire(options.url, options.api_key, options.timeout) as wire:
+    async with Wire(options.base_url, options.api_key, options.timeout) as wire:
         measured = Measured(options, wanted, wire, lines)
         doing = asyncio.ensure_future(measured.run())
         loop = asyncio.get_running_loop()
@@ -101,30 +101,34 @@ class Measured:
             self._wanted = wanted = msgspec.structs.replace(wanted, model=await _first_model(wire))
         if self._lines is None:
             size = await _size(wire, wanted)
-            warming = await _made(wanted, size, options.warmup, "warm-up")
-            bodies = await _made(wanted, size, options.requests, "load")
+            warming = await _made(wanted, size, options.num_warmups, "warm-up")
+            bodies = await _made(wanted, size, options.num_prompts, "load")
         else:
-            bodies = prompts.of_lines(self._lines, wanted, options.requests)
-            warming = bodies[: options.warmup]
-        await Load(wire, warming, lambda outcome: None).closed(options.concurrency)
+            bodies = prompts.of_lines(self._lines, wanted, options.num_prompts)
+            warming = bodies[: options.num_warmups]
+        await Load(wire, warming, lambda outcome: None).closed(options.max_concurrency)
         with _progress(len(bodies)) as ended:
             self._load = load = Load(wire, bodies, ended)
             before = time.process_time()
             try:
-                if options.rate is None:
-                    await load.closed(options.concurrency)
+                if options.request_rate is None:
+                    await load.closed(options.max_concurrency)
                 else:
-                    await load.open(options.rate, wanted.seed)
+                    await load.open(options.request_rate, wanted.seed)
             finally:
                 self._until, self._cpu = time.perf_counter(), time.process_time() - before
 
     def results(self, is_interrupted: bool) -> Results:
         options = self._options
-        how = f"{options.concurrency} at a time" if options.rate is None else f"{options.rate:g} a second"
+        how = (
+            f"{options.max_concurrency} at a time"
+            if options.request_rate is None
+            else f"{options.request_rate:g} a second"
+        )
         return Results(
-            url=options.url,
+            url=options.base_url,
             model=self._wanted.model,
-            asked=f"{options.requests:,} requests, {how}",
+            asked=f"{options.num_prompts:,} requests, {how}",
             interrupted=is_interrupted,
             figures=figures_of(self._load.outcomes, self._until, self._cpu),
         )

@@ -67,8 +67,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     is_chat: bool
-    input_tokens: Between
-    output_tokens: Between
+    input_len: Between
+    output_len: Between
     images: int = 0
     image_size: tuple[int, int] = (256, 256)
     ignore_eos: bool = False
@@ -92,12 +92,12 @@ def probe(wanted: Wanted, words: int) -> Body:
 def made(wanted: Wanted, size: Size, index: int, purpose: str) -> Body:
     """The request of that number: none is like another."""
     chance = random.Random(f"{wanted.seed} {purpose} {index}")
-    said: Any = text_of(chance, size.words(wanted.input_tokens.draw(chance)))
+    said: Any = text_of(chance, size.words(wanted.input_len.draw(chance)))
     if wanted.images:
         urls = [image(chance, *wanted.image_size) for _ in range(wanted.images)]
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         said = [*parts, {"type": "text", "text": said}]
-    return _asked(wanted, said, wanted.output_tokens.draw(chance))
+    return _asked(wanted, said, wanted.output_len.draw(chance))
 
 
 def _asked(wanted: Wanted, said: Any, tokens: int, **more: Any) -> Body:
@@ -135,14 +135,14 @@ def _of_line(where: str, line: bytes, wanted: Wanted) -> Body:
     except msgspec.DecodeError as error:
         raise ValueError(f"{where}: {error}") from None
     if isinstance(said, str) or (isinstance(said, list) and not wanted.is_chat):
-        return _asked(wanted, said, wanted.output_tokens.high)
+        return _asked(wanted, said, wanted.output_len.high)
     key = "messages" if wanted.is_chat else "prompt"
     if not isinstance(said, dict) or not ({key, "prompt"} & said.keys()):
         kinds = "a text, or an object with" if wanted.is_chat else "a text, a list of ids, or an object with"
         raise ValueError(f"{where}: expected {kinds} {key!r}, and fields of the request's body")
     if key in said:
-        return _body(wanted, {"max_tokens": wanted.output_tokens.high, **said})
-    return _asked(wanted, said.pop("prompt"), wanted.output_tokens.high, **said)
+        return _body(wanted, {"max_tokens": wanted.output_len.high, **said})
+    return _asked(wanted, said.pop("prompt"), wanted.output_len.high, **said)
 
 
 # ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────

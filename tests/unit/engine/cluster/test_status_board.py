@@ -32,7 +32,7 @@ def test_each_number_is_an_aligned_word_and_the_core_and_rank_0_write_to_differe
     Board(page, writable=True).row(0)[Board.BUSY_NS] = 9
     words = page.view().cast("Q")
     assert words[ROW_WORDS] == 7 and words[ROW_WORDS + Board.BUSY_NS] == 9
-    assert Board.BUSY_NS * WORD_NBYTES == 64 and page.nbytes == 3 * 128
+    assert Board.BUSY_NS * WORD_NBYTES == 64 and page.nbytes == 3 * 384
 
 
 def test_who_only_reads_cannot_write() -> None:
@@ -74,7 +74,11 @@ def test_who_has_a_place_is_one_word_and_lies_behind_the_groups() -> None:
 
 def test_places_are_those_that_the_tree_starts() -> None:
     config = EngineConfig(
-        simulated=SimulatedDevice(), data_parallel=2, tensor_parallel=2, output_processors=1, api_servers=2
+        simulated=SimulatedDevice(),
+        data_parallel_size=2,
+        tensor_parallel_size=2,
+        output_processors=1,
+        api_server_count=2,
     )
     assert [(one.kind, one.group, one.index) for one in places(config)] == [
         *[(kind, group, index) for group in (0, 1) for kind, index in OF_A_GROUP],

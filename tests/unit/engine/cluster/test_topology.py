@@ -23,7 +23,7 @@ from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import Stop
 
 CONFIG = EngineConfig(
-    simulated=SimulatedDevice(), api_servers=3, data_parallel=2, tensor_parallel=2, output_processors=2
+    simulated=SimulatedDevice(), api_server_count=3, data_parallel_size=2, tensor_parallel_size=2, output_processors=2
 )
 
 
@@ -176,7 +176,7 @@ class Loading(Launcher):
 
 def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd: pytest.CaptureFixture[str]) -> None:
     async def scene() -> None:
-        config = EngineConfig(simulated=SimulatedDevice(), data_parallel=2, output_processors=1, log_format="json")
+        config = EngineConfig(simulated=SimulatedDevice(), data_parallel_size=2, output_processors=1, log_format="json")
         launcher = Loading(config, served=1)
         launcher.start()
         pids = [child.pid for unit in launcher.units for child in unit.children.values()]

@@ -16,7 +16,7 @@ from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer, 
 
 
 def core(blocks: int = 100, slots: int = 4, budget: int = 40, **config: bool) -> Core:
-    return Core(random.Random(1), blocks, slots, token_budget=budget, **config)
+    return Core(random.Random(1), blocks, slots, max_num_batched_tokens=budget, **config)
 
 
 def submit(number: int, length: int = 10, most: int = 30, *, n: int = 1, begin: int = 0, **fields: object) -> Submit:
@@ -186,6 +186,39 @@ def test_another_salt_another_image_or_one_elsewhere_is_another_prefix() -> None
     one.submit(submit(9, 12, 1, begin=7, inputs=image(2, 1, 3)))
     one.drain()
     assert one.scheduler.stats.cached_tokens == 8
+
+
+def test_the_prefix_cache_is_asked_once_for_each_sample_that_is_admitted() -> None:
+    one = core(blocks=15)
+    for number in (1, 2):
+        one.submit(patient(number, 16))
+    while not one.preempted:
+        steps(one, 1)
+    while PREEMPTED in one.schedule.status:  # it is looked up anew, and not counted
+        steps(one, 1)
+    assert (one.scheduler.prefix_queries, one.scheduler.prefix_hits) == (32, 0)
+    one.drain()
+    one.submit(submit(3, 12, 1, begin=7))
+    one.drain()
+    one.submit(submit(4, 12, 1, begin=7, n=2))
+    one.drain()
+    assert (one.scheduler.prefix_queries, one.scheduler.prefix_hits) == (32 + 3 * 12, 2 * 8)
+
+
+def test_without_a_prefix_cache_nothing_is_asked_of_it() -> None:
+    one = core(has_prefix_cache=False)
+    one.submit(submit(1, 12, 1, n=2))
+    one.drain()
+    assert (one.scheduler.prefix_queries, one.scheduler.prefix_hits) == (0, 0)
+
+
+def test_each_sample_that_gets_a_slot_says_when_its_request_came() -> None:
+    one = core(slots=2, blocks=15)
+    one.scheduler.submit(patient(1, 16), 70)
+    one.scheduler.submit(patient(2, 16, n=2), 80)
+    assert (one.scheduler.open_samples, one.scheduler.running, one.scheduler.admitted_ns) == (3, 0, [])
+    assert one.scheduler.plan(one.plan)
+    assert one.scheduler.admitted_ns == [70, 80]
 
 
 # ── n ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -423,13 +456,13 @@ def test_a_configuration_with_which_some_request_could_never_run_is_refused() ->
     with pytest.raises(ValueError, match="expected 2 to 60, as many as there is room for, got 61"):
         Scheduler(Schedule(4, 15, 4), SchedulerConfig(max_model_len=61))
     with pytest.raises(ValueError, match="a token for each of 64 slots, got 63"):
-        Scheduler(Schedule(64, 15, 4), SchedulerConfig(max_model_len=60, token_budget=63))
+        Scheduler(Schedule(64, 15, 4), SchedulerConfig(max_model_len=60, max_num_batched_tokens=63))
 
 
 def test_a_scheduler_with_a_plan_of_its_own_runs_a_request_to_its_end() -> None:
     schedule = Schedule(4, 15, 4)
     scheduler, plan = (
-        Scheduler(schedule, SchedulerConfig(max_model_len=60, token_budget=8, eos_ids=(EOS,))),
+        Scheduler(schedule, SchedulerConfig(max_model_len=60, max_num_batched_tokens=8, eos_ids=(EOS,))),
         Plan(schedule),
     )
     scheduler.submit(submit(1, 10, 5))

@@ -95,7 +95,9 @@ def begun(steps: MessageSender, schedule: Schedule) -> SequenceSender:
 
 @contextlib.contextmanager
 def laid() -> Iterator[Tree]:
-    tree = Tree.lay(EngineConfig(simulated=SimulatedDevice(), api_servers=2, slots=8, block_size=4, step_timeout=1.0))
+    tree = Tree.lay(
+        EngineConfig(simulated=SimulatedDevice(), api_server_count=2, max_num_seqs=8, block_size=4, step_timeout=1.0)
+    )
     with contextlib.closing(tree):
         yield tree
 

@@ -11,34 +11,37 @@ SIMULATED = SimulatedDevice()
 
 def test_what_is_not_said_has_a_default_that_works() -> None:
     config = EngineConfig(simulated=SIMULATED)
-    assert (config.data_parallel, config.tensor_parallel, config.output_processors) == (1, 1, 1)
+    assert (config.data_parallel_size, config.tensor_parallel_size, config.output_processors) == (1, 1, 1)
     assert EngineConfig(simulated=SIMULATED, max_model_len=33, block_size=16).most_blocks == 3
 
 
 def test_what_is_said_stays_as_it_is() -> None:
     with pytest.raises(AttributeError, match="immutable"):
-        EngineConfig(simulated=SIMULATED).slots = 2  # type: ignore[misc]
+        EngineConfig(simulated=SIMULATED).max_num_seqs = 2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({}, "model is the directory of a model"),
-        ({"slots": 0, "model": "m"}, "slots is between 1 and 65535, not 0"),
-        ({"slots": 2.5, "model": "m"}, "slots is a whole number, not 2.5"),
-        ({"slots": True, "model": "m"}, "slots is a whole number, not True"),
-        ({"api_servers": 33, "model": "m"}, "api_servers is between 1 and 32, not 33"),
+        ({"max_num_seqs": 0, "model": "m"}, "max_num_seqs is between 1 and 65535, not 0"),
+        ({"max_num_seqs": 2.5, "model": "m"}, "max_num_seqs is a whole number, not 2.5"),
+        ({"max_num_seqs": True, "model": "m"}, "max_num_seqs is a whole number, not True"),
+        ({"api_server_count": 33, "model": "m"}, "api_server_count is between 1 and 32, not 33"),
         ({"output_processors": -1, "model": "m"}, "output_processors is between 0 and 8, not -1"),
         (
-            {"data_parallel": 16, "output_processors": 3, "model": "m"},
+            {"data_parallel_size": 16, "output_processors": 3, "model": "m"},
             "at most 63, as each .*: not 64",
         ),
         ({"step_timeout": "1", "model": "m"}, "step_timeout is a number, not '1'"),
         ({"step_timeout": float("nan"), "model": "m"}, "step_timeout is between 0 and 1000000.0, not nan"),
-        ({"overlap": 1, "model": "m"}, "overlap is True or False, not 1"),
-        ({"cuda_graphs": "no", "model": "m"}, "cuda_graphs is True or False, not 'no'"),
-        ({"slots": 64, "token_budget": 63, "model": "m"}, "token_budget is at least one for each of 64 slots, not 63"),
-        ({"blocks": 0, "model": "m"}, "blocks is between 1 and"),
+        ({"async_scheduling": 1, "model": "m"}, "async_scheduling is True or False, not 1"),
+        ({"enforce_eager": "no", "model": "m"}, "enforce_eager is True or False, not 'no'"),
+        (
+            {"max_num_seqs": 64, "max_num_batched_tokens": 63, "model": "m"},
+            r"max_num_batched_tokens is at least max_num_seqs \(64\), not 63",
+        ),
+        ({"num_gpu_blocks_override": 0, "model": "m"}, "num_gpu_blocks_override is between 1 and"),
         ({"threads": 0, "model": "m"}, "threads is between 1 and"),
         ({"end_ids": (3, -1), "model": "m"}, "end_ids are numbers of tokens, not -1"),
         ({"generation_config": "hf", "model": "m"}, "generation_config is 'auto' or 'vllm', not 'hf'"),

@@ -242,7 +242,7 @@ def test_only_steps_of_a_cuda_device_are_recorded_and_it_says_when_they_are_not(
         assert recorder_of(EngineConfig(model="m", device="cpu")) is None
         assert isinstance(recorder_of(EngineConfig(model="m", device="cuda")), Eager)
         assert not caplog.records
-        assert recorder_of(EngineConfig(model="m", device="cuda", cuda_graphs=False)) is None
+        assert recorder_of(EngineConfig(model="m", device="cuda", enforce_eager=True)) is None
     assert [record.message for record in caplog.records] == ["decode steps are not recorded"]
 
 
@@ -251,7 +251,7 @@ def test_the_command_line_says_whether_steps_are_recorded(command: str, monkeypa
     told: list[EngineConfig] = []
     monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: told.append(config))
     monkeypatch.setattr("penstock.cli.serve.run", lambda config, _: told.append(config))
-    for options in ([], ["--cuda-graphs"], ["--no-cuda-graphs"]):
+    for options in ([], ["--enforce-eager"], ["--no-enforce-eager"]):
         parsed = parser().parse_args([command, "--device-model", "simulated", *options])
         parsed.run(parsed)
-    assert [config.cuda_graphs for config in told] == [True, True, False]
+    assert [config.enforce_eager for config in told] == [False, True, False]

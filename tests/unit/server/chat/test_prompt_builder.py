@@ -111,9 +111,9 @@ def test_there_is_a_store_where_the_model_takes_images(tmp_path: Path) -> None:
         return arguments.engine_config(parser.parse_args([str(tmp_path), *options])).store_nbytes
 
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert store_nbytes() == 0 and store_nbytes("--image-store-mb", "3") == 3 << 20
+    assert store_nbytes() == 0 and store_nbytes("--mm-processor-cache-gb", "0.5") == 1 << 29
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
-    assert store_nbytes() == 256 << 20 and store_nbytes("--image-store-mb", "0") == 0
+    assert store_nbytes() == 256 << 20 and store_nbytes("--mm-processor-cache-gb", "0") == 0
     assert store_nbytes("--device-model", "simulated") == 0
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config\.json is not what was expected"):
@@ -132,14 +132,14 @@ def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeyp
     told: list[EngineConfig] = []
     monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: told.append(config))
     monkeypatch.setattr("penstock.cli.serve.run", lambda config, _: told.append(config))
-    options = ("--max-model-len", "512", "--slots", "3", "--output-processors", "0", "--dtype", "float32")
+    options = ("--max-model-len", "512", "--max-num-seqs", "3", "--output-processors", "0", "--dtype", "float32")
     for more in ((), ("--device-model", "simulated", "--step-ms", "2")):
         for command in ("generate", "serve"):
             parsed = cli.parser().parse_args([command, *options, *more])
             parsed.run(parsed)
     for one, other in (told[:2], told[2:]):
         assert all(getattr(one, name) == getattr(other, name) for name in ("simulated", *SAID))
-        assert (one.max_model_len, one.slots, one.output_processors, one.dtype) == (512, 3, 0, "float32")
+        assert (one.max_model_len, one.max_num_seqs, one.output_processors, one.dtype) == (512, 3, 0, "float32")
     assert [config.model for config in told[1:3]] == [SHIPPED, ""]
     assert told[2].simulated == SimulatedDevice(step_seconds=0.002)
 
@@ -164,15 +164,19 @@ def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> Non
         for options, words in (
             ((*simulated, "--port", "99999"), "port is between"),
             ((*simulated, "--port", str(taken.getsockname()[1])), "in use"),
-            ((*simulated, "--api-servers", "0"), "api_servers is between"),
+            ((*simulated, "--api-server-count", "0"), "api_server_count is between"),
             ((*simulated, "--port", "0", "--host", "no such host"), "penstock serve:"),
             (("/nowhere", "--port", "0"), "not '/nowhere'"),
-            ((*simulated, "--allowed-local-media-path", "/nowhere"), "media_folders are folders, not '/nowhere'"),
+            (
+                (*simulated, "--allowed-local-media-path", "/nowhere"),
+                "allowed_local_media_path is a folder, not '/nowhere'",
+            ),
             ((*simulated, "--allowed-media-domains", "a.org,http://b.org"), "expected a host as in example.org"),
             ((*simulated, "--allowed-origins", "https://a.example/"), "not 'https://a.example/'"),
             ((*simulated, "--allowed-origins", "*", "--allow-credentials"), "needs allowed_origins by name"),
-            ((*simulated, "--max-images", "0"), "count is 1 or more, not 0"),
-            ((*simulated, "--image-store-mb", "-1"), "store_nbytes is between"),
+            ((*simulated, "--limit-mm-per-prompt", "image=-1"), "count is 0 or more, not -1"),
+            ((*simulated, "--mm-processor-cache-gb", "-1"), "store_nbytes is between"),
+            ((*simulated, "--mm-processor-cache-gb", "inf"), "mm_processor_cache_gb is a finite number"),
         ):
             assert cli.main(["serve", *options]) == 2
             said = capfd.readouterr().err

@@ -3,25 +3,22 @@
 import asyncio
 import functools
 import json
-import re
 from collections.abc import Callable, Coroutine
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 pytest.importorskip("starlette")
-pytest.importorskip("prometheus_client")
 
 from penstock.engine.client.stream import EngineError, Piece, Stream
-from penstock.engine.cluster.status_board import Board
 from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.server.chat.streaming import Batch, Choice, Events, Pace, gathered, unless_gone
 from penstock.server.errors import Gone
-from penstock.server.http.metrics import Metrics
 from penstock.server.options import ServerOptions
-from penstock.server.status.counters import SECONDS, Row, Tally
+from penstock.server.status.counters import Row, Served
 
 
 def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -32,8 +29,8 @@ def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], No
     return test
 
 
-def row() -> Row:
-    return Row([0] * Row.WORDS)
+def row(engines: int = 1) -> Row:
+    return Row(memoryview(bytearray(8 * Row.words(engines))).cast("Q"))
 
 
 class Connection:
@@ -228,42 +225,59 @@ def test_log_probabilities_are_told_in_both_ways() -> None:
 
 
 # ── what is counted ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_row_for_each_process_and_all_are_told() -> None:
-    segment, page = Tally.lay(2), Board.lay(1)
-    tally, board = Tally(segment, 2, writable=True), Board(page, writable=True)
-    for server, one in enumerate(tally.rows):
-        one[one.answered("chat", 200)] += 3 + server
-        one[one.answered("chat", 418)] += 1
-        one.first.add(0.003)
-        one.between.add(1000.0, 2)
-        one[Row.OPEN] = 7
-    board.row(0)[Board.OWN_NS] = 1_500_000_000
-    text = Metrics(Tally(segment, 2), board).text().decode()
-    numbers = dict(re.findall(r"^(\w+(?:\{.*\})?) (\S+)$", text, re.MULTILINE))
-    assert numbers['penstock_requests_total{route="chat",server="1",status="200"}'] == "4.0"
-    assert numbers['penstock_requests_total{route="chat",server="0",status="400"}'] == "1.0"
-    assert numbers['penstock_open_requests{server="1"}'] == "7.0"
-    name = "penstock_time_to_first_token_seconds"
-    assert numbers[f'{name}_bucket{{le="0.0025",server="0"}}'] == "0.0"
-    assert (
-        numbers[f'{name}_bucket{{le="0.005",server="0"}}'] == numbers[f'{name}_bucket{{le="+Inf",server="0"}}'] == "1.0"
+def counted(*steps: tuple[float, Piece]) -> tuple[Served, Stream]:
+    """One stream of two samples, begun at 0, whose pieces are passed on at these times."""
+    stream, row_of_it = Stream(1, 1, 1, 5, 2), row(engines=2)
+    pace = Pace(row_of_it, 0.0)
+    for now, piece in steps:
+        with mock.patch("penstock.server.chat.streaming.time.monotonic", lambda now=now: now):
+            pace.piece(stream, piece)
+    assert sum(row_of_it.engines[0].first_token.counts) == 0, "the other engine has done nothing"
+    return row_of_it.engines[1], stream
+
+
+def test_times_are_counted_for_each_sequence() -> None:
+    engine, _ = counted(
+        (0.25, Piece(0, b"", [1])),
+        (0.5, Piece(1, b"", [1])),
+        (0.625, Piece(0, b"", [])),
+        (1.25, Piece(0, b"", [2, 3, 4, 5], FinishReason.STOP)),
+        (2.0, Piece(1, b"", [], FinishReason.LENGTH)),
     )
-    name = "penstock_inter_token_latency_seconds"
-    assert numbers[f'{name}_bucket{{le="{SECONDS[-1]}",server="0"}}'] == "0.0"
-    assert numbers[f'{name}_count{{server="0"}}'] == "2.0" and numbers[f'{name}_sum{{server="0"}}'] == "2000.0"
-    assert numbers['penstock_group_own_seconds{group="0"}'] == "1.5"
-    board.close()
+    assert (sum(engine.first_token.counts), engine.first_token.seconds) == (2, 0.75)
+    assert (sum(engine.inter_token.counts), engine.inter_token.seconds) == (4, 1.0)  # a token has its share of a piece
+    assert (sum(engine.per_output_token.counts), engine.per_output_token.seconds) == (2, 0.25)  # 0 for a single token
+    assert (sum(engine.request.counts), engine.request.seconds) == (2, 3.25)
+    assert (engine[Served.PROMPT_TOKENS], engine[Served.GENERATION_TOKENS]) == (10, 6)
+    assert [engine[Served.FINISHED + one] for one in range(4)] == [1, 1, 0, 0]
 
 
-def test_a_token_is_as_late_as_its_share_of_its_piece() -> None:
-    counted = row()
-    pace = Pace(counted, 0.0)
-    for sample, ids in ((0, [1]), (1, [1, 2]), (0, []), (0, [2, 3, 4])):
-        pace.piece(7, Piece(sample, b"", ids))
-    assert sum(counted.first.counts) == 1 and sum(counted.between.counts) == 3
+@pytest.mark.parametrize(
+    ("error", "reasons"),
+    [
+        (EngineError(503, "it died"), [1, 0, 0, 1]),
+        (EngineError(400, "too long"), [1, 0, 0, 0]),
+        (asyncio.CancelledError(), [1, 0, 1, 0]),
+    ],
+    ids=["error", "refused", "gone"],
+)
+def test_sequences_that_do_not_end_are_counted_by_what_ended_them(error: BaseException, reasons: list[int]) -> None:
+    stream, its = Stream(1, 0, 1, 5, 2), row()
+    batch = batch_of(stream)
+    batch.streams[0] = stream
+    pace = Pace(its, 0.0)
+
+    def scene() -> None:
+        with pace.watching(batch):
+            pace.piece(stream, Piece(1, b"", [1], FinishReason.STOP))
+            raise error
+
+    with pytest.raises(type(error)):
+        scene()
+    assert [its.engines[0][Served.FINISHED + one] for one in range(4)] == reasons
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    for options in ({"port": 70000}, {"most_open": 0}, {"api_keys": ("a", "")}, {"patience": 0}):
+    for options in ({"port": 70000}, {"max_open_requests": 0}, {"api_keys": ("a", "")}, {"client_timeout": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             ServerOptions(**options)

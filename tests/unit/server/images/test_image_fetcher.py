@@ -205,7 +205,7 @@ def test_a_host_without_a_port_is_open_at_the_ports_of_its_schemes_alone() -> No
 @pytest.mark.parametrize("said", ["", "a/b", "http://a", "u@a", "a b", "a:x", "a:99999", "a:0", "*.a?", "é", "[::1"])
 def test_what_is_no_host_is_refused_where_it_is_said(said: str) -> None:
     with pytest.raises(ValueError):
-        ServerOptions(media_hosts=(said,))
+        ServerOptions(allowed_media_domains=(said,))
 
 
 def test_hosts_are_told_apart_by_name_and_port() -> None:

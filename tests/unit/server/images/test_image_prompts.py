@@ -154,7 +154,7 @@ def test_of_images_in_any_format_the_first_frame_counts(
         (picture,) = seen  # by whichever way it came, it is the same one
         assert picture.mode == "RGB" and picture.getpixel((15, 15))[0] > 250 and max(picture.getpixel((15, 15))[1:]) < 5
 
-    with scene_of(llava, media_folders=(str(tmp_path),)) as scene:
+    with scene_of(llava, allowed_local_media_path=(str(tmp_path),)) as scene:
         asyncio.run(look(scene))
 
 
@@ -169,7 +169,7 @@ def test_an_image_on_a_host_that_is_open_is_the_same_one_and_is_found_in_the_sto
             )
             assert scene.store.stats_of_keys().puts == 1
 
-        with scene_of(llava, media_hosts=(f"127.0.0.1:{host.port}",)) as scene:
+        with scene_of(llava, allowed_media_domains=(f"127.0.0.1:{host.port}",)) as scene:
             asyncio.run(look(scene))
 
 
@@ -184,7 +184,7 @@ def test_one_that_is_refused_ends_the_fetches_of_its_request(llava: Path) -> Non
             assert (caught.value.status, caught.value.param) == (400, WHERE.format(1))
             await asyncio.to_thread(host.until, 0)
 
-        with scene_of(llava, media_hosts=(f"127.0.0.1:{host.port}",)) as scene:
+        with scene_of(llava, allowed_media_domains=(f"127.0.0.1:{host.port}",)) as scene:
             asyncio.run(look(scene))
 
 
@@ -269,8 +269,8 @@ def test_a_model_that_lacks_what_images_take_answers_text(missing: str, tmp_path
 
 
 def test_folders_that_are_not_there_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="media_folders are folders, not "):
-        ServerOptions(media_folders=(f"{tmp_path}/nowhere",))
+    with pytest.raises(ValueError, match="allowed_local_media_path is a folder, not "):
+        ServerOptions(allowed_local_media_path=(f"{tmp_path}/nowhere",))
 
 
 # ── the loop, and what is held ───────────────────────────────────────────────────────────────────────────────────────

@@ -11,8 +11,8 @@ from penstock.server.status.snapshot import Channel, Group, Holder, Moment, Proc
 from penstock.server.status.snapshot_rates import Seen, rates_of
 
 NOTICE = Notice(
-    version="1", pid=7, name="m", url="http://x:1", started=0.0, places=(Member("core", 0, 0, 1),), slots=8,
-    token_budget=64, is_simulated=True,
+    version="1", pid=7, name="m", url="http://x:1", started=0.0, places=(Member("core", 0, 0, 1),), max_num_seqs=8,
+    max_num_batched_tokens=64, is_simulated=True,
 )  # fmt: skip
 
 

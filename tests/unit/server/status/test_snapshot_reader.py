@@ -14,7 +14,7 @@ from penstock.engine.cluster.topology import Tree
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import Stop
 from penstock.server.options import ServerOptions
-from penstock.server.status.counters import Row, Tally
+from penstock.server.status.counters import Row, Served, Tally
 from penstock.server.status.server_info import Notice
 from penstock.server.status.snapshot import Process
 from penstock.server.status.snapshot_reader import NoServer, Watch
@@ -31,15 +31,15 @@ class Laid:
     def __init__(self, **options: object) -> None:
         config = EngineConfig(simulated=SimulatedDevice(), store_nbytes=1 << 20, **options)  # type: ignore[arg-type]
         self.tree = Tree.lay(config)
-        self.tally_page = Tally.lay(config.api_servers)
-        self.notice_page = Notice.lay(config, ServerOptions(served_name="a\x1b[31mb"), URL)
+        self.tally_page = Tally.lay(config.api_server_count, 2)
+        self.notice_page = Notice.lay(config, ServerOptions(served_model_name=("a\x1b[31mb",)), URL)
         self.board = Board(self.tree.board, writable=True)
-        self.tally = Tally(self.tally_page, config.api_servers, writable=True)
+        self.tally = Tally(self.tally_page, config.api_server_count, writable=True)
 
 
 @pytest.fixture
 def laid() -> Iterator[Laid]:
-    found = Laid(api_servers=2, tensor_parallel=2)
+    found = Laid(api_server_count=2, tensor_parallel_size=2)
     yield found
     found.board.close()
     found.tree.close()
@@ -54,18 +54,23 @@ def looked(one: Process) -> tuple[str, str, int]:
 def test_numbers_of_the_board_and_the_tally_are_those_that_were_written(laid: Laid) -> None:
     row = laid.board.row(0)
     row[Board.OPEN], row[Board.WAITING], row[Board.BLOCKS], row[Board.FREE_BLOCKS] = 9, 4, 100, 60
+    row[Board.RUNNING] = 6
     row[Board.SAMPLED], row[Board.COMPUTED], row[Board.PREEMPTIONS] = 1000, 2000, 3
     server = laid.tally.rows[1]
     server[Row.OPEN] = 5
     server[server.answered("chat", 200)] += 7
     server[server.answered("chat", 429)] += 2
-    server.first.add(0.25)
+    for engine, tokens in zip(server.engines, (10, 20), strict=True):
+        engine.first_token.add(0.25)
+        engine[Served.PROMPT_TOKENS] += tokens
+        engine[Served.GENERATION_TOKENS] += 1
     moment = Watch(os.getpid()).take()
     (group,) = moment.groups
-    assert (group.open, group.waiting, group.running, group.blocks, group.free_blocks) == (9, 4, 5, 100, 60)
+    assert (group.open, group.waiting, group.running, group.blocks, group.free_blocks) == (9, 4, 6, 100, 60)
     assert (group.generated_tokens, group.prompt_tokens, group.preemptions) == (1000, 2000, 3)
     one = moment.servers[1]
-    assert (one.open, one.answered, one.refused, one.first_pieces, one.first_seconds) == (5, 9, 2, 1, 0.25)
+    assert (one.open, one.answered, one.refused, one.first_pieces, one.first_seconds) == (5, 9, 2, 2, 0.5)
+    assert (one.prompt_tokens, one.completion_tokens) == (30, 2)
     assert moment.notice.url == URL and not moment.is_draining
 
 

@@ -1,0 +1,201 @@
+"""`/metrics`: names, types, labels and buckets are vLLM's where the meaning is, and each number is the one counted."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.engine.cluster.histogram import Histogram, words_of
+from penstock.engine.cluster.status_board import Board, queue_times_of
+from penstock.server.http.metrics import Metrics
+from penstock.server.status.counters import Row, Served, Tally
+from tests.support.documents import ROOT
+
+SERVERS, ENGINES, NAME = 3, 2, "a model"
+LABELS = {"model_name", "engine"}
+FIRST = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560 inf"
+TOKEN = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80 inf"
+REQUEST = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680 inf"
+# What vLLM has, by its source (v1/metrics/loggers.py): name, type, and of a histogram its buckets.
+VLLM = (
+    ("num_requests_running", "gauge", ""),
+    ("num_requests_waiting", "gauge", ""),
+    ("kv_cache_usage_perc", "gauge", ""),
+    ("prefix_cache_queries", "counter", ""),
+    ("prefix_cache_hits", "counter", ""),
+    ("num_preemptions", "counter", ""),
+    ("prompt_tokens", "counter", ""),
+    ("generation_tokens", "counter", ""),
+    ("request_success", "counter", ""),
+    ("time_to_first_token_seconds", "histogram", FIRST),
+    ("inter_token_latency_seconds", "histogram", TOKEN),
+    ("request_time_per_output_token_seconds", "histogram", TOKEN),
+    ("e2e_request_latency_seconds", "histogram", REQUEST),
+    ("request_queue_time_seconds", "histogram", REQUEST),
+)
+OURS = {
+    "penstock_requests": {"server", "route", "status"},
+    "penstock_open_requests": {"server"},
+    "penstock_engine_incarnation": {"engine"},
+    "penstock_engine_steps": {"engine"},
+    "penstock_engine_core_seconds": {"engine"},
+    "penstock_engine_busy_seconds": {"engine"},
+    "penstock_engine_idle_seconds": {"engine"},
+}
+
+
+class Pages:
+    """The tally and the board of a tree that is not there."""
+
+    def __init__(self) -> None:
+        self._tally, self._board = Tally.lay(SERVERS, ENGINES), Board.lay(ENGINES)
+        self.tally, self.board = Tally(self._tally, SERVERS, writable=True), Board(self._board, writable=True)
+
+    def families(self) -> dict[str, Metric]:
+        text = Metrics(Tally(self._tally, SERVERS), Board(self._board), NAME).text().decode()
+        return {one.name: one for one in text_string_to_metric_families(text)}
+
+    def number(self, name: str, **labels: Any) -> float:
+        """Of the samples that have these labels, and others."""
+        expected = {(key, str(value)) for key, value in labels.items()}
+        samples = [sample for family in self.families().values() for sample in family.samples if sample.name == name]
+        assert samples, f"no {name}"
+        return sum(sample.value for sample in samples if expected <= sample.labels.items())
+
+
+@pytest.fixture
+def pages() -> Iterator[Pages]:
+    found = Pages()
+    yield found
+    found.board.close()
+    vars(found).clear()
+
+
+def shape_of(family: Metric) -> tuple[str, set[str], list[float]]:
+    """Type, labels and buckets."""
+    labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+    bounds = {float(sample.labels["le"]) for sample in family.samples if sample.name.endswith("_bucket")}
+    return family.type, labels, sorted(bounds)
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(("name", "kind", "buckets"), VLLM, ids=[name for name, *_ in VLLM])
+def test_a_metric_of_vllm_has_its_type_labels_and_buckets(pages: Pages, name: str, kind: str, buckets: str) -> None:
+    labels = LABELS | {"finished_reason"} if name == "request_success" else LABELS
+    assert shape_of(pages.families()[f"vllm:{name}"]) == (kind, labels, [float(one) for one in buckets.split()])
+
+
+def test_metrics_are_those_of_vllm_and_ours(pages: Pages) -> None:
+    row = pages.tally.rows[0]
+    row[row.answered("chat", 200)] += 1
+    found = pages.families()
+    assert found.keys() == {f"vllm:{name}" for name, *_ in VLLM} | OURS.keys()
+    assert {name: shape_of(found[name])[1] for name in OURS} == OURS
+
+
+def test_reasons_are_those_of_vllm(pages: Pages) -> None:
+    reasons = {sample.labels["finished_reason"] for sample in pages.families()["vllm:request_success"].samples}
+    assert reasons == {"stop", "length", "abort", "error"}
+
+
+def test_every_query_of_the_grafana_dashboard_is_of_metrics_that_there_are(pages: Pages) -> None:
+    row = pages.tally.rows[0]
+    row[row.answered("chat", 200)] += 1
+    there = {sample.name for family in pages.families().values() for sample in family.samples}
+    dashboard = json.loads((ROOT / "docs" / "operations" / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    queries = [*expressions, *(one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query")]
+    assert len(expressions) > 12
+    for query in queries:
+        named = set(re.findall(r"\b(?:vllm:|penstock_)\w+", query))
+        assert named and named <= there, f"{query}: {named - there}"
+    used = {name for query in queries for name in re.findall(r"\b(?:vllm:|penstock_)\w+", query)}
+    families = {re.sub(r"_(bucket|count|sum|total)$", "", name) for name in used}
+    assert families == pages.families().keys(), "a metric that nobody looks at"
+    ids = [panel["id"] for panel in dashboard["panels"]]
+    assert len(ids) == len(set(ids)) and all(panel["title"] for panel in dashboard["panels"])
+
+
+# ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_what_servers_count_is_added_up_for_each_engine(pages: Pages) -> None:
+    for number, row in enumerate(pages.tally.rows, 1):
+        served = row.engines[1]
+        served[Served.PROMPT_TOKENS] += number
+        served[Served.GENERATION_TOKENS] += 10 * number
+        served.finish("length", number)
+        served.first_token.add(0.003)
+        served.inter_token.add(1000.0, number)
+        served.request.add(0.3)  # a bound belongs to its own bucket
+    where = {"model_name": NAME, "engine": 1}
+    assert pages.number("vllm:prompt_tokens_total", **where) == 6
+    assert pages.number("vllm:generation_tokens_total", **where) == 60
+    assert pages.number("vllm:request_success_total", finished_reason="length", **where) == 6
+    assert pages.number("vllm:request_success_total", finished_reason="stop", **where) == 0
+    name = "vllm:time_to_first_token_seconds"
+    assert [pages.number(f"{name}_bucket", le=le, **where) for le in ("0.001", "0.005", "+Inf")] == [0, 3, 3]
+    assert pages.number(f"{name}_sum", **where) == pytest.approx(0.009)
+    name = "vllm:inter_token_latency_seconds"
+    assert [pages.number(f"{name}_bucket", le=le, **where) for le in ("80.0", "+Inf")] == [0, 6]
+    assert (pages.number(f"{name}_count", **where), pages.number(f"{name}_sum", **where)) == (6, 6000)
+    assert pages.number("vllm:e2e_request_latency_seconds_bucket", le="0.3", **where) == 3
+    assert all(pages.number(f"vllm:{one}", engine=0) == 0 for one in ("prompt_tokens_total", "request_success_total"))
+
+
+def test_what_cores_write_is_shown_for_each_engine(pages: Pages) -> None:
+    row = pages.board.row(1)
+    words = {
+        Board.SERVING: 2, Board.RUNNING: 5, Board.WAITING: 3, Board.BLOCKS: 100, Board.FREE_BLOCKS: 75,
+        Board.PREFIX_QUERIES: 50, Board.PREFIX_HITS: 16, Board.PREEMPTIONS: 4, Board.STEPS: 9,
+        Board.OWN_NS: 1_500_000_000,
+    }  # fmt: skip
+    for word, number in words.items():
+        row[word] = number
+    queue_times_of(row).add(0.4, 2)
+    where = {"model_name": NAME, "engine": 1}
+    for name, number in (
+        ("num_requests_running", 5), ("num_requests_waiting", 3), ("kv_cache_usage_perc", 0.25),
+        ("prefix_cache_queries_total", 50), ("prefix_cache_hits_total", 16), ("num_preemptions_total", 4),
+        ("request_queue_time_seconds_count", 2), ("request_queue_time_seconds_sum", 0.8),
+    ):  # fmt: skip
+        assert pages.number(f"vllm:{name}", **where) == pytest.approx(number), name
+        assert pages.number(f"vllm:{name}", engine=0) == 0, name
+    assert pages.number("penstock_engine_core_seconds_total", engine=1) == 1.5
+    assert pages.number("penstock_engine_incarnation", engine=1) == 2
+
+
+def test_answers_are_counted_by_server_route_and_status(pages: Pages) -> None:
+    for server, row in enumerate(pages.tally.rows):
+        row[row.answered("chat", 200)] += 3 + server
+        row[row.answered("chat", 418)] += 1
+        row[Row.OPEN] = 7
+    assert pages.number("penstock_requests_total", server=1, route="chat", status=200) == 4
+    assert pages.number("penstock_requests_total", server=0, route="chat", status=400) == 1
+    assert pages.number("penstock_open_requests", server=1) == 7
+
+
+def test_rows_and_engines_do_not_touch_each_other(pages: Pages) -> None:
+    for row in pages.tally.rows:
+        row[Row.FAILED_STARTS] = row[row.answered("models", 504)] = 1
+        for engine in row.engines:
+            for word in range(Served.WORDS):
+                engine[word] += 1
+    words = [
+        one for row in pages.tally.rows for engine in row.engines for one in (engine[w] for w in range(Served.WORDS))
+    ]
+    assert set(words) == {1}
+    assert all(row[Row.FAILED_STARTS] == row[row.answered("models", 504)] == 1 for row in pages.tally.rows)
+
+
+def test_a_histogram_counts_what_is_more_than_its_last_bound() -> None:
+    words = memoryview(bytearray(8 * (words_of((1.0, 2.0)) + 2))).cast("Q")
+    found = Histogram(words, 1, (1.0, 2.0))
+    for seconds in (0.0, 1.0, 1.5, 2.5, 9.0):
+        found.add(seconds)
+    assert found.counts == [2, 1, 2] and found.seconds == 14.0
+    assert words[0] == words[-1] == 0

@@ -1,0 +1,73 @@
+"""The names by which clients may call the model, over the routes that know them."""
+
+import asyncio
+import gc
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+
+from penstock.engine.cluster.status_board import Board
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.server.http.app import Api
+from penstock.server.options import ServerOptions
+from penstock.server.status.counters import Tally
+
+CONFIG = EngineConfig(model="/models/its-directory", simulated=SimulatedDevice())
+
+
+class Client:
+    """Of routes that need no engine."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    def get(self, path: str) -> tuple[int, str]:
+        told: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            told.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
+        asyncio.run(self._app(scope, receive, send))
+        return told[0]["status"], b"".join(one.get("body", b"") for one in told).decode()
+
+    def get_json(self, path: str) -> Any:
+        return json.loads(self.get(path)[1])
+
+
+@pytest.fixture
+def client(request: pytest.FixtureRequest) -> Iterator[Client]:
+    options = ServerOptions(served_model_name=request.param)
+    tally, board = Tally(Tally.lay(1), 1, writable=True), Board(Board.lay(1))
+    absent: Any = None
+    found = Client(Api(CONFIG, options, absent, absent, tally, board, 0).app())
+    yield found
+    board.close()
+    vars(found).clear()  # pytest holds the object until it has looked what is left
+    del tally
+    gc.collect()
+
+
+@pytest.mark.parametrize("client", [("a", "b/c")], indirect=True)
+def test_a_model_answers_to_each_of_its_names_and_to_its_directory(client: Client) -> None:
+    assert [one["id"] for one in client.get_json("/v1/models")["data"]] == ["a", "b/c"]
+    assert client.get_json("/v1/models/b/c")["id"] == "b/c"
+    assert client.get_json(f"/v1/models/{CONFIG.model}")["id"] == "a"
+    status, body = client.get("/v1/models/its-directory")
+    assert status == 404
+    assert json.loads(body)["error"]["message"] == "there is no model 'its-directory' here, but 'a' and 'b/c'"
+    assert 'model_name="a"' in client.get("/metrics")[1]
+
+
+@pytest.mark.parametrize("client", [()], indirect=True)
+def test_a_model_without_a_name_has_that_of_its_directory(client: Client) -> None:
+    assert [one["id"] for one in client.get_json("/v1/models")["data"]] == ["its-directory"]
+    assert 'model_name="its-directory"' in client.get("/metrics")[1]
