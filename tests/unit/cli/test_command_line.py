@@ -40,7 +40,7 @@ def test_a_misspelled_word_is_answered_with_the_nearest_and_the_usage_of_its_com
 
 
 # ── help ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-COMMANDS = ("inspect", "demo", "measure", "generate", "serve", "top", "bench serve", "doctor")
+COMMANDS = ("inspect", "measure", "generate", "serve", "top", "bench serve", "doctor")
 ENTRY = re.compile(r"^  (\S.*?)(?:  |\n {8}) *(\S.*)$", re.MULTILINE)  # where help is not broken into lines
 
 

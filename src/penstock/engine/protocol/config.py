@@ -14,7 +14,7 @@ import msgspec
 from penstock.engine.protocol.messages import MOST_SLOTS, SamplingParams
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-SHIPPED = str(Path(__file__).parent.parent / "shipped" / "penstock-shapes")  # so that there is always a model to serve
+SHIPPED = str(Path(__file__).parents[2] / "shipped" / "penstock-shapes")  # so that there is always a model to serve
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
 MOST_LANES = 64  # of an inbox; native/layout.h
