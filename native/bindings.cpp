@@ -105,7 +105,5 @@ NB_MODULE(_native, m) {
     bind_memory(m);
     bind_channel(m);
     bind_store(m);
-    bind_growth(m);
-    bind_attend(m);
     bind_values(m);
 }

@@ -312,7 +312,7 @@ class Core:
         scheduler, row = self._scheduler, self._row
         row[Board.OPEN] = scheduler.open_requests
         row[Board.WAITING] = scheduler.waiting
-        row[Board.FREE_BLOCKS] = scheduler.cache.free
+        row[Board.FREE_BLOCKS] = scheduler.cache.num_free
         row[Board.STEPS] = self._leader.number
         row[Board.OWN_NS] = self._own_ns
 

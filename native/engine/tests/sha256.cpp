@@ -5,9 +5,10 @@
 //   sha256 --quick              2,000
 #include "sha256.h"
 
-#include "testing.h"
+#include "tests/testing.h"
 
 using namespace testing;
+using namespace penstock::engine;
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace penstock {
+namespace penstock::engine {
 
 using Digest = std::array<std::uint8_t, 32>;
 
@@ -135,4 +135,4 @@ class Sha256 {
     bool is_portable_;
 };
 
-}  // namespace penstock
+}  // namespace penstock::engine
