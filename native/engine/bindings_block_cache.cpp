@@ -49,6 +49,25 @@ void require_slots(const PrefixHasher& hasher, size_t count) {
         throw std::invalid_argument(format("expected a row for each of %u slots, got %zu", hasher.num_slots(), count));
 }
 
+// By hashlib, which takes 0.4 us for a block of 16 tokens.
+BlockHash hash_block(const BlockHash& parent, const i32* token_ids, u64 num_tokens, const void* extra,
+                     u64 extra_nbytes) {
+    static const nb::object& sha256 = *new nb::object(nb::module_::import_("hashlib").attr("sha256"));
+    u64 ids_nbytes = num_tokens * sizeof(i32);
+    auto nbytes = static_cast<Py_ssize_t>(parent.size() + ids_nbytes + extra_nbytes);
+    nb::object message = nb::steal(PyBytes_FromStringAndSize(nullptr, nbytes));
+    if (!message.is_valid()) throw nb::python_error();
+    char* to = PyBytes_AS_STRING(message.ptr());
+    std::memcpy(to, parent.data(), parent.size());
+    std::memcpy(to + parent.size(), token_ids, ids_nbytes);
+    if (extra_nbytes != 0) std::memcpy(to + parent.size() + ids_nbytes, extra, extra_nbytes);
+    nb::bytes digest(sha256(message).attr("digest")());
+    BlockHash hash;
+    if (digest.size() != hash.size()) raise_assertion("a SHA-256 has 32 bytes");
+    std::memcpy(hash.data(), digest.c_str(), hash.size());
+    return hash;
+}
+
 nb::bytes hash_blocks(nb::bytes root, const Int32Array& token_ids, u64 block_size, const nb::sequence& extra) {
     std::vector<BlockHash> chain = parse_hashes(root);
     if (chain.size() != 1 || block_size == 0)
@@ -59,8 +78,8 @@ nb::bytes hash_blocks(nb::bytes root, const Int32Array& token_ids, u64 block_siz
                                            (unsigned long long)num_blocks, (unsigned long long)num_extra));
     for (u64 block = 0; block < num_blocks; ++block) {
         nb::bytes keys = num_extra == 0 ? nb::bytes("", 0) : nb::cast<nb::bytes>(extra[block]);
-        chain.push_back(hash_block(chain.back(), token_ids.data() + block * block_size, block_size * sizeof(i32),
-                                   keys.c_str(), keys.size()));
+        chain.push_back(
+            hash_block(chain.back(), token_ids.data() + block * block_size, block_size, keys.c_str(), keys.size()));
     }
     return to_bytes(chain.data(), chain.size());
 }
@@ -161,7 +180,12 @@ void bind_block_cache(nb::module_& m) {
     nb::class_<PrefixHasher>(m, "PrefixHasher",
                              "Hashes the blocks of each slot's sequence as they fill, and publishes them in the cache "
                              "once they are computed.")
-        .def(nb::init<BlockCache&, u32, u32>(), "cache"_a, "num_slots"_a, "block_size"_a, nb::keep_alive<1, 2>())
+        .def(
+            "__init__",
+            [](PrefixHasher* self, BlockCache& cache, u32 num_slots, u32 block_size) {
+                new (self) PrefixHasher(cache, num_slots, block_size, &hash_block);
+            },
+            "cache"_a, "num_slots"_a, "block_size"_a, nb::keep_alive<1, 2>())
         .def(
             "add_sequence",
             [](PrefixHasher& hasher, i64 slot, nb::bytes chain, const Int32Array& tail, nb::bytes extra) {

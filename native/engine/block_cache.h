@@ -1,6 +1,7 @@
 // block_cache.h: the blocks of the KV cache by number: reference counts, free blocks, prefix lookup by hash, eviction
 // of the least recently used. Keys and values themselves lie in the worker's memory; nothing here touches them.
 #pragma once
+#include <array>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -8,11 +9,10 @@
 #include <vector>
 
 #include "errors.h"
-#include "sha256.h"
 
 namespace penstock::engine {
 
-using BlockHash = Digest;
+using BlockHash = std::array<u8, 32>;  // a SHA-256
 
 struct BlockHashHash {  // the bytes of a SHA-256 are evenly distributed already
     std::size_t operator()(const BlockHash& hash) const {

@@ -5,24 +5,20 @@
 
 namespace penstock::engine {
 
-// The hash of a full block. It covers the parent's hash, so equal hashes mean equal prefixes. `extra`: what else
-// decides the block's keys and values, such as images.
-inline BlockHash hash_block(const BlockHash& parent, const void* token_ids, u64 nbytes, const void* extra,
-                            u64 extra_nbytes) {
-    Sha256 hash;
-    hash.add(parent.data(), parent.size());
-    hash.add(token_ids, nbytes);
-    hash.add(extra, extra_nbytes);
-    return hash.digest();
-}
+// Computes the hash of a full block. It covers the parent's hash, so equal hashes mean equal prefixes. `extra`: what
+// else decides the block's keys and values, such as images. A cryptographic hash: with a collision one user would see
+// what another wrote.
+using HashBlock = BlockHash (*)(const BlockHash& parent, const i32* token_ids, u64 num_tokens, const void* extra,
+                                u64 extra_nbytes);
 
 // One sequence per slot. A sequence takes part in the steps from its first step until it is finished.
 class PrefixHasher {
    public:
     static constexpr i64 NO_STEP = std::numeric_limits<i64>::max();
 
-    PrefixHasher(BlockCache& cache, u32 num_slots, u32 block_size)
+    PrefixHasher(BlockCache& cache, u32 num_slots, u32 block_size, HashBlock hash_block)
         : cache_(cache),
+          hash_block_(hash_block),
           block_size_(block_size),
           first_step_(num_slots, NO_STEP),
           allocated_step_(num_slots, NO_STEP),
@@ -82,8 +78,8 @@ class PrefixHasher {
                     format("slot %u: %d tokens are computed, and fewer are known", slot, num_computed[slot]));
             if (num_full == chain.size()) {  // the tail is full; the next id overwrites its first
                 std::vector<u8>& extra = extra_[slot];
-                chain.push_back(hash_block(chain.back(), &tails_[u64{slot} * block_size_],
-                                           u64{block_size_} * sizeof(i32), extra.data(), extra.size()));
+                chain.push_back(hash_block_(chain.back(), &tails_[u64{slot} * block_size_], block_size_, extra.data(),
+                                            extra.size()));
                 extra.clear();
             }
             // Preempted since this step was sent: these blocks are not the sequence's any more.
@@ -119,6 +115,7 @@ class PrefixHasher {
     static constexpr i32 NEVER_FULL = std::numeric_limits<i32>::max();
 
     BlockCache& cache_;
+    HashBlock hash_block_;
     u32 block_size_;                                // tokens
     std::vector<i64> first_step_, allocated_step_;  // allocated: the first step with its present blocks
     std::vector<i64> num_tokens_;                   // known, the prompt's included
