@@ -7,7 +7,7 @@ VENV   := .venv
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 # An editable install: Python files are seen as they are, so only these ask for a new one; the folders, because the install
 # knows which modules there are.
-BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.h native/*.cpp) \
+BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.h native/*.cpp native/engine/*.h native/engine/*.cpp) \
     $(sort $(dir $(wildcard src/penstock/*.py src/penstock/*/*.py src/penstock/*/*/*.py)))
 
 .DEFAULT_GOAL := help

@@ -9,6 +9,7 @@
 #include <map>
 #include <utility>
 
+#include "gil.h"
 #include "reap.h"
 #include "receiver.h"
 #include "sender.h"
@@ -23,36 +24,6 @@ void bind_memory(nb::module_& m);
 void bind_channel(nb::module_& m);
 void bind_store(nb::module_& m);
 void bind_values(nb::module_& m);
-void bind_growth(nb::module_& m);
-void bind_attend(nb::module_& m);
-
-// The interpreter, let go of for the time of a scope. CPython before 3.14 ends a thread that asks for it back while the
-// program ends, by pthread_exit. That would unwind through destructors of ours and a catch (...) of nanobind's, which
-// is SIGABRT; so such a thread stays here until the process is gone, as in CPython 3.14. `turn`: what it holds of an
-// end, and gives up then, as the main thread may still close that end.
-class GilRelease {
-   public:
-    explicit GilRelease(std::unique_lock<EndMutex>* turn = nullptr) : turn_(turn), thread_(PyEval_SaveThread()) {}
-    GilRelease(const GilRelease&) = delete;
-    GilRelease& operator=(const GilRelease&) = delete;
-    ~GilRelease() {
-        try {
-            PyEval_RestoreThread(thread_);
-        } catch (...) {  // unwinding, which ends only with the thread: it may not be left, and is not
-            if (turn_ != nullptr && turn_->owns_lock()) turn_->unlock();
-            for (;;) ::pause();
-        }
-    }
-    // For threads of which it is not known here whether they have it.
-    static void* release_if_held() {
-        return PyGILState_GetThisThreadState() != nullptr && PyGILState_Check() ? new GilRelease : nullptr;
-    }
-    static void retake(void* released) { delete static_cast<GilRelease*>(released); }
-
-   private:
-    std::unique_lock<EndMutex>* turn_;
-    PyThreadState* thread_;
-};
 
 // What another process wrote may be anything.
 inline nb::object text_of(const std::string& text) {

@@ -5,8 +5,6 @@ The native core of penstock: segments, pools, peers, channels. Use it through th
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-import numpy
-import numpy.typing
 from typing_extensions import Buffer
 
 
@@ -381,110 +379,6 @@ class Store:
     def clear(self) -> int: ...
 
     def stats(self) -> dict: ...
-
-def chain(before: bytes, numbers: numpy.typing.NDArray[numpy.int32], size: int, more: Sequence[bytes] = ()) -> bytes:
-    """
-    `before`, and then the hash of each full block of `size` numbers: SHA-256 of the hash before it, the numbers and what else lies there, one `more` for each block. 32 bytes each.
-    """
-
-def count_up(counts: numpy.typing.NDArray[numpy.int32], limits: numpy.typing.NDArray[numpy.int32], marks: numpy.typing.NDArray[numpy.uint8], rows: numpy.typing.NDArray[numpy.int64], numbers: numpy.typing.NDArray[numpy.int32]) -> numpy.typing.NDArray[numpy.int64] | None:
-    """
-    Counts one more of each row. Returns where in these columns a row has reached its limit, or the bit that the low bits of its number name is marked; None: nowhere.
-    """
-
-class BlockCache:
-    """
-    Blocks, by number: each is in use by somebody, or kept (nobody uses it, and it can be found), or empty. All operations take the same time for each block, however many there are.
-    """
-
-    def __init__(self, blocks: int) -> None: ...
-
-    @property
-    def blocks(self) -> int: ...
-
-    @property
-    def free(self) -> int:
-        """How many can be taken."""
-
-    def references(self, block: int) -> int:
-        """How many use it."""
-
-    def match(self, hashes: bytes) -> numpy.typing.NDArray[numpy.int32]:
-        """
-        The blocks in which these lie, up to the first that nobody has. Each has one user more.
-        """
-
-    def take(self, count: int) -> numpy.typing.NDArray[numpy.int32] | None:
-        """
-        So many blocks for one user each; None, and nothing is taken, if there are fewer. Empty ones first; then those that nobody has used for the longest time, which can be found no more.
-        """
-
-    def release(self, blocks: numpy.typing.NDArray[numpy.int32]) -> None:
-        """
-        One user less of each. Of a prefix the last are emptied before the first, without which they are lost.
-        """
-
-    def publish(self, block: int, hash: bytes) -> None:
-        """
-        What lies in the block, which somebody uses, can be found by its hash from now on. If it lies in another block already, that one is found.
-        """
-
-    def check(self) -> None:
-        """
-        For tests: raises AssertionError where the parts contradict each other.
-        """
-
-class Growth:
-    """
-    Rows of numbers that grow by one at a time, and lie in blocks of a cache: when one has become full, its hash is computed, and from then on the block is found by it.
-    """
-
-    def __init__(self, cache: BlockCache, rows: int, size: int) -> None: ...
-
-    def join(self, row: int, chain: bytes, tail: numpy.typing.NDArray[numpy.int32], more: bytes = b'') -> None:
-        """
-        It begins anew: with a `chain`, the numbers after its full blocks, and what else lies where they lie.
-        """
-
-    def begin(self, row: int, published: int) -> None:
-        """It has got blocks, so many of which are published."""
-
-    def since(self, row: int, step: int) -> None:
-        """The step with which it got them; with the first of those it is born."""
-
-    def end(self, row: int) -> None:
-        """What comes for it from now on is nobody's."""
-
-    def born(self, row: int) -> int:
-        """
-        The step with which it was born; later than any other: it has not been, or has ended.
-        """
-
-    def count(self, row: int) -> int:
-        """How many of its numbers are known."""
-
-    def hashes(self, row: int) -> bytes:
-        """Of its full blocks, one after the other."""
-
-    def publish(self, step: int, computed: numpy.typing.NDArray[numpy.int32], status: numpy.typing.NDArray[numpy.uint8], running: int, table: numpy.typing.NDArray[numpy.int32]) -> None:
-        """
-        A step is done, and with it so many numbers of each row are `computed`: blocks that are full by it are published. Whose `status` is not `running`, or got its blocks later, has none of those any more.
-        """
-
-    def keep(self, step: int, rows: numpy.typing.NDArray[numpy.int64], numbers: numpy.typing.NDArray[numpy.int32]) -> numpy.typing.NDArray[numpy.int64] | None:
-        """
-        A step has brought a number for each of these rows. Returns where in these columns it was theirs, as some have ended; None: everywhere.
-        """
-
-    def filled(self) -> list[tuple[int, int]]:
-        """
-        Rows of which blocks have become full since this was asked last, and how many numbers are in all of their full ones.
-        """
-
-def attend(queries: numpy.typing.NDArray[Any], keys: numpy.typing.NDArray[Any], values: numpy.typing.NDArray[Any], out: numpy.typing.NDArray[Any], table: numpy.typing.NDArray[numpy.int32], firsts: numpy.typing.NDArray[numpy.int64], lengths: numpy.typing.NDArray[numpy.int64], block_size: int, scale: float, cap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, part: int = 0, parts: int = 1) -> None:
-    """
-    Every row of queries [rows, heads, size] attends to keys and values [positions, groups, size] in the blocks of its row in `table`, from its first position up to its length. Of float32, or of uint16, which are the bits of bfloat16. With a `cap`, scores are pulled below it by tanh; `sinks` are scores without a value, one a head. Of so many `parts` of the work this does one; all together do it once.
-    """
 
 def use_kinds(kinds: list[tuple[int, Any, Any]], numpy_of: Callable[[int], Any], torch_of: Callable[[Any, int], Any]) -> None:
     """

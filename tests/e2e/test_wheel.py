@@ -69,7 +69,7 @@ def test_the_source_distribution_has_what_is_needed_and_nothing_twice(sdist: Pat
             name = member.name.partition("/")[2]
             tops.add(name.partition("/")[0])
             assert member.size <= MOST_NBYTES, f"{name}: {member.size} bytes"
-            assert not re.search(r"__pycache__|\.so$|\.pyc$|^native/tests|^tests|^training", name), name
+            assert not re.search(r"__pycache__|\.so$|\.pyc$|^native/(engine/)?tests|^tests|^training", name), name
             file = archive.extractfile(member)
             if file is not None and member.size > 4096:
                 contents.setdefault(hashlib.sha256(file.read()).hexdigest(), []).append(name)
@@ -81,9 +81,10 @@ def test_an_older_machine_can_load_what_is_compiled() -> None:
     """Nothing is compiled for the processor that happens to be here; one file is for some, and asks which they are."""
     flags = (ROOT / "CMakeLists.txt").read_text()
     found = re.findall(r"^.*(?:-m(?:arch|tune|cpu)=|-mavx|-mfma|-msse|-ffast-math).*$", flags, re.MULTILINE)
-    assert found == ["    list(APPEND PENSTOCK_AVX2 -mavx2 -mfma)"]
+    assert found == ["        list(APPEND PENSTOCK_AVX2 -mavx2 -mfma)"]
     assert re.findall(r"^.*PENSTOCK_AVX2}.*$", flags, re.MULTILINE) == [
-        'set_source_files_properties(native/attend_avx2.cpp PROPERTIES COMPILE_OPTIONS "${PENSTOCK_AVX2}")'
+        "    set_source_files_properties(native/engine/paged_attention_avx2.cpp PROPERTIES "
+        'COMPILE_OPTIONS "${PENSTOCK_AVX2}")'
     ]
 
 
@@ -93,13 +94,13 @@ def test_what_is_compiled_for_some_processors_has_nothing_that_a_linker_could_ta
     optimized: str, tmp_path: Path
 ) -> None:
     compiler = os.environ.get("CXX", "g++")
-    source, target = ROOT / "native" / "attend_avx2.cpp", tmp_path / "attend.o"
+    source, target = ROOT / "native" / "engine" / "paged_attention_avx2.cpp", tmp_path / "kernel.o"
     options = ("-std=c++20", optimized, "-mavx2", "-mfma", "-c", source, "-o", target)
     done = run(compiler, *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     shown = run("nm", "--demangle", "--extern-only", "--defined-only", target, folder=tmp_path).stdout
     assert [line.split()[1] for line in shown.splitlines()] == ["T"], shown
-    assert "attend_with_avx2" in shown
+    assert "paged_attention_avx2" in shown
 
 
 def test_the_wheel_installs_into_an_empty_environment_and_works_there(wheel: Path, tmp_path: Path) -> None:
@@ -108,10 +109,10 @@ def test_the_wheel_installs_into_an_empty_environment_and_works_there(wheel: Pat
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         assert [name for name in names if name.endswith(".so")] == [
-            name for name in names if re.match(r"penstock/_native\.cpython-.*\.so$", name)
+            name for name in names if re.match(r"penstock/(engine/)?_native\.cpython-.*\.so$", name)
         ]
         assert all(name.startswith(("penstock/", "penstock-")) for name in names)
-        assert {"penstock/py.typed", "penstock/_native.pyi"} <= set(names)
+        assert {"penstock/py.typed", "penstock/_native.pyi", "penstock/engine/_native.pyi"} <= set(names)
         metadata = next(archive.read(name).decode() for name in names if name.endswith("/METADATA"))
     needed = re.findall(r"^Requires-Dist: (\S+?)(?=[\s;]|$)(?!.*extra ==)", metadata, re.MULTILINE)
     assert sorted(re.split(r"[<>=~]", one)[0] for one in needed) == ["msgspec", "numpy"]

@@ -244,7 +244,7 @@ class Core:
             for at, block in enumerate(now.blocks_of(slot).tolist()):
                 users.setdefault(block, []).append((slot, at))
         for block in range(now.blocks):
-            assert cache.references(block) == len(users.get(block, ())), f"references of block {block}"
+            assert cache.ref_count(block) == len(users.get(block, ())), f"ref_count of block {block}"
         for block, its in users.items():
             if len(its) == 1:
                 continue
@@ -269,7 +269,7 @@ class Core:
                 self.finish()
         assert not self.open_samples(), "somebody never ends"
         assert self.scheduler.in_flight == self.scheduler.open_requests == self.scheduler.waiting == 0
-        assert not self.schedule.status.any() and self.scheduler.cache.free == self.schedule.blocks
+        assert not self.schedule.status.any() and self.scheduler.cache.num_free == self.schedule.blocks
 
     def answers(self) -> dict[Owner, list[int]]:
         return {one: self.got[one] for one, why in self.ended.items() if why == "done"}

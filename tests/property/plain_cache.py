@@ -1,4 +1,4 @@
-"""The cache of blocks and the rows that fill it in plain Python: what the native ones must agree with."""
+"""The block cache and the prefix hasher in plain Python: what the native ones must agree with."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ def hash_of(parent: bytes, ids: bytes, items: bytes = b"") -> bytes:
 
 
 class PlainCache:
-    """Every block is in use by somebody, or kept (nobody uses it, and it can be found), or empty."""
+    """Every block is in use, or cached (no references, and found by its hash), or empty."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         self._references = [0] * blocks
         self._empty = list(range(blocks - 1, -1, -1))  # low ones first
-        self._kept: OrderedDict[int, None] = OrderedDict()  # the first is the next to be emptied
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._hashes: list[bytes | None] = [None] * blocks
         self._found: dict[bytes, int] = {}
 
     @property
-    def free(self) -> int:
-        """How many can be taken."""
-        return len(self._empty) + len(self._kept)
+    def num_free(self) -> int:
+        """Cached and empty blocks: as many can be taken."""
+        return len(self._empty) + len(self._cached)
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks in which these lie, up to the first that nobody has. Each has one user more."""
+        """Returns the blocks with these hashes, up to the first that no block has; adds a reference to each."""
         blocks = []
         for one in hashes:
             block = self._found.get(one)
             if block is None:
                 break
             if self._references[block] == 0:
-                del self._kept[block]
+                del self._cached[block]
             self._references[block] += 1
             blocks.append(block)
         return blocks
 
     def take(self, count: int) -> list[int] | None:
-        """So many blocks for one user each; None, and nothing is taken, if there are fewer.
+        """Takes empty blocks first, then the least recently used cached blocks, which lose their hash.
 
-        Empty ones first; then those that nobody has used for the longest time, which can be found no more.
+        None, and nothing is taken, if fewer are free.
         """
-        if count > self.free:
+        if count > self.num_free:
             return None
         at = max(0, len(self._empty) - count)
         blocks = self._empty[at:][::-1]
         del self._empty[at:]
         for _ in range(count - len(blocks)):
-            block, _ = self._kept.popitem(last=False)
+            block, _ = self._cached.popitem(last=False)
             one = self._hashes[block]
-            assert one is not None, "a kept block without a hash"
+            assert one is not None, "a cached block without a hash"
             del self._found[one]
             self._hashes[block] = None
             blocks.append(block)
@@ -65,7 +65,7 @@ class PlainCache:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One user less of each. Of a prefix the last are emptied before the first, without which they are lost."""
+        """Removes a reference from each, the last first: the end of a prefix is evicted before its beginning."""
         references, hashes = self._references, self._hashes
         for block in reversed(blocks):
             left = references[block] - 1
@@ -75,49 +75,46 @@ class PlainCache:
                 if hashes[block] is None:
                     self._empty.append(block)
                 else:
-                    self._kept[block] = None
+                    self._cached[block] = None
 
     def publish(self, block: int, one: bytes) -> None:
-        """What lies in the block, which somebody uses, has been computed, and can be found by its hash from now on.
-
-        If it lies in another block already, that one is found.
-        """
-        assert self._references[block] > 0, "a block is published that nobody uses"
+        """Makes a block in use findable by its hash, unless another block has that hash already."""
+        assert self._references[block] > 0, "a block was published that is not in use"
         if self._hashes[block] is None and one not in self._found:
             self._hashes[block] = one
             self._found[one] = block
 
-    def references(self, block: int) -> int:
+    def ref_count(self, block: int) -> int:
         return self._references[block]
 
 
-class PlainRow:
-    """One row of a growth: all of its numbers, and what is known of its blocks."""
+class PlainSequence:
+    """All token ids of a sequence, and the state of its blocks."""
 
-    def __init__(self, before: bytes, numbers: list[int], size: int, more: bytes) -> None:
-        self.before, self.numbers, self.size, self.more = before, numbers, size, more
-        self.own = len(numbers) // size  # the first block that is not full yet: `more` lies there
-        self.full = self.own  # blocks of which the hash is known
-        self.next = 0  # the next one to be published
-        self.born: int | None = None
-        self.since = 0
-        self.told = self.full
+    def __init__(self, root: bytes, token_ids: list[int], size: int, extra: bytes) -> None:
+        self.root, self.token_ids, self.size, self.extra = root, token_ids, size, extra
+        self.first_open = len(token_ids) // size  # the block that the prompt does not fill; `extra` belongs to it
+        self.full = self.first_open  # blocks with a hash
+        self.next_to_publish = 0
+        self.first_step: int | None = None
+        self.allocated_step = 0
+        self.reported = self.full
 
     def hashes(self) -> list[bytes]:
-        found, last = [], self.before
+        hashes, parent = [], self.root
         for block in range(self.full):
-            its = np.array(self.numbers[block * self.size : (block + 1) * self.size], np.int32).tobytes()
-            last = hash_of(last, its, self.more if block == self.own else b"")
-            found.append(last)
-        return found
+            ids = np.array(self.token_ids[block * self.size : (block + 1) * self.size], np.int32).tobytes()
+            parent = hash_of(parent, ids, self.extra if block == self.first_open else b"")
+            hashes.append(parent)
+        return hashes
 
     def publish(self, step: int, computed: int, blocks: list[int] | None, cache: PlainCache) -> None:
-        """`blocks`: None, as it runs no more."""
+        """`blocks`: None where the sequence does not run any more."""
         full = computed // self.size
-        if self.born is None or self.born > step or full <= self.next:
+        if self.first_step is None or self.first_step > step or full <= self.next_to_publish:
             return
         self.full = max(self.full, full)
-        if blocks is not None and self.since <= step:
-            for at in range(self.next, full):
+        if blocks is not None and self.allocated_step <= step:
+            for at in range(self.next_to_publish, full):
                 cache.publish(blocks[at], self.hashes()[at])
-        self.next = full
+        self.next_to_publish = full

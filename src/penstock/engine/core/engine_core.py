@@ -331,7 +331,7 @@ class Core:
         row[Board.WAITING] = max(0, scheduler.open_samples - running)
         row[Board.PREFIX_QUERIES] = scheduler.prefix_queries
         row[Board.PREFIX_HITS] = scheduler.prefix_hits
-        row[Board.FREE_BLOCKS] = scheduler.cache.free
+        row[Board.FREE_BLOCKS] = scheduler.cache.num_free
         row[Board.STEPS] = self._sequence.number
         row[Board.OWN_NS] = self._own_ns
 

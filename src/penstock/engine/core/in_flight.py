@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock._native import BlockCache, Growth
+from penstock.engine._native import BlockCache, PrefixHasher
 from penstock.engine.core.request import Request, Sample
 from penstock.engine.core.request_queue import Queue
 from penstock.engine.protocol.batch_state import RUNNING, Index, Schedule
@@ -46,7 +46,7 @@ class Progress:
         self._schedule = schedule
         self._queue = queue
         self._size = schedule.block_size
-        self._growth = Growth(cache, slots, self._size)  # a row for each slot: its ids, and who publishes its blocks
+        self._hasher = PrefixHasher(cache, slots, self._size)
         self._endings = Endings(slots, max_model_len, eos_ids)
         self._samples: list[Sample | None] = [None] * slots
         self._most = np.full(slots, NO_MOST)  # so many tokens are known of it when its last one is being sampled
@@ -64,20 +64,20 @@ class Progress:
 
     def born(self, slot: int, birth: int) -> Sample | None:
         """Who joined this slot with that step, and has not ended."""
-        is_its = 0 <= slot < len(self._samples) and self._growth.born(slot) == birth
+        is_its = 0 <= slot < len(self._samples) and self._hasher.first_step(slot) == birth
         return self.sample(slot) if is_its else None
 
     def has_come(self, slot: int, flight: Flight, tokens: int) -> bool:
         """Whether so many tokens of who has the slot now are computed when this step is done."""
-        return bool(self._growth.born(slot) <= flight.number and flight.computed[slot] >= tokens)
+        return bool(self._hasher.first_step(slot) <= flight.number and flight.computed[slot] >= tokens)
 
     def ids(self, slot: int) -> int:
         """How many of the sample's tokens we have, those of the prompt included."""
-        return self._growth.count(slot)
+        return self._hasher.num_tokens(slot)
 
     def hashes(self, slot: int) -> bytes:
         """Of the blocks that it has filled, those of the prompt included."""
-        return self._growth.hashes(slot)
+        return self._hasher.hashes(slot)
 
     def sampled_to_the_last(self) -> list[int]:
         """Slots of those who have not ended, and will when their results are in: none of their tokens is missing."""
@@ -93,7 +93,7 @@ class Progress:
         request, size = sample.request, self._size
         length = request.prompt.size
         self._samples[slot] = sample
-        self._growth.join(
+        self._hasher.add_sequence(
             slot, request.chain, request.prompt[length - length % size :], request.items_of(length // size)
         )
         self._endings.join(slot, request.params, length)
@@ -103,11 +103,11 @@ class Progress:
 
     def begin(self, slot: int, found: int) -> None:
         """It has got blocks, so many of which had been published."""
-        self._growth.begin(slot, found)
+        self._hasher.allocate(slot, found)
 
     def end(self, slot: int) -> None:
         """What is sampled for it from now on is nobody's."""
-        self._growth.end(slot)
+        self._hasher.finish(slot)
         self._most[slot] = NO_MOST
         self._endings.end(slot)
 
@@ -120,7 +120,7 @@ class Progress:
         """The schedule has applied it. `comers` have got their first blocks with it."""
         now = self._schedule
         for slot in comers:
-            self._growth.since(slot, step.number)
+            self._hasher.schedule(slot, step.number)
         self._before_last -= 1
         self._flights.append(Flight(step.number, now.rows, now.sampled, now.computed.copy()))
 
@@ -135,8 +135,10 @@ class Progress:
     def failed(self, flight: Flight, done: StepDone) -> list[Sample]:
         if done.failed is None:
             return []
-        born, slots = self._growth.born, len(self._samples)
-        return [self.sample(slot) for slot in done.failed.tolist() if slot < slots and born(slot) <= flight.number]
+        first_step, slots = self._hasher.first_step, len(self._samples)
+        return [
+            self.sample(slot) for slot in done.failed.tolist() if slot < slots and first_step(slot) <= flight.number
+        ]
 
     def publish(self, flight: Flight) -> None:
         """The device has computed this far: full blocks can be found from now on.
@@ -144,18 +146,18 @@ class Progress:
         Whose blocks it are not any more, as it was preempted, will look for their likes.
         """
         now = self._schedule
-        self._growth.publish(flight.number, flight.computed, now.status, RUNNING, now.table)
+        self._hasher.publish(flight.number, flight.computed, now.status, RUNNING, now.table)
 
     def charge(self) -> None:
         """Clients are charged for the blocks that were filled since: before the queue is asked who is next."""
-        for slot, tokens in self._growth.filled():
+        for slot, tokens in self._hasher.filled():
             sample = self.sample(slot)
             self._queue.charge(sample.request.client, sample.serve(tokens))
 
     def receive(self, flight: Flight, ids: Ints) -> list[Sample]:
         """What a step has sampled. Returns who has ended by it."""
         slots = flight.sampled
-        theirs = self._growth.keep(flight.number, slots, ids)
+        theirs = self._hasher.append(flight.number, slots, ids)
         if theirs is not None:
             slots, ids = slots[theirs], ids[theirs]
         ended = self._endings.check(slots, ids)

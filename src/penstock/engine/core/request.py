@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from hashlib import sha256
 
-from penstock._native import chain
+from penstock.engine._native import hash_blocks
 from penstock.engine.protocol.batch_state import Input
 from penstock.engine.protocol.messages import Inputs, Ints, SamplingParams
 from penstock.errors import PenstockError
@@ -71,7 +71,7 @@ class Request:
         """What the first block of its prompt follows, and the hash of each that is full."""
         full = range(self.prompt.size // self.block_size)
         items = [self.items_of(block) for block in full] if self._keys else ()
-        return chain(root_of(self._salt), self.prompt, self.block_size, items)
+        return hash_blocks(root_of(self._salt), self.prompt, self.block_size, items)
 
     @property
     def hashes(self) -> bytes:

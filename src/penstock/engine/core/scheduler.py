@@ -26,7 +26,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from penstock._native import BlockCache
+from penstock.engine._native import BlockCache
 from penstock.engine.core.in_flight import Progress
 from penstock.engine.core.request import HASH_NBYTES, Refused, Request, Sample, inputs_of
 from penstock.engine.core.request_queue import Queue
@@ -198,7 +198,7 @@ class Scheduler:
             running=self._schedule.rows.size,
             preempted=int(np.count_nonzero(status)) - self._schedule.rows.size,
             waiting=self.waiting,
-            free_blocks=self.cache.free,
+            free_blocks=self.cache.num_free,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             preemptions=self._preemptions,
@@ -281,7 +281,7 @@ class Scheduler:
         sample = self._next(plan.free_slots)
         if sample is None or self._is_elders_turn or (sample.slot is None and not plan.free_slots):
             return []
-        wanted = self._blocks_for(sample) + self._spare - self.cache.free
+        wanted = self._blocks_for(sample) + self._spare - self.cache.num_free
         if wanted <= 0:
             return []
         rows = self._schedule.rows
@@ -293,10 +293,10 @@ class Scheduler:
         for one in sorted(map(self._progress.sample, worse), key=_rank, reverse=True):
             if wanted <= 0:
                 break
-            free = self.cache.free
+            free = self.cache.num_free
             self._preempt(plan, one)
             put_aside.append(one)
-            wanted -= self.cache.free - free
+            wanted -= self.cache.num_free - free
         return put_aside
 
     def _rest(self) -> None:
@@ -323,7 +323,7 @@ class Scheduler:
             assert slot is not None
             if slot in self._gone:
                 continue
-            while not self.cache.free and victims[-1] is not sample:
+            while not self.cache.num_free and victims[-1] is not sample:
                 put_aside.append(victims.pop())
                 self._preempt(plan, put_aside[-1])
             block = self.cache.take(1)
@@ -361,7 +361,7 @@ class Scheduler:
 
     @property
     def _spare(self) -> int:
-        return self.cache.blocks // SPARE
+        return self.cache.num_blocks // SPARE
 
     def _next(self, free_slots: int) -> Sample | None:
         """Who is to be let in next: nobody else is, before it fits."""
@@ -423,13 +423,13 @@ class Scheduler:
             sample = self._next(plan.free_slots)
             if sample is None or (sample.slot is None and not plan.free_slots):
                 return
-            before = sample, self.cache.free, rows > 0
+            before = sample, self.cache.num_free, rows > 0
             if before == self._refused:
                 return  # nothing has changed
             hashes = sample.request.hashes if sample.slot is None else self._progress.hashes(sample.slot)
             found = self.cache.match(hashes[: (self._known(sample) - 1) // self._size * HASH_NBYTES])
             wanted = self._blocks_for(sample) - found.size
-            if wanted + (self._spare if rows else 0) > self.cache.free:
+            if wanted + (self._spare if rows else 0) > self.cache.num_free:
                 self.cache.release(found)
                 self._refused = before
                 return

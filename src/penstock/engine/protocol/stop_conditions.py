@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock._native import count_up
+from penstock.engine._native import count_tokens
 from penstock.engine.protocol.batch_state import Index
 from penstock.engine.protocol.messages import Bytes, FinishReason, Ints, SamplingParams
 
@@ -83,7 +83,7 @@ class Endings:
         An id ends a sample only after `min_tokens` others; so the sampler does not choose it before. Slots that have
         ended already are passed over.
         """
-        rows = count_up(self.generated, self.limits, self._marks, slots, ids)
+        rows = count_tokens(self.generated, self.limits, self._marks, slots, ids)
         if rows is None:
             return NOBODY
         ended: list[int] = []

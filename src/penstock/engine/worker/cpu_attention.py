@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock import _native
+from penstock.engine import _native
 from penstock.engine.protocol.batch_state import Index
 from penstock.engine.protocol.messages import Ints
 from penstock.engine.worker.input_batch import Batch
@@ -64,11 +64,11 @@ class Memory:
             products = rows.positions * query.shape[1] * (keys.shape[2] + values.shape[2])
             parts = max(1, min(threads, products // WORTH_A_THREAD))
         if parts == 1:
-            return _native.attend(*asked)
+            return _native.paged_attention(*asked)
         if self._others is None:
             self._others = ThreadPoolExecutor(threads - 1, "attention")
-        others = [self._others.submit(_native.attend, *asked, part, parts) for part in range(1, parts)]
-        _native.attend(*asked, 0, parts)
+        others = [self._others.submit(_native.paged_attention, *asked, part, parts) for part in range(1, parts)]
+        _native.paged_attention(*asked, 0, parts)
         for other in others:
             other.result()
         return None

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock._native import BlockCache
+from penstock.engine._native import BlockCache
 from penstock.engine.core.request import items_of, root_of
 from tests.property.plain_cache import hash_of
 
@@ -31,11 +31,11 @@ def release(cache: BlockCache, *blocks: int) -> None:
 
 def test_what_has_been_published_is_found_by_others_and_used_by_both() -> None:
     cache, blocks = filled(A, B)
-    assert match(cache, A, B, C) == blocks and cache.free == 2
+    assert match(cache, A, B, C) == blocks and cache.num_free == 2
     release(cache, *blocks)
-    assert cache.free == 2 and [cache.references(block) for block in blocks] == [1, 1]
+    assert cache.num_free == 2 and [cache.ref_count(block) for block in blocks] == [1, 1]
     release(cache, *blocks)
-    assert cache.free == 4
+    assert cache.num_free == 4
     cache.check()
 
 
@@ -53,7 +53,7 @@ def test_a_prefix_is_matched_from_its_beginning_and_no_further_than_it_is_there(
 
 def test_more_than_there_are_cannot_be_taken_and_nothing_is() -> None:
     cache, blocks = filled(A, B)
-    assert cache.take(3) is None and cache.free == 2
+    assert cache.take(3) is None and cache.num_free == 2
     release(cache, *blocks)
     assert match(cache, A, B) == blocks
 

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
-from penstock import _native  # noqa: E402
+from penstock.engine import _native  # noqa: E402
 from penstock.engine.worker import cpu_attention  # noqa: E402
 from penstock.engine.worker.cpu_attention import Rows  # noqa: E402
 from penstock.engine.worker.paged_attention import Manner, Memory, Shape, attention  # noqa: E402
@@ -78,13 +78,13 @@ def test_work_that_is_worth_it_is_divided_and_comes_out_the_same(monkeypatch: py
     given, how = Given(1, torch.float32), Manner(0.25)
     alone = given.ours(how)
     parts: list[tuple[int, ...]] = []
-    attend = _native.attend
+    attend = _native.paged_attention
 
     def counted(*asked: Any) -> None:
         parts.append(asked[11:])
         attend(*asked)
 
-    monkeypatch.setattr(_native, "attend", counted)
+    monkeypatch.setattr(_native, "paged_attention", counted)
     monkeypatch.setattr(cpu_attention, "WORTH_A_THREAD", 100)
     torch.set_num_threads(3)
     try:
@@ -101,9 +101,9 @@ def asked(**other: Any) -> dict[str, Any]:
         "keys": keys,
         "values": keys,
         "out": np.zeros((1, 4, 8), np.float32),
-        "table": np.zeros((1, 3), np.int32),
-        "firsts": np.array([0]),
-        "lengths": np.array([12]),
+        "block_tables": np.zeros((1, 3), np.int32),
+        "first_positions": np.array([0]),
+        "seq_lens": np.array([12]),
         "block_size": BLOCK_SIZE,
         "scale": 1.0,
     }
@@ -113,27 +113,27 @@ def asked(**other: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"lengths": np.array([13])}, "row 0 sees 0 to 13, of 12"),
-        ({"lengths": np.array([0])}, "row 0 sees 0 to 0"),
-        ({"firsts": np.array([-1])}, "row 0 sees -1"),
-        ({"table": np.full((1, 3), BLOCKS, np.int32)}, f"there is no block {BLOCKS}"),
-        ({"table": np.full((1, 3), -1, np.int32)}, "there is no block -1"),
-        ({"table": np.zeros((2, 3), np.int32)}, "every row has blocks"),
-        ({"queries": np.zeros((1, 3, 8), np.float32)}, "heads are divided"),
-        ({"queries": np.zeros((1, 4, 7), np.float32)}, "as large as queries"),
-        ({"queries": np.zeros((1, 4, 8), np.uint16)}, "of one type"),
+        ({"seq_lens": np.array([13])}, "sequence 0 attends to positions 0 to 13 of 12"),
+        ({"seq_lens": np.array([0])}, "sequence 0 attends to positions 0 to 0"),
+        ({"first_positions": np.array([-1])}, "sequence 0 attends to positions -1"),
+        ({"block_tables": np.full((1, 3), BLOCKS, np.int32)}, f"there is no block {BLOCKS}"),
+        ({"block_tables": np.full((1, 3), -1, np.int32)}, "there is no block -1"),
+        ({"block_tables": np.zeros((2, 3), np.int32)}, "a block table, a first position"),
+        ({"queries": np.zeros((1, 3, 8), np.float32)}, "a multiple of the number of KV heads"),
+        ({"queries": np.zeros((1, 4, 7), np.float32)}, "expected keys of the size of the queries"),
+        ({"queries": np.zeros((1, 4, 8), np.uint16)}, "of one dtype"),
         ({"queries": np.zeros((1, 4, 8), np.float64)}, "of float32"),
-        ({"queries": np.zeros((1, 4, 16), np.float32)[:, :, ::2]}, "lies together"),
-        ({"keys": np.zeros((2 * BLOCKS * BLOCK_SIZE, 2, 8), np.float32)[::2]}, "lies together"),
-        ({"values": np.zeros((4, 2, 8), np.float32)}, "as large as queries"),
-        ({"out": np.zeros((1, 4, 9), np.float32)}, "a value for each query"),
-        ({"out": np.zeros((1, 4, 16), np.float32)[:, :, ::2]}, "a value for each query"),
-        ({"block_size": 0}, "at least one position"),
-        ({"sinks": np.zeros(3, np.float32)}, "a sink"),
-        ({"part": 1}, "a part is below"),
+        ({"queries": np.zeros((1, 4, 16), np.float32)[:, :, ::2]}, "heads are contiguous"),
+        ({"keys": np.zeros((2 * BLOCKS * BLOCK_SIZE, 2, 8), np.float32)[::2]}, "heads are contiguous"),
+        ({"values": np.zeros((4, 2, 8), np.float32)}, "expected keys of the size of the queries"),
+        ({"out": np.zeros((1, 4, 9), np.float32)}, "a contiguous out with a value for each query"),
+        ({"out": np.zeros((1, 4, 16), np.float32)[:, :, ::2]}, "a contiguous out with a value for each query"),
+        ({"block_size": 0}, "a block size of 1 to"),
+        ({"sinks": np.zeros(3, np.float32)}, "expected a sink"),
+        ({"part": 1}, "a part below"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_byte_is_read(wrong: dict[str, Any], text: str) -> None:
-    _native.attend(**asked())
+    _native.paged_attention(**asked())
     with pytest.raises(ValueError, match=text):
-        _native.attend(**asked(**wrong))
+        _native.paged_attention(**asked(**wrong))

@@ -1,0 +1,9 @@
+// bindings_engine.cpp: the module penstock.engine._native: the block cache of the core, the attention of CPU workers.
+// What is wrong with an argument is std::invalid_argument here, which nanobind makes a ValueError.
+#include "bindings_engine.h"
+
+NB_MODULE(_native, m) {
+    m.doc() = "The engine's native code: KV-cache blocks and their prefix hashes, and paged attention on CPUs.";
+    penstock::engine::bind_block_cache(m);
+    penstock::engine::bind_paged_attention(m);
+}

@@ -1,0 +1,97 @@
+// bindings_paged_attention.cpp: paged attention of NumPy arrays.
+#include <nanobind/stl/optional.h>
+
+#include <memory>
+#include <new>
+#include <stdexcept>
+
+#include "bindings_engine.h"
+#include "gil.h"
+#include "paged_attention.h"
+
+namespace penstock::engine {
+
+using namespace nb::literals;
+
+namespace {
+
+using Vectors = nb::ndarray<nb::ro, nb::ndim<3>, nb::device::cpu>;
+using Result = nb::ndarray<nb::ndim<3>, nb::device::cpu>;
+
+DType dtype_of(const Vectors& vectors) {
+    if (vectors.dtype() == nb::dtype<float>()) return DType::float32;
+    if (vectors.dtype() == nb::dtype<u16>()) return DType::bfloat16;
+    throw std::invalid_argument("expected arrays of float32, or of uint16 with the bits of bfloat16");
+}
+
+void require(bool is_right, const char* expected) {
+    if (!is_right) throw std::invalid_argument(expected);
+}
+
+template <class Any>
+bool is_contiguous(const Any& vectors) {
+    i64 size = static_cast<i64>(vectors.shape(2)), heads = static_cast<i64>(vectors.shape(1));
+    return vectors.stride(2) == 1 && vectors.stride(1) == size && vectors.stride(0) == heads * size;
+}
+
+void attend(const Vectors& queries, const Vectors& keys, const Vectors& values, const Result& out,
+            const Array<i32, nb::ndim<2>>& block_tables, const Int64Array& first_positions, const Int64Array& seq_lens,
+            u64 block_size, float scale, float softcap, std::optional<Array<float, nb::ndim<1>>> sinks, u64 part,
+            u64 num_parts) {
+    PagedAttention p{};
+    p.dtype = dtype_of(queries);
+    require(dtype_of(keys) == p.dtype && dtype_of(values) == p.dtype && out.dtype() == queries.dtype(),
+            "expected queries, keys, values and out of one dtype");
+    p.num_seqs = queries.shape(0), p.num_heads = queries.shape(1), p.key_size = queries.shape(2);
+    p.num_kv_heads = keys.shape(1), p.value_size = values.shape(2);
+    p.block_size = block_size, p.table_width = block_tables.shape(1);
+    require(p.num_kv_heads != 0 && p.num_heads % p.num_kv_heads == 0 && values.shape(1) == p.num_kv_heads,
+            "expected a number of query heads that is a multiple of the number of KV heads");
+    require(keys.shape(2) == p.key_size && keys.shape(0) == values.shape(0),
+            "expected keys of the size of the queries, and a value for each key");
+    require(is_contiguous(keys) && is_contiguous(values) && (queries.stride(2) == 1 || p.key_size == 1),
+            "expected contiguous keys and values, and queries whose heads are contiguous");
+    require(
+        out.shape(0) == p.num_seqs && out.shape(1) == p.num_heads && out.shape(2) == p.value_size && is_contiguous(out),
+        "expected a contiguous out with a value for each query");
+    require(
+        block_tables.shape(0) == p.num_seqs && first_positions.size() == p.num_seqs && seq_lens.size() == p.num_seqs,
+        "expected a block table, a first position and a length for each sequence");
+    require(block_size != 0 && block_size <= keys.shape(0), "expected a block size of 1 to the number of keys");
+    require(!sinks || sinks->size() == p.num_heads, "expected a sink for each query head, or none");
+    require(part < num_parts, "expected a part below the number of parts");
+    p.queries = queries.data(), p.keys = keys.data(), p.values = values.data(), p.out = out.data();
+    p.query_seq_stride = queries.stride(0), p.query_head_stride = queries.stride(1);
+    p.block_tables = block_tables.data(), p.first_positions = first_positions.data(), p.seq_lens = seq_lens.data();
+    p.scale = scale, p.softcap = softcap;
+    p.sinks = sinks ? sinks->data() : nullptr;
+    require_positions(p, keys.shape(0) / block_size);
+    python::GilRelease released;
+    constexpr std::align_val_t CACHE_LINE{64};
+    auto free = [](float* floats) { ::operator delete(floats, CACHE_LINE); };
+    std::unique_ptr<float, decltype(free)> scratch(
+        static_cast<float*>(::operator new(p.scratch_size() * sizeof(float), CACHE_LINE)));
+    paged_attention(p, first_pair(p, part, num_parts), first_pair(p, part + 1, num_parts), scratch.get());
+}
+
+}  // namespace
+
+void bind_paged_attention(nb::module_& m) {
+    m.def("paged_attention", &attend, "queries"_a, "keys"_a, "values"_a, "out"_a, "block_tables"_a, "first_positions"_a,
+          "seq_lens"_a, "block_size"_a, "scale"_a, "softcap"_a = 0.0f, "sinks"_a = nb::none(), "part"_a = 0,
+          "num_parts"_a = 1,
+          nb::sig("def paged_attention(queries: numpy.typing.NDArray[typing.Any], keys: "
+                  "numpy.typing.NDArray[typing.Any], values: numpy.typing.NDArray[typing.Any], out: "
+                  "numpy.typing.NDArray[typing.Any], block_tables: numpy.typing.NDArray[numpy.int32], first_positions: "
+                  "numpy.typing.NDArray[numpy.int64], seq_lens: numpy.typing.NDArray[numpy.int64], block_size: int, "
+                  "scale: float, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, part: "
+                  "int = 0, num_parts: int = 1) -> None"),
+          "Writes to `out` [sequences, heads, value size] the attention of one query per sequence: `queries` "
+          "[sequences, heads, key size] attend to `keys` and `values` [positions, KV heads, size] in the blocks of "
+          "`block_tables` [sequences, width], from `first_positions` up to `seq_lens`. Arrays are of float32, or of "
+          "uint16 with the bits of bfloat16. `softcap` bounds scores by tanh; `sinks` has a score without a value for "
+          "each head. Computes one of `num_parts` parts of the work; the parts may run in threads. Raises ValueError "
+          "for shapes that do not fit and for blocks that are not there.");
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,132 @@
+// block_cache.h: the blocks of the KV cache by number: reference counts, free blocks, prefix lookup by hash, eviction
+// of the least recently used. Keys and values themselves lie in the worker's memory; nothing here touches them.
+#pragma once
+#include <array>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <unordered_map>
+#include <vector>
+
+#include "errors.h"
+
+namespace penstock::engine {
+
+using BlockHash = std::array<u8, 32>;  // a SHA-256
+
+struct BlockHashHash {  // the bytes of a SHA-256 are evenly distributed already
+    std::size_t operator()(const BlockHash& hash) const {
+        std::size_t first;
+        std::memcpy(&first, hash.data(), sizeof first);
+        return first;
+    }
+};
+
+// A block is in one of three states. In use: its reference count is above 0. Cached: its count is 0, and it can be
+// found by its hash. Empty: its count is 0, and it has no hash. Cached and empty blocks are free.
+class BlockCache {
+   public:
+    static constexpr u32 MAX_BLOCKS = std::numeric_limits<i32>::max();  // block numbers travel as i32
+
+    explicit BlockCache(u32 num_blocks)
+        : ref_counts_(require_count(num_blocks), 0), hashes_(num_blocks), next_(num_blocks + 1), prev_(num_blocks + 1) {
+        for (u32 block = num_blocks; block-- > 0;) empty_.push_back(block);  // low numbers are taken first
+        next_[num_blocks] = prev_[num_blocks] = num_blocks;
+        by_hash_.reserve(num_blocks);  // a table that grows is rehashed whole: a million blocks held the core up 120 ms
+    }
+    u32 num_blocks() const { return static_cast<u32>(ref_counts_.size()); }
+    u64 num_free() const { return empty_.size() + num_cached_; }
+    u32 ref_count(u32 block) const { return ref_counts_[block]; }
+
+    // Finds the block with this hash and adds a reference to it. False: no block has this hash.
+    bool find(const BlockHash& hash, u32& block) {
+        auto entry = by_hash_.find(hash);
+        if (entry == by_hash_.end()) return false;
+        block = entry->second;
+        if (ref_counts_[block]++ == 0) remove_from_cached(block);
+        return true;
+    }
+    // Takes `count` blocks with one reference each: empty blocks first, then the least recently used cached blocks,
+    // which lose their hash. False, and nothing is taken, if fewer are free.
+    bool take(u64 count, i32* blocks) {
+        if (count > num_free()) return false;
+        for (; count != 0; --count) {
+            u32 block;
+            if (!empty_.empty()) {
+                block = empty_.back();
+                empty_.pop_back();
+            } else {
+                block = next_[num_blocks()];
+                remove_from_cached(block);
+                by_hash_.erase(by_hash_.find(*hashes_[block]));
+                hashes_[block] = nullptr;
+            }
+            ref_counts_[block] = 1;
+            *blocks++ = static_cast<i32>(block);
+        }
+        return true;
+    }
+    // Removes a reference. False: the block has none.
+    bool release(u32 block) {
+        if (ref_counts_[block] == 0) return false;
+        if (--ref_counts_[block] != 0) return true;
+        if (hashes_[block] == nullptr)
+            empty_.push_back(block);
+        else
+            append_to_cached(block);
+        return true;
+    }
+    // Makes a block in use findable by this hash, unless another block has the hash already. False: it is not in use.
+    bool publish(u32 block, const BlockHash& hash) {
+        if (ref_counts_[block] == 0) return false;
+        if (hashes_[block] != nullptr) return true;
+        auto [entry, is_new] = by_hash_.try_emplace(hash, block);
+        if (is_new) hashes_[block] = &entry->first;
+        return true;
+    }
+    // For tests: which of the invariants is broken; nullptr: none.
+    const char* broken_invariant() const {
+        std::vector<u8> lists(num_blocks(), 0);
+        for (u32 block : empty_)
+            if (lists[block]++ != 0 || hashes_[block] != nullptr) return "an empty block is listed twice or has a hash";
+        u64 num_cached = 0;
+        for (u32 block = next_[num_blocks()]; block != num_blocks(); block = next_[block], ++num_cached)
+            if (lists[block]++ != 0 || hashes_[block] == nullptr)
+                return "a cached block is listed twice or has no hash";
+        if (num_cached != num_cached_) return "the number of cached blocks is not the length of their list";
+        u64 num_hashes = 0;
+        for (u32 block = 0; block < num_blocks(); ++block) {
+            if ((ref_counts_[block] == 0) != (lists[block] == 1)) return "a block is free and in use, or neither";
+            if (hashes_[block] == nullptr) continue;
+            ++num_hashes;
+            if (by_hash_.find(*hashes_[block])->second != block) return "a hash leads to another block than its own";
+        }
+        return num_hashes == by_hash_.size() ? nullptr : "a hash leads to a block that does not have it";
+    }
+
+   private:
+    static u32 require_count(u32 num_blocks) {
+        if (num_blocks > MAX_BLOCKS) throw std::invalid_argument(format("a cache has at most %u blocks", MAX_BLOCKS));
+        return num_blocks;
+    }
+    void append_to_cached(u32 block) {  // evicted after all that are in the list now
+        u32 end = num_blocks(), last = prev_[end];
+        next_[last] = prev_[end] = block;
+        prev_[block] = last, next_[block] = end;
+        ++num_cached_;
+    }
+    void remove_from_cached(u32 block) {
+        next_[prev_[block]] = next_[block];
+        prev_[next_[block]] = prev_[block];
+        --num_cached_;
+    }
+
+    std::vector<u32> ref_counts_;
+    std::vector<u32> empty_;
+    std::unordered_map<BlockHash, u32, BlockHashHash> by_hash_;
+    std::vector<const BlockHash*> hashes_;  // of each block: its key in by_hash_; nullptr: none
+    std::vector<u32> next_, prev_;  // the cached blocks as a ring through num_blocks(), least recently used first
+    u64 num_cached_ = 0;
+};
+
+}  // namespace penstock::engine

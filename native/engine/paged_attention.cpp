@@ -1,0 +1,49 @@
+// paged_attention.cpp: which kernel of paged_attention.h runs, how its work is divided, and what is refused.
+#include "paged_attention.h"
+
+#include <stdexcept>
+
+#include "errors.h"
+
+namespace penstock::engine {
+
+void paged_attention(const PagedAttention& problem, u64 first, u64 last, float* scratch) {
+#if defined(__x86_64__)
+    static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (has_avx2) return paged_attention_avx2(problem, first, last, scratch);
+#endif
+    paged_attention_portable(problem, first, last, scratch);
+}
+
+u64 first_pair(const PagedAttention& problem, u64 part, u64 num_parts) {
+    if (part == num_parts) return problem.num_pairs();
+    auto positions_of = [&](u64 seq) { return static_cast<u64>(problem.seq_lens[seq] - problem.first_positions[seq]); };
+    u64 positions = 0;
+    for (u64 seq = 0; seq < problem.num_seqs; ++seq) positions += positions_of(seq);
+    u64 begin = positions * problem.num_kv_heads / num_parts * part, before = 0;
+    for (u64 seq = 0; seq < problem.num_seqs; ++seq) {
+        u64 each = positions_of(seq);
+        if (before + each * problem.num_kv_heads > begin) return seq * problem.num_kv_heads + (begin - before) / each;
+        before += each * problem.num_kv_heads;
+    }
+    return problem.num_pairs();
+}
+
+void require_positions(const PagedAttention& problem, u64 num_blocks) {
+    for (u64 seq = 0; seq < problem.num_seqs; ++seq) {
+        i64 first = problem.first_positions[seq], end = problem.seq_lens[seq];
+        u64 capacity = problem.table_width * problem.block_size;
+        if (first < 0 || first >= end || static_cast<u64>(end) > capacity)
+            throw std::invalid_argument(format("sequence %llu attends to positions %lld to %lld of %llu",
+                                               (unsigned long long)seq, (long long)first, (long long)end,
+                                               (unsigned long long)capacity));
+        const i32* table = problem.block_tables + seq * problem.table_width;
+        u64 last_index = static_cast<u64>(end - 1) / problem.block_size;
+        for (u64 index = static_cast<u64>(first) / problem.block_size; index <= last_index; ++index)
+            if (table[index] < 0 || static_cast<u64>(table[index]) >= num_blocks)
+                throw std::invalid_argument(
+                    format("sequence %llu: there is no block %d", (unsigned long long)seq, table[index]));
+    }
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,69 @@
+// paged_attention.h: attention of one query token per sequence over a paged KV cache, on CPUs: a decode step.
+//
+// Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) over blocks named by a block table (PagedAttention,
+// Kwon et al. 2023, arXiv:2309.06180), with the softmax computed tile by tile as in FlashAttention (Dao et al. 2022,
+// arXiv:2205.14135). A (sequence, KV head) pair is the unit of work, as in Flash-Decoding (Dao et al. 2023), but the
+// keys of one pair are not split among threads: so the result does not depend on the number of threads.
+//
+// The kernel is compiled once per instruction set. A file that is compiled for AVX2 may not define an inline function
+// that others define, too: the linker could take that copy for every processor. So this header includes no header with
+// functions, and the kernel calls only functions of its own, built-in ones, and those that are always inlined.
+#pragma once
+#include <cstdint>
+
+namespace penstock::engine {
+
+using u8 = std::uint8_t;
+using u16 = std::uint16_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+using i32 = std::int32_t;
+using i64 = std::int64_t;
+
+enum class DType : u8 { float32, bfloat16 };
+
+// Strides are in elements; the elements of one head are contiguous.
+struct PagedAttention {
+    static constexpr u32 TILE = 128;  // positions whose keys and values of one head stay in the L2 cache
+
+    DType dtype;          // of queries, keys, values and out; sums are float32
+    const void* queries;  // [num_seqs, num_heads, key_size]
+    i64 query_seq_stride, query_head_stride;
+    const void* keys;            // [num_blocks * block_size, num_kv_heads, key_size]
+    const void* values;          // [num_blocks * block_size, num_kv_heads, value_size]
+    void* out;                   // [num_seqs, num_heads, value_size]
+    const i32* block_tables;     // [num_seqs, table_width]
+    const i64* first_positions;  // per sequence, the first position that its query attends to: above 0 with a window
+    const i64* seq_lens;         // per sequence, the first position after the last one that it attends to
+    u64 num_seqs, num_heads, num_kv_heads, key_size, value_size, block_size, table_width;
+    float scale;
+    float softcap;       // scores become tanh(score / softcap) * softcap; 0: they stay
+    const float* sinks;  // per query head, a score that is part of the softmax and has no value; nullptr: none
+
+    [[gnu::always_inline]] u64 heads_per_kv_head() const { return num_heads / num_kv_heads; }
+    u64 num_pairs() const { return num_seqs * num_kv_heads; }
+    // Floats: a tile of keys or values as float32, which is needed for bfloat16.
+    [[gnu::always_inline]] u64 tile_size() const {
+        return dtype == DType::float32 ? 0 : TILE * (key_size > value_size ? key_size : value_size);
+    }
+    // Floats of scratch memory that a call needs. At the start of a cache line, no vector of the tile lies in two
+    // lines: else bfloat16 took up to 1.3 times as long.
+    u64 scratch_size() const { return tile_size() + heads_per_kv_head() * (key_size + value_size + TILE + 2); }
+};
+
+// Raises std::invalid_argument where a sequence attends to nothing, or to a block that is not there.
+void require_positions(const PagedAttention& problem, u64 num_blocks);
+
+// The first pair of this part, if the work is divided into parts of about the same number of positions.
+u64 first_pair(const PagedAttention& problem, u64 part, u64 num_parts);
+
+// Computes the pairs [first, last); pair = sequence * num_kv_heads + KV head. Nothing is checked. Takes the kernel for
+// this processor, which is one of those below.
+void paged_attention(const PagedAttention& problem, u64 first, u64 last, float* scratch);
+
+void paged_attention_portable(const PagedAttention& problem, u64 first, u64 last, float* scratch);
+#if defined(__x86_64__)
+void paged_attention_avx2(const PagedAttention& problem, u64 first, u64 last, float* scratch);
+#endif
+
+}  // namespace penstock::engine

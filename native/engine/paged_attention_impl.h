@@ -1,0 +1,250 @@
+// paged_attention_impl.h: the kernel of paged_attention.h: one pass over the keys and values of a KV head with a
+// running maximum and a running sum of the softmax (FlashAttention, Dao et al. 2022, arXiv:2205.14135), for all query
+// heads of the group at once, so that each tile is read from memory once.
+//
+// Included by one .cpp per instruction set, which defines PENSTOCK_KERNEL, the function's name, and PENSTOCK_LANES, the
+// floats in a vector register. Calls only built-in functions; paged_attention.h says why.
+#include "paged_attention.h"
+
+namespace penstock::engine {
+namespace {
+
+constexpr u64 LANES = PENSTOCK_LANES;
+typedef float Floats __attribute__((vector_size(4 * PENSTOCK_LANES)));
+typedef u32 Bits __attribute__((vector_size(4 * PENSTOCK_LANES)));
+constexpr float NO_SCORE = -__builtin_inff();
+
+inline Floats load(const float* at) {
+    Floats out;
+    __builtin_memcpy(&out, at, sizeof out);
+    return out;
+}
+inline void store(float* at, Floats vector) { __builtin_memcpy(at, &vector, sizeof vector); }
+
+// e^x for x <= 0, within 2 units in the last place; NaN stays NaN. x = n * ln 2 + r: 2^n goes into the exponent's bits,
+// e^r is the polynomial of Cephes' expf.
+inline Floats exp_nonpositive(Floats x) {
+    constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits of the sum
+    x = x < -87.0f ? Floats{} - 87.0f : x;
+    Floats n = x * 1.44269504f + ROUNDER;
+    Bits bits;
+    __builtin_memcpy(&bits, &n, sizeof bits);
+    bits = (bits + 127) << 23;
+    Floats power_of_two;
+    __builtin_memcpy(&power_of_two, &bits, sizeof power_of_two);
+    n -= ROUNDER;
+    Floats r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    Floats sum = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    sum = sum * r + 8.3334519073e-3f;
+    sum = sum * r + 4.1665795894e-2f;
+    sum = sum * r + 1.6666665459e-1f;
+    sum = sum * r + 5.0000001201e-1f;
+    return (sum * r * r + r + 1.0f) * power_of_two;
+}
+inline float exp_nonpositive(float x) { return exp_nonpositive(Floats{} + x)[0]; }
+
+#if defined(__clang__)
+#define PENSTOCK_SHUFFLE(left, right, ...) __builtin_shufflevector(left, right, __VA_ARGS__)
+#else
+#define PENSTOCK_SHUFFLE(left, right, ...) __builtin_shuffle(left, right, Bits{__VA_ARGS__})
+#endif
+
+// Returns the sum of each of LANES vectors, as one vector: a transposition with additions.
+inline Floats sum_each(const Floats* of) {
+#if PENSTOCK_LANES == 8
+    Floats pairs[4], fours[2];
+    for (u64 i = 0; i < 4; ++i)
+        pairs[i] = PENSTOCK_SHUFFLE(of[2 * i], of[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+                   PENSTOCK_SHUFFLE(of[2 * i], of[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    for (u64 i = 0; i < 2; ++i)
+        fours[i] = PENSTOCK_SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                   PENSTOCK_SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    return PENSTOCK_SHUFFLE(fours[0], fours[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+           PENSTOCK_SHUFFLE(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
+#else
+    Floats pairs[2];
+    for (u64 i = 0; i < 2; ++i)
+        pairs[i] = PENSTOCK_SHUFFLE(of[2 * i], of[2 * i + 1], 0, 4, 2, 6) +
+                   PENSTOCK_SHUFFLE(of[2 * i], of[2 * i + 1], 1, 5, 3, 7);
+    return PENSTOCK_SHUFFLE(pairs[0], pairs[1], 0, 1, 4, 5) + PENSTOCK_SHUFFLE(pairs[0], pairs[1], 2, 3, 6, 7);
+#endif
+}
+
+inline float sum_lanes(Floats vector) {
+    float sum = 0.0f;
+    for (u64 lane = 0; lane < LANES; ++lane) sum += vector[lane];
+    return sum;
+}
+
+// scores[i] = the dot product of the query and keys[i].
+inline void compute_scores(float* scores, const float* query, const float* const* keys, u64 count, u64 size) {
+    u64 whole = size - size % LANES, begin = 0;
+    for (; begin + LANES <= count; begin += LANES) {
+        Floats sums[LANES] = {};
+        for (u64 k = 0; k < whole; k += LANES) {
+            Floats part = load(query + k);
+            for (u64 i = 0; i < LANES; ++i) sums[i] += part * load(keys[begin + i] + k);
+        }
+        store(scores + begin, sum_each(sums));
+    }
+    for (u64 i = begin; i < count; ++i) {
+        Floats sum = {};
+        for (u64 k = 0; k < whole; k += LANES) sum += load(query + k) * load(keys[i] + k);
+        scores[i] = sum_lanes(sum);
+    }
+    if (whole != size)
+        for (u64 i = 0; i < count; ++i)
+            for (u64 k = whole; k < size; ++k) scores[i] += query[k] * keys[i][k];
+}
+
+// out[size] = out * rescale + the sum of weights[i] * values[i].
+inline void accumulate(float* out, float rescale, const float* weights, const float* const* values, u64 count,
+                       u64 size) {
+    u64 k = 0;
+    for (; k + 4 * LANES <= size; k += 4 * LANES) {
+        Floats sums[4];
+        for (u64 part = 0; part < 4; ++part) sums[part] = load(out + k + part * LANES) * rescale;
+        for (u64 i = 0; i < count; ++i)
+            for (u64 part = 0; part < 4; ++part) sums[part] += load(values[i] + k + part * LANES) * weights[i];
+        for (u64 part = 0; part < 4; ++part) store(out + k + part * LANES, sums[part]);
+    }
+    for (; k + LANES <= size; k += LANES) {
+        Floats sum = load(out + k) * rescale;
+        for (u64 i = 0; i < count; ++i) sum += load(values[i] + k) * weights[i];
+        store(out + k, sum);
+    }
+    for (; k < size; ++k) {
+        float sum = out[k] * rescale;
+        for (u64 i = 0; i < count; ++i) sum += values[i][k] * weights[i];
+        out[k] = sum;
+    }
+}
+
+inline u16 to_bfloat16(float number) {  // rounds to nearest, ties to even
+    u32 bits;
+    __builtin_memcpy(&bits, &number, sizeof bits);
+    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<u16>(bits >> 16 | 0x40);  // NaN stays NaN
+    return static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline float from_bfloat16(u16 number) {
+    u32 bits = u32{number} << 16;
+    float out;
+    __builtin_memcpy(&out, &bits, sizeof out);
+    return out;
+}
+inline void from_bfloat16(float* out, const u16* numbers, u64 count) {
+    for (u64 i = 0; i < count; ++i) out[i] = from_bfloat16(numbers[i]);
+}
+
+// Finds the keys (or values) of `count` positions of a KV head through the block table: rows[i] points into the cache,
+// or, of bfloat16, into the tile, which holds them as float32.
+inline void gather(const PagedAttention& p, const i32* table, const void* cache, u64 size, u64 kv_head, u64 position,
+                   u64 count, float* tile, const float** rows) {
+    u64 index = position / p.block_size, within = position % p.block_size, stride = p.num_kv_heads * size;
+    for (u64 i = 0; i < count; within = 0, ++index) {
+        u64 offset = ((static_cast<u64>(table[index]) * p.block_size + within) * p.num_kv_heads + kv_head) * size;
+        u64 until = count - i < p.block_size - within ? count : i + p.block_size - within;
+        for (; i < until; ++i, offset += stride) {
+            if (p.dtype == DType::float32) {
+                rows[i] = static_cast<const float*>(cache) + offset;
+            } else {
+                from_bfloat16(tile + i * size, static_cast<const u16*>(cache) + offset, size);
+                rows[i] = tile + i * size;
+            }
+        }
+    }
+}
+
+// The greatest of these scores and `max`.
+inline float find_max(const float* scores, u64 count, float max) {
+    u64 i = 0;
+    if (count >= LANES) {
+        Floats greatest = load(scores);
+        for (i = LANES; i + LANES <= count; i += LANES) {
+            Floats next = load(scores + i);
+            greatest = next > greatest ? next : greatest;
+        }
+        for (u64 lane = 0; lane < LANES; ++lane) max = greatest[lane] > max ? greatest[lane] : max;
+    }
+    for (; i < count; ++i) max = scores[i] > max ? scores[i] : max;
+    return max;
+}
+
+// Replaces each score by exp(score - max), and returns the sum of these.
+inline float exponentiate(float* scores, u64 count, float max) {
+    Floats sums = {};
+    u64 i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        Floats weights = exp_nonpositive(load(scores + i) - max);
+        store(scores + i, weights);
+        sums += weights;
+    }
+    float sum = sum_lanes(sums);
+    for (; i < count; ++i) sum += scores[i] = exp_nonpositive(scores[i] - max);
+    return sum;
+}
+
+// All query heads of one KV head of one sequence.
+void compute_pair(const PagedAttention& p, u64 seq, u64 kv_head, float* scratch) {
+    u64 num_heads = p.heads_per_kv_head(), first_head = kv_head * num_heads;
+    float* tile = scratch;
+    float* queries = tile + p.tile_size();                      // [num_heads, key_size], scaled
+    float* sums = queries + num_heads * p.key_size;             // [num_heads, value_size], of weights times values
+    float* scores = sums + num_heads * p.value_size;            // [num_heads, TILE]
+    float* maxima = scores + num_heads * PagedAttention::TILE;  // [num_heads], the greatest score so far
+    float* weights = maxima + num_heads;                        // [num_heads], the sum of exp(score - maximum) so far
+    const float* rows[PagedAttention::TILE];
+    const i32* table = p.block_tables + seq * p.table_width;
+
+    for (u64 i = 0; i < num_heads; ++i) {
+        i64 offset =
+            static_cast<i64>(seq) * p.query_seq_stride + static_cast<i64>(first_head + i) * p.query_head_stride;
+        float* query = queries + i * p.key_size;
+        if (p.dtype == DType::float32)
+            __builtin_memcpy(query, static_cast<const float*>(p.queries) + offset, p.key_size * sizeof(float));
+        else
+            from_bfloat16(query, static_cast<const u16*>(p.queries) + offset, p.key_size);
+        for (u64 k = 0; k < p.key_size; ++k) query[k] *= p.scale;
+        for (u64 k = 0; k < p.value_size; ++k) sums[i * p.value_size + k] = 0.0f;
+        maxima[i] = p.sinks == nullptr ? NO_SCORE : p.sinks[first_head + i];
+        weights[i] = p.sinks == nullptr ? 0.0f : 1.0f;
+    }
+    u64 end = static_cast<u64>(p.seq_lens[seq]);
+    for (u64 position = static_cast<u64>(p.first_positions[seq]); position < end; position += PagedAttention::TILE) {
+        u64 count = end - position < PagedAttention::TILE ? end - position : PagedAttention::TILE;
+        gather(p, table, p.keys, p.key_size, kv_head, position, count, tile, rows);
+        for (u64 i = 0; i < num_heads; ++i)
+            compute_scores(scores + i * PagedAttention::TILE, queries + i * p.key_size, rows, count, p.key_size);
+        gather(p, table, p.values, p.value_size, kv_head, position, count, tile, rows);
+        for (u64 i = 0; i < num_heads; ++i) {
+            float* head_scores = scores + i * PagedAttention::TILE;
+            if (p.softcap != 0.0f)
+                for (u64 j = 0; j < count; ++j)
+                    head_scores[j] = __builtin_tanhf(head_scores[j] / p.softcap) * p.softcap;
+            float max = find_max(head_scores, count, maxima[i]);
+            float rescale = exp_nonpositive(maxima[i] - max);  // what was summed up so far was relative to the old one
+            maxima[i] = max;
+            weights[i] = weights[i] * rescale + exponentiate(head_scores, count, max);
+            accumulate(sums + i * p.value_size, rescale, head_scores, rows, count, p.value_size);
+        }
+    }
+    for (u64 i = 0; i < num_heads; ++i) {
+        u64 offset = (seq * p.num_heads + first_head + i) * p.value_size;
+        for (u64 k = 0; k < p.value_size; ++k) {
+            float number = sums[i * p.value_size + k] / weights[i];
+            if (p.dtype == DType::float32)
+                static_cast<float*>(p.out)[offset + k] = number;
+            else
+                static_cast<u16*>(p.out)[offset + k] = to_bfloat16(number);
+        }
+    }
+}
+
+}  // namespace
+
+void PENSTOCK_KERNEL(const PagedAttention& problem, u64 first, u64 last, float* scratch) {
+    for (u64 pair = first; pair < last; ++pair)
+        compute_pair(problem, pair / problem.num_kv_heads, pair % problem.num_kv_heads, scratch);
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,115 @@
+"""
+The engine's native code: KV-cache blocks and their prefix hashes, and paged attention on CPUs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import numpy.typing
+
+
+def hash_blocks(root: bytes, token_ids: numpy.typing.NDArray[numpy.int32], block_size: int, extra: Sequence[bytes] = ()) -> bytes:
+    """
+    Returns `root` and the hash of each full block of these ids, 32 bytes each: SHA-256 of the parent's hash, the ids, and the block's `extra` keys.
+    """
+
+def count_tokens(counts: numpy.typing.NDArray[numpy.int32], limits: numpy.typing.NDArray[numpy.int32], stop_bits: numpy.typing.NDArray[numpy.uint8], slots: numpy.typing.NDArray[numpy.int64], token_ids: numpy.typing.NDArray[numpy.int32]) -> numpy.typing.NDArray[numpy.int64] | None:
+    """
+    Adds 1 to the count of each slot. Returns the rows whose slot has reached its limit, or whose token id may be a stop token: the bit that its low bits name is set. None: no row.
+    """
+
+class BlockCache:
+    """
+    The blocks of the KV cache by number. A block is in use, or cached (no references, and found by its hash), or empty. Every operation takes constant time per block.
+    """
+
+    def __init__(self, num_blocks: int) -> None: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_free(self) -> int:
+        """Cached and empty blocks: as many can be taken."""
+
+    def ref_count(self, block: int) -> int: ...
+
+    def match(self, hashes: bytes) -> numpy.typing.NDArray[numpy.int32]:
+        """
+        Returns the blocks with these hashes, up to the first hash that no block has, and adds a reference to each.
+        """
+
+    def take(self, count: int) -> numpy.typing.NDArray[numpy.int32] | None:
+        """
+        Takes `count` blocks with one reference each: empty blocks first, then the least recently used cached blocks, which lose their hash. None, and nothing is taken, if fewer are free.
+        """
+
+    def release(self, blocks: numpy.typing.NDArray[numpy.int32]) -> None:
+        """
+        Removes a reference from each, the last first: so the end of a prefix is evicted before its beginning, without which it cannot be found.
+        """
+
+    def publish(self, block: int, hash: bytes) -> None:
+        """
+        Makes a block in use findable by its hash, unless another block has that hash already.
+        """
+
+    def check(self) -> None:
+        """For tests: raises AssertionError where an invariant is broken."""
+
+class PrefixHasher:
+    """
+    Hashes the blocks of each slot's sequence as they fill, and publishes them in the cache once they are computed.
+    """
+
+    def __init__(self, cache: BlockCache, num_slots: int, block_size: int) -> None: ...
+
+    def add_sequence(self, slot: int, chain: bytes, tail: numpy.typing.NDArray[numpy.int32], extra: bytes = b'') -> None:
+        """
+        Puts a new sequence into the slot: the `chain` of its prompt by hash_blocks(), the `tail` of ids after its full blocks, and the `extra` keys of the block that the tail begins.
+        """
+
+    def allocate(self, slot: int, num_cached: int) -> None:
+        """
+        The sequence has been given blocks, also after a preemption; the first `num_cached` are published already.
+        """
+
+    def schedule(self, slot: int, step: int) -> None:
+        """Sets the step that first uses the blocks given by allocate()."""
+
+    def finish(self, slot: int) -> None:
+        """Ends the sequence: tokens that still arrive for it are ignored."""
+
+    def first_step(self, slot: int) -> int:
+        """
+        Returns the sequence's first step; 2^63 - 1 before it is scheduled and after its end.
+        """
+
+    def num_tokens(self, slot: int) -> int:
+        """
+        Returns how many tokens of the sequence are known, the prompt's included.
+        """
+
+    def hashes(self, slot: int) -> bytes:
+        """Returns the hashes of its full blocks."""
+
+    def publish(self, step: int, num_computed: numpy.typing.NDArray[numpy.int32], status: numpy.typing.NDArray[numpy.uint8], running: int, block_tables: numpy.typing.NDArray[numpy.int32]) -> None:
+        """
+        The step is done, and with it `num_computed` tokens of each slot: publishes the blocks that are full by it. Skips slots whose `status` is not `running`, and those that got their blocks after that step.
+        """
+
+    def append(self, step: int, slots: numpy.typing.NDArray[numpy.int64], token_ids: numpy.typing.NDArray[numpy.int32]) -> numpy.typing.NDArray[numpy.int64] | None:
+        """
+        Appends the id that the step sampled for each slot. Returns the rows whose sequence has not finished before; None: all of them.
+        """
+
+    def filled(self) -> list[tuple[int, int]]:
+        """
+        Returns (slot, tokens in its full blocks) of each sequence that has filled a block since the last call.
+        """
+
+def paged_attention(queries: numpy.typing.NDArray[Any], keys: numpy.typing.NDArray[Any], values: numpy.typing.NDArray[Any], out: numpy.typing.NDArray[Any], block_tables: numpy.typing.NDArray[numpy.int32], first_positions: numpy.typing.NDArray[numpy.int64], seq_lens: numpy.typing.NDArray[numpy.int64], block_size: int, scale: float, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, part: int = 0, num_parts: int = 1) -> None:
+    """
+    Writes to `out` [sequences, heads, value size] the attention of one query per sequence: `queries` [sequences, heads, key size] attend to `keys` and `values` [positions, KV heads, size] in the blocks of `block_tables` [sequences, width], from `first_positions` up to `seq_lens`. Arrays are of float32, or of uint16 with the bits of bfloat16. `softcap` bounds scores by tanh; `sinks` has a score without a value for each head. Computes one of `num_parts` parts of the work; the parts may run in threads. Raises ValueError for shapes that do not fit and for blocks that are not there.
+    """

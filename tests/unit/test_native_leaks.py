@@ -1,0 +1,70 @@
+"""What the native modules hold is gone when the interpreter ends: nanobind counts its objects then."""
+
+import os
+import subprocess
+import sys
+
+# Nothing is closed, and globals and a cycle hold all of it to the end.
+PROGRAM = """
+import numpy as np
+
+import penstock
+from penstock.engine._native import BlockCache, PrefixHasher
+
+store = penstock.Store.create(1 << 20)
+stored = store.put(bytes(32), {"pixels": np.ones((2, 3), np.float32), "sizes": [2, 3]})
+value = stored.value()
+making = store.make(bytes([1]) * 32, np.zeros(4, np.float32))
+being_made = making.value()
+pool = penstock.Pool.create(1 << 20)
+lease = pool.take(4096)
+view = memoryview(lease)
+ring = penstock.open_ring()
+sender, receiver = ring.sender(), ring.receiver()
+sender.send(b"x" * 1000)
+record = receiver.receive_view()
+hasher = PrefixHasher(BlockCache(4), 2, 4)
+
+
+class Cycle:
+    pass
+
+
+cycle = Cycle()
+cycle.held = [cycle, stored, value, being_made, lease, view, sender, receiver, record, hasher]
+"""
+
+DAEMON = """
+import threading
+
+import penstock
+
+pool, is_taken = penstock.Pool.create(1 << 20), threading.Event()
+
+
+def hold():
+    lease = pool.take(4096)
+    is_taken.set()
+    threading.Event().wait()
+
+
+threading.Thread(target=hold, daemon=True).start()
+is_taken.wait()
+"""
+
+
+def stderr_of(program: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_native_objects_are_freed_when_a_program_ends_without_closing_anything() -> None:
+    assert stderr_of(PROGRAM, PENSTOCK_LEAK_WARNINGS="1") == ""
+
+
+def test_leak_warnings_are_shown_when_asked_for_and_not_otherwise() -> None:
+    assert "leaked instance" in stderr_of(DAEMON, PENSTOCK_LEAK_WARNINGS="1")
+    assert stderr_of(DAEMON) == ""
