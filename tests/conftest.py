@@ -21,9 +21,12 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.imports import calls_core, imports_torch
+
 T = TypeVar("T")
 
 KINDS = ("unit", "property", "model", "stress", "crash", "faults", "e2e")
+PARTS = {"core": calls_core, "torch": imports_torch}
 LEFT_WITHIN = 2.0  # seconds that a process or a mapping may take to go after the test let go of it
 ONCE_PER_PROCESS = {"/proc/loadavg"}  # wait.h opens it at the first wait that would spin, and keeps it
 
@@ -36,6 +39,20 @@ def pytest_configure() -> None:
     # A shared machine makes any one example slow, and no test checks speed.
     settings.register_profile("penstock", deadline=None, print_blob=True)
     settings.load_profile("penstock")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    for name, what in (("--only", "collect"), ("--without", "leave out")):
+        parser.addoption(name, choices=list(PARTS), help=f"{what} the test modules that call the core, or import torch")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Before the module is imported, so that a process without torch stays without it."""
+    if not collection_path.match("test_*.py"):
+        return None
+    only, without = config.getoption("--only"), config.getoption("--without")
+    is_left_out = (only and not PARTS[only](collection_path)) or (without and PARTS[without](collection_path))
+    return True if is_left_out else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

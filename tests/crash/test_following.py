@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 import penstock
 from penstock import DecodeError
 from penstock.codec.follow import Change, Follower, Following, Leader, Leading, Lost, Picture
+from tests import tiers
 from tests.conftest import eventually
 from tests.crash.actors import Board, insist
 from tests.crash.replacing import Replacing
 from tests.crash.zygote import Zygote
 
-DEATHS = 600 if os.environ.get("PENSTOCK_FULL") == "1" else 40
 CELLS = 300
 
 
@@ -160,7 +160,7 @@ def test_whoever_is_there_in_the_end_has_the_state_of_the_leader(zygote: Zygote,
             play.must_live()
             return all(max(board.received(actor), board.sent(actor)) > 50 for actor, _ in play.cast.values())
 
-        for _ in range(DEATHS):
+        for _ in range(tiers.FOLLOWING_DEATHS):
             play.replace_one(chance, pause=0.05)
         eventually(flows, within=20)
         board.end()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from penstock._native import BlockCache, Growth, chain
+from tests import tiers
 from tests.property.plain_cache import PlainCache, PlainRow, hash_of
 
 ROWS, SIZE, BLOCKS, COLUMNS = 5, 4, 48, 16
@@ -169,7 +170,7 @@ class Both:
             its.told = its.full
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(tiers.GROWTH_SEEDS))
 def test_rows_fill_the_same_blocks_and_find_the_same_again_as_in_plain_python(seed: int) -> None:
     both = Both(seed)
     for _ in range(600):
