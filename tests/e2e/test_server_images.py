@@ -23,6 +23,7 @@ from penstock.engine.images import ImageLimits  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
 from tests.e2e.test_server import Served, served  # noqa: E402
 from tests.engine import START  # noqa: E402
+from tests.unit.models import families  # noqa: E402
 from tests.unit.sights import Sight  # noqa: E402
 from tests.unit.test_engine_encoded_image import scans_of_nothing  # noqa: E402
 from tests.unit.test_images import picture  # noqa: E402
@@ -224,7 +225,7 @@ SCENES = (
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "idefics3"])
+@pytest.mark.parametrize("name", families("llava", "qwen2_vl", "idefics3"))
 def test_on_one_tree(name: str, tmp_path: Path) -> None:
     """All scenes, as a tree takes seconds to start; its name stands above a failure."""
     sight = Sight(name, tmp_path)
