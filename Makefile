@@ -11,13 +11,14 @@ BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.
     $(sort $(dir $(wildcard src/penstock/*.py src/penstock/*/*.py src/penstock/*/*/*.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test bench check docs clean
+.PHONY: help serve demo test test-all bench check docs clean
 
 help:
 	@echo "make serve    install what the server needs, and serve the model that ships; ARGS='DIRECTORY' another"
 	@echo "make demo     install the library, and run examples/demo.py: the data plane alone"
 	@echo "make check    formatting, lint, types"
-	@echo "make test     every test; scripts/test KIND runs one kind"
+	@echo "make test     what a change must pass before a push, within 12 minutes on 2 cores; scripts/test KIND runs one kind"
+	@echo "make test-all everything, whole: also sanitizers, other architectures, wheels, every seed; before a release"
 	@echo "make bench    measure; NAME=channels says what, ARGS='…' how"
 	@echo "make docs     build the documentation into build/docs; scripts/docs serve shows it while it is written"
 	@echo "make clean    remove what was built and installed here"
@@ -30,6 +31,9 @@ demo: $(VENV)/stamp-store
 	@exec $(VENV)/bin/python examples/demo.py
 
 test: $(VENV)/stamp-dev
+	@scripts/test push $(ARGS)
+
+test-all: $(VENV)/stamp-dev
 	@scripts/test all $(ARGS)
 
 bench:

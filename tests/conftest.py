@@ -21,13 +21,17 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.imports import calls_core, imports_torch
+
 T = TypeVar("T")
 
 KINDS = ("unit", "property", "model", "stress", "crash", "faults", "e2e")
+PARTS = {"core": calls_core, "torch": imports_torch}
 LEFT_WITHIN = 2.0  # seconds that a process or a mapping may take to go after the test let go of it
 ONCE_PER_PROCESS = {"/proc/loadavg"}  # wait.h opens it at the first wait that would spin, and keeps it
 
 has_failed = pytest.StashKey[bool]()
+has_left_garbage = True  # when the next test begins; until the first one, whatever was imported has
 
 
 def pytest_configure() -> None:
@@ -36,6 +40,20 @@ def pytest_configure() -> None:
     # A shared machine makes any one example slow, and no test checks speed.
     settings.register_profile("penstock", deadline=None, print_blob=True)
     settings.load_profile("penstock")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    for name, what in (("--only", "collect"), ("--without", "leave out")):
+        parser.addoption(name, choices=list(PARTS), help=f"{what} the test modules that call the core, or import torch")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Before the module is imported, so that a process without torch stays without it."""
+    if not collection_path.match("test_*.py"):
+        return None
+    only, without = config.getoption("--only"), config.getoption("--without")
+    is_left_out = (only and not PARTS[only](collection_path)) or (without and PARTS[without](collection_path))
+    return True if is_left_out else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -166,16 +184,32 @@ def warmed_up() -> None:
         end.close()
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left_behind(warmed_up: None, request: pytest.FixtureRequest) -> Iterator[None]:
-    gc.collect()
+@contextlib.contextmanager
+def must_leave_nothing(has_ended_well: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Garbage is collected when something is left, and before a test only when the one before it may have left some.
+
+    A test that passed has left nothing that was not there before it. A failed one has: its traceback holds the frames,
+    and they hold what they made, until the next test begins.
+    """
+    global has_left_garbage
+    if has_left_garbage:
+        gc.collect()
+        has_left_garbage = False
     before = belongings()
     yield
-    if request.node.stash.get(has_failed, False):
-        return  # its traceback still holds the frames, and they hold what they made
+    if not has_ended_well():
+        has_left_garbage = True
+        return
     deadline = time.monotonic() + LEFT_WITHIN
     while left := belongings() - before:
         if time.monotonic() >= deadline:
+            has_left_garbage = True
             pytest.fail("left behind: " + "; ".join(f"{count} x {what}" for what, count in sorted(left.items())))
         gc.collect()
         time.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(warmed_up: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    with must_leave_nothing(lambda: not request.node.stash.get(has_failed, False)):
+        yield

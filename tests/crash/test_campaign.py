@@ -1,23 +1,21 @@
 """Deaths at random moments and at random points, many of them, in scenes that go on all the while.
 
-PENSTOCK_FULL=1 makes it 10,000 deaths.
+PENSTOCK_TIER=soak makes it 10,000 deaths.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import time
 
 import pytest
 
+from tests import tiers
 from tests.crash import actors
 from tests.crash.scenes import Cast, Scene
 from tests.crash.test_points import ONCE, REACHED, REAPER
 from tests.crash.zygote import Zygote
 
-IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
-DEATHS = 10_000 if IS_FULL else 1200
 DEATHS_PER_SCENE = 40
 
 
@@ -61,15 +59,15 @@ def bury_all(scene: Scene, chance: random.Random, is_over: bool = False) -> int:
     return buried
 
 
-@pytest.mark.timeout(7200 if IS_FULL else 240)
+@pytest.mark.timeout(tiers.limit(240, soak=7200))
 @pytest.mark.parametrize("style", ["ring", "broadcast", "inbox", "pool"])
 def test_whoever_dies_whenever_the_others_lose_nothing(zygote: Zygote, seed: int, style: str) -> None:
     chance = random.Random(f"{seed} {style}")
     deaths = records = 0
-    while deaths < DEATHS // 4:
+    while deaths < tiers.CAMPAIGN_DEATHS // 4:
         with Scene(zygote, style, pause=chance.choice((0.0, 0.0002, 0.001))) as scene:
             scene.fill()
-            until = min(deaths + DEATHS_PER_SCENE, DEATHS // 4)
+            until = min(deaths + DEATHS_PER_SCENE, tiers.CAMPAIGN_DEATHS // 4)
             while deaths < until:
                 victim = next_victim(scene, chance)
                 scene.bury(victim)

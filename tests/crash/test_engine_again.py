@@ -53,6 +53,8 @@ def ask_for_ever(tree: Tree, me: Member) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
         async with Client(tree, me) as client:
             params = SamplingParams(max_tokens=30, ignore_eos=True)
+            while Board(tree.board).row(0)[Board.SERVING] == 0:  # the first server may begin before its group
+                await asyncio.sleep(0.01)
             while not is_over.is_set():
                 styles = [(Style.COMPLETION, b'{"id":"1"'), None] * 2
                 streams = [

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import random
 import signal
 import time
@@ -14,9 +13,9 @@ from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import Board
 from penstock.engine.protocol.messages import SamplingParams
+from tests import tiers
 from tests.support.engine import PATIENCE, START, Running, prompt, running, told
 
-SECONDS = 60.0 if os.environ.get("PENSTOCK_FULL") == "1" else 5.0
 TOKENS = 60
 ASKING = 12  # tasks, each with one request after the other
 STEP_TIMEOUT = 2.0
@@ -88,7 +87,7 @@ class Storm:
 
     async def rage(self) -> None:
         asking = [asyncio.ensure_future(self.ask()) for _ in range(ASKING)]
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + tiers.STORM_SECONDS
         while time.monotonic() < deadline:
             await self.strike()
             for task in asking:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import pytest
 
 from penstock import _native
+from tests import tiers
 from tests.conftest import eventually
 from tests.crash import actors, keepers
 from tests.crash.scenes import TOLD_WITHIN, TOLD_WITHIN_WHEN_BUSY, is_busy
 from tests.crash.zygote import Child, Zygote
 
-IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
-DEATHS = 2000 if IS_FULL else 150
 POINTS = sorted(keepers.POINTS | {"block.locked", "pool.locked", "pool.live", "pool.inserted", "release.last"})
 
 
@@ -110,13 +108,13 @@ def test_whoever_dies_at_a_point_leaves_the_store_whole(zygote: Zygote, point: s
         scene.finish()
 
 
-@pytest.mark.timeout(1800 if IS_FULL else 120)
+@pytest.mark.timeout(tiers.limit(120, soak=1800))
 def test_whoever_dies_whenever_the_others_go_on_and_find_what_belongs_to_each_key(zygote: Zygote, seed: int) -> None:
     chance = random.Random(seed)
     with Store(zygote) as scene:
         for _ in range(4):
             scene.add(keepers.keeper)
-        for death in range(DEATHS):
+        for death in range(tiers.STORE_DEATHS):
             victim = chance.choice(scene.cast)
             deadline = time.monotonic() + chance.random() * 0.02
             while victim.is_alive() and time.monotonic() < deadline:
@@ -126,7 +124,7 @@ def test_whoever_dies_whenever_the_others_go_on_and_find_what_belongs_to_each_ke
             victim.gone_at()
             victim.heard()
             scene.cast.remove(victim)
-            point = chance.choice(POINTS) if chance.random() < 0.5 and death < DEATHS - 20 else ""
+            point = chance.choice(POINTS) if chance.random() < 0.5 and death < tiers.STORE_DEATHS - 20 else ""
             scene.add(keepers.keeper, point=point, countdown=chance.randint(1, 30))
         for child in list(scene.cast):  # those who still have a point of their own
             child.hear("ready")

@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import penstock
+from tests import tiers
 from tests.conftest import eventually
 from tests.crash.actors import Board, insist
 from tests.crash.replacing import Replacing
 from tests.crash.zygote import Zygote
-
-DEATHS = 1000 if os.environ.get("PENSTOCK_FULL") == "1" else 60
 
 
 class Settings(msgspec.Struct, array_like=True, frozen=True):
@@ -102,7 +101,7 @@ def test_who_follows_one_that_was_killed_can_read_what_it_gets(zygote: Zygote, s
             play.must_live()
             return all(board.received(actor) > least for part, (actor, _) in play.cast.items() if part != "sender 0")
 
-        for _ in range(DEATHS):
+        for _ in range(tiers.MESSAGES_DEATHS):
             play.replace_one(chance, pause=0.03)
             if chance.random() < 0.1:
                 eventually(lambda: flows(0), within=20)

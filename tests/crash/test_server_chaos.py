@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import random
 import signal
 from collections import Counter
@@ -18,12 +17,11 @@ pytest.importorskip("uvicorn")
 from penstock.engine.cluster.process import Child
 from penstock.engine.cluster.status_board import Board
 from penstock.server.status.counters import Row
+from tests import tiers
 from tests.e2e.test_server import Served, served
 from tests.support.engine import START, told
 from tests.support.serving import ANSWERED_WITHIN, LIMITS, SHAPE, Asked, Load, Question, must_be_as_before
 
-IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
-SECONDS = 60.0 if IS_FULL else 12.0
 STEP_TIMEOUT = 2.0  # seconds; who is stopped for longer is killed
 MODEL_START = 240.0  # seconds; eight processes import torch
 MODEL_WITHIN = 120.0  # seconds; until it has answered, while they do
@@ -84,7 +82,7 @@ class Chaos:
 
     async def rage(self) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + SECONDS
+        deadline = loop.time() + tiers.CHAOS_SECONDS
         async with self.load.running() as load:
             while loop.time() < deadline or len(self.blows) < 2 * len(KINDS):
                 for kind in self.chance.sample(KINDS, len(KINDS)):
@@ -121,7 +119,7 @@ async def in_chaos(
     chaos.judge()
 
 
-@pytest.mark.timeout(SECONDS + 240)
+@pytest.mark.timeout(tiers.CHAOS_SECONDS + 240)
 def test_a_served_tree_answers_whomever_no_blow_concerns_and_tells_the_others(seed: int) -> None:
     async def scene() -> None:
         async with served(LIMITS, simulated=told(step_seconds=0.003), step_timeout=STEP_TIMEOUT, **SHAPE) as tree:
@@ -130,8 +128,8 @@ def test_a_served_tree_answers_whomever_no_blow_concerns_and_tells_the_others(se
     asyncio.run(scene())
 
 
-@pytest.mark.skipif(not IS_FULL, reason="PENSTOCK_FULL=1: a model takes seconds to come again")
-@pytest.mark.timeout(SECONDS + 1500)
+@tiers.needs_soak  # a model takes seconds to come again
+@pytest.mark.timeout(tiers.CHAOS_SECONDS + 1500)
 def test_so_does_one_with_a_model(seed: int, tmp_path: Path) -> None:
     from tests.e2e.test_server_models import save_tokenizer
     from tests.support.models import made

@@ -1,12 +1,11 @@
 """Servers, cores and workers are killed while images travel between them, and whoever is left holds nothing.
 
-PENSTOCK_FULL=1 makes it 10^5 aborted requests and 400 deaths.
+PENSTOCK_TIER=soak makes it 10^5 aborted requests and 400 deaths.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import time
 from collections import Counter
@@ -15,15 +14,13 @@ import pytest
 
 import penstock
 from penstock import Store
+from tests import tiers
 from tests.conftest import eventually
 from tests.crash import carriers
 from tests.crash.actors import WATCHDOG, Board
 from tests.crash.carriers import ANSWERED, ASKED, CORES, PARTS, SERVERS, WORKERS, Role
 from tests.crash.replacing import Replacing
 from tests.crash.zygote import Zygote
-
-IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
-ABORTS, DEATHS = (100_000, 400) if IS_FULL else (1000, 8)
 
 
 class Play(Replacing):
@@ -62,7 +59,7 @@ def must_be_held_by_nobody(store: Store) -> None:
         time.sleep(0.002)
 
 
-@pytest.mark.timeout(3600 if IS_FULL else 180)
+@pytest.mark.timeout(tiers.limit(180, soak=3600))
 def test_requests_end_at_every_stage_and_processes_die_and_nothing_stays_held(zygote: Zygote, seed: int) -> None:
     """M servers, D cores of N workers each, one store."""
     chance = random.Random(seed)
@@ -84,8 +81,8 @@ def test_requests_end_at_every_stage_and_processes_die_and_nothing_stays_held(zy
         tickets = [tuple(str(one.ticket) for one in some) for some in (inboxes, steps, answers)]
         play = Play(zygote, (str(board.segment.ticket), str(store.ticket), *tickets))
         stack.callback(play.close)
-        for death in range(1, DEATHS + 1):
-            while play.counts(board)["aborted"] < ABORTS * death // DEATHS:
+        for death in range(1, tiers.TRANSPORT_DEATHS + 1):
+            while play.counts(board)["aborted"] < tiers.TRANSPORT_ABORTS * death // tiers.TRANSPORT_DEATHS:
                 play.must_live()
                 time.sleep(0.002)
             play.replace_one(chance, pause=0.02)

@@ -16,11 +16,11 @@ import pytest
 
 import penstock
 from penstock import _native
+from tests import tiers
 from tests.conftest import eventually
 from tests.crash.scenes import TOLD_WITHIN, TOLD_WITHIN_WHEN_BUSY, is_busy
 from tests.crash.zygote import Zygote
 
-TREES = 100
 BLOCK_NBYTES = 8 << 20
 
 
@@ -54,11 +54,11 @@ def tree(talk: Connection, depth: int = 2) -> None:
         sender.send(bytes(100_000))
 
 
-def test_a_tree_that_is_killed_a_hundred_times_leaves_nothing(zygote: Zygote) -> None:
+def test_a_tree_that_is_killed_again_and_again_leaves_nothing(zygote: Zygote) -> None:
     places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     before = [set(os.listdir(place)) for place in places]
     memory = shared_nbytes()
-    for _ in range(TREES):
+    for _ in range(tiers.TREE_DEATHS):
         child = zygote.child(tree)
         descendants = [child.hear("child")[1] for _ in range(3)]
         os.killpg(child.pid, signal.SIGKILL)

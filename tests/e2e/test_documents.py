@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.conftest import eventually
 from tests.support.documents import EXAMPLES, PAGES, ROOT, environment, sessions
 
@@ -71,6 +72,7 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
+@tiers.needs_all
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", sessions(), ids=lambda page: page.stem)
 def test_the_shell_of_a_page_does_what_it_shows(page: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Every way through the engine leads to the same answers, ends and counts: a tiny real model, token for token."""
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,16 @@ from penstock.engine.client.stream import EngineError  # noqa: E402
 from penstock.engine.cluster.status_board import Board  # noqa: E402
 from penstock.engine.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
-from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
+from penstock.engine.protocol.messages import (
+    FinishReason,
+    SamplingParams,
+)
+from tests import tiers  # noqa: E402
 from tests.support.engine import START  # noqa: E402
-from tests.support.models import VOCABULARY, made  # noqa: E402
+from tests.support.models import (
+    VOCABULARY,
+    made,
+)
 
 WAYS = [  # overlap, output processors, ranks, prefix cache
     (overlap, outputs, ranks, caching)
@@ -93,9 +99,7 @@ class Expected:
 
 
 @pytest.mark.timeout(6 * START)
-@pytest.mark.parametrize(
-    ("overlap", "outputs", "ranks", "caching"), WAYS if os.environ.get("PENSTOCK_FULL") == "1" else FEW
-)
+@pytest.mark.parametrize(("overlap", "outputs", "ranks", "caching"), FEW if tiers.TIER == "push" else WAYS)
 def test_every_way_leads_to_the_same_answers_ends_and_counts(
     overlap: bool, outputs: int, ranks: int, caching: bool, tmp_path: Path
 ) -> None:

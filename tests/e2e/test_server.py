@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -426,21 +426,36 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     a_client_that_does_not_read_holds_up_nobody_and_loses_its_answer,
     tokens_of_a_text_and_of_messages,
     health_and_metrics_tell_of_all_processes,
-    a_server_that_dies_comes_again_and_the_other_one_answers,
 )
 
 
-@pytest.mark.parametrize("outputs", [1, 0])
-def test_on_one_tree(outputs: int) -> None:
-    """All scenes, as a tree takes seconds to start; its name stands above a failure."""
+@pytest.fixture(scope="module")
+def shared(request: pytest.FixtureRequest, warmed_up: None) -> Iterator[Any]:
+    """A tree with so many output processors."""
+    from tests.shared_tree import shared_tree  # which imports this module
 
-    async def all_scenes() -> None:
-        async with served(output_processors=outputs) as tree:
-            for scene in SCENES if outputs else SCENES[:6]:
-                print(scene.__name__, flush=True)
-                await asyncio.wait_for(scene(tree), 30)
+    with shared_tree(served(output_processors=request.param)) as shared:
+        yield shared
 
-    asyncio.run(all_scenes())
+
+@pytest.mark.parametrize("shared", [1], indirect=True, ids=["1 output"])
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_a_served_tree(shared: Any, scene: Callable[[Served], Any]) -> None:
+    shared.play(scene)
+
+
+@pytest.mark.parametrize("shared", [0], indirect=True, ids=["no output"])
+@pytest.mark.parametrize("scene", SCENES[:6], ids=lambda scene: scene.__name__)
+def test_a_served_tree_whose_core_makes_text(shared: Any, scene: Callable[[Served], Any]) -> None:
+    shared.play(scene)
+
+
+def test_a_server_that_dies_comes_again_and_the_other_one_answers() -> None:
+    async def scene() -> None:
+        async with served() as tree:
+            await asyncio.wait_for(a_server_that_dies_comes_again_and_the_other_one_answers(tree), 60)
+
+    asyncio.run(scene())
 
 
 def test_sigterm_ends_the_command_when_what_is_open_is_answered() -> None:

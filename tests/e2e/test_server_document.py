@@ -1,7 +1,6 @@
 """The server against its own OpenAPI document: schemathesis asks what the document allows and what it does not."""
 
 import asyncio
-import os
 import re
 import sys
 from pathlib import Path
@@ -14,12 +13,11 @@ pytest.importorskip("schemathesis")
 pytest.importorskip("openai")
 
 from penstock.server.chat import response_schema
+from tests import tiers
 from tests.e2e.test_server import KEY, Served, served
 from tests.support.engine import told
 
-IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
-EXAMPLES = 1000 if IS_FULL else 15  # of each route, besides what covers its document; no time ends it early
-SECONDS = 3600 if IS_FULL else 300  # then it hangs: ten times what it takes on a machine at rest
+SECONDS = tiers.limit(300, soak=3600)  # then it hangs: ten times what it takes on a machine at rest
 # What a document cannot say is refused too: a prompt that is too long, another model's name.
 BEYOND_THE_DOCUMENT = "positive_data_acceptance"
 
@@ -60,6 +58,7 @@ def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document
     asyncio.run(scene())
 
 
+@tiers.needs_all
 @pytest.mark.timeout(SECONDS)
 def test_what_the_server_answers_is_what_its_document_says(seed: int, tmp_path: Path) -> None:
     async def scene() -> None:
@@ -70,7 +69,7 @@ def test_what_the_server_answers_is_what_its_document_says(seed: int, tmp_path: 
                 *(str(Path(sys.executable).with_name("schemathesis")), "run"),
                 *(f"http://127.0.0.1:{tree.port}/openapi.json", "--header", f"Authorization: Bearer {KEY}"),
                 *("--phases", "coverage,fuzzing", "--exclude-checks", BEYOND_THE_DOCUMENT, "--seed", str(seed)),
-                *("--max-examples", str(EXAMPLES), "--request-timeout", "20"),
+                *("--max-examples", str(tiers.SCHEMA_EXAMPLES), "--request-timeout", "20"),
                 # Two of its threads at a time in `ast.parse` are a SystemError of CPython 3.11.
                 *("--workers", "1", "--output-truncate", "true", "--warnings", "off"),
                 stdout=asyncio.subprocess.PIPE,

@@ -5,7 +5,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ pytest.importorskip("uvicorn")
 from penstock.engine.cluster.status_board import Board
 from penstock.server.http.connection import MOST_THROWN_NBYTES
 from tests.e2e.test_server import AUTHORIZED, KEY, MOST_BODY, MOST_OPEN, Served, posted, served
+from tests.shared_tree import Scene, SharedTree, shared_tree
 
 PATIENCE = 1.0  # of the server, as `served` says
 WITHIN = 5.0  # seconds; until somebody who waits no longer than PATIENCE has said so, on a busy machine
@@ -456,25 +457,6 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
 )
 
 
-def test_on_one_tree() -> None:
-    """All scenes, as a tree takes seconds to start; its name stands above a failure."""
-
-    async def all_scenes() -> None:
-        async with served() as tree:
-            servers = {child.pid for child in tree.children() if child.member.kind == "server"}
-            for scene in SCENES:
-                print(scene.__name__, flush=True)
-                await asyncio.wait_for(scene(tree), 30)
-                done = await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=3)
-                assert done.choices[0].text == tree.answer("hello", 3)
-            await tree.must_be_empty()
-            assert await tree.total("penstock_open_requests") == 0
-            assert await tree.total("penstock_requests_total", 'status="500"') == 0
-            assert servers == {child.pid for child in tree.children() if child.member.kind == "server"}
-
-    asyncio.run(all_scenes())
-
-
 def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
     def asked(origin: str, method: str = "GET") -> bytes:
         head = f"{method} /v1/models HTTP/1.1\r\nhost: x\r\norigin: {origin}\r\n"
@@ -497,3 +479,26 @@ def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
             assert "access-control-allow-origin" not in (await answer(tree, asked("https://a.example"))).headers
 
     asyncio.run(scene())
+
+
+# ── on one tree; last, as its tree lives until the module ends ───────────────────────────────────────────────────────
+@pytest.fixture(scope="module")
+def shared(warmed_up: None) -> Iterator[SharedTree]:
+    with shared_tree(served()) as shared:
+        yield shared
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_a_served_tree(shared: SharedTree, scene: Scene) -> None:
+    """And then it answers as before, with the same processes, holds nothing, and was never at fault."""
+    servers = {child.pid for child in shared.tree.children() if child.member.kind == "server"}
+
+    async def is_as_before(tree: Served) -> None:
+        done = await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=3)
+        assert done.choices[0].text == tree.answer("hello", 3)
+        await tree.must_be_empty()
+        assert await tree.total("penstock_open_requests") == 0
+        assert await tree.total("penstock_requests_total", 'status="500"') == 0
+        assert servers == {child.pid for child in tree.children() if child.member.kind == "server"}
+
+    shared.play(scene, is_as_before)

@@ -23,11 +23,21 @@ from penstock.engine.cluster.status_board import Board  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
 from tests.e2e.test_server import Served, served  # noqa: E402
 from tests.support.engine import START  # noqa: E402
+from tests.support.models import families  # noqa: E402
 from tests.support.sights import Sight  # noqa: E402
 from tests.unit.engine.client.test_encoded_image import scans_of_nothing  # noqa: E402
 from tests.unit.engine.client.test_image_processor import picture  # noqa: E402
-from tests.unit.server.images.test_image_fetcher import Elsewhere, bare, whole  # noqa: E402
-from tests.unit.server.images.test_image_prompts import named, part, plain, text  # noqa: E402
+from tests.unit.server.images.test_image_fetcher import (
+    Elsewhere,
+    bare,
+    whole,
+)
+from tests.unit.server.images.test_image_prompts import (
+    named,
+    part,
+    plain,
+    text,
+)
 
 COUNT = 10
 SIZES = {
@@ -231,7 +241,7 @@ SCENES = (
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "idefics3"])
+@pytest.mark.parametrize("name", families("llava", "qwen2_vl", "idefics3"))
 def test_on_one_tree(name: str, tmp_path: Path) -> None:
     """All scenes, as a tree takes seconds to start; its name stands above a failure."""
     sight = Sight(name, tmp_path)

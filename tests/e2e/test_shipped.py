@@ -19,6 +19,7 @@ pytest.importorskip("uvicorn")
 from PIL import Image  # noqa: E402
 
 from penstock.engine.protocol.config import SHIPPED  # noqa: E402
+from tests import tiers  # noqa: E402
 from tests.e2e.test_generate import generate  # noqa: E402
 from tests.support.command import serving  # noqa: E402
 from tests.unit.server.images.test_image_prompts import part  # noqa: E402
@@ -67,7 +68,13 @@ def test_it_fits_into_eight_megabytes_of_stock_files() -> None:
     assert not [name for name in files if name.endswith((".py", ".bin", ".pt", ".pkl"))]  # nothing that is run
 
 
-@pytest.mark.parametrize("options", [(), ("-tp", "2", "--api-server-count", "2")], ids=["alone", "many"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="alone", marks=tiers.needs_all),
+        pytest.param(("-tp", "2", "--api-server-count", "2"), id="many"),
+    ],
+)
 def test_it_says_what_is_in_pictures_that_it_has_never_seen(options: tuple[str, ...]) -> None:
     rng = np.random.default_rng([SEED, len(options)])
     scenes = [scene(rng) for _ in range(PICTURES)]

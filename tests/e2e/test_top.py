@@ -10,7 +10,7 @@ import signal
 import struct
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -24,6 +24,7 @@ pytest.importorskip("uvicorn")
 from penstock.engine.cluster.status_board import Board
 from penstock.server.status.snapshot_rates import Seen
 from tests.e2e.test_server import KEY, Served, served
+from tests.shared_tree import Scene, SharedTree, shared_tree
 from tests.support.engine import told
 
 PROMPT, MOST = "hello there", 40
@@ -201,23 +202,20 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     a_picture_is_kept_and_fetches_nothing,
     without_the_key_there_is_nothing_to_see,
     many_that_look_are_told_of_the_same_moment,
-    a_process_that_is_stopped_is_shown_as_stopped,
-    a_worker_that_is_killed_shows_as_restarted,
 )
 
 
-@pytest.mark.timeout(400)  # a dozen commands, each of which starts an interpreter
-def test_of_one_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All scenes, as a tree takes seconds to start; its name stands above a failure."""
-    monkeypatch.setenv("TMP_OF_TEST", str(tmp_path))
+def watched() -> Any:
+    return served(simulated=told(step_seconds=STEP), max_model_len=LONG + 1000)
 
-    async def all_scenes() -> None:
-        async with served(simulated=told(step_seconds=STEP), max_model_len=LONG + 1000) as tree:
-            for scene in SCENES:
-                print(scene.__name__, flush=True)
-                await asyncio.wait_for(scene(tree), 120)
 
-    asyncio.run(all_scenes())
+def test_a_process_that_is_stopped_is_shown_as_stopped_and_one_that_is_killed_as_restarted() -> None:
+    async def scenes() -> None:
+        async with watched() as tree:
+            await asyncio.wait_for(a_process_that_is_stopped_is_shown_as_stopped(tree), 60)
+            await asyncio.wait_for(a_worker_that_is_killed_shows_as_restarted(tree), 60)
+
+    asyncio.run(scenes())
 
 
 def test_a_view_that_runs_tells_that_its_server_is_gone_and_shows_the_next_one_at_its_address() -> None:
@@ -257,3 +255,18 @@ def test_a_view_that_runs_tells_that_its_server_is_gone_and_shows_the_next_one_a
                 await one.communicate()
 
     asyncio.run(one_after_the_other())
+
+
+# ── on one tree; last, as its tree lives until the module ends ───────────────────────────────────────────────────────
+@pytest.fixture(scope="module")
+def shared(warmed_up: None) -> Iterator[SharedTree]:
+    with shared_tree(watched()) as shared:
+        yield shared
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_a_served_tree_is_seen(
+    shared: SharedTree, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMP_OF_TEST", str(tmp_path))
+    shared.play(scene, within=60)

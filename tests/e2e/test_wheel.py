@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.support.documents import ROOT
 
 TOP = {
@@ -103,6 +104,7 @@ def test_what_is_compiled_for_some_processors_has_nothing_that_a_linker_could_ta
     assert "paged_attention_avx2" in shown
 
 
+@tiers.needs_all
 def test_the_wheel_installs_into_an_empty_environment_and_works_there(wheel: Path, tmp_path: Path) -> None:
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     assert f"-{tag}-{tag}-linux_" in wheel.name, wheel.name

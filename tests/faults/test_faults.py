@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.faults.fault_campaign import ROOT, Campaign, Case, run
 from tests.faults.interposer import CORE, ERRORS, PYTHON, Fault, build
 
-CASES, ALL_CASES = 500, 20_000
 REPEAT = "python -m tests.faults.fault_campaign --case NAME repeats one of them"
-IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
 # What the core calls wherever it runs. A call that the table of errors lacks has to be looked up first.
 MADE = set(
     "pidfd_open openat read write close mmap ftruncate fallocate fchmod fcntl futex_wait futex_wake epoll_create1 "
@@ -36,9 +35,9 @@ def campaign(library: Path) -> Iterator[Campaign]:
         yield campaign
 
 
-@pytest.mark.timeout(6 * 3600 if IS_FULL else 300)
+@pytest.mark.timeout(tiers.limit(300, soak=6 * 3600))
 def test_every_invariant_holds_when_a_system_call_fails(library: Path, seed: int) -> None:
-    tally = run(library, seed, ALL_CASES if IS_FULL else CASES)
+    tally = run(library, seed, tiers.FAULTS_CASES)
     print("\n".join(tally.lines()))
     assert not tally.broken, "\n".join(
         [*tally.lines(), "python -m tests.faults.fault_campaign --case NAME repeats one"]

@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 
 import penstock
 from penstock import EndOfChannel, Lease, MemoryExhausted, Receiver, Sender, WouldBlock
+from tests import tiers
 
 CAPACITY = 4096
 INLINE = 512
@@ -193,8 +194,8 @@ class Inbox(Channels):
         self.senders[lane] = self.channel.sender(lane)
 
 
-def check(machine: Callable[[], RuleBasedStateMachine], examples: int = 500) -> None:
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=50))
+def check(machine: Callable[[], RuleBasedStateMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(max_examples=tiers.CHANNELS_EXAMPLES, stateful_step_count=50))
 
 
 def test_a_ring_is_a_list() -> None:

@@ -6,13 +6,14 @@ import pytest
 
 from penstock.engine.protocol.batch_state import PREEMPTED
 from penstock.engine.protocol.messages import FinishReason
+from tests import tiers
 from tests.property.speaking import KEY, Sample, Speaking, random_sample
 
 STEPS = 300
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(tiers.OUTPUTS_SEEDS))
 def test_every_sample_says_what_it_would_say_alone_and_ends_once(seed: int, depth: int) -> None:
     chance = random.Random(1000 * depth + seed)
     engine = Speaking(depth=depth)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock import ClosedError, Lease, MemoryExhausted, Pool, Ref, StaleRef
+from tests import tiers
 
 NBYTES = 8192
 PEERS = 4
@@ -210,4 +211,4 @@ class PoolMachine(RuleBasedStateMachine):
 def test_a_pool_is_a_dict_of_blocks() -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
-    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=400, stateful_step_count=50))
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=tiers.POOL_EXAMPLES, stateful_step_count=50))

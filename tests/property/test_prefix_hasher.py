@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.engine._native import BlockCache, PrefixHasher, hash_blocks
+from tests import tiers
 from tests.property.plain_cache import PlainCache, PlainSequence, hash_of
 
 SLOTS, SIZE, BLOCKS, COLUMNS = 5, 4, 48, 16
@@ -171,7 +172,7 @@ class Both:
             sequence.reported = sequence.full
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(tiers.GROWTH_SEEDS))
 def test_prefix_hasher_fills_and_finds_the_same_blocks_as_plain_python(seed: int) -> None:
     both = Both(seed)
     for _ in range(600):

@@ -4,6 +4,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.output.detokenizer import Text, Vocabulary
+from tests import tiers
 
 LETTERS = st.text("abé€", min_size=0, max_size=24)
 STOPS = st.lists(st.text("abé€", min_size=1, max_size=5), min_size=0, max_size=4, unique=True)
@@ -19,7 +20,7 @@ def plainly(text: str, free: int, stops: list[str], includes: bool) -> tuple[str
     return text, None
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=tiers.STOPS_EXAMPLES, deadline=None)
 @given(LETTERS, st.lists(st.integers(1, 9), max_size=40), STOPS, st.booleans(), st.integers(0, 6))
 @example("aab", [1, 1, 1], ["aab", "ab"], False, 0)
 def test_a_text_ends_where_the_plainest_search_ends_it_however_it_is_cut(

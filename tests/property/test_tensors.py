@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from penstock import Pool
 from penstock.tensor import TensorRef, Tensors, plan, read
 from penstock.tensor.kinds import KINDS
+from tests import tiers
 
 NUMPY = [kind.numpy for kind in KINDS if kind.numpy is not None]
 
@@ -45,7 +46,7 @@ def same(found: NDArray[Any], given: NDArray[Any]) -> bool:
     return (found.dtype, found.shape, found.tobytes()) == (native.dtype, native.shape, native.tobytes())
 
 
-@settings(max_examples=300)
+@settings(max_examples=tiers.TENSORS_EXAMPLES)
 @given(view=views(), inline_nbytes=st.sampled_from((0, 64, 1 << 20)), as_torch=st.booleans())
 def test_what_comes_out_is_what_a_copy_would_be(view: NDArray[Any], inline_nbytes: int, as_torch: bool) -> None:
     with Pool.create(1 << 17) as pool:
@@ -92,7 +93,7 @@ def alike(found: Any, given: Any) -> bool:
     return bool(found == given)
 
 
-@settings(max_examples=200)
+@settings(max_examples=tiers.TENSORS_EXAMPLES)
 @given(tree=trees)
 def test_a_tree_comes_back_as_it_was(tree: Any) -> None:
     planned = plan(tree)

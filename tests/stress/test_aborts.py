@@ -1,7 +1,6 @@
 """Aborts in every state of a request, by the thousand: nothing is left of them in the core, the output, the client."""
 
 import asyncio
-import os
 import random
 import time
 
@@ -10,9 +9,9 @@ import pytest
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.protocol.messages import SamplingParams, Style
+from tests import tiers
 from tests.support.engine import PATIENCE, answered, prompt, running, told
 
-ABORTS = 10_000 if os.environ.get("PENSTOCK_FULL") == "1" else 1_000
 AT_ONCE = 200
 
 
@@ -53,8 +52,8 @@ def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: 
                     async with turns:
                         await asyncio.wait_for(one(client), PATIENCE)
 
-                await asyncio.gather(*(in_turn() for _ in range(ABORTS)))
-                print(f"{ABORTS} requests, most of them aborted, in {time.monotonic() - began:.1f} s")
+                await asyncio.gather(*(in_turn() for _ in range(tiers.ABORTS)))
+                print(f"{tiers.ABORTS} requests, most of them aborted, in {time.monotonic() - began:.1f} s")
                 assert client.open_requests == 0 and not client._streams
                 await tree.must_be_empty()
                 ids = prompt()

@@ -1,12 +1,11 @@
 """Many threads of several processes put and get by key, at three times what the store has room for.
 
-That no key is there twice at any time is looked at by native/tests/store.cpp; here, at the end. PENSTOCK_FULL=1: 10^5.
+That no key is there twice at any time is looked at by native/tests/store.cpp; here, at the end. A soak has 10^5.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 import time
@@ -14,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock import MemoryExhausted, _native
+from tests import tiers
 from tests.conftest import eventually, spawn
 
-IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
 PROCESSES, THREADS = 4, 4
-OPERATIONS = 100_000 if IS_FULL else 20_000
 NBYTES = 4 << 20
 KEYS = 400
 SHAPE = {"kind": 2, "max_peers": 8, "max_blocks": 256, "has_grants": 1, "pool_nbytes": NBYTES, "buckets": 256}
@@ -47,7 +45,7 @@ def trade(ticket: tuple[int, ...], seed: int, talk: Path) -> None:
     def play(number: int) -> None:
         chance = random.Random(seed * THREADS + number)
         held: list[tuple[Any, int]] = []
-        for _ in range(OPERATIONS // PROCESSES // THREADS):
+        for _ in range(tiers.STORE_OPERATIONS // PROCESSES // THREADS):
             name = int(KEYS * chance.random() ** 2)
             which, nbytes = key(name), len(content(name))
             lease = None
@@ -102,7 +100,7 @@ def test_at_three_times_the_capacity_each_key_is_there_once_and_whole(seed: int,
     store = _native.Store(by)
     talk = tmp_path / "longest"
     began = time.monotonic()
-    limit = 600.0 if IS_FULL else 120.0
+    limit = tiers.limit(120.0, soak=600.0)
     with contextlib.ExitStack() as stack:
         traders = [
             stack.enter_context(spawn(trade, segment.ticket(), seed + number, talk, within=limit))
@@ -115,8 +113,9 @@ def test_at_three_times_the_capacity_each_key_is_there_once_and_whole(seed: int,
     stats = store.stats()
     longest = max(map(float, talk.read_text().split()))
     print(
-        f"{OPERATIONS} operations in {time.monotonic() - began:.1f} s: {stats['hits']} hits, {stats['puts']} written, "
-        f"{stats['evictions']} evicted, {stats['fills_awaited']} awaited; the longest took {longest * 1000:.1f} ms"
+        f"{tiers.STORE_OPERATIONS} operations in {time.monotonic() - began:.1f} s: {stats['hits']} hits, "
+        f"{stats['puts']} written, {stats['evictions']} evicted, {stats['fills_awaited']} awaited; "
+        f"the longest took {longest * 1000:.1f} ms"
     )
     assert stats["evictions"] > 100 and stats["hits"] > 100
     assert by.stats()["blocks"] == len(stats["items"])

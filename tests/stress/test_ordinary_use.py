@@ -1,7 +1,7 @@
 """Ordinary use of a served model for as long as it takes: short and long answers, languages, images, samples, stop
 strings, clients that go. Every answer has the right shape, no process dies, nothing stays open, no process grows.
 
-`PENSTOCK_FULL=1` has 2,000 requests, and some on two ranks; otherwise there are 100.
+`PENSTOCK_TIER=soak` has 2,000 requests, and some on two ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import base64
 import json
 import math
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -27,6 +26,7 @@ pytest.importorskip("uvicorn")
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 
 from penstock.engine.cluster.status_board import Board  # noqa: E402
+from tests import tiers  # noqa: E402
 from tests.e2e.test_server import AUTHORIZED, Served, served  # noqa: E402
 from tests.stress.test_server_soak import looks, must_not_grow  # noqa: E402
 from tests.support.engine import START  # noqa: E402
@@ -35,12 +35,11 @@ from tests.support.serving import must_be_as_before  # noqa: E402
 from tests.support.sights import TEMPLATES  # noqa: E402
 from tests.unit.engine.client.test_image_processor import picture, processor_in  # noqa: E402
 
-IS_WHOLE = os.environ.get("PENSTOCK_FULL") == "1"
 MAX_LENGTH, MOST_TOKENS = 2304, 2000
 VOCABULARY = 400
 LONGEST_WORD = 12  # bytes
 CLIENTS = 10
-WITHIN = 200.0 if not IS_WHOLE else 900.0  # seconds; the longest answer, on a busy machine
+WITHIN = tiers.limit(200.0, soak=900.0)  # seconds; the longest answer, on a busy machine
 TEXTS = (
     "What do you see?",
     "Ein Satz über Straßen, Bäume und Käse.",
@@ -247,14 +246,14 @@ def run(path: Path, seed: int, count: int, ranks: int) -> None:
                 print(f"{dict(use.ends)}, up to {use.longest} tokens, {tree.number(Board.PREEMPTIONS)} preemptions")
             await must_be_as_before(tree, is_keeping=True)
             assert {child.pid for child in tree.children()} == pids
-            if IS_WHOLE:
+            if tiers.TIER == "soak":
                 must_not_grow(found[3:6], found[7:])
 
     asyncio.run(scene())
 
 
-@pytest.mark.timeout(3600 if IS_WHOLE else 300)
-@pytest.mark.parametrize(("count", "ranks"), [(2000, 1), (400, 2)] if IS_WHOLE else [(100, 1)])
+@pytest.mark.timeout(tiers.limit(300, soak=3600))
+@pytest.mark.parametrize(("count", "ranks"), tiers.ORDINARY_REQUESTS)
 def test_a_server_in_ordinary_use_answers_everything_and_keeps_nothing(
     count: int, ranks: int, tmp_path: Path, seed: int
 ) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import penstock
+from tests import tiers
 from tests.conftest import eventually, spawn
 from tests.crash.zygote import Zygote
 
-IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
 NUMBER = struct.Struct("<Qd")
 
 
@@ -43,20 +43,19 @@ def note_arrivals(talk: Connection, where: str, index: int) -> None:
     talk.send(("late", late))
 
 
-@pytest.mark.timeout(7200 if IS_FULL else 120)
+@pytest.mark.timeout(tiers.limit(120, soak=7200))
 @pytest.mark.parametrize("receivers", [1, 4, 16])
 def test_after_a_pause_a_burst_arrives_and_nobody_sleeps_on(zygote: Zygote, seed: int, receivers: int) -> None:
     import random
 
     chance = random.Random(seed)
-    bursts = 1000 if IS_FULL else 12
     with penstock.open_broadcast(receivers) as channel, channel.sender() as sender:
         children = [zygote.child(note_arrivals, str(channel.ticket), index) for index in range(receivers)]
         try:
             for child in children:
                 child.hear("ready")
             number = 0
-            for _ in range(bursts):
+            for _ in range(tiers.PATIENCE_BURSTS):
                 time.sleep(chance.random() * 0.2)
                 for _ in range(chance.choice((1, 1, 5, 50))):
                     sender.send(NUMBER.pack(number, time.monotonic()))
@@ -157,7 +156,6 @@ def resident() -> int:
 
 
 def test_a_process_that_sends_and_receives_for_long_does_not_grow() -> None:
-    seconds = 3600.0 if IS_FULL else 6.0
     with penstock.open_ring(spill_nbytes=16 << 20) as ring, ring.sender() as sender, ring.receiver() as receiver:
         pool = penstock.Pool.create(1 << 20)
 
@@ -178,7 +176,7 @@ def test_a_process_that_sends_and_receives_for_long_does_not_grow() -> None:
         for number in range(5000):
             once(number)
         descriptors, memory = len(os.listdir("/proc/self/fd")), resident()
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + tiers.PATIENCE_SECONDS
         number = 0
         while time.monotonic() < deadline:
             once(number)

@@ -11,12 +11,12 @@ psutil = pytest.importorskip("psutil")
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
+from tests import tiers  # noqa: E402
 from tests.e2e.test_server import Served, served  # noqa: E402
 from tests.support.engine import told  # noqa: E402
 from tests.support.serving import LIMITS, SHAPE, Load, must_be_as_before  # noqa: E402
 
 SECONDS = float(os.environ.get("PENSTOCK_SOAK_SECONDS", "0"))
-IS_ASKED_FOR = os.environ.get("PENSTOCK_FULL") == "1" and SECONDS > 0
 BETWEEN = 1.0  # seconds; from one look to the next
 SETTLED = 0.1  # of the time: what is there by then may stay
 RSS_NBYTES = 6 << 20  # more than an allocator comes and goes by, less than a byte kept of each token
@@ -60,7 +60,8 @@ def must_not_grow(settled: list[dict[str, Look]], late: list[dict[str, Look]]) -
             assert then <= most + room, f"{name}: {what} has grown from {most:,} to {then:,}"
 
 
-@pytest.mark.skipif(not IS_ASKED_FOR, reason="PENSTOCK_FULL=1 PENSTOCK_SOAK_SECONDS=N")
+@tiers.needs_soak
+@pytest.mark.skipif(SECONDS == 0, reason="PENSTOCK_SOAK_SECONDS=N")
 @pytest.mark.timeout(SECONDS + 240)
 def test_no_process_grows_under_load(seed: int) -> None:
     async def scene() -> None:

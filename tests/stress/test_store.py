@@ -1,13 +1,12 @@
 """What the longest operations of 4 processes with 4 threads each wait for, at three times what the store has room for.
 
 Told, not judged: a shared machine decides how long. Beside it stands what the same threads wait for when each copies
-into memory of its own, without a store: the processor and the interpreter. PENSTOCK_FULL=1: 10^5 operations.
+into memory of its own, without a store: the processor and the interpreter. PENSTOCK_TIER=soak: 10^5 operations.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 import time
@@ -21,13 +20,12 @@ import pytest
 from penstock import MemoryExhausted, Missing
 from penstock.tensor import Store, plan
 from penstock.tensor.stored import Making, tensors_at
+from tests import tiers
 from tests.conftest import eventually, spawn
 
-IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
 PROCESSES, THREADS = 4, 4
-OPERATIONS = 100_000 if IS_FULL else 8_000
 NBYTES = 64 << 20
-LIMIT = 900.0 if IS_FULL else 110.0
+LIMIT = tiers.limit(110.0, soak=900.0)
 Times = dict[str, list[float]]
 
 
@@ -71,7 +69,7 @@ def trade(ticket: str, seed: int, out: Path) -> None:
     def play(number: int, times: Times, has_store: bool) -> None:
         chance = random.Random(seed * THREADS + number)
         own = np.ones(9 << 20, np.uint8)
-        for _ in range(OPERATIONS // PROCESSES // THREADS):
+        for _ in range(tiers.STORE_WAITS // PROCESSES // THREADS):
             which = int(len(of_key) * chance.random() ** 2)
             began = time.perf_counter()
             if not has_store:
@@ -108,7 +106,7 @@ def trade(ticket: str, seed: int, out: Path) -> None:
     out.write_bytes(msgspec.msgpack.encode(split))
 
 
-@pytest.mark.timeout(1000 if IS_FULL else 120)
+@pytest.mark.timeout(tiers.limit(120, soak=1000))
 def test_many_put_and_get_at_three_times_the_capacity_and_the_longest_waits_are_told(seed: int, tmp_path: Path) -> None:
     parts: Times = defaultdict(list)
     outs = [tmp_path / str(number) for number in range(PROCESSES)]

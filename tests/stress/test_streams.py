@@ -1,4 +1,4 @@
-"""Processes that move records of random sizes, with checksums and numbers, for seconds. PENSTOCK_FULL=1: 10^9 records.
+"""Processes that move records of random sizes, with checksums and numbers, for seconds; 10^9 records in a soak.
 
 Most of the records go through native/tests/stress.cpp, which is as fast as the core; the rest through Python, which is
 what users have.
@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 import penstock
+from tests import tiers
 from tests.conftest import spawn
 
-IS_FULL = os.environ.get("PENSTOCK_FULL") == "1"
 ROOT = Path(__file__).parents[2]
 HEAD = struct.Struct("<QIII")  # number, lane, length, checksum
 PIECES = 251  # different records in a pool of payloads; a prime, so that a record of an earlier lap is another one
@@ -64,7 +64,7 @@ def receive_many(channel: penstock.Channel, index: int, records: int, checks: in
             receiver.receive(timeout=WATCHDOG)
 
 
-@pytest.mark.timeout(7200 if IS_FULL else 120)
+@pytest.mark.timeout(tiers.limit(120, soak=7200))
 @pytest.mark.parametrize(
     "style,records,options",
     [
@@ -76,7 +76,7 @@ def receive_many(channel: penstock.Channel, index: int, records: int, checks: in
     ids=["ring", "tiny ring", "broadcast", "inbox"],
 )
 def test_every_record_arrives_once_whole_and_in_order(style: str, records: int, options: dict[str, Any]) -> None:
-    records *= 20 if IS_FULL else 1
+    records *= tiers.STREAMS_SCALE
     many = {"ring": (1, 1), "broadcast": (1, 4), "inbox": (4, 1)}[style]
     make = {
         "ring": lambda: penstock.open_ring(**options),
@@ -85,7 +85,7 @@ def test_every_record_arrives_once_whole_and_in_order(style: str, records: int, 
     }[style]
     with make() as channel:
         largest = channel._segment.inline_limit * 2
-        within = 7000.0 if IS_FULL else 110.0
+        within = tiers.limit(110.0, soak=7000.0)
         starts = [spawn(receive_many, channel, index, records, within=within) for index in range(many[1])]
         starts += [spawn(send_many, channel, lane, records, largest, within=within) for lane in range(many[0])]
         run_all(starts)
@@ -102,7 +102,7 @@ def run_all(starts: list[Any]) -> None:
             assert process.exitcode == 0
 
 
-@pytest.mark.timeout(7200 if IS_FULL else 600)
+@pytest.mark.timeout(tiers.limit(600, soak=7200))
 def test_ten_million_records_between_native_processes(tmp_path: Path) -> None:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
@@ -116,8 +116,8 @@ def test_ten_million_records_between_native_processes(tmp_path: Path) -> None:
     else:
         flags = ["-std=c++20", "-O2", "-pthread", f"-I{ROOT / 'native'}"]
         subprocess.run([compiler, *flags, str(source), "-o", str(program)], check=True, timeout=300)
-    scale = ["--scale", "50"] if IS_FULL else []
-    done = subprocess.run([str(program), *scale], capture_output=True, text=True, timeout=7000 if IS_FULL else 400)
+    scale = ["--scale", str(tiers.NATIVE_STREAMS_SCALE)] if tiers.NATIVE_STREAMS_SCALE > 1 else []
+    done = subprocess.run([str(program), *scale], capture_output=True, text=True, timeout=tiers.limit(400, soak=7000))
     assert done.returncode == 0, done.stderr[-3000:]
     total = sum(int(found) for found in re.findall(r"(\d+) records in", done.stdout))
-    assert total >= (10**9 if IS_FULL else 10**7), done.stdout
+    assert total >= 10**7 * (100 if tiers.NATIVE_STREAMS_SCALE > 1 else 1), done.stdout

@@ -27,6 +27,7 @@ from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingPara
 from penstock.engine.worker.input_batch import Batch, batch_of  # noqa: E402
 from penstock.engine.worker.model_runner import TorchDevice  # noqa: E402
 from penstock.tensor import Item  # noqa: E402
+from tests import tiers  # noqa: E402
 
 VOCABULARY, IMAGE, BEFORE, AFTER = 131, 130, 128, 127  # ids: of an image's place, and of what stands around it
 WORDS = range(3, 120)
@@ -91,6 +92,13 @@ VISION: dict[str, dict[str, Any]] = {
         "scale_factor": 2,
     },
 }
+
+PUSHED = ("llama", "gemma2", "mixtral", "qwen2_vl")  # test_models.py says why these
+
+
+def families(*names: str) -> list[str]:
+    """Those of them, or of all, that the tier has."""
+    return [name for name in names or (*TEXT, *VISION) if tiers.TIER != "push" or name in PUSHED]
 
 
 class Asked(NamedTuple):

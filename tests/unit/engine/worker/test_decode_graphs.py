@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import BLOCK_SIZE, TEXT, VISION, Family, ask, batch_of_rows, device, stock_of
+from tests.support.models import BLOCK_SIZE, Family, ask, batch_of_rows, device, families, stock_of
 
 # isort: split
 import torch
@@ -30,7 +30,9 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "llava", "qwen2_vl"])
+@pytest.mark.parametrize(
+    "name", families("llama", "mistral", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "llava", "qwen2_vl")
+)
 def test_recorded_steps_answer_what_transformers_answers(name: str, family: Callable[[str], Family]) -> None:
     """With all that is in between: chunks, preemption, blocks of others, and images."""
     of, tape = family(name), Tape()
@@ -168,7 +170,7 @@ def test_the_block_that_is_nobodys_is_known_to_nobody(family: Callable[[str], Fa
     assert (limited.blocks, limited._memory.blocks) == (9, 10)
 
 
-@pytest.mark.parametrize("name", [*TEXT, *VISION])
+@pytest.mark.parametrize("name", families())
 def test_no_form_asks_what_a_number_is(name: str, tmp_path: Path) -> None:
     """On a device that has none: whoever asks fails there, and so does whoever brings numbers along."""
     stock_of(name).save_pretrained(tmp_path)

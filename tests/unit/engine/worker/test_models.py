@@ -1,4 +1,18 @@
-"""The real device: what it answers is what transformers answers, token for token, however the work is cut."""
+"""The real device: what it answers is what transformers answers, token for token, however the work is cut.
+
+`make test` has four families, which run all that is ours; the others run the same code with layers of their own, which
+are those of transformers. `make test-all` has all of them.
+
+| family | what it runs | as do |
+|---|---|---|
+| llama | rope, grouped heads, untied heads | qwen2, qwen3 (norms of heads), mistral (a window in every layer) |
+| gemma2 | windows in some layers, capped scores and logits, scaled embeddings, tied heads | gemma3_text (two ropes) |
+| mixtral | experts | qwen2_moe, qwen3_moe |
+| qwen2_vl | images, three planes of positions, shapes that are looked at before a step | qwen2_5_vl |
+
+Images without planes of positions (llava; idefics3 and smolvlm, which have tiles) are in the tests of images below, in
+every tier.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +20,7 @@ from typing import Any
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import TEXT, VISION, Asked, Family, Shown, ask, device, opener
+from tests.support.models import Asked, Family, Shown, ask, device, families, opener
 
 # isort: split
 import torch
@@ -20,7 +34,7 @@ from penstock.engine.worker.tensor_parallel import Ranks
 from penstock.tensor import Item
 
 
-@pytest.mark.parametrize("name", [*TEXT, *VISION])
+@pytest.mark.parametrize("name", families())
 def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
     """In chunks, in batches that others join and leave, after preemption, and from blocks that others have filled."""
     of = family(name)
@@ -31,7 +45,7 @@ def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[s
     assert told.stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("name", families("llama", "gemma2", "mistral"))
 def test_rows_that_are_gathered_answer_alike(
     name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:

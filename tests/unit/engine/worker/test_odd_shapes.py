@@ -1,10 +1,9 @@
 """Models of shapes that are nobody's: random heads, windows, biases, ties and positions, answered as by transformers.
 
-`PENSTOCK_FULL=1` has all of them; otherwise some do, each with fewer requests.
+`PENSTOCK_TIER=all` has all of them; otherwise there are some, each with fewer requests.
 """
 
 import math
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ import torch
 import transformers
 
 from penstock.engine.worker import cpu_attention
+from tests import tiers
 from tests.support.ranks import answers_of_threads
 from tests.support.tape import Tape
 from tests.unit.engine.worker.test_rope import FACTORS, SHORT
 
-IS_WHOLE = os.environ.get("PENSTOCK_FULL") == "1"
 MODELS = 14
-NUMBERS = range(MODELS) if IS_WHOLE else (0, 4, 8, 11)
-REQUESTS = 10 if IS_WHOLE else 6
+NUMBERS = (0, 8, 11) if tiers.TIER == "push" else range(MODELS)
+REQUESTS = 6 if tiers.TIER == "push" else 10
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")  # each of them twice
 
 

@@ -1,6 +1,5 @@
 """Rotary positions of every kind: what a request is answered does not depend on who else is in the step."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from penstock.engine.worker.model import load
 from penstock.engine.worker.tensor_parallel import Ranks
+from tests import tiers
 from tests.support.ranks import answers_of_threads
 from tests.support.tape import Tape
 
@@ -30,12 +30,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 LOOKING = ("dynamic", "longrope")  # at the whole call, in a stock model
 PLANES = ("qwen2_vl", "qwen2_5_vl")
-IS_WHOLE = os.environ.get("PENSTOCK_FULL") == "1"
 CASES = [
     (name, kind)
     for name in [*TEXT, *VISION]
     for kind in KINDS
-    if (IS_WHOLE or name in ("llama", "gemma3_text", "qwen2_vl") or kind == "longrope")
+    if (tiers.TIER != "push" or name in ("llama", "gemma3_text", "qwen2_vl") or (name, kind) == ("gemma2", "longrope"))
     and not (name in PLANES and kind == "longrope")
 ]
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import TEXT, VISION, Family
+from tests.support.models import Family, families
 
 # isort: split
 from tests.support.ranks import ranks_must_answer, threads_must_answer
 
-EVEN: list[Any] = [(2, name, {}) for name in [*TEXT, *VISION]]
+EVEN: list[Any] = [(2, name, {}) for name in families()]
 HALVES = [  # of heads of keys: two ranks have one between them
-    *((4, name, {}) for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen2_vl")),
-    *((2, name, {"num_key_value_heads": 1}) for name in ("llama", "qwen2_moe", "idefics3")),
+    *((4, name, {}) for name in families("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen2_vl")),
+    *((2, name, {"num_key_value_heads": 1}) for name in families("llama", "mixtral", "qwen2_moe", "idefics3")),
 ]
 UNEVEN = [  # so that some ranks have zeros: of the first, two and one of the three that look at a head of keys
     (4, "qwen2", {"hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 97}),

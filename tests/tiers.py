@@ -1,0 +1,64 @@
+"""How much of each seeded test runs in which tier. PENSTOCK_TIER names it; CONTRIBUTING says what each guards.
+
+push    `make test`: before a push, on 2 cores, within 12 minutes. The default
+all     `make test-all`: before a release. Every test, every family, every seed
+soak    hours: PENSTOCK_TIER=soak scripts/test PATH
+"""
+
+import os
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+TIERS = ("push", "all", "soak")
+TIER = os.environ.get("PENSTOCK_TIER") or "push"
+if TIER not in TIERS:
+    raise ValueError(f"PENSTOCK_TIER is {TIER!r}, and there are {', '.join(TIERS)}")
+
+needs_all = pytest.mark.skipif(TIER == "push", reason="in make test-all (PENSTOCK_TIER=all)")
+needs_soak = pytest.mark.skipif(TIER != "soak", reason="in a soak (PENSTOCK_TIER=soak)")
+
+
+def choose(push: T, everything: T, soak: T) -> T:
+    return {"push": push, "all": everything, "soak": soak}[TIER]
+
+
+def limit(seconds: float, soak: float) -> float:
+    """Of a test, in seconds: a soak may take longer."""
+    return choose(seconds, seconds, soak)
+
+
+# fmt: off
+#                                push     all      soak
+# crash: processes that are killed
+CAMPAIGN_DEATHS         = choose(200,     1_200,   10_000)     # test_campaign: at random points of channels and pool
+STORE_DEATHS            = choose(40,      150,     2_000)      # test_kept: of those who write to the store
+TREE_DEATHS             = choose(15,      100,     100)        # test_trees: of whole trees
+MESSAGES_DEATHS         = choose(20,      60,      1_000)      # test_messages
+TRANSPORT_DEATHS        = choose(4,       8,       400)        # test_transport: of servers, cores and workers …
+TRANSPORT_ABORTS        = choose(400,     1_000,   100_000)    # … and of requests
+STORM_SECONDS           = choose(3.0,     5.0,     60.0)       # test_engine_storm: blows to an engine of two groups
+CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served tree
+# property: examples of hypothesis, and seeds of traces
+CHANNELS_EXAMPLES       = choose(150,     500,     5_000)      # test_channels: of each of three channels
+POOL_EXAMPLES           = choose(120,     400,     4_000)      # test_pool
+TENSORS_EXAMPLES        = choose(80,      300,     3_000)      # test_tensors: of arrays, and of trees
+STOPS_EXAMPLES          = choose(300,     2_000,   20_000)     # test_stops
+OUTPUTS_SEEDS           = choose(12,      25,      250)        # test_outputs: at each depth
+GROWTH_SEEDS            = choose(8,       20,      200)        # test_prefix_hasher
+# stress
+ABORTS                  = choose(300,     1_000,   10_000)     # test_aborts: with and without an output processor
+STORE_OPERATIONS        = choose(8_000,   20_000,  100_000)    # test_kept
+STORE_WAITS             = choose(4_000,   8_000,   100_000)    # test_store: whose waits are shown
+PATIENCE_BURSTS         = choose(12,      12,      1_000)      # test_patience
+PATIENCE_SECONDS        = choose(6.0,     6.0,     3_600.0)
+STREAMS_SCALE           = choose(1,       1,       20)         # test_streams: between processes in Python
+NATIVE_STREAMS_SCALE    = choose(1,       1,       50)         # between native ones
+ORDINARY_REQUESTS       = choose(((60, 1),), ((100, 1),), ((2_000, 1), (400, 2)))  # test_ordinary_use; of ranks
+# faults
+FAULTS_CASES            = choose(250,     500,     20_000)     # system calls that fail
+# e2e
+SCHEMA_EXAMPLES         = choose(0,       15,      1_000)      # test_server_document: of each route; not in push at all
+# fmt: on
