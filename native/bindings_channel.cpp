@@ -172,17 +172,18 @@ bool send(Sender& sender, nb::handle record, nb::handle timeout, bool may_wait) 
 }
 
 // Room in the channel itself, to be filled in place. Visible with commit(), never after abort().
-struct Reservation {
+struct OpenReservation {
     std::shared_ptr<Sender> sender;
+    Reservation* room = nullptr;  // the sender's
     u8* at = nullptr;
     u64 nbytes = 0;
     bool is_open = true;
 
-    Reservation(std::shared_ptr<Sender> sender, u8* at, u64 nbytes)
-        : sender(std::move(sender)), at(at), nbytes(nbytes) {}
-    Reservation(const Reservation&) = delete;
-    Reservation& operator=(const Reservation&) = delete;
-    ~Reservation() { abort(); }
+    OpenReservation(std::shared_ptr<Sender> sender, Reservation* room)
+        : sender(std::move(sender)), room(room), at(room->at), nbytes(room->nbytes) {}
+    OpenReservation(const OpenReservation&) = delete;
+    OpenReservation& operator=(const OpenReservation&) = delete;
+    ~OpenReservation() { abort(); }
     void commit() {
         if (!is_open) throw Error(Fault::closed, "the reservation has been committed or aborted");
         if (sender->views() != 0) {
@@ -194,7 +195,7 @@ struct Reservation {
         Turn turn(sender->mutex(), NEVER, true, sender->name());
         if (sender->is_closed()) throw Error(Fault::closed, "the sender was closed: the reservation is lost");
         try {
-            sender->commit();
+            sender->commit(*room);
         } catch (...) {  // a stopped peer holds a lock: it may be tried again
             is_open = true;
             throw;
@@ -219,7 +220,7 @@ struct Reservation {
     }
 };
 int reservation_getbuffer(PyObject* self, Py_buffer* view, int flags) {
-    Reservation* r = nb::inst_ptr<Reservation>(self);
+    OpenReservation* r = nb::inst_ptr<OpenReservation>(self);
     view->obj = nullptr;
     if (!r->is_open || r->sender->is_closed()) {
         PyErr_SetString(PyExc_BufferError, "the reservation has been committed or aborted");
@@ -229,7 +230,7 @@ int reservation_getbuffer(PyObject* self, Py_buffer* view, int flags) {
     r->sender->add_view();
     return 0;
 }
-void reservation_releasebuffer(PyObject* self, Py_buffer*) { nb::inst_ptr<Reservation>(self)->view_dropped(); }
+void reservation_releasebuffer(PyObject* self, Py_buffer*) { nb::inst_ptr<OpenReservation>(self)->view_dropped(); }
 PyType_Slot reservation_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(reservation_getbuffer)},
                                    {Py_bf_releasebuffer, reinterpret_cast<void*>(reservation_releasebuffer)},
                                    {0, nullptr}};
@@ -368,16 +369,16 @@ class TapOfAll {
 }  // namespace
 
 void bind_channel(nb::module_& m) {
-    nb::class_<Reservation>(
+    nb::class_<OpenReservation>(
         m, "Reservation", nb::type_slots(reservation_slots),
         "Room for one record, filled in place. Visible after commit(); a `with` block commits, or aborts if it raises.")
-        .def("commit", &Reservation::commit)
-        .def("abort", &Reservation::abort)
-        .def("__len__", [](const Reservation& r) { return r.nbytes; })
+        .def("commit", &OpenReservation::commit)
+        .def("abort", &OpenReservation::abort)
+        .def("__len__", [](const OpenReservation& r) { return r.nbytes; })
         .def(
             "__enter__", [](nb::handle self) { return nb::borrow(self); },
             nb::sig("def __enter__(self) -> Reservation"))
-        .def("__exit__", [](Reservation& r, nb::args arguments) {
+        .def("__exit__", [](OpenReservation& r, nb::args arguments) {
             if (!r.is_open) return;
             if (nb::handle(arguments[0]).is_none())
                 r.commit();
@@ -420,10 +421,10 @@ void bind_channel(nb::module_& m) {
         .def(
             "reserve",
             [](const std::shared_ptr<Sender>& s, u64 nbytes, nb::handle timeout) {
-                u8* at = nullptr;
+                Reservation* room = nullptr;
                 send_loop(*s, timeout, true,
-                          [&](Turn&, u64 deadline) { return (at = s->try_reserve(nbytes, deadline)) != nullptr; });
-                return new Reservation(s, at, nbytes);
+                          [&](Turn&, u64 deadline) { return (room = s->try_reserve(nbytes, deadline)) != nullptr; });
+                return new OpenReservation(s, room);
             },
             "nbytes"_a, "timeout"_a.none() = nb::none(),
             nb::sig("def reserve(self, nbytes: int, timeout: float | None = None) -> Reservation"),

@@ -84,44 +84,10 @@ class Channel {
         return end.slot < g.shape.max_peers &&
                (by->peer(end.slot).epoch.load(order::epoch.acquire) & EPOCH_MASK) == end.peer_epoch;
     }
-    std::string describe(End end) const {
-        return is_known(end) ? by->describe(end.slot) : "a peer whose place has been taken since";
-    }
-    // While a peer is being reaped: its ends are marked first, its blocks are counted after (60,000 in 25 to 50 ms).
-    void await_count(End end) const {
-        for (u64 until = now_ns() + COUNT_NS; is_known(end) && now_ns() < until; ::usleep(200)) {
-            PeerSlot& peer = by->peer(end.slot);
-            if (state_of(peer.identity.load(order::identity.acquire)) != PeerState::dying ||
-                peer.reaped_ns.load(RELAXED) == 0)
-                return;
-        }
-    }
-    Error died(const char* role, u32 index, End end) const {
-        std::string name = "?", how = "how is not known", held = "what it held was given back";
-        i64 pid = 0;
-        await_count(end);
-        if (is_known(end)) {
-            PeerSlot& peer = by->peer(end.slot);
-            u64 identity = peer.identity.load(order::identity.acquire);
-            name = by->name_of(end.slot);
-            pid = pid_of(identity);
-            u32 ended_with = peer.how.load(RELAXED);
-            bool is_ending = state_of(identity) == PeerState::dying && peer.reaped_ns.load(RELAXED) == 0;
-            how = ended_with == 0 && is_ending ? "the kernel is still ending it" : how_in_words(ended_with);
-            held = state_of(identity) == PeerState::dead
-                       ? format("%s (%s), given back", counted(peer.reaped_blocks.value(), "block").c_str(),
-                                in_units(peer.reaped_nbytes.value()).c_str())
-                       : std::string("what has not been given back yet");
-        }
-        return Error(Fault::peer_died, format("%s %u of '%s', '%s' (pid %lld), died: %s; it held %s", role, index,
-                                              by->segment().name().c_str(), name.c_str(), static_cast<long long>(pid),
-                                              how.c_str(), held.c_str()))
-            .with("index", static_cast<i64>(index))
-            .with("name", name)
-            .with("pid", pid)
-            .with("how", how)
-            .with("held", held);
-    }
+    // describe.h:
+    std::string describe(End end) const;
+    Error died(const char* role, u32 index, End end) const;  // waits up to COUNT_NS for what it held
+    void await_count(End end) const;
     // An end is claimed by one compare-and-swap of its word; an end of a peer that is being reaped is not yet free.
     bool claim(Shared<u64>& word, bool may_follow_closed, u64& before, u32& epoch) {
         before = word.load(order::end.acquire);

@@ -8,7 +8,7 @@
 // taken extents in the order of their offsets; grant_units) is rebuilt by whoever takes over the lock of a dead holder.
 // Releasing needs no lock of the pool, so nobody waits for an allocation to give memory back.
 #pragma once
-#include "peers.h"
+#include "watcher.h"
 
 namespace penstock {
 
@@ -18,6 +18,8 @@ struct Extent {  // a checked, local copy of where a block lies
     u64 offset = 0;
     u64 nbytes = 0;
 };
+
+struct DeadPeer;  // reap.h
 
 struct PoolStats {
     u64 nbytes = 0, taken_nbytes = 0, free_nbytes = 0, largest_free_nbytes = 0, claimed_nbytes = 0;
@@ -57,7 +59,8 @@ class Pool {
     // A live block of which this peer holds one lease. False: there is no room now. Throws MemoryExhausted when there
     // can never be, or when the machine has no memory for a pool that grows.
     // deadline: for the lock alone, here and below.
-    bool try_take(u64 nbytes, Extent& out, u64 deadline = NEVER) {
+    // claims: its pages, in a pool that grows.
+    bool try_take(u64 nbytes, Extent& out, u64 deadline = NEVER, bool claims = true) {
         by_.refresh();
         by_.finish_put_off();
         u64 extent = round_up(std::max<u64>(nbytes, 1), LINE);
@@ -118,7 +121,7 @@ class Pool {
         head_.taken_nbytes_total.add(nbytes);
         unlock.now();
         out = {index, generation, best_offset, nbytes};
-        claim(out, extent);
+        if (claims) claim(out, extent);
         fence(order::tap.release);  // what lay here was given back before this
         return true;
     }
@@ -142,13 +145,7 @@ class Pool {
         });
     }
     // Has [offset, offset + nbytes) its pages? Within bounds; not to be relied on for what nobody holds.
-    bool is_claimed(u64 offset, u64 nbytes) const {
-        if (g_.shape.granule_nbytes == 0 || nbytes == 0) return true;
-        u64 last = (offset + nbytes - 1) / g_.shape.granule_nbytes;
-        for (u64 i = offset / g_.shape.granule_nbytes; i <= last; ++i)
-            if ((head_.granules[i / 64].load(order::granules.acquire) >> (i % 64) & 1) == 0) return false;
-        return true;
-    }
+    bool is_claimed(u64 offset, u64 nbytes) const;  // pool_pages.h
     u32 returns() const { return head_.returns.load(order::returns.acquire); }
 
     // ── leases and grants ──
@@ -289,50 +286,8 @@ class Pool {
         }
     }
 
-    // ── what the reaper does with one block ──
-    // Gives back what the peer in `slot` holds and what it granted and was granted; clears the receivers that died with
-    // it; withdraws a record that it never committed. `is_still`: the slot is still that peer's. What it held is added
-    // to `blocks` and `nbytes` under the block's lock, so the sums are complete once every block has been looked at.
-    template <class Still, class Committed>
-    void give_back(u32 index, u32 slot, u32 epoch, u64 dead_receivers, Still&& is_still, Committed&& is_committed,
-                   Counter& blocks, Counter& nbytes) {
-        Block& b = block(index);
-        bool is_last = false;
-        {
-            if (by_.take_over(b.lock, slot, epoch)) {
-                recover_block(index);
-            } else if (static_cast<BlockState>(b.state.load(order::block.acquire)) != BlockState::live) {
-                return;
-            } else if (by_.lock(b.lock, now_ns() + REAP_NS)) {
-                recover_block(index);
-            }
-            Unlock unlock{by_, b.lock};
-            if (static_cast<BlockState>(b.state.load(RELAXED)) != BlockState::live || !is_still()) return;
-            bool was_held = !is_unheld(index);
-            if (held(index)[slot].load(RELAXED) != 0) {
-                held(index)[slot].store(0, RELAXED);
-                blocks.add();
-                nbytes.add(b.nbytes.load(RELAXED));
-            }
-            if (g_.shape.has_grants != 0 && b.grant_units.load(RELAXED) != 0) {
-                for (u32 p = 0; p < g_.shape.max_peers; ++p) {
-                    grants(index, slot)[p].store(0, RELAXED);
-                    grants(index, p)[slot].store(0, RELAXED);
-                }
-                recount(index);
-            }
-            u64 pending = b.pending.load(RELAXED);
-            if (pending != 0) {
-                pending &= ~dead_receivers;
-                if (b.taker.load(RELAXED) == slot &&
-                    !is_committed(b.pending_lane.load(RELAXED), b.pending_position.load(RELAXED)))
-                    pending = 0;
-                b.pending.store(pending, RELAXED);
-            }
-            is_last = return_if_last(index) && (was_held || b.kept.load(RELAXED) == static_cast<u32>(Kept::none));
-        }
-        if (is_last) announce_return();
-    }
+    // ── what the reaper does ──
+    void give_back(u32 index, const DeadPeer& dead);  // reap.h
     // A receiver that leaves while its process stays: what it has not opened yet is not waited for.
     // False: some block is locked by a stopped peer: to be called again.
     bool drop_receiver(u32 receiver) {
@@ -362,109 +317,9 @@ class Pool {
     }
 
     // ── seen from outside ──
-    // Reads only, takes no lock: the numbers are each right, and together as right as a moving target allows.
-    PoolStats stats() const {
-        PoolStats s;
-        s.nbytes = nbytes();
-        s.holders.resize(g_.shape.max_peers);
-        std::vector<std::pair<u64, u64>> taken;
-        for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
-            Block& b = block(index);
-            if (static_cast<BlockState>(b.state.load(order::block.acquire)) != BlockState::live) continue;
-            u64 offset = b.offset.load(RELAXED), extent = b.extent.load(RELAXED);
-            if (offset > s.nbytes || extent > s.nbytes - offset) continue;
-            taken.emplace_back(offset, extent);
-            s.taken_nbytes += extent;
-            for (u32 p = 0; p < g_.shape.max_peers; ++p) {
-                if (held(index)[p].load(RELAXED) != 0)
-                    ++s.holders[p].blocks, s.holders[p].nbytes += b.nbytes.load(RELAXED);
-                if (g_.shape.has_grants == 0 || b.grant_units.load(RELAXED) == 0) continue;
-                for (u32 from = 0; from < g_.shape.max_peers; ++from)
-                    s.holders[p].granted += grants(index, from)[p].load(RELAXED);
-            }
-        }
-        std::sort(taken.begin(), taken.end());
-        u64 at = 0;
-        for (auto [offset, extent] : taken) {
-            if (offset > at) s.largest_free_nbytes = std::max(s.largest_free_nbytes, offset - at);
-            at = std::max(at, offset + extent);
-        }
-        s.largest_free_nbytes = std::max(s.largest_free_nbytes, s.nbytes - std::min(at, s.nbytes));
-        s.free_nbytes = s.nbytes - std::min(s.taken_nbytes, s.nbytes);
-        s.blocks = taken.size();
-        s.claimed_nbytes = g_.shape.granule_nbytes == 0 ? s.nbytes : head_.claimed_nbytes.load(RELAXED);
-        s.takes = head_.takes.value();
-        s.taken_nbytes_total = head_.taken_nbytes_total.value();
-        s.exhaustions = head_.exhaustions.value();
-        s.recoveries = head_.recoveries.value();
-        s.stale_refs = head_.stale_refs.value();
-        for (u32 p = 0; p < g_.shape.max_peers; ++p) s.holders[p].slot = p;
-        std::erase_if(s.holders, [](const PoolStats::Holder& h) { return h.blocks == 0 && h.granted == 0; });
-        return s;
-    }
-    Error exhausted(u64 asked) const {
-        PoolStats s = stats();
-        std::string who;
-        std::sort(s.holders.begin(), s.holders.end(), [](auto& a, auto& b) { return a.nbytes > b.nbytes; });
-        for (size_t i = 0; i < s.holders.size() && i < 4; ++i)
-            who += format("%s%s holds %s", i == 0 ? "; " : ", ", by_.describe(s.holders[i].slot).c_str(),
-                          in_units(s.holders[i].nbytes).c_str());
-        const char* advice = asked > s.nbytes                  ? ": raise the pool's nbytes"
-                             : s.blocks >= g_.shape.max_blocks ? ": all blocks are taken, raise max_blocks"
-                                                               : "";
-        return Error(Fault::memory_exhausted,
-                     format("block of %s does not fit pool '%s' (%s, %s free, largest gap %s)%s%s",
-                            in_units(asked).c_str(), by_.segment().name().c_str(), in_units(s.nbytes).c_str(),
-                            in_units(s.free_nbytes).c_str(), in_units(s.largest_free_nbytes).c_str(), advice,
-                            who.c_str()))
-            .with("asked", static_cast<i64>(asked))
-            .with("free", static_cast<i64>(s.free_nbytes))
-            .with("largest", static_cast<i64>(s.largest_free_nbytes))
-            .with("holders", who.empty() ? "" : who.substr(2));
-    }
-    // Gives the machine back the pages of what is free in a pool that grows, beyond `keep`. Taken as a block meanwhile,
-    // so that nobody else can be using them.
-    u64 trim(u64 keep) {
-        if (g_.shape.granule_nbytes == 0) return 0;
-        u64 punched = 0, granule = g_.shape.granule_nbytes;
-        int failed = 0;
-        while (head_.claimed_nbytes.load(RELAXED) > keep) {
-            Extent whole;
-            u64 largest = stats().largest_free_nbytes / LINE * LINE;
-            if (largest < 2 * granule) break;
-            bool was_claimed = false;
-            {
-                Trimming guard(*this);
-                if (!try_take(largest, whole)) break;
-            }
-            u64 from = std::max(round_up(whole.offset, granule), round_up(keep, granule)),
-                to = (whole.offset + largest) / granule;
-            for (u64 i = from / granule; i < to; ++i) {
-                u64 bit = 1ull << (i % 64);
-                if ((head_.granules[i / 64].fetch_and(~bit, order::granules.acq_rel) & bit) == 0) continue;
-                do
-                    failed =
-                        ::fallocate(by_.segment().fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                                    static_cast<off_t>(g_.pool_data + i * granule), static_cast<off_t>(granule)) != 0
-                            ? errno
-                            : 0;
-                while (failed == EINTR);
-                if (failed != 0) {
-                    head_.granules[i / 64].fetch_or(bit, order::granules.acq_rel);
-                    break;
-                }
-                head_.claimed_nbytes.fetch_sub(granule, RELAXED);
-                punched += granule;
-                was_claimed = true;
-            }
-            release(whole.block, whole.generation);
-            if (failed != 0)
-                throw os_error("giving memory of '" + by_.segment().name() + "' back", "fallocate", failed);
-            if (!was_claimed) break;
-        }
-        return punched;
-    }
-
+    PoolStats stats() const;           // describe.h
+    Error exhausted(u64 asked) const;  // describe.h: with the numbers, and who holds what
+    u64 trim(u64 keep);                // pool_pages.h
     void announce_return() {
         head_.returns.fetch_add(1, order::returns.release);
         u64 sleepers;
@@ -523,12 +378,6 @@ class Pool {
         }
         ~Held() { pool.by_.unlock(pool.block(index).lock); }
     };
-    struct Trimming {
-        Pool& pool;
-        explicit Trimming(Pool& pool) : pool(pool) { pool.claims_ = false; }
-        ~Trimming() { pool.claims_ = true; }
-    };
-
     u32 checked(const Extent& ref) {
         if (ref.block >= g_.shape.max_blocks) throw stale(ref, "names a block that does not exist");
         return ref.block;
@@ -543,14 +392,7 @@ class Pool {
         if (ref.offset < offset || ref.nbytes > nbytes || ref.offset - offset > nbytes - ref.nbytes)
             throw stale(ref, "lies outside its block");
     }
-    Error stale(const Extent& ref, const char* why, u32 found = 0) {
-        head_.stale_refs.add();
-        return Error(Fault::stale_ref, format("block %u, generation %u, of pool '%s' %s%s", ref.block, ref.generation,
-                                              by_.segment().name().c_str(), why,
-                                              found != 0 ? format(": generation %u found", found).c_str() : ""))
-            .with("expected", ref.generation)
-            .with("found", found);
-    }
+    Error stale(const Extent& ref, const char* why, u32 found = 0) const;  // describe.h
     bool has_right(u32 index, u32 slot) const {
         if (held(index)[slot].load(RELAXED) != 0) return true;
         for (u32 from = 0; from < g_.shape.max_peers; ++from)
@@ -623,41 +465,14 @@ class Pool {
         }
         return NONE;
     }
-    // Two takers may claim the same piece at once: claiming is idempotent, and a piece is only ever given back by
-    // somebody who has taken all of it as a block.
-    void claim(const Extent& extent, u64 nbytes) {
-        u64 granule = g_.shape.granule_nbytes;
-        if (granule == 0 || !claims_) return;
-        u64 first = extent.offset / granule, last = (extent.offset + nbytes - 1) / granule;
-        for (u64 i = first; i <= last; ++i) {
-            if ((head_.granules[i / 64].load(order::granules.acquire) >> (i % 64) & 1) != 0) continue;
-            u64 until = i + 1;
-            while (until <= last && (head_.granules[until / 64].load(order::granules.acquire) >> (until % 64) & 1) == 0)
-                ++until;
-            try {
-                u64 end = std::min(until * granule, round_up(nbytes_mapped(), PAGE));
-                claim_pages(by_.segment().fd(), g_.pool_data + i * granule, end - i * granule, "growing a pool");
-            } catch (...) {
-                head_.exhaustions.add();
-                release(extent.block, extent.generation);
-                throw;
-            }
-            PENSTOCK_POINT("pool.claiming");
-            for (; i < until; ++i) {
-                u64 bit = 1ull << (i % 64);
-                if ((head_.granules[i / 64].fetch_or(bit, order::granules.acq_rel) & bit) == 0)
-                    head_.claimed_nbytes.fetch_add(granule, RELAXED);
-            }
-            --i;
-        }
-    }
-    u64 nbytes_mapped() const { return g_.total - g_.pool_data; }
+    void claim(const Extent& extent, u64 nbytes);  // pool_pages.h
 
     Attachment& by_;
     const Geometry& g_;
     PoolHeader& head_;
     Entry* entries_;
-    bool claims_ = true;
 };
 
 }  // namespace penstock
+
+#include "pool_pages.h"

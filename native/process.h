@@ -8,8 +8,10 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -22,7 +24,17 @@
 #define SYS_pidfd_open 434
 #endif
 
+#ifndef P_PIDFD
+#define P_PIDFD 3
+#endif
+
 namespace penstock {
+
+inline void poke(int fd) {  // full is as good as written: the reader has yet to look
+    char byte = 0;
+    ssize_t done = ::write(fd, &byte, 1);
+    (void)done;
+}
 
 inline int pidfd_open(int pid) { return static_cast<int>(::syscall(SYS_pidfd_open, pid, 0u)); }
 
@@ -114,6 +126,45 @@ inline Sight look_at(int pid, u64 start, int* pidfd = nullptr) {
     else if (fd >= 0)
         ::close(fd);
     return sight;
+}
+
+// ── how did it end? ─────────────────────────────────────────────────────────────────────────────────────────────────
+// 1 + wait status, where it can be known: from our own child without reaping it, or from a kernel that tells (6.15).
+inline u32 how_it_ended(int pidfd, u64 identity) {
+    siginfo_t info{};
+    if (::waitid(static_cast<idtype_t>(P_PIDFD), static_cast<id_t>(pidfd), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
+        info.si_pid != 0)
+        return 1u +
+               (info.si_code == CLD_EXITED ? static_cast<u32>(info.si_status) << 8 : static_cast<u32>(info.si_status));
+    // Somebody else's child, not yet reaped: field 52 of /proc/PID/stat has the status, for its own user.
+    ProcessStat stat = read_stat(pid_of(identity));
+    if (stat.error == 0 && (stat.start & START_MASK) == start_of(identity) && stat.state == 'Z')
+        return 1u + static_cast<u32>(stat.wait_status);
+    // Reaped already: a kernel of 6.15 or later still knows, by the pidfd.
+    constexpr u64 PIDFD_INFO_EXIT = 1u << 3;
+    constexpr unsigned long PIDFD_GET_INFO = _IOC(_IOC_READ | _IOC_WRITE, 0xFF, 11, 64);
+    u8 raw[128]{};
+    std::memcpy(raw, &PIDFD_INFO_EXIT, 8);
+    if (::ioctl(pidfd, PIDFD_GET_INFO, raw) == 0) {
+        u64 mask;
+        int code;
+        std::memcpy(&mask, raw, 8);
+        std::memcpy(&code, raw + 60, 4);
+        if ((mask & PIDFD_INFO_EXIT) != 0) return 1u + static_cast<u32>(code);
+    }
+    return 0;
+}
+
+inline constexpr u32 HOW_EXEC = ~0u;
+inline std::string how_in_words(u32 how) {
+    if (how == 0) return "how is not known";
+    if (how == HOW_EXEC) return "replaced by another program (exec)";
+    int status = static_cast<int>(how - 1);
+    if (WIFSIGNALED(status)) {
+        const char* name = ::sigabbrev_np(WTERMSIG(status));
+        return format("killed by SIG%s", name == nullptr ? "?" : name);
+    }
+    return format("exited with status %d", WEXITSTATUS(status));
 }
 
 // ── this process ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -2,7 +2,7 @@
 // Many may do this for one peer at the same time. Ends change by compare-and-swap from exactly the word of that peer;
 // counts change under the block's lock after a look whether the slot is still that peer's.
 #pragma once
-#include "channel.h"
+#include "describe.h"
 #include "store.h"
 
 namespace penstock {
@@ -66,41 +66,99 @@ inline u64 mark_ends(Attachment& by, u32 slot, u64 identity, EndState ends_becom
     return receivers;
 }
 
+// Who has died, or leaves, and where what it held is counted.
+struct DeadPeer {
+    u32 slot = 0;
+    u32 epoch = 0;      // of the peer in that slot
+    u64 identity = 0;   // that peer's; another's in the slot: it has been reaped, and the slot taken again
+    u64 receivers = 0;  // of a channel, that died with it: a bit each
+    Counter* blocks = nullptr;
+    Counter* nbytes = nullptr;
+    bool is_still_there(Attachment& by) const {
+        return by.peer(slot).identity.load(order::identity.acquire) == identity;
+    }
+};
+
+// Gives back what that peer holds of one block, what it granted and was granted; clears the receivers that died with
+// it; withdraws a record that it never committed. What it held is counted under the block's lock, so the sums are
+// complete once every block has been looked at, by however many reapers: so they are no result of this function.
+inline void Pool::give_back(u32 index, const DeadPeer& dead) {
+    Block& b = block(index);
+    auto is_committed = [&](u32 lane, u64 position) {
+        return g_.channel == 0 || lane >= g_.shape.lanes ||
+               position < by_.segment().at<Lane>(g_.lanes)[lane].committed.load(order::publish.acquire);
+    };
+    bool is_last = false;
+    {
+        if (by_.take_over(b.lock, dead.slot, dead.epoch)) {
+            recover_block(index);
+        } else if (static_cast<BlockState>(b.state.load(order::block.acquire)) != BlockState::live) {
+            return;
+        } else if (by_.lock(b.lock, now_ns() + REAP_NS)) {
+            recover_block(index);
+        }
+        Unlock unlock{by_, b.lock};
+        if (static_cast<BlockState>(b.state.load(RELAXED)) != BlockState::live || !dead.is_still_there(by_)) return;
+        bool was_held = !is_unheld(index);
+        if (held(index)[dead.slot].load(RELAXED) != 0) {
+            held(index)[dead.slot].store(0, RELAXED);
+            dead.blocks->add();
+            dead.nbytes->add(b.nbytes.load(RELAXED));
+        }
+        if (g_.shape.has_grants != 0 && b.grant_units.load(RELAXED) != 0) {
+            for (u32 p = 0; p < g_.shape.max_peers; ++p) {
+                grants(index, dead.slot)[p].store(0, RELAXED);
+                grants(index, p)[dead.slot].store(0, RELAXED);
+            }
+            recount(index);
+        }
+        u64 pending = b.pending.load(RELAXED);
+        if (pending != 0) {
+            pending &= ~dead.receivers;
+            if (b.taker.load(RELAXED) == dead.slot &&
+                !is_committed(b.pending_lane.load(RELAXED), b.pending_position.load(RELAXED)))
+                pending = 0;
+            b.pending.store(pending, RELAXED);
+        }
+        is_last = return_if_last(index) && (was_held || b.kept.load(RELAXED) == static_cast<u32>(Kept::none));
+    }
+    if (is_last) announce_return();
+}
+
 inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_become) {
     const Geometry& g = by.segment().geometry();
     if (g.pool == 0) return;
     Pool pool(by);
-    u32 peer_epoch = by.peer(slot).epoch.load(order::epoch.acquire), epoch = peer_epoch & EPOCH_MASK;
-    auto is_still = [&] { return by.peer(slot).identity.load(order::identity.acquire) == identity; };
-    if (!is_still()) return;  // the epoch was read after the identity: it may be a successor's
     bool is_leaving = ends_become == EndState::closed;
-    auto close_it = [&](Shared<u64>& word, EndState from) {
+    Counter left_blocks, left_nbytes;  // in peace: nothing is said of it
+    PeerSlot& peer = by.peer(slot);
+    DeadPeer dead{.slot = slot,
+                  .epoch = peer.epoch.load(order::epoch.acquire),
+                  .identity = identity,
+                  .blocks = is_leaving ? &left_blocks : &peer.reaped_blocks,
+                  .nbytes = is_leaving ? &left_nbytes : &peer.reaped_nbytes};
+    if (!dead.is_still_there(by)) return;  // the epoch was read after the identity: it may be a successor's
+    auto close_end = [&](Shared<u64>& word, EndState from) {
         u64 seen = word.load(order::end.acquire);
         End end = end_of(seen);
-        if (end.slot != slot || end.peer_epoch != epoch || end.state != from) return;
+        if (end.slot != slot || end.peer_epoch != (dead.epoch & EPOCH_MASK) || end.state != from) return;
         end.state = EndState::closed;
         word.compare_exchange_strong(seen, make_word(end), order::end.acq_rel);
     };
-    if (!is_leaving) by.peer(slot).reaped_ns.store(now_ns(), RELAXED);
-    pool.recover_lock(slot, peer_epoch);
-    u64 dead_receivers = mark_ends(by, slot, identity, ends_become);
-    if (g.shape.buckets != 0) Store(by).drop_filling(slot, peer_epoch, is_still);
-    Counter left_blocks, left_nbytes;  // in peace: nobody is told
-    Counter& blocks = is_leaving ? left_blocks : by.peer(slot).reaped_blocks;
-    Counter& nbytes = is_leaving ? left_nbytes : by.peer(slot).reaped_nbytes;
-    auto is_committed = [&](u32 lane, u64 position) {
-        return g.channel == 0 || lane >= g.shape.lanes ||
-               position < by.segment().at<Lane>(g.lanes)[lane].committed.load(order::publish.acquire);
-    };
-    for (u32 index = 0; index < g.shape.max_blocks; ++index)
-        pool.give_back(index, slot, peer_epoch, dead_receivers, is_still, is_committed, blocks, nbytes);
-    if (is_leaving && g.channel != 0) {
-        for (u32 r = 0; r < g.shape.receivers; ++r)
-            close_it(by.segment().at<ReceiverSlot>(g.receivers)[r].word, EndState::live);
-        for (u32 i = 0; i < g.shape.lanes; ++i) close_it(by.segment().at<Lane>(g.lanes)[i].word, EndState::live);
+    if (!is_leaving) peer.reaped_ns.store(now_ns(), RELAXED);
+    pool.recover_lock(slot, dead.epoch);
+    dead.receivers = mark_ends(by, slot, identity, ends_become);
+    if (g.shape.buckets != 0) Store(by).drop_filling(slot, dead.epoch, [&] { return dead.is_still_there(by); });
+    for (u32 index = 0; index < g.shape.max_blocks; ++index) pool.give_back(index, dead);
+    if (g.channel != 0) {
+        if (is_leaving) {
+            for (u32 r = 0; r < g.shape.receivers; ++r)
+                close_end(by.segment().at<ReceiverSlot>(g.receivers)[r].word, EndState::live);
+            for (u32 i = 0; i < g.shape.lanes; ++i) close_end(by.segment().at<Lane>(g.lanes)[i].word, EndState::live);
+        }
+        // It closed in peace, and what could still write died with it.
+        for (u32 i = 0; i < g.shape.lanes; ++i) close_end(by.segment().at<Lane>(g.lanes)[i].word, EndState::closing);
     }
-    if (g.channel != 0)  // it closed in peace, and what could still write died with it
-        for (u32 i = 0; i < g.shape.lanes; ++i) close_it(by.segment().at<Lane>(g.lanes)[i].word, EndState::closing);
     // It may have died between giving a block back and saying so.
     if (ends_become == EndState::dead) pool.announce_return();
 }

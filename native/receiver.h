@@ -146,23 +146,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         if (is_over) slot_->waits.since_ns.store(0, RELAXED);
     }
 
-    Error timeout(u64 waited_ns) {
-        require_open();
-        if (is_locked_out()) return Error(Fault::timeout, obstacle_);
-        std::string who = "nobody has come to send";
-        u64 last = NEVER;  // of an inbox: the sender that has been silent for longest is the one to look at
-        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
-            End end = end_of(ch_.lane(i).word.load(order::end.acquire));
-            if (end.state != EndState::live) continue;
-            u64 at = ch_.lane(i).last_ns.load(RELAXED);
-            if (at > last) continue;
-            last = at;
-            who = ch_.describe(end) +
-                  (at == 0 ? " has not sent yet" : " sent last " + in_seconds(now_ns() - at) + " ago");
-        }
-        return Error(Fault::timeout, format("no record for receiver %u of '%s' within %s; %s", index_, name(),
-                                            in_seconds(waited_ns).c_str(), who.c_str()));
-    }
+    Error timeout(u64 waited_ns);  // describe.h: says who has not sent
 
     void begin_close() {
         is_closing_.store(true, RELAXED);  // the bell orders it
@@ -206,13 +190,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         ch_.lane(i).joining.fetch_or(1ull << index_, order::joining.acq_rel);
         ch_.ring_room(i, nullptr);
     }
-    Error corrupt(u32 lane, const Record& found) {
-        return Error(Fault::record_corrupt,
-                     format("lane %u of '%s' at position %llu: not a record (position %llu, length %u, kind %u): "
-                            "somebody wrote where it must not",
-                            lane, name(), static_cast<unsigned long long>(lanes_[lane].position),
-                            static_cast<unsigned long long>(found.position), found.length, found.kind));
-    }
+    Error corrupt(u32 lane, const Record& found);  // describe.h
 
     bool find_in(u32 i, Found& out, u64 deadline) {
         LaneView& view = lanes_[i];

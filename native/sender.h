@@ -4,6 +4,19 @@
 
 namespace penstock {
 
+// Room for one record, in the ring or the pool: filled at `at`, then committed or aborted.
+struct Reservation {
+    u64 position = 0;  // of the record
+    u64 need = 0;      // of the ring, for the record and its header
+    u64 skip = 0;      // of the ring, before it: what is left of a lap
+    u64 length = 0;    // of what lies in the ring
+    u64 nbytes = 0;    // of what is sent
+    bool is_spilled = false;
+    Extent spilled{};  // where it lies in the pool, if it does
+    u8* record = nullptr;
+    u8* at = nullptr;
+};
+
 class Sender {
    public:
     // index: which lane; -1: the first that is free.
@@ -57,10 +70,10 @@ class Sender {
     bool is_closed() const { return is_closing_.load(RELAXED); }
     EndMutex& mutex() { return mutex_; }
 
-    // Room for one record of so many bytes, to be written at the address that is returned; nullptr: none now, and
-    // wait() knows what for. Nobody sees it before commit(). Throws EndOfChannel, PeerDied, MemoryExhausted.
-    // deadline: for locks that a stopped peer may hold; Timeout names it.
-    u8* try_reserve(u64 nbytes, u64 deadline = NEVER) {
+    // Room for one record of so many bytes; nullptr: none now, and wait() knows what for. Nobody sees it before
+    // commit(). There is one at a time, and it is the sender's: good until it is committed or aborted. Throws
+    // EndOfChannel, PeerDied, MemoryExhausted. deadline: for locks that a stopped peer may hold; Timeout names it.
+    Reservation* try_reserve(u64 nbytes, u64 deadline = NEVER) {
         require_open();
         obstacle_.clear();
         if (is_reserved_) throw Error(Fault::value, "a reservation is open: commit or abort it first");
@@ -68,88 +81,56 @@ class Sender {
         if (__builtin_expect(ch_.changes() != seen_changes_, 0)) look_at_ends();
         if (__builtin_expect(lane_->joining.load(order::joining.acquire) != 0, 0)) admit();
         if (!has_receivers_) refuse_without_receivers();
-        bool is_spilled = nbytes > ch_.g.shape.inline_limit;
-        u64 length = is_spilled ? sizeof(SpilledRef) : nbytes;
-        need_ = round_up(sizeof(Record) + length, RECORD_ALIGN);
-        u64 index = committed_ & (ch_.g.shape.lane_nbytes - 1);
-        skip_ = index + need_ > ch_.g.shape.lane_nbytes ? ch_.g.shape.lane_nbytes - index : 0;
+        const u64 capacity = ch_.g.shape.lane_nbytes;
+        Reservation& wanted = reservation_;
+        wanted.is_spilled = nbytes > ch_.g.shape.inline_limit;
+        wanted.nbytes = nbytes;
+        wanted.length = wanted.is_spilled ? sizeof(SpilledRef) : nbytes;
+        wanted.need = round_up(sizeof(Record) + wanted.length, RECORD_ALIGN);
+        u64 index = committed_ & (capacity - 1);
+        wanted.skip = index + wanted.need > capacity ? capacity - index : 0;
+        wanted.position = committed_ + wanted.skip;
         waits_for_memory_ = false;
-        nbytes_ = nbytes;
         if (!has_room()) return nullptr;
         PENSTOCK_POINT("send.begun");
-        start_ = ch_.by->segment().write_at(ch_.ring_offset(index_, committed_ + skip_));
-        record_ = {committed_ + skip_,
-                   0,
-                   0,
-                   static_cast<u32>(length),
-                   static_cast<u16>(is_spilled ? RecordKind::spilled : RecordKind::bytes),
-                   static_cast<u16>(epoch_)};
-        u8* to = start_ + sizeof(Record);
-        if (is_spilled) {
+        wanted.record = ch_.by->segment().write_at(ch_.ring_offset(index_, wanted.position));
+        wanted.at = wanted.record + sizeof(Record);
+        if (wanted.is_spilled) {
             returns_seen_ = ch_.pool.returns();
-            if (!unless_locked([&] { return ch_.pool.try_take(nbytes, spilled_, deadline); })) {
+            if (!unless_locked([&] { return ch_.pool.try_take(nbytes, wanted.spilled, deadline); })) {
                 waits_for_memory_ = true;
                 lane_->exhaustions.count();
                 return nullptr;
             }
             PENSTOCK_POINT("send.spilled");
-            to = ch_.by->segment().write_at(ch_.g.pool_data + spilled_.offset);
+            wanted.at = ch_.by->segment().write_at(ch_.g.pool_data + wanted.spilled.offset);
         }
         is_reserved_ = true;
-        return to;
+        return &wanted;
     }
     // Makes the record visible, to all receivers at once. Throws Timeout before it, and may be called again.
-    void commit(u64 deadline = NEVER) {
-        bool is_spilled = static_cast<RecordKind>(record_.kind) == RecordKind::spilled;
-        if (is_spilled) {
-            SpilledRef ref{spilled_.block, spilled_.generation, spilled_.offset, spilled_.nbytes};
-            std::memcpy(start_ + sizeof(Record), &ref, sizeof ref);
-            auto mask = [this] {
-                u64 bits = 0;
-                for (u32 r = 0; r < ch_.g.shape.receivers; ++r)
-                    if (mode_of(ch_.cursor(index_, r).mode.load(order::mode.acquire)) == CursorMode::counted)
-                        bits |= 1ull << r;
-                return bits;
-            };
-            unless_locked([&] { return ch_.pool.pend(spilled_, index_, record_.position, deadline, mask), true; });
-            PENSTOCK_POINT("send.pending");
-        }
-        u64 sequence = lane_->sequence.load(RELAXED);
-        u64 now = now_ns();
-        if (skip_ != 0) {
-            Record skip{committed_,
-                        now,
-                        sequence,
-                        static_cast<u32>(skip_ - sizeof(Record)),
-                        static_cast<u16>(RecordKind::skip),
-                        static_cast<u16>(epoch_)};
-            std::memcpy(ch_.by->segment().write_at(ch_.ring_offset(index_, committed_)), &skip, sizeof skip);
-        }
-        record_.committed_ns = now;
-        record_.sequence = sequence;
-        std::memcpy(start_, &record_, sizeof record_);
+    void commit(const Reservation& reservation, u64 deadline = NEVER) {
+        if (reservation.is_spilled) pend_spilled(reservation, deadline);
+        u64 sequence = lane_->sequence.load(RELAXED), now = now_ns();
+        if (reservation.skip != 0)
+            write_header(ch_.by->segment().write_at(ch_.ring_offset(index_, committed_)), committed_,
+                         reservation.skip - sizeof(Record), RecordKind::skip, sequence, now);
+        write_header(reservation.record, reservation.position, reservation.length,
+                     reservation.is_spilled ? RecordKind::spilled : RecordKind::bytes, sequence, now);
         lane_->sequence.store(sequence + 1, RELAXED);
         lane_->last_ns.store(now, RELAXED);
         lane_->cpu.store(current_cpu(), RELAXED);
         PENSTOCK_POINT("send.written");
-        committed_ = record_.position + need_;
-        lane_->committed.store(committed_,
-                               order::publish.release);  // the record is written before this
-        PENSTOCK_POINT("send.committed");
-        if (ch_.is_inbox()) ch_.head.ready.fetch_or(1ull << index_, order::ready.release);
-        PENSTOCK_POINT("ready.set");
-        u64 in_loops = ring(ch_.head.bell, &lane_->waits.wakes);
-        PENSTOCK_POINT("send.rung");
-        if (__builtin_expect(in_loops != 0, 0)) ch_.wake_receivers(in_loops);
-        if (is_spilled) {
-            ch_.pool.release(spilled_.block, spilled_.generation);
+        publish(reservation.position + reservation.need);
+        wake();
+        if (reservation.is_spilled) {
+            ch_.pool.release(reservation.spilled.block, reservation.spilled.generation);
             lane_->spills.count();
         }
         is_reserved_ = false;
         lane_->waits.records.count();
-        lane_->waits.nbytes.count(nbytes_);
-        u64 in_flight = committed_ - least_released_;
-        lane_->waits.furthest_nbytes.raise(in_flight);
+        lane_->waits.nbytes.count(reservation.nbytes);
+        lane_->waits.furthest_nbytes.raise(committed_ - least_released_);
     }
     // The record will never be seen. A room that views can still write into is kept until the last of them is dropped:
     // in the ring the next record would be overwritten, in the pool the next taker's block.
@@ -170,20 +151,20 @@ class Sender {
         PENSTOCK_POINT("abort.begun");
         is_given_up_.store(false, order::views.seq_cst);
         is_reserved_ = false;
-        if (static_cast<RecordKind>(record_.kind) == RecordKind::spilled)
-            ch_.pool.release(spilled_.block, spilled_.generation);
+        if (reservation_.is_spilled) ch_.pool.release(reservation_.spilled.block, reservation_.spilled.generation);
         if (is_closed_) let_go(EndState::closing);
     }
     // One record out of several parts. False: no room now.
     bool try_send(const Part* parts, size_t n, u64 total, u64 deadline = NEVER) {
-        u8* to = try_reserve(total, deadline);
-        if (to == nullptr) return false;
+        Reservation* reservation = try_reserve(total, deadline);
+        if (reservation == nullptr) return false;
+        u8* to = reservation->at;
         for (size_t i = 0; i < n; ++i) {
             std::memcpy(to, parts[i].at, parts[i].nbytes);
             to += parts[i].nbytes;
         }
         try {
-            commit(deadline);
+            commit(*reservation, deadline);
         } catch (...) {
             abort();
             throw;
@@ -198,8 +179,10 @@ class Sender {
         lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, RELAXED);
         if (waits_for_memory_)
             return ch_.pool.wait_for_return(returns_seen_, deadline, spinner_, lane_->waits, is_closing_);
-        u64 enough = std::max(skip_ + need_, std::min(ch_.g.shape.lane_nbytes / 4, committed_ - least_released_));
-        lane_->room.wanted.store(committed_ + enough - ch_.g.shape.lane_nbytes, RELAXED);
+        const u64 capacity = ch_.g.shape.lane_nbytes;
+        u64 enough =
+            std::max(reservation_.skip + reservation_.need, std::min(capacity / 4, committed_ - least_released_));
+        lane_->room.wanted.store(committed_ + enough - capacity, RELAXED);
         return penstock::wait(lane_->room, 1, deadline, spinner_, lane_->waits, nullptr,
                               [this] { return is_awaited(); });
     }
@@ -214,7 +197,7 @@ class Sender {
             fence(order::bell.seq_cst);
             return ch_.pool.returns() != returns_seen_ || ch_.by->is_stale() || is_closing_.load(RELAXED);
         }
-        lane_->room.wanted.store(committed_ + skip_ + need_ - ch_.g.shape.lane_nbytes, RELAXED);
+        lane_->room.wanted.store(reservation_.position + reservation_.need - ch_.g.shape.lane_nbytes, RELAXED);
         lane_->room.parked_async.fetch_or(1, order::bell.seq_cst);
         fence(order::bell.seq_cst);
         return is_awaited();
@@ -224,47 +207,7 @@ class Sender {
         if (is_over) lane_->waits.since_ns.store(0, RELAXED);
     }
 
-    // Says who is in the way. Called when a deadline has passed.
-    Error timeout(u64 waited_ns) {
-        require_open();
-        lane_->refused.count();
-        if (is_locked_out()) return Error(Fault::timeout, obstacle_);
-        if (waits_for_memory_) {
-            Error full = ch_.pool.exhausted(nbytes_);
-            full.fault = Fault::timeout;
-            full.text = format("no room for a record within %s: ", in_seconds(waited_ns).c_str()) + full.text;
-            return full;
-        }
-        u64 least = NEVER;
-        u32 slowest = 0;
-        for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-            Cursor& cursor = ch_.cursor(index_, r);
-            if (mode_of(cursor.mode.load(RELAXED)) != CursorMode::counted || cursor.released.load(RELAXED) >= least)
-                continue;
-            least = cursor.released.load(RELAXED);
-            slowest = r;
-        }
-        if (least == NEVER) return Error(Fault::timeout, format("'%s' has no receiver", name()));
-        Record oldest{};
-        std::memcpy(&oldest, ch_.by->segment().read_at(ch_.ring_offset(index_, least)), sizeof oldest);
-        u64 behind_ns = oldest.position == least ? now_ns() - oldest.committed_ns : waited_ns;
-        u64 records = lane_->sequence.load(RELAXED) - ch_.cursor(index_, slowest).sequence.load(RELAXED);
-        End end = end_of(ch_.receiver(slowest).word.load(order::end.acquire));
-        std::string who =
-            end.state == EndState::expected ? std::string("which has not attached yet") : ch_.describe(end);
-        return Error(Fault::timeout,
-                     format("'%s' is full for %s: receiver %u, %s, is %llu records (%s) behind, the oldest for %s",
-                            name(), in_seconds(waited_ns).c_str(), slowest, who.c_str(),
-                            static_cast<unsigned long long>(records), in_units(committed_ - least).c_str(),
-                            in_seconds(behind_ns).c_str()))
-            .with("receiver", slowest)
-            .with("pid", end.state == EndState::live && end.slot < ch_.g.shape.max_peers
-                             ? pid_of(ch_.by->peer(end.slot).identity.load(order::identity.acquire))
-                             : 0)
-            .with("records_behind", static_cast<i64>(records))
-            .with("nbytes_behind", static_cast<i64>(committed_ - least))
-            .with("ns_behind", static_cast<i64>(behind_ns));
-    }
+    Error timeout(u64 waited_ns);  // describe.h: says who is in the way. Called when a deadline has passed.
 
     // Ends the lane in peace: receivers read what is there, then EndOfChannel. May be called from another thread than
     // the one that waits, which then gets Closed. Returns false while such a thread is still inside; call again.
@@ -314,11 +257,45 @@ class Sender {
             throw;
         }
     }
+    void write_header(u8* to, u64 position, u64 length, RecordKind kind, u64 sequence, u64 now) {
+        Record record{
+            position, now, sequence, static_cast<u32>(length), static_cast<u16>(kind), static_cast<u16>(epoch_)};
+        std::memcpy(to, &record, sizeof record);
+    }
+    void pend_spilled(const Reservation& reservation, u64 deadline) {
+        const Extent& spilled = reservation.spilled;
+        SpilledRef ref{spilled.block, spilled.generation, spilled.offset, spilled.nbytes};
+        std::memcpy(reservation.record + sizeof(Record), &ref, sizeof ref);
+        auto counted_receivers = [this] {
+            u64 bits = 0;
+            for (u32 r = 0; r < ch_.g.shape.receivers; ++r)
+                if (mode_of(ch_.cursor(index_, r).mode.load(order::mode.acquire)) == CursorMode::counted)
+                    bits |= 1ull << r;
+            return bits;
+        };
+        unless_locked([&] {
+            ch_.pool.pend(spilled, index_, reservation.position, deadline, counted_receivers);
+            return true;
+        });
+        PENSTOCK_POINT("send.pending");
+    }
+    void publish(u64 end) {
+        committed_ = end;
+        lane_->committed.store(end, order::publish.release);  // the record is written before this
+        PENSTOCK_POINT("send.committed");
+    }
+    void wake() {
+        if (ch_.is_inbox()) ch_.head.ready.fetch_or(1ull << index_, order::ready.release);
+        PENSTOCK_POINT("ready.set");
+        u64 in_loops = ring(ch_.head.bell, &lane_->waits.wakes);
+        PENSTOCK_POINT("send.rung");
+        if (__builtin_expect(in_loops != 0, 0)) ch_.wake_receivers(in_loops);
+    }
     bool has_room() {
-        u64 limit = ch_.g.shape.lane_nbytes;
-        if (committed_ + skip_ + need_ - least_released_ <= limit) return true;
+        const u64 capacity = ch_.g.shape.lane_nbytes, end = reservation_.position + reservation_.need;
+        if (end - least_released_ <= capacity) return true;
         least_released_ = least_released();
-        return committed_ + skip_ + need_ - least_released_ <= limit;
+        return end - least_released_ <= capacity;
     }
     u64 least_released() const {
         u64 least = committed_;
@@ -405,11 +382,8 @@ class Sender {
     Atomic<bool> is_given_up_{false};
     bool waits_for_memory_ = false;
     std::string obstacle_;  // the lock that was in the way of the last try, and who holds it
-    u64 need_ = 0, skip_ = 0, nbytes_ = 0;
     u32 returns_seen_ = 0;
-    u8* start_ = nullptr;
-    Record record_{};
-    Extent spilled_{};
+    Reservation reservation_{};  // the one that is open; else what the last try wanted
 };
 
 }  // namespace penstock

@@ -426,8 +426,8 @@ void call_channel(World& world, Ends& ends, Random& random) {
         case 6:
             if (sender != nullptr)
                 expect_error_or_value("Sender::wait", [&] {
-                    if (sender->try_reserve(1 + random.below(4 * world.shape().inline_limit)) != nullptr)
-                        random.one_in(2) ? sender->abort() : sender->commit();
+                    if (auto* room = sender->try_reserve(1 + random.below(4 * world.shape().inline_limit)))
+                        random.one_in(2) ? sender->abort() : sender->commit(*room);
                     else
                         sender->wait(now_ns() + random.below(50'000));
                 });

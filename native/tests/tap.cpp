@@ -83,9 +83,9 @@ void what_the_sender_writes_over_before_it_moves_committed_is_missed(u64 seen_be
     play.send(8, RECORDS - seen_before);
     play.receive(RECORDS);
     if (is_found_before) REQUIRE(play.tap.find(seen) && seen.sequence == seen_before, "not the next one");
-    u8* to = play.sender.try_reserve(INLINE_LIMIT);
-    REQUIRE(to != nullptr, "no room");
-    std::memset(to, 0x5a, INLINE_LIMIT);  // behind the header, which comes last; and committed is where it was
+    Reservation* room = play.sender.try_reserve(INLINE_LIMIT);
+    REQUIRE(room != nullptr, "no room");
+    std::memset(room->at, 0x5a, INLINE_LIMIT);  // behind the header, which comes last; and committed is where it was
     u64 lost = seen_before * 64 < sizeof(Record) + INLINE_LIMIT ? RECORDS - seen_before : 0;
     if (is_found_before) REQUIRE(play.tap.copy(seen, bytes) == (lost == 0), "%" PRIu64 " seen before", seen_before);
     u64 rest = RECORDS - seen_before - (is_found_before && lost == 0 ? 1 : 0);

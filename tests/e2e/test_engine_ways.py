@@ -14,16 +14,10 @@ from penstock.engine.client.stream import EngineError  # noqa: E402
 from penstock.engine.cluster.status_board import Board  # noqa: E402
 from penstock.engine.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
-from penstock.engine.protocol.messages import (
-    FinishReason,
-    SamplingParams,
-)
+from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support.engine import START  # noqa: E402
-from tests.support.models import (
-    VOCABULARY,
-    made,
-)
+from tests.support.models import VOCABULARY, made  # noqa: E402
 
 WAYS = [  # overlap, output processors, ranks, prefix cache
     (overlap, outputs, ranks, caching)

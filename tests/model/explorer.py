@@ -14,7 +14,10 @@ Everything else is done here, at every state:
   store buffers    "sc": none. "tso": first in, first out, seen by the owner alone until flushed, at any later time.
                    "weak": besides, stores to different words are flushed in any order, except that a release waits for
                    all that came before it. A fence, a syscall and a read-modify-write that releases drain the buffer.
-                   Loads happen in the order of the program: a missing acquire is not found here.
+  early loads      "weaker": as weak; besides, a process that stands before a relaxed operation may have loaded another
+                   word already. When that word changes, it may go on with the value from before, until its next
+                   acquire, fence or syscall. One word at a time: two loads change places where one acquire is missing.
+                   No load is put off to after a later store, and a read-modify-write is one step, never buffered.
   faults           any process that may die (SIGKILL) or stop (SIGSTOP) does, or does not. What stands in a buffer then
                    still reaches memory, and a death is known to others only after that.
 
@@ -32,7 +35,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 RELAXED, ACQUIRE, RELEASE, ACQ_REL, SEQ_CST = range(5)
-MODELS = ("sc", "tso", "weak")
+ACQUIRING = (ACQUIRE, ACQ_REL, SEQ_CST)
+MODELS = ("sc", "tso", "weak", "weaker")
 EAGAIN, ETIMEDOUT = -11, -110
 
 
@@ -44,6 +48,27 @@ def must(condition: object, text: str) -> None:
     """For the code of a process: what it found must be so."""
     if not condition:
         raise Violation(text)
+
+
+class Half(int):
+    """An order that has a name, and what it becomes where a scene is walked without one half of that name."""
+
+    name: str
+    weaker: dict[str, int]
+
+    def __new__(cls, order: int, name: str, weaker: dict[str, int]) -> "Half":
+        self = super().__new__(cls, order)
+        self.name, self.weaker = name, weaker
+        return self
+
+
+Without = tuple[str, str] | None  # the name of an order, and "acquire" or "release"
+
+
+def weakened(order: int, without: Without) -> int:
+    if without is None or not isinstance(order, Half) or order.name != without[0]:
+        return order
+    return order.weaker.get(without[1], order)
 
 
 # ── operations ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,8 +112,9 @@ def fetch_and(at: Hashable, bits: int, order: int = SEQ_CST) -> Op:
     return Op("and", at, bits, order=order)
 
 
-def fence() -> Op:
-    return Op("fence")
+def fence(order: int = SEQ_CST) -> Op:
+    """RELEASE: what was stored before it leaves before what is stored after. ACQUIRE: no load is early past it."""
+    return Op("fence", order=order)
 
 
 def futex_wait(at: Hashable, seen: Hashable, may_time_out: bool = False, mask: int = -1) -> Op:
@@ -187,8 +213,8 @@ VERB = re.compile("(LOAD|STORE|DELETE)_FAST")
 class Table:
     """A process as an automaton, computed as far as it is needed: node, result of its operation -> next node."""
 
-    def __init__(self, body: Callable[[], Step], index: dict[Hashable, int]) -> None:
-        self.body, self.index = body, index
+    def __init__(self, body: Callable[[], Step], index: dict[Hashable, int], without: Without = None) -> None:
+        self.body, self.index, self.without = body, index, without
         self.ops: list[tuple[str, Any, Any, Any, int]] = []  # of each node; "done" and "violated" have no next
         self.edges: list[dict[Any, int]] = []
         self.said: list[str] = []
@@ -229,7 +255,8 @@ class Table:
             at = at.gi_yieldfrom
         place = -1 if op.at is None else self.index[op.at]
         shown = ", ".join(str(x) for x in (op.at, op.a, op.b) if x is not None and not callable(x))
-        return self._node(tuple(key), (op.kind, place, op.a, op.b, op.order), f"{op.kind}({shown})", history, process)
+        order = op.order if op.kind in ("wait", "wake") else weakened(op.order, self.without)
+        return self._node(tuple(key), (op.kind, place, op.a, op.b, order), f"{op.kind}({shown})", history, process)
 
     def _node(self, key: Hashable, op: Any, said: str, history: tuple[Any, ...], process: Step | None) -> int:
         known = self._known.get(key)
@@ -301,12 +328,54 @@ def put(at: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
 
 def drained(mem: Memory, buffer: tuple[tuple[int, Any, bool], ...]) -> Memory:
     for place, value, _ in buffer:
-        mem = put(mem, place, value)
+        if place != FENCE:
+            mem = put(mem, place, value)
     return mem
 
 
+FENCE = -1  # in a buffer: what stands behind it leaves after all that stands before it
+
+
+def without_leading_fence(buffer: tuple[tuple[int, Any, bool], ...]) -> tuple[tuple[int, Any, bool], ...]:
+    while buffer and buffer[0][0] == FENCE:
+        buffer = buffer[1:]
+    return buffer
+
+
+def may_pass(op: Any, place: int) -> bool:
+    """Whether a later load of that word may come before this operation."""
+    kind, at, _, _, order = op
+    return at != place and ((kind == "load" and order == RELAXED) or (kind in RMW and order in (RELAXED, RELEASE)))
+
+
+def loads_later(table: "Table") -> list[frozenset[int]]:
+    """The words that the process loads, from each of its nodes on, before something orders its loads."""
+    later: list[frozenset[int]] = [frozenset()] * len(table.ops)
+    is_changed = True
+    while is_changed:
+        is_changed = False
+        for node in range(len(table.ops) - 1, -1, -1):
+            op = table.ops[node]
+            words = frozenset[int]().union(*(later[after] for after in table.edges[node].values()))
+            words = frozenset(word for word in words if not ends_early(op, word))
+            if op[0] == "load":
+                words |= {op[1]}
+            is_changed |= words != later[node]
+            later[node] = words
+    return later
+
+
+def ends_early(op: Any, place: int) -> bool:
+    """Whether what was loaded early of that word is of no use after this operation."""
+    kind, at, _, _, order = op
+    if kind in ("load", "store") or kind in RMW:
+        return at == place or (kind != "store" and order in ACQUIRING) or (kind == "store" and order == SEQ_CST)
+    return kind != "fence" or order not in (RELAXED, RELEASE)
+
+
 class Walk:
-    """One exploration. A state: memory, the node of each process, how it stands, its store buffer, faults left."""
+    """One exploration. A state: memory; of each process its node, how it stands, its store buffer, what it has loaded
+    early; faults left."""
 
     def __init__(
         self,
@@ -319,22 +388,38 @@ class Walk:
         at_end: Callable[[View], None] | None = None,
         must_end: bool = False,
         limit: int = 400_000,
+        without: Without = None,
     ) -> None:
         assert model in MODELS, model
+        self.places = list(memory)
         self.index = {name: i for i, name in enumerate(memory)}
         self.numbers = {each.name: i for i, each in enumerate(processes)}
         self.processes, self.model = processes, model
-        self.tables = [Table(each.body, self.index) for each in processes]
+        self.tables = [Table(each.body, self.index, without) for each in processes]
         self.invariant, self.at_end, self.must_end, self.limit = invariant, at_end, must_end, limit
+        self.loads_later: list[list[frozenset[int]]] | None = None  # None: nothing is loaded early
         n = len(processes)
-        start = (tuple(memory.values()), tuple(t.first for t in self.tables), (RUNS,) * n, ((),) * n, faults)
-        self.states: list[Any] = [start]
-        self.parents: list[tuple[int, int, str]] = [(-1, 0, "")]  # state, process, what beyond its operation
-        self.seen: dict[Any, int] = {start: 0}
+        start = (tuple(memory.values()), tuple(t.first for t in self.tables), (RUNS,) * n, ((),) * n, faults, ((),) * n)
+        self.start = start
+        self.states: list[Any] = []
+        self.parents: list[tuple[int, int, str]] = []  # state, process, what beyond its operation
 
     def run(self) -> Explored:
-        """Raises Violation at the first state that must not be: there is none on a shorter way."""
-        states, seen, parents = self.states, self.seen, self.parents
+        """Raises Violation at the first state that must not be: there is none on a shorter way.
+
+        What a process may load early is worth trying where it loads that word before anything orders its loads: a walk
+        in the order of the program shows where that is.
+        """
+        explored = self._run()
+        if self.model == "weaker":
+            self.loads_later = [loads_later(table) for table in self.tables]
+            explored = self._run()
+        return explored
+
+    def _run(self) -> Explored:
+        self.states, self.parents = [self.start], [(-1, 0, "")]
+        states, parents = self.states, self.parents
+        seen: dict[Any, int] = {self.start: 0}
         transitions = ends = at = 0
         into: list[list[int]] = [[]]  # who leads here without a fault
         terminal: list[int] = []
@@ -370,36 +455,64 @@ class Walk:
 
     # ── moves ──
     def _moves(self, state: Any) -> Iterator[tuple[int, str, Any, bool]]:
-        mem, nodes, stat, bufs, left = state
+        """Who did what, the state after it, and whether it was a fault."""
+        mem, nodes, _, _, _, early = state
+        for p, said, after, is_fault, has_done in self._moves_in_order(state):
+            if self.loads_later is None:
+                yield p, said, (*after, early), is_fault
+                continue
+            mine = early[p]
+            if has_done and mine and ends_early(self.tables[p].ops[nodes[p]], mine[0]):
+                kept = put(early, p, ())
+            else:
+                kept = early
+            yield p, said, (*after, kept), is_fault
+            if after[0] is mem:
+                continue
+            for place, (old, new) in enumerate(zip(mem, after[0])):
+                if old is new:
+                    continue
+                for q, s in enumerate(after[2]):  # has it loaded this word before it changed?
+                    if q == p or s != RUNS or kept[q] or any(each[0] == place for each in after[3][q]):
+                        continue
+                    node = after[1][q]
+                    if not may_pass(self.tables[q].ops[node], place):
+                        continue
+                    if node >= len(self.loads_later[q]) or place in self.loads_later[q][node]:
+                        how = f"{said} ({self.processes[q].name} has loaded {self.places[place]} early)"
+                        yield p, how, (*after, put(kept, q, (place, old))), is_fault
+
+    def _moves_in_order(self, state: Any) -> Iterator[tuple[int, str, Any, bool, bool]]:
+        mem, nodes, stat, bufs, left, _ = state
         for p, s in enumerate(stat):  # a fence with nothing to drain concerns nobody: nothing else need come before it
             if s == RUNS and not bufs[p] and self.tables[p].ops[nodes[p]][0] == "fence":
-                yield p, "", (mem, *self._advance(nodes, stat, p, None), bufs, left), False
+                yield p, "", (mem, *self._advance(nodes, stat, p, None), bufs, left), False, True
                 return
         for p, s in enumerate(stat):
             if bufs[p]:
                 for i in self._may_flush(bufs[p]):
                     place, value, _ = bufs[p][i]
-                    rest = put(bufs, p, bufs[p][:i] + bufs[p][i + 1 :])
-                    yield p, f"flush({place}, {value})", (put(mem, place, value), nodes, stat, rest, left), False
+                    rest = put(bufs, p, without_leading_fence(bufs[p][:i] + bufs[p][i + 1 :]))
+                    yield p, f"flush({place}, {value})", (put(mem, place, value), nodes, stat, rest, left), False, False
             if s == RUNS:
                 op = self.tables[p].ops[nodes[p]]
                 if op[0] == "wait" and self._visible(mem, bufs[p], op[1]) == op[2]:
                     after = (drained(mem, bufs[p]), nodes, put(stat, p, SLEEPS), put(bufs, p, ()), left)
-                    yield p, "sleeps", after, False
+                    yield p, "sleeps", after, False, True
                 else:
                     for result, mem2, bufs2, woken in self._perform(p, op, state):
                         nodes2, stat2 = self._advance(nodes, stat, p, result)
                         for q in woken:
                             nodes2, stat2 = self._advance(nodes2, put(stat2, q, stat2[q] & STOPPED), q, 0)
-                        yield p, "", (mem2, nodes2, stat2, bufs2, left), False
+                        yield p, "", (mem2, nodes2, stat2, bufs2, left), False, True
             elif s == SLEEPS and self.tables[p].ops[nodes[p]][3]:  # may time out
                 nodes2, stat2 = self._advance(nodes, put(stat, p, RUNS), p, ETIMEDOUT)
-                yield p, "times out", (mem, nodes2, stat2, bufs, left), False
+                yield p, "times out", (mem, nodes2, stat2, bufs, left), False, True
             if left and s in (RUNS, SLEEPS):
                 if self.processes[p].may_die:
-                    yield p, "dies", (mem, nodes, put(stat, p, DEAD), bufs, left - 1), True
+                    yield p, "dies", (mem, nodes, put(stat, p, DEAD), bufs, left - 1), True, True
                 if self.processes[p].may_stop:
-                    yield p, "is stopped", (mem, nodes, put(stat, p, s | STOPPED), bufs, left - 1), True
+                    yield p, "is stopped", (mem, nodes, put(stat, p, s | STOPPED), bufs, left - 1), True, True
 
     def _advance(self, nodes: Any, stat: Any, p: int, result: Any) -> tuple[Any, Any]:
         table = self.tables[p]
@@ -410,11 +523,12 @@ class Walk:
 
     def _perform(self, p: int, op: Any, state: Any) -> Iterator[tuple[Any, Any, Any, tuple[int, ...]]]:
         """What the operation may give back, memory and buffers after it, and whom it wakes."""
-        mem, nodes, stat, bufs, _ = state
+        mem, nodes, stat, bufs, _, early = state
         kind, place, a, b, order = op
         mine = bufs[p]
         if kind == "load":
-            yield self._visible(mem, mine, place), mem, bufs, ()
+            is_early = early[p] and early[p][0] == place
+            yield early[p][1] if is_early else self._visible(mem, mine, place), mem, bufs, ()
         elif kind == "store":
             if self.model == "sc":
                 yield None, put(mem, place, a), bufs, ()
@@ -423,7 +537,7 @@ class Walk:
             else:
                 yield None, mem, put(bufs, p, (*mine, (place, a, order == RELEASE))), ()
         elif kind in RMW:
-            if mine and (self.model == "tso" or order >= RELEASE):
+            if mine and (self.model == "tso" or order >= RELEASE or any(each[0] == FENCE for each in mine)):
                 mem, bufs = drained(mem, mine), put(bufs, p, ())
             elif mine:  # weak, and it does not release: only what was stored to this very word comes first
                 same = tuple(each for each in mine if each[0] == place)
@@ -435,7 +549,12 @@ class Walk:
             new = RMW[kind](old, a, b)
             yield old, mem if new == old else put(mem, place, new), bufs, ()
         elif kind == "fence":
-            yield None, drained(mem, mine), put(bufs, p, ()), ()
+            if order == RELEASE and mine and self.model in ("weak", "weaker"):
+                yield None, mem, put(bufs, p, (*mine, (FENCE, None, True))), ()
+            elif order in (RELAXED, ACQUIRE, RELEASE):
+                yield None, mem, bufs, ()
+            else:
+                yield None, drained(mem, mine), put(bufs, p, ()), ()
         elif kind == "wait":
             yield EAGAIN, drained(mem, mine), put(bufs, p, ()), ()
         elif kind == "wake":
@@ -470,6 +589,8 @@ class Walk:
             yield 0
             return
         for i, (place, _, releases) in enumerate(buffer):
+            if place == FENCE:
+                return
             if i == 0 or (not releases and all(each[0] != place for each in buffer[:i])):
                 yield i
 
@@ -481,7 +602,7 @@ class Walk:
             raise Violation(self._story(at, str(fault))) from None
 
     def _check_end(self, at: int) -> None:
-        _, nodes, stat, _, _ = self.states[at]
+        _, nodes, stat, _, _, _ = self.states[at]
         for p, s in enumerate(stat):
             if s in (RUNS, SLEEPS) and not self.processes[p].is_daemon:
                 how = "sleeps and nobody will wake it" if s == SLEEPS else "waits for ever"
@@ -514,7 +635,7 @@ class Walk:
             table = self.tables[p]
             now = self.states[at][1][p]
             got = [str(r) for r, to in table.edges[node].items() if to == now] if not said else []
-            step = said or table.said[node]
+            step = table.said[node] + said if said.startswith(" (") else said or table.said[node]
             lines.append(f"  {self.processes[p].name}: {step}{' -> ' + ' or '.join(got) if got else ''}")
             at = before
         return "\n".join([fault, *reversed(lines)])

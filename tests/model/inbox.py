@@ -20,12 +20,9 @@ was counted when it was sent, or NOBODY. There is always room, and one receiver:
 
 from collections.abc import Callable
 
+from tests.model import orders
 from tests.model.explorer import (
-    ACQ_REL,
-    ACQUIRE,
     RELAXED,
-    RELEASE,
-    SEQ_CST,
     Step,
     cas,
     exchange,
@@ -67,13 +64,13 @@ class Sender:
 
     def come(self, before: tuple[str, int]) -> Step:
         self.epoch = before[1] + 1
-        yield cas(("word", self.lane), before, ("live", self.epoch), ACQ_REL)  # Channel::claim
-        self.committed = yield load(("committed", self.lane), ACQUIRE)
-        mode, _ = yield load(("mode", self.lane), ACQUIRE)
+        yield cas(("word", self.lane), before, ("live", self.epoch), orders.end.acq_rel)  # Channel::claim
+        self.committed = yield load(("committed", self.lane), orders.publish.acquire)
+        mode, _ = yield load(("mode", self.lane), orders.mode.acquire)
         if mode == "joining" and "the constructor does not look who is joining" not in self.mutation:
-            yield fetch_or(("joining", self.lane), 1, ACQ_REL)
+            yield fetch_or(("joining", self.lane), 1, orders.joining.acq_rel)
         del mode
-        yield fetch_add("changes", 1, ACQ_REL)
+        yield fetch_add("changes", 1, orders.changes.acq_rel)
 
     def send_all(self, records: int) -> Step:
         """Waits for a receiver where there is none; then closes."""
@@ -92,7 +89,7 @@ class Sender:
         """Reserves, and aborts while it is not that receiver, which says its epoch there, that is counted."""
         while True:
             yield from self.try_reserve()
-            mode, counted = yield load(("mode", self.lane), ACQUIRE)
+            mode, counted = yield load(("mode", self.lane), orders.mode.acquire)
             wanted = yield load(who)
             if mode == "counted" and counted == wanted:
                 yield from self.commit()
@@ -106,52 +103,50 @@ class Sender:
         return self.has_receivers
 
     def try_reserve(self) -> Step:
-        changes = yield load("changes", ACQUIRE)
+        changes = yield load("changes", orders.changes.acquire)
         if changes != self.seen_changes:
             yield from self.look_at_ends()
         del changes
-        joining = yield load(("joining", self.lane), ACQUIRE)
+        joining = yield load(("joining", self.lane), orders.joining.acquire)
         if joining != 0:
             yield from self.admit()
 
     def look_at_ends(self) -> Step:
-        changes = yield load("changes", ACQUIRE)
-        mode, _ = yield load(("mode", self.lane), ACQUIRE)
+        changes = yield load("changes", orders.changes.acquire)
+        mode, _ = yield load(("mode", self.lane), orders.mode.acquire)
         if mode == "joining" and "look_at_ends does not ask for it" not in self.mutation:
-            yield fetch_or(("joining", self.lane), 1, ACQ_REL)  # it may not have asked yet
+            yield fetch_or(("joining", self.lane), 1, orders.joining.acq_rel)  # it may not have asked yet
         self.has_receivers = mode != "out"
         self.seen_changes = changes
 
     def admit(self) -> Step:
-        joining = yield exchange(("joining", self.lane), 0, ACQ_REL)
+        joining = yield exchange(("joining", self.lane), 0, orders.joining.acq_rel)
         if joining != 0:
-            mode, epoch = yield load(("mode", self.lane), ACQUIRE)
+            mode, epoch = yield load(("mode", self.lane), orders.mode.acquire)
             if mode == "joining":
                 yield store(("released", self.lane), len(self.committed), RELAXED)
-                yield cas(("mode", self.lane), ("joining", epoch), ("counted", epoch), ACQ_REL)
+                yield cas(("mode", self.lane), ("joining", epoch), ("counted", epoch), orders.mode.acq_rel)
                 self.has_receivers = True
             del mode, epoch
         del joining
         yield from ring_all()
 
     def commit(self) -> Step:
-        mode, epoch = yield load(("mode", self.lane), ACQUIRE)  # Pool::pend: who is counted
+        mode, epoch = yield load(("mode", self.lane), orders.mode.acquire)  # Pool::pend: who is counted
         self.committed = (*self.committed, epoch if mode == "counted" else NOBODY)
         del mode, epoch
         if "ready before committed" in self.mutation:
-            yield fetch_or("ready", 1 << self.lane, SEQ_CST)
-            yield store(("committed", self.lane), self.committed, RELEASE)
+            yield fetch_or("ready", 1 << self.lane, orders.ready.release)
+            yield store(("committed", self.lane), self.committed, orders.publish.release)
         else:
-            order = RELAXED if "ready is relaxed" in self.mutation else SEQ_CST
-            yield store(("committed", self.lane), self.committed, RELEASE)  # ORDER publish
-            yield fetch_or("ready", 1 << self.lane, order)  # ORDER ready
-            del order
+            yield store(("committed", self.lane), self.committed, orders.publish.release)
+            yield fetch_or("ready", 1 << self.lane, orders.ready.release)
         yield from ring()
 
     def close(self) -> Step:
-        yield cas(("word", self.lane), ("live", self.epoch), ("closed", self.epoch), ACQ_REL)
-        yield fetch_or("ready", 1 << self.lane, SEQ_CST)
-        yield fetch_add("changes", 1, ACQ_REL)
+        yield cas(("word", self.lane), ("live", self.epoch), ("closed", self.epoch), orders.end.acq_rel)
+        yield fetch_or("ready", 1 << self.lane, orders.ready.release)
+        yield fetch_add("changes", 1, orders.changes.acq_rel)
         yield from ring_all()
 
 
@@ -166,12 +161,12 @@ class Receiver:
 
     def come(self, before: tuple[str, int]) -> Step:
         self.epoch = before[1] + 1
-        yield cas("receiver", before, ("live", self.epoch), ACQ_REL)  # Channel::claim
+        yield cas("receiver", before, ("live", self.epoch), orders.end.acq_rel)  # Channel::claim
         for i in range(LANES):
-            yield store(("mode", i), ("joining", self.epoch), RELEASE)
+            yield store(("mode", i), ("joining", self.epoch), orders.mode.release)
             if "the constructor does not ask" not in self.mutation:
-                yield fetch_or(("joining", i), 1, ACQ_REL)
-        yield fetch_add("changes", 1, ACQ_REL)
+                yield fetch_or(("joining", i), 1, orders.joining.acq_rel)
+        yield fetch_add("changes", 1, orders.changes.acq_rel)
 
     def receive(self, most: int = 1 << 30) -> Step:
         """Until the channel ends, or it has had enough and leaves: what it read, and of whose death it was told."""
@@ -192,7 +187,7 @@ class Receiver:
             return outcome
         del outcome
         while True:
-            ready = yield load("ready", ACQUIRE)
+            ready = yield load("ready", orders.ready.acquire)
             if ready == 0:
                 break
             later = ready & ~((2 << self.last_lane) - 1)
@@ -206,13 +201,13 @@ class Receiver:
             is_unread = False
             if "looks before clearing" in self.mutation:
                 is_unread = yield from self.is_unread(i)
-            yield fetch_and("ready", ~(1 << i), SEQ_CST)  # ORDER ready: cleared before the last look
+            yield fetch_and("ready", ~(1 << i), orders.ready.acquire)  # cleared before the last look
             if "no second look who was admitted" in self.mutation and not self.is_counted[i]:
                 continue
             if "looks before clearing" not in self.mutation and "no last look" not in self.mutation:
                 is_unread = yield from self.is_unread(i)
             if is_unread:
-                yield fetch_or("ready", 1 << i, SEQ_CST)
+                yield fetch_or("ready", 1 << i, orders.ready.release)
             del is_unread, i
         outcome = yield from self.look_at_ends()
         return outcome
@@ -221,7 +216,7 @@ class Receiver:
         is_counted = yield from self.was_admitted(i)
         if not is_counted:
             return False
-        committed = yield load(("committed", i), ACQUIRE)  # ORDER publish
+        committed = yield load(("committed", i), orders.publish.acquire)
         if len(committed) == self.position[i]:
             return False
         sent_to = committed[self.position[i]]
@@ -236,62 +231,62 @@ class Receiver:
         is_counted = yield from self.was_admitted(i)
         if not is_counted:
             return False
-        committed = yield load(("committed", i), SEQ_CST)
+        committed = yield load(("committed", i), orders.publish.acquire)
         return len(committed) != self.position[i]
 
     def was_admitted(self, i: int) -> Step:
         if self.is_counted[i]:
             return True
-        mode, _ = yield load(("mode", i), ACQUIRE)
+        mode, _ = yield load(("mode", i), orders.mode.acquire)
         if mode == "counted":
-            self.position[i] = yield load(("released", i), ACQUIRE)
+            self.position[i] = yield load(("released", i), orders.room.acquire)
             yield store(("read", i), self.position[i], RELAXED)
             self.is_counted[i] = True
         return self.is_counted[i]
 
     def look_at_ends(self) -> Step:
-        changes = yield load("changes", ACQUIRE)
+        changes = yield load("changes", orders.changes.acquire)
         if changes == self.seen_changes:
             return "nothing"
         is_all_ended = True
         for i in range(LANES):
-            state, epoch = yield load(("word", i), ACQUIRE)
+            state, epoch = yield load(("word", i), orders.end.acquire)
             if state in ("live", "expected"):
                 is_all_ended = False
             if state != "dead" or self.told[i] == epoch:
                 continue
             is_unread = yield from self.is_unread(i)
             if is_unread and "look_at_ends does not look after it" not in self.mutation:
-                yield fetch_or("ready", 1 << i, SEQ_CST)  # what it had committed comes first
+                yield fetch_or("ready", 1 << i, orders.ready.release)  # what it had committed comes first
                 return "nothing"
             del is_unread, state
             self.told[i] = epoch
             return "told"  # there may be more to tell: seen_changes stays
         if is_all_ended:
-            ready = yield load("ready", SEQ_CST)
+            ready = yield load("ready", orders.ready.acquire)
             return "nothing" if ready != 0 else "end of channel"
         self.seen_changes = changes
         return "nothing"
 
     def is_awaited(self) -> Step:
-        changes = yield load("changes", ACQUIRE)
+        changes = yield load("changes", orders.changes.acquire)
         if changes != self.seen_changes:
             return True
-        ready = yield load("ready", ACQUIRE)
+        ready = yield load("ready", orders.ready.acquire)
         return ready != 0
 
     def let_go(self) -> Step:
         for i in range(LANES):
             yield from put_out(("mode", i), self.epoch)
-        yield cas("receiver", ("live", self.epoch), ("closed", self.epoch), ACQ_REL)
-        yield fetch_add("changes", 1, ACQ_REL)
+        yield cas("receiver", ("live", self.epoch), ("closed", self.epoch), orders.end.acq_rel)
+        yield fetch_add("changes", 1, orders.changes.acq_rel)
 
 
 def reap_sender(who: str, lane: int, mutation: str = "", epoch: int = FIRST, is_followed: bool = True) -> Step:
     yield until_gone(who)
-    found = yield cas(("word", lane), ("live", epoch), ("dead", epoch), ACQ_REL)
+    found = yield cas(("word", lane), ("live", epoch), ("dead", epoch), orders.end.acq_rel)
     if found == ("live", epoch) and "the reaper says nothing" not in mutation:
-        yield fetch_or("ready", 1 << lane, SEQ_CST)  # it may have died between committing and saying so
+        yield fetch_or("ready", 1 << lane, orders.ready.release)  # it may have died between committing and saying so
     del found
     if is_followed:
         yield from bury(who)
@@ -300,11 +295,11 @@ def reap_sender(who: str, lane: int, mutation: str = "", epoch: int = FIRST, is_
 
 def reap_receiver(who: str, mutation: str = "", epoch: int = FIRST) -> Step:
     yield until_gone(who)
-    found = yield cas("receiver", ("live", epoch), ("dead", epoch), ACQ_REL)
+    found = yield cas("receiver", ("live", epoch), ("dead", epoch), orders.end.acq_rel)
     if found == ("live", epoch):
         for i in range(LANES):
             yield from put_out(("mode", i), epoch, mutation)
-        yield fetch_and("parked", 0, SEQ_CST)
+        yield fetch_and("parked", 0, orders.bell.seq_cst_then)
     del found
     yield from bury(who)
     yield from tell_of_a_death(mutation)
@@ -312,12 +307,12 @@ def reap_receiver(who: str, mutation: str = "", epoch: int = FIRST) -> Step:
 
 def bury(who: str) -> Step:
     """From then on its places may be had: its identity says dead. Left out where nobody follows."""
-    yield fetch_add("changes", 1, ACQ_REL)
-    yield store(("is buried", who), True, SEQ_CST)
+    yield fetch_add("changes", 1, orders.changes.acq_rel)
+    yield store(("is buried", who), True, orders.identity.release)
 
 
 def tell_of_a_death(mutation: str) -> Step:
-    yield fetch_add("changes", 1, RELEASE)
+    yield fetch_add("changes", 1, orders.changes.release)
     if "the reaper wakes nobody" not in mutation:
         yield from ring_all()
 
@@ -333,5 +328,5 @@ def is_true(word: object) -> bool:
 def follows(who: str, at: tuple[str, int] | str, come: Callable[[tuple[str, int]], Step]) -> Step:
     """Takes the place of one who died, when it is buried."""
     yield until(("is buried", who), is_true)
-    before = yield load(at, ACQUIRE)
+    before = yield load(at, orders.end.acquire)
     yield from come(before)

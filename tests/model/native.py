@@ -10,11 +10,10 @@ reap                peers.h    Attachment::reap, up to the identity that says de
 
 from collections.abc import Callable
 
+from tests.model import orders
 from tests.model.explorer import (
-    ACQUIRE,
     EVERYBODY,
     RELAXED,
-    SEQ_CST,
     Step,
     cas,
     fence,
@@ -49,11 +48,13 @@ def wait(
 ) -> Step:
     while True:
         if without != "rings read first":
-            seen = yield load(bell + "rings", SEQ_CST)  # first: a ringer that takes our bit moves rings after
-        yield fetch_or(bell + "parked", bit, SEQ_CST)  # ORDER bell: before the second look
+            seen = yield load(
+                bell + "rings", orders.bell.seq_cst_then
+            )  # first: a ringer that takes our bit moves rings after
+        yield fetch_or(bell + "parked", bit, orders.bell.seq_cst_then)  # before the second look
         if without == "rings read first":
-            seen = yield load(bell + "rings", SEQ_CST)
-        yield fence()
+            seen = yield load(bell + "rings", orders.bell.seq_cst_then)
+        yield fence(orders.bell.seq_cst_then)
         is_ready = False
         if without != "second look":
             is_ready = yield from ready()
@@ -63,7 +64,7 @@ def wait(
         del seen
         others = 0
         if clears:
-            others = yield fetch_and(bell + "parked", ~bit, SEQ_CST)
+            others = yield fetch_and(bell + "parked", ~bit, orders.bell.seq_cst_then)
             others &= ~bit
         if others != 0 and got == 0 and not is_ready:
             yield from hand_on(others)
@@ -77,46 +78,46 @@ def wait(
 
 def ring(most: int = HAND_ON_WAKES, without: str = "", clears: bool = False, bell: str = "") -> Step:
     if without != "fence":
-        yield fence()  # ORDER bell: published before parked is read
+        yield fence(orders.bell.seq_cst_first)  # published before parked is read
     if clears:  # never so: test_bell.py shows what it costs
-        parked = yield take_bits(bell + "parked", 0)
+        parked = yield take_bits(bell + "parked", 0, orders.bell.seq_cst_first)
     else:
         parked = yield load(bell + "parked", RELAXED)
     if parked == 0:
         return
-    yield fetch_add(bell + "rings", 1, SEQ_CST)
+    yield fetch_add(bell + "rings", 1, orders.bell.seq_cst_first)
     yield futex_wake(bell + "rings", most, parked)
 
 
 def ring_all(bell: str = "") -> Step:
-    yield fetch_add(bell + "rings", 1, SEQ_CST)
+    yield fetch_add(bell + "rings", 1, orders.bell.seq_cst_first)
     yield futex_wake(bell + "rings", EVERYBODY)
 
 
 # ── ends that go ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def put_out(at: tuple[str, int], end_epoch: int, mutation: str = "") -> Step:
     """The sender may just be admitting it, which moves the word: then once more. Never that of a successor."""
-    mode, epoch = yield load(at, SEQ_CST)
+    mode, epoch = yield load(at, orders.mode.acquire)
     while epoch <= end_epoch and (mode, epoch) != ("out", end_epoch):
         if mutation == "only its own epoch" and epoch != end_epoch:
             break
-        found = yield cas(at, (mode, epoch), ("out", end_epoch), SEQ_CST)
+        found = yield cas(at, (mode, epoch), ("out", end_epoch), orders.mode.acq_rel)
         if found == (mode, epoch) or mutation == "one try":
             break
         mode, epoch = found
-    yield fence()  # ORDER pend: out, then look for what is still pending
+    yield fence(orders.pend.seq_cst_first)  # out, then look for what is still pending
 
 
 def reap(who: str, slot: int, holdings: Callable[[tuple[str, str]], Step]) -> Step:
     """Gives back the holdings of one that died; several may, and the slot may be another's by then."""
-    state, found = yield load(("identity", slot), ACQUIRE)
+    state, found = yield load(("identity", slot), orders.identity.acquire)
     if found != who:
         return
     if state == "live":
-        yield cas(("identity", slot), ("live", who), ("dying", who), SEQ_CST)
+        yield cas(("identity", slot), ("live", who), ("dying", who), orders.identity.acq_rel)
     del state, found
-    identity = yield load(("identity", slot), ACQUIRE)
+    identity = yield load(("identity", slot), orders.identity.acquire)
     if identity != ("dying", who):
         return
     yield from holdings(identity)
-    yield cas(("identity", slot), identity, ("dead", who), SEQ_CST)
+    yield cas(("identity", slot), identity, ("dead", who), orders.identity.acq_rel)

@@ -9,11 +9,11 @@ The walking is done by explorer.py; what the words mean is left to the tests.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.model.explorer import Explored, Process, View, Violation, explore
+from tests.model.explorer import Explored, Process, View, Violation, Without, explore
 
 Words = dict[Hashable, Hashable]
 
@@ -27,6 +27,11 @@ class Scene:
     must_end: bool = False  # from every state there is a way to an end: see Walk
     faults: int = 1
     limit: int = 400_000
+    left_out: Without = None
+
+    def without(self, order: str, half: str) -> "Scene":
+        """The same, and everything that acquires, or releases, by that name (orders.py) is relaxed."""
+        return replace(self, left_out=(order, half))
 
     def holds(self, more_than: int, model: str = "sc") -> None:
         """No interleaving breaks it. A scene that ends after fewer states did not go where it was meant to."""
@@ -50,6 +55,7 @@ class Scene:
             at_end=self.at_end,
             must_end=self.must_end,
             limit=self.limit,
+            without=self.left_out,
         )
 
 

@@ -15,11 +15,9 @@ from functools import partial
 
 import pytest
 
+from tests.model import orders
 from tests.model.explorer import (
-    ACQUIRE,
     RELAXED,
-    RELEASE,
-    SEQ_CST,
     Process,
     Step,
     View,
@@ -44,15 +42,15 @@ def ringer(records: int, without: str = "", **how: object) -> Step:
     for n in range(1, records + 1):
         if without == "publish first":
             yield from ring(**how)
-            yield store("published", n, RELEASE)
+            yield store("published", n, orders.publish.release)
         else:
-            yield store("published", n, RELEASE)
+            yield store("published", n, orders.publish.release)
             yield from ring(without=without, **how)
 
 
 def is_ready(had: int) -> Step:
-    published = yield load("published", ACQUIRE)
-    changes = yield load("changes", ACQUIRE)
+    published = yield load("published", orders.publish.acquire)
+    changes = yield load("changes", orders.changes.acquire)
     return published > had or changes != 0
 
 
@@ -60,7 +58,7 @@ def hand_on(parked: int) -> Step:
     behind = 0
     while parked:
         read = yield load(("read", lowest(parked)), RELAXED)
-        published = yield load("published", ACQUIRE)
+        published = yield load("published", orders.publish.acquire)
         if read != published:
             behind |= parked & -parked
         del read, published
@@ -72,12 +70,12 @@ def hand_on(parked: int) -> Step:
 def waiter(bit: int, records: int, hands_on: bool = True, **how: object) -> Step:
     had = 0
     while had < records:
-        published = yield load("published", ACQUIRE)
+        published = yield load("published", orders.publish.acquire)
         if published > had:
             had = published
             yield store(("read", lowest(bit)), had, RELAXED)
             continue
-        changes = yield load("changes", ACQUIRE)
+        changes = yield load("changes", orders.changes.acquire)
         if changes != 0:
             return "told of a death"
         del published, changes
@@ -92,9 +90,9 @@ def partial_of(what: Callable[[int], Step], had: int) -> Callable[[], Step]:
 def reaper(waiters: int, wakes: bool = True) -> Step:
     died = yield until_gone("ringer", *(f"waiter {i}" for i in range(waiters)))
     if died != "ringer":
-        yield fetch_and("parked", ~(1 << int(died[-1])))
+        yield fetch_and("parked", ~(1 << int(died[-1])), orders.bell.seq_cst_then)
     if died == "ringer":
-        yield fetch_add("changes", 1)
+        yield fetch_add("changes", 1, orders.changes.acq_rel)
     if wakes:
         yield from ring_all()
 
@@ -203,17 +201,17 @@ def test_a_reaper_that_forgets_wake_everybody_leaves_somebody_asleep() -> None:
 
 # ── the memory bell: bits are shared, so the ringer takes them all and wakes all ─────────────────────────────────────
 def announce_return(order: str = "take, ring") -> Step:
-    yield fetch_add("returns", 1, RELEASE)
-    yield fence()  # ORDER bell
+    yield fetch_add("returns", 1, orders.returns.release)
+    yield fence(orders.bell.seq_cst_first)
     parked = yield load("parked", RELAXED)
     if parked == 0:
         return
     if order == "take, ring":
-        yield take_bits("parked", 0, SEQ_CST)
+        yield take_bits("parked", 0, orders.bell.seq_cst_first)
         yield from ring_all()
     else:
         yield from ring_all()
-        yield take_bits("parked", 0, SEQ_CST)
+        yield take_bits("parked", 0, orders.bell.seq_cst_first)
 
 
 def give_back(order: str = "take, ring") -> Step:
@@ -222,16 +220,16 @@ def give_back(order: str = "take, ring") -> Step:
 
 
 def has_returned(seen: int) -> Step:
-    returns = yield load("returns", ACQUIRE)
-    changes = yield load("changes", ACQUIRE)
+    returns = yield load("returns", orders.returns.acquire)
+    changes = yield load("changes", orders.changes.acquire)
     return returns != seen or changes != 0
 
 
 def taker(bit: int, without: str) -> Step:
     while True:
-        changes = yield load("changes", ACQUIRE)
-        seen = yield load("returns", ACQUIRE)
-        free = yield load("free", ACQUIRE)
+        changes = yield load("changes", orders.changes.acquire)
+        seen = yield load("returns", orders.returns.acquire)
+        free = yield load("free", orders.block.acquire)
         if free > 0:
             found = yield cas("free", free, free - 1)
             if found == free:
@@ -249,7 +247,7 @@ def memory_bell(
 ) -> Scene:
     def reap() -> Step:
         yield until_gone("gives 0")
-        yield fetch_add("changes", 1)
+        yield fetch_add("changes", 1, orders.changes.acq_rel)
         yield from ring_all()
 
     processes = [

@@ -1,11 +1,13 @@
 """The explorer itself: it finds what each memory model allows, and nothing else; and it notices who waits for ever.
 
-outcome                                        sc          tso         weak
-both miss what the other stored                forbidden   allowed     allowed     each hides its store
-the same, a fence in between                   forbidden   forbidden   forbidden   the buffer is empty
-a message is announced before it is there      forbidden   forbidden   allowed     stores leave in any order
-the same, announced by a release               forbidden   forbidden   forbidden   what came before it leaves before
-two additions, one lost                        forbidden   forbidden   forbidden   a read-modify-write is one step
+outcome                                        sc          tso         weak        weaker
+both miss what the other stored                forbidden   allowed     allowed     allowed     each hides its store
+the same, a fence in between                   forbidden   forbidden   forbidden   forbidden   the buffer is empty
+a message is announced before it is there      forbidden   forbidden   allowed     allowed     stores leave in any order
+the same, announced by a release               forbidden   forbidden   forbidden   allowed     a load may come early
+the same, and looked for by an acquire         forbidden   forbidden   forbidden   forbidden   both halves
+one word is older than it was before           forbidden   forbidden   forbidden   forbidden   one word never goes back
+two additions, one lost                        forbidden   forbidden   forbidden   forbidden   one step
 """
 
 from collections.abc import Callable, Hashable
@@ -13,6 +15,7 @@ from collections.abc import Callable, Hashable
 import pytest
 
 from tests.model.explorer import (
+    ACQUIRE,
     RELAXED,
     RELEASE,
     Process,
@@ -64,9 +67,11 @@ def stores_and_looks(mine: str, other: str, is_fenced: bool) -> Callable[[], Ste
         ("sc", False, False),
         ("tso", False, True),
         ("weak", False, True),
+        ("weaker", False, True),
         ("sc", True, False),
         ("tso", True, False),
         ("weak", True, False),
+        ("weaker", True, False),
     ],
 )
 def test_two_miss_what_the_other_stored_only_without_a_fence(model: str, is_fenced: bool, is_allowed: bool) -> None:
@@ -76,21 +81,31 @@ def test_two_miss_what_the_other_stored_only_without_a_fence(model: str, is_fenc
 
 
 @pytest.mark.parametrize(
-    ("model", "order", "is_allowed"),
+    ("model", "announces", "looks", "is_allowed"),
     [
-        ("sc", RELAXED, False),
-        ("tso", RELAXED, False),
-        ("weak", RELAXED, True),
-        ("weak", RELEASE, False),
+        ("sc", RELAXED, RELAXED, False),
+        ("tso", RELAXED, RELAXED, False),
+        ("weak", RELAXED, RELAXED, True),
+        ("weak", RELEASE, RELAXED, False),
+        ("weaker", RELEASE, RELAXED, True),
+        ("weaker", RELAXED, ACQUIRE, True),
+        ("weaker", RELEASE, ACQUIRE, False),
     ],
 )
-def test_a_message_is_announced_too_early_only_without_a_release(model: str, order: int, is_allowed: bool) -> None:
+@pytest.mark.parametrize("is_fenced", [False, True])
+def test_a_message_is_announced_too_early_unless_both_halves_are_there(
+    model: str, announces: int, looks: int, is_allowed: bool, is_fenced: bool
+) -> None:
     def tells() -> Step:
         yield store("x", 1)
-        yield store("y", 1, order)
+        if is_fenced:
+            yield fence(announces)
+        yield store("y", 1, RELAXED if is_fenced else announces)
 
     def asks() -> Step:
-        is_announced = yield load("y")
+        is_announced = yield load("y", RELAXED if is_fenced else looks)
+        if is_fenced:
+            yield fence(looks)
         message = yield load("x")
         return is_announced, message
 
@@ -99,7 +114,22 @@ def test_a_message_is_announced_too_early_only_without_a_release(model: str, ord
     assert {(0, 0), (0, 1), (1, 1)} <= found
 
 
-@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+def test_one_word_never_goes_back() -> None:
+    def writes() -> Step:
+        yield store("x", 1)
+        yield store("x", 2)
+
+    def reads() -> Step:
+        yield load("y")
+        first = yield load("x")
+        second = yield load("x")
+        return first, second
+
+    found = {each[1] for each in outcomes("weaker", "xy", writes, reads)}
+    assert found == {(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)}
+
+
+@pytest.mark.parametrize("model", ["sc", "tso", "weak", "weaker"])
 def test_an_addition_is_one_step_and_a_load_and_a_store_are_two(model: str) -> None:
     def adds() -> Step:
         before = yield fetch_add("x", 1, RELAXED)

@@ -20,9 +20,8 @@ from typing import Any
 
 import pytest
 
+from tests.model import orders
 from tests.model.explorer import (
-    ACQUIRE,
-    RELEASE,
     Process,
     Step,
     View,
@@ -83,26 +82,26 @@ class Peer:
     # ── LOCK store, LOCK pool, LOCK block ──
     def lock(self, word: Any) -> Step:
         while True:
-            found = yield cas(word, 0, self.slot + 1, ACQUIRE)
+            found = yield cas(word, 0, self.slot + 1, orders.lock.acquire)
             if found == 0:
                 return False
-            _, who = yield load(("identity", found - 1), ACQUIRE)
+            _, who = yield load(("identity", found - 1), orders.identity.acquire)
             gone = yield is_gone(who)
             if gone:
-                again = yield cas(word, found, self.slot + 1, ACQUIRE)
+                again = yield cas(word, found, self.slot + 1, orders.lock.acquire)
                 if again == found:
                     return True
                 del again
             del found, who, gone
 
     def unlock(self, word: Any) -> Step:
-        yield exchange(word, 0, RELEASE)
+        yield exchange(word, 0, orders.lock.release)
 
     def take_over(self, word: Any, slot: int) -> Step:
-        found = yield load(word, ACQUIRE)
+        found = yield load(word, orders.lock.acquire)
         if found != slot + 1:
             return False
-        again = yield cas(word, found, self.slot + 1, ACQUIRE)
+        again = yield cas(word, found, self.slot + 1, orders.lock.acquire)
         return again == found
 
     def lock_store(self) -> Step:
@@ -114,9 +113,9 @@ class Peer:
     def rebuild(self) -> Step:
         yield store("head", 0)
         for b in range(self.blocks):
-            state = yield load(("state", b), ACQUIRE)
+            state = yield load(("state", b), orders.block.acquire)
             if state == LIVE:
-                kept = yield load(("kept", b), ACQUIRE)
+                kept = yield load(("kept", b))
                 if kept != NONE:
                     yield from self.link(b)
                 del kept
@@ -145,7 +144,7 @@ class Peer:
         for _ in range(self.blocks + 1):
             if link == 0:
                 return None
-            kept = yield load(("kept", link - 1), ACQUIRE)
+            kept = yield load(("kept", link - 1))
             if kept != NONE:
                 found = yield load(("key", link - 1))
                 if found == key:
@@ -167,14 +166,14 @@ class Peer:
         kept = yield load(("kept", b))
         if kept != NONE:
             return self.mutation != "no return of what is kept"
-        yield store(("state", b), RETURNED, RELEASE)
+        yield store(("state", b), RETURNED, orders.block.release)
         return True
 
     def try_take(self) -> Step:
         """A block, or None. Sweeping is left to the look itself: what is returned is free."""
         yield from self.lock("pool lock")
         for b in range(self.blocks):
-            state = yield load(("state", b), ACQUIRE)
+            state = yield load(("state", b), orders.block.acquire)
             if state == LIVE:
                 del state
                 continue
@@ -185,7 +184,7 @@ class Peer:
             yield store(("kept", b), NONE)
             yield store(("taker", b), self.slot)
             yield store(("held", b), with_one_more((0,) * self.peers, self.slot, 1))
-            yield store(("state", b), LIVE, RELEASE)
+            yield store(("state", b), LIVE, orders.block.release)
             yield from self.unlock("pool lock")
             return b
         yield from self.unlock("pool lock")
@@ -193,7 +192,7 @@ class Peer:
 
     def open_kept(self, b: int) -> Step:
         yield from self.lock(("lock", b))
-        state = yield load(("state", b), ACQUIRE)
+        state = yield load(("state", b), orders.block.acquire)
         must(state == LIVE, f"block {b} was given away while it was kept")
         held = yield load(("held", b))
         yield store(("held", b), with_one_more(held, self.slot, 1))
@@ -201,7 +200,7 @@ class Peer:
 
     def open_by_ref(self, b: int, generation: int) -> Step:
         yield from self.lock(("lock", b))
-        state = yield load(("state", b), ACQUIRE)
+        state = yield load(("state", b), orders.block.acquire)
         found = yield load(("generation", b))
         is_there = state == LIVE and found == generation
         if is_there:
@@ -222,7 +221,7 @@ class Peer:
             is_last = yield from self.return_if_last(b)
         yield from self.unlock(("lock", b))
         if is_last:
-            yield fetch_add("returns", 1, RELEASE)
+            yield fetch_add("returns", 1, orders.returns.release)
 
     def keep_no_longer(self, b: int, only_if_unheld: bool) -> Step:
         yield from self.lock(("lock", b))
@@ -232,18 +231,18 @@ class Peer:
                 yield from self.unlock(("lock", b))
                 return False
             del is_unheld
-        yield store(("kept", b), NONE, RELEASE)
+        yield store(("kept", b), NONE)
         is_last = yield from self.return_if_last(b)
         yield from self.unlock(("lock", b))
         if is_last:
-            yield fetch_add("returns", 1, RELEASE)
+            yield fetch_add("returns", 1, orders.returns.release)
         return True
 
     # ── store ──
     def is_given_up(self, b: int) -> Step:
         taker = yield load(("taker", b))
         kept = yield load(("kept", b))
-        held = yield load(("held", b), ACQUIRE)
+        held = yield load(("held", b))
         return kept == FILLING and held[taker] == 0 and self.mutation != "only a commit ends it"
 
     def look(self, key: str) -> Step:
@@ -255,18 +254,18 @@ class Peer:
         if is_over:
             yield from self.let_go(b)
             return None
-        kept = yield load(("kept", b), ACQUIRE)
+        kept = yield load(("kept", b))
         if kept == READY:
             yield from self.open_kept(b)
         return b, kept == READY
 
     def begin(self, key: str) -> Step:
         """("hit", block), ("fill", block), ("wait", fills) or ("full", returns)."""
-        returns = yield load("returns", ACQUIRE)
+        returns = yield load("returns", orders.returns.acquire)
         ours, is_full = None, False
         for attempts in range(MOST_ATTEMPTS + 1):
             yield from self.lock_store()
-            seen = yield load("fills", ACQUIRE)
+            seen = yield load("fills", orders.fills.acquire)
             found = yield from self.look(key)
             yield from self.unlock("store lock")
             if found is not None:
@@ -281,13 +280,13 @@ class Peer:
             is_full = not has_room or attempts + 1 == MOST_ATTEMPTS
             del has_room
         yield from self.lock_store()
-        seen = yield load("fills", ACQUIRE)
+        seen = yield load("fills", orders.fills.acquire)
         found = None
         if self.mutation != "one look":
             found = yield from self.look(key)
         if found is None:
             yield store(("key", ours), key)
-            yield store(("kept", ours), FILLING, RELEASE)
+            yield store(("kept", ours), FILLING)
             yield from self.link(ours)
             yield from self.unlock("store lock")
             return "fill", ours
@@ -297,7 +296,7 @@ class Peer:
 
     def commit(self, b: int) -> Step:
         yield from self.lock_store()
-        yield store(("kept", b), READY, RELEASE)
+        yield store(("kept", b), READY)
         yield from self.unlock("store lock")
         yield from self.announce_fill()
 
@@ -322,7 +321,7 @@ class Peer:
         chosen = None
         for b in range(self.blocks):
             generation = yield load(("generation", b))
-            state = yield load(("state", b), ACQUIRE)
+            state = yield load(("state", b), orders.block.acquire)
             if state != LIVE:
                 return True
             del state
@@ -348,12 +347,12 @@ class Peer:
         return True
 
     def may_go(self, b: int, generation: int) -> Step:
-        state = yield load(("state", b), ACQUIRE)
+        state = yield load(("state", b), orders.block.acquire)
         found = yield load(("generation", b))
         if state != LIVE or found != generation:
             return False
         del state, found, generation
-        kept = yield load(("kept", b), ACQUIRE)
+        kept = yield load(("kept", b))
         may_go = kept == READY
         if kept == FILLING:
             may_go = yield from self.is_given_up(b)
@@ -363,7 +362,7 @@ class Peer:
         return may_go
 
     def announce_fill(self) -> Step:
-        yield fetch_add("fills", 1, RELEASE)
+        yield fetch_add("fills", 1, orders.fills.release)
 
     def put(self, key: str, gives_up: bool = False) -> Step:
         """Has it, by reading or writing it, and looks whether it is whole; as the binding does."""
@@ -388,7 +387,7 @@ class Peer:
 
     def use(self, b: int, key: str) -> Step:
         """While it is held it is what it was."""
-        content = yield load(("bytes", b), ACQUIRE)
+        content = yield load(("bytes", b))
         must(content == key, f"the block of {key} is found to be {content!r}")
         del content
         yield from self.release(b)
@@ -396,7 +395,7 @@ class Peer:
     # ── reaping ──
     def reap(self, who: str, slot: int) -> Step:
         yield from reap(who, slot, lambda identity: self.reap_holdings(slot, identity))
-        yield fetch_add("returns", 1, RELEASE)
+        yield fetch_add("returns", 1, orders.returns.release)
 
     def reap_holdings(self, slot: int, identity: Any) -> Step:
         has_it = yield from self.take_over("pool lock", slot)
@@ -417,11 +416,11 @@ class Peer:
         del has_it
         is_any = False
         for b in range(self.blocks):
-            now = yield load(("identity", slot), ACQUIRE)
+            now = yield load(("identity", slot), orders.identity.acquire)
             if now != identity:
                 break
             del now
-            kept = yield load(("kept", b), ACQUIRE)
+            kept = yield load(("kept", b))
             taker = yield load(("taker", b))
             if kept == FILLING and taker == slot:
                 yield from self.let_go(b)
@@ -434,7 +433,7 @@ class Peer:
     def give_back(self, b: int, slot: int) -> Step:
         has_it = yield from self.take_over(("lock", b), slot)
         if not has_it:
-            state = yield load(("state", b), ACQUIRE)
+            state = yield load(("state", b), orders.block.acquire)
             if state != LIVE:
                 return
             del state
@@ -449,7 +448,7 @@ class Peer:
             is_last = yield from self.return_if_last(b)
         yield from self.unlock(("lock", b))
         if is_last:
-            yield fetch_add("returns", 1, RELEASE)
+            yield fetch_add("returns", 1, orders.returns.release)
 
 
 DIFFERS: dict[int, Callable[[int], bool]] = {}

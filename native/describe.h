@@ -1,0 +1,191 @@
+// describe.h: what an error says: whose doing it was, with the numbers, and the way out.
+#pragma once
+#include "receiver.h"
+#include "sender.h"
+
+namespace penstock {
+
+inline std::string Attachment::describe(u32 slot) const {
+    u64 identity = peer(slot).identity.load(order::identity.acquire);
+    PeerState state = state_of(identity);
+    std::string how;
+    if (state == PeerState::left) {
+        how = ", left";
+    } else if (state == PeerState::dead) {
+        how = ", dead";
+    } else {
+        Sight sight = look_at(identity);
+        if (sight.liveness == Liveness::gone) how = ", dead";
+        if (sight.liveness == Liveness::unknown) how = ", not known to live: " + sight.why();
+        if (sight.liveness == Liveness::alive && (sight.state == 'T' || sight.state == 't')) how = ", stopped";
+        if (sight.liveness == Liveness::alive && state == PeerState::dying) how = ", ending";
+    }
+    return format("'%s' (pid %d%s)", name_of(slot).c_str(), pid_of(identity), how.c_str());
+}
+// Reads only, takes no lock: the numbers are each right, and together as right as a moving target allows.
+inline PoolStats Pool::stats() const {
+    PoolStats s;
+    s.nbytes = nbytes();
+    s.holders.resize(g_.shape.max_peers);
+    std::vector<std::pair<u64, u64>> taken;
+    for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
+        Block& b = block(index);
+        if (static_cast<BlockState>(b.state.load(order::block.acquire)) != BlockState::live) continue;
+        u64 offset = b.offset.load(RELAXED), extent = b.extent.load(RELAXED);
+        if (offset > s.nbytes || extent > s.nbytes - offset) continue;
+        taken.emplace_back(offset, extent);
+        s.taken_nbytes += extent;
+        for (u32 p = 0; p < g_.shape.max_peers; ++p) {
+            if (held(index)[p].load(RELAXED) != 0) ++s.holders[p].blocks, s.holders[p].nbytes += b.nbytes.load(RELAXED);
+            if (g_.shape.has_grants == 0 || b.grant_units.load(RELAXED) == 0) continue;
+            for (u32 from = 0; from < g_.shape.max_peers; ++from)
+                s.holders[p].granted += grants(index, from)[p].load(RELAXED);
+        }
+    }
+    std::sort(taken.begin(), taken.end());
+    u64 at = 0;
+    for (auto [offset, extent] : taken) {
+        if (offset > at) s.largest_free_nbytes = std::max(s.largest_free_nbytes, offset - at);
+        at = std::max(at, offset + extent);
+    }
+    s.largest_free_nbytes = std::max(s.largest_free_nbytes, s.nbytes - std::min(at, s.nbytes));
+    s.free_nbytes = s.nbytes - std::min(s.taken_nbytes, s.nbytes);
+    s.blocks = taken.size();
+    s.claimed_nbytes = g_.shape.granule_nbytes == 0 ? s.nbytes : head_.claimed_nbytes.load(RELAXED);
+    s.takes = head_.takes.value();
+    s.taken_nbytes_total = head_.taken_nbytes_total.value();
+    s.exhaustions = head_.exhaustions.value();
+    s.recoveries = head_.recoveries.value();
+    s.stale_refs = head_.stale_refs.value();
+    for (u32 p = 0; p < g_.shape.max_peers; ++p) s.holders[p].slot = p;
+    std::erase_if(s.holders, [](const PoolStats::Holder& h) { return h.blocks == 0 && h.granted == 0; });
+    return s;
+}
+inline Error Pool::exhausted(u64 asked) const {
+    PoolStats s = stats();
+    std::string who;
+    std::sort(s.holders.begin(), s.holders.end(), [](auto& a, auto& b) { return a.nbytes > b.nbytes; });
+    for (size_t i = 0; i < s.holders.size() && i < 4; ++i)
+        who += format("%s%s holds %s", i == 0 ? "; " : ", ", by_.describe(s.holders[i].slot).c_str(),
+                      in_units(s.holders[i].nbytes).c_str());
+    const char* advice = asked > s.nbytes                  ? ": raise the pool's nbytes"
+                         : s.blocks >= g_.shape.max_blocks ? ": all blocks are taken, raise max_blocks"
+                                                           : "";
+    return Error(Fault::memory_exhausted,
+                 format("block of %s does not fit pool '%s' (%s, %s free, largest gap %s)%s%s", in_units(asked).c_str(),
+                        by_.segment().name().c_str(), in_units(s.nbytes).c_str(), in_units(s.free_nbytes).c_str(),
+                        in_units(s.largest_free_nbytes).c_str(), advice, who.c_str()))
+        .with("asked", static_cast<i64>(asked))
+        .with("free", static_cast<i64>(s.free_nbytes))
+        .with("largest", static_cast<i64>(s.largest_free_nbytes))
+        .with("holders", who.empty() ? "" : who.substr(2));
+}
+inline Error Pool::stale(const Extent& ref, const char* why, u32 found) const {
+    head_.stale_refs.add();
+    return Error(Fault::stale_ref, format("block %u, generation %u, of pool '%s' %s%s", ref.block, ref.generation,
+                                          by_.segment().name().c_str(), why,
+                                          found != 0 ? format(": generation %u found", found).c_str() : ""))
+        .with("expected", ref.generation)
+        .with("found", found);
+}
+inline std::string Channel::describe(End end) const {
+    return is_known(end) ? by->describe(end.slot) : "a peer whose place has been taken since";
+}
+// While a peer is being reaped: its ends are marked first, its blocks are counted after (60,000 in 25 to 50 ms).
+inline void Channel::await_count(End end) const {
+    for (u64 until = now_ns() + COUNT_NS; is_known(end) && now_ns() < until; ::usleep(200)) {
+        PeerSlot& peer = by->peer(end.slot);
+        if (state_of(peer.identity.load(order::identity.acquire)) != PeerState::dying ||
+            peer.reaped_ns.load(RELAXED) == 0)
+            return;
+    }
+}
+inline Error Channel::died(const char* role, u32 index, End end) const {
+    std::string name = "?", how = "how is not known", held = "what it held was given back";
+    i64 pid = 0;
+    await_count(end);
+    if (is_known(end)) {
+        PeerSlot& peer = by->peer(end.slot);
+        u64 identity = peer.identity.load(order::identity.acquire);
+        name = by->name_of(end.slot);
+        pid = pid_of(identity);
+        u32 ended_with = peer.how.load(RELAXED);
+        bool is_ending = state_of(identity) == PeerState::dying && peer.reaped_ns.load(RELAXED) == 0;
+        how = ended_with == 0 && is_ending ? "the kernel is still ending it" : how_in_words(ended_with);
+        held = state_of(identity) == PeerState::dead
+                   ? format("%s (%s), given back", counted(peer.reaped_blocks.value(), "block").c_str(),
+                            in_units(peer.reaped_nbytes.value()).c_str())
+                   : std::string("what has not been given back yet");
+    }
+    return Error(Fault::peer_died, format("%s %u of '%s', '%s' (pid %lld), died: %s; it held %s", role, index,
+                                          by->segment().name().c_str(), name.c_str(), static_cast<long long>(pid),
+                                          how.c_str(), held.c_str()))
+        .with("index", static_cast<i64>(index))
+        .with("name", name)
+        .with("pid", pid)
+        .with("how", how)
+        .with("held", held);
+}
+inline Error Sender::timeout(u64 waited_ns) {
+    require_open();
+    lane_->refused.count();
+    if (is_locked_out()) return Error(Fault::timeout, obstacle_);
+    if (waits_for_memory_) {
+        Error full = ch_.pool.exhausted(reservation_.nbytes);
+        full.fault = Fault::timeout;
+        full.text = format("no room for a record within %s: ", in_seconds(waited_ns).c_str()) + full.text;
+        return full;
+    }
+    u64 least = NEVER;
+    u32 slowest = 0;
+    for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
+        Cursor& cursor = ch_.cursor(index_, r);
+        if (mode_of(cursor.mode.load(RELAXED)) != CursorMode::counted || cursor.released.load(RELAXED) >= least)
+            continue;
+        least = cursor.released.load(RELAXED);
+        slowest = r;
+    }
+    if (least == NEVER) return Error(Fault::timeout, format("'%s' has no receiver", name()));
+    Record oldest{};
+    std::memcpy(&oldest, ch_.by->segment().read_at(ch_.ring_offset(index_, least)), sizeof oldest);
+    u64 behind_ns = oldest.position == least ? now_ns() - oldest.committed_ns : waited_ns;
+    u64 records = lane_->sequence.load(RELAXED) - ch_.cursor(index_, slowest).sequence.load(RELAXED);
+    End end = end_of(ch_.receiver(slowest).word.load(order::end.acquire));
+    std::string who = end.state == EndState::expected ? std::string("which has not attached yet") : ch_.describe(end);
+    return Error(Fault::timeout,
+                 format("'%s' is full for %s: receiver %u, %s, is %llu records (%s) behind, the oldest for %s", name(),
+                        in_seconds(waited_ns).c_str(), slowest, who.c_str(), static_cast<unsigned long long>(records),
+                        in_units(committed_ - least).c_str(), in_seconds(behind_ns).c_str()))
+        .with("receiver", slowest)
+        .with("pid", end.state == EndState::live && end.slot < ch_.g.shape.max_peers
+                         ? pid_of(ch_.by->peer(end.slot).identity.load(order::identity.acquire))
+                         : 0)
+        .with("records_behind", static_cast<i64>(records))
+        .with("nbytes_behind", static_cast<i64>(committed_ - least))
+        .with("ns_behind", static_cast<i64>(behind_ns));
+}
+inline Error Receiver::timeout(u64 waited_ns) {
+    require_open();
+    if (is_locked_out()) return Error(Fault::timeout, obstacle_);
+    std::string who = "nobody has come to send";
+    u64 last = NEVER;  // of an inbox: the sender that has been silent for longest is the one to look at
+    for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
+        End end = end_of(ch_.lane(i).word.load(order::end.acquire));
+        if (end.state != EndState::live) continue;
+        u64 at = ch_.lane(i).last_ns.load(RELAXED);
+        if (at > last) continue;
+        last = at;
+        who = ch_.describe(end) + (at == 0 ? " has not sent yet" : " sent last " + in_seconds(now_ns() - at) + " ago");
+    }
+    return Error(Fault::timeout, format("no record for receiver %u of '%s' within %s; %s", index_, name(),
+                                        in_seconds(waited_ns).c_str(), who.c_str()));
+}
+inline Error Receiver::corrupt(u32 lane, const Record& found) {
+    return Error(Fault::record_corrupt,
+                 format("lane %u of '%s' at position %llu: not a record (position %llu, length %u, kind %u): "
+                        "somebody wrote where it must not",
+                        lane, name(), static_cast<unsigned long long>(lanes_[lane].position),
+                        static_cast<unsigned long long>(found.position), found.length, found.kind));
+}
+
+}  // namespace penstock
