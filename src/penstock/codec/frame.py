@@ -115,17 +115,16 @@ class FrameEncoder:
             its = type(value)
             if value is not None and its is not kind and (its is not _Array or value.dtype is not kind):
                 _require(value, kind, f"{type(message).__name__}.{name}")
-        if self._parts:  # an interrupt has left them
-            self._forget()
+        interrupted = None
+        if self._parts:  # of a message whose encoding a signal's handler has interrupted to send this one
+            interrupted = self._parts, self._end, self._is_long
+            self._parts, self._end, self._is_long = [], 0, False
         try:
             encoded = self._encoder.encode(message)
             return self._with_parts(number, encoded) if self._end else byte + encoded
         finally:
-            if self._parts:
-                self._forget()
-
-    def _forget(self) -> None:
-        self._parts, self._end, self._is_long = [], 0, False
+            if self._parts or interrupted:
+                self._parts, self._end, self._is_long = interrupted or ([], 0, False)
 
     def _with_parts(self, number: int, encoded: bytes) -> list[Buffer]:
         try:

@@ -240,6 +240,26 @@ def test_what_was_interrupted_while_it_was_encoded_is_not_in_the_next_frame(monk
     assert np.array_equal(wire.over(Arrays(np.arange(200, dtype=np.int32))).ids, np.arange(200))
 
 
+def test_a_message_that_a_signal_handler_encodes_does_not_change_the_one_it_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire, inner = Wire(), []
+    part = wire.encoder._part
+
+    def interrupted(kind: int, nbytes: int, at: Any) -> int:
+        found = part(kind, nbytes, at)
+        if not inner:
+            inner.append(b"")  # once
+            inner[0] = wire.frame(Arrays(np.arange(5000, dtype=np.int32)))
+        return found
+
+    monkeypatch.setattr(wire.encoder, "_part", interrupted)
+    outer = wire.frame(Arrays(np.arange(3000, dtype=np.int32), wide=np.ones(700)))
+    assert wire.decoder.decode(inner[0]).ids.size == 5000
+    got = wire.decoder.decode(outer)
+    assert np.array_equal(got.ids, np.arange(3000)) and got.wide.sum() == 700
+
+
 def test_arrays_of_the_standard_library_and_numbers_of_numpy_are_taken() -> None:
     wire = Wire()
     got = wire.over(Arrays(array.array("i", [1, 2, 3])))  # type: ignore[arg-type]
