@@ -43,12 +43,11 @@ def statements(node: ast.AST, within_functions: bool) -> Iterator[ast.AST]:
 def imports(path: Path, within_functions: bool = False) -> frozenset[str]:
     """Names of modules, and of what is taken from them, as in `from penstock import _native`."""
     found: set[str] = set()
-    package = list(path.relative_to(ROOT / "src" if ROOT / "src" in path.parents else ROOT).parent.parts)
     for node in statements(ast.parse(path.read_text()), within_functions):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
+            base = path.relative_to(ROOT / "src").parts[: -node.level] if node.level else ()
             name = ".".join([*base, *filter(None, [node.module])])
             found |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip":

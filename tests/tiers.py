@@ -54,9 +54,9 @@ STORE_OPERATIONS        = choose(8_000,   20_000,  100_000)    # test_kept
 STORE_WAITS             = choose(4_000,   8_000,   100_000)    # test_store: whose waits are shown
 PATIENCE_BURSTS         = choose(12,      12,      1_000)      # test_patience
 PATIENCE_SECONDS        = choose(6.0,     6.0,     3_600.0)
-STREAMS_SCALE           = choose(1,       1,       20)         # test_streams: between processes in Python
-NATIVE_STREAMS_SCALE    = choose(1,       1,       50)         # between native ones
-ORDINARY_REQUESTS       = choose(((60, 1),), ((100, 1),), ((2_000, 1), (400, 2)))  # test_ordinary_use; of ranks
+STREAMS_SCALE           = choose(0.25,    1,       20)         # test_streams: between processes in Python
+NATIVE_STREAMS_SCALE    = choose(0,       1,       50)         # native ones; in push, `native` runs them
+ORDINARY_REQUESTS       = choose(((40, 1),), ((100, 1),), ((2_000, 1), (400, 2)))  # test_ordinary_use; of ranks
 # faults
 FAULTS_CASES            = choose(250,     500,     20_000)     # system calls that fail
 # e2e

@@ -214,15 +214,22 @@ def read_and_tell(channel: penstock.Channel) -> None:
 
 @pytest.mark.parametrize("latency", ["eco", "auto"])
 def test_a_thousand_records_a_second_do_not_keep_a_processor_busy(latency: Any) -> None:
-    with penstock.open_ring(latency=latency) as ring, spawn(read_and_tell, ring) as process, ring.sender() as sender:
-        sender.send(b"first", timeout=20)
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline:
-            sender.send(b"x" * 200, timeout=20)
-            time.sleep(0.001)
-        sender.close()
-        process.join()
-        assert process.exitcode == 0
+    statuses: list[int | None] = []
+    while 0 not in statuses:  # a busy machine makes pairs of records that come together, or far apart
+        assert len(statuses) < 3, "the receiver used more each time; its figures are above"
+        with (
+            penstock.open_ring(latency=latency) as ring,
+            spawn(read_and_tell, ring) as process,
+            ring.sender() as sender,
+        ):
+            sender.send(b"first", timeout=20)
+            deadline = time.monotonic() + 3
+            while time.monotonic() < deadline:
+                sender.send(b"x" * 200, timeout=20)
+                time.sleep(0.001)
+            sender.close()
+            process.join()
+            statuses.append(process.exitcode)
 
 
 def wait_long(channel: penstock.Channel) -> None:
