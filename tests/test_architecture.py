@@ -101,6 +101,102 @@ def test_a_layer_imports_itself_and_what_is_below_and_nothing_executable() -> No
     assert not broken, "\n".join(broken)
 
 
+# ── the engine's rooms ──
+# From the bottom up. Rooms of one line are processes: they do not know each other.
+ROOMS = [{"protocol"}, {"cluster"}, {"model_dir"}, {"core", "worker", "output", "client"}]
+ROOM_LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
+MAX_FILES_BESIDE_ROOMS = 6
+
+
+def room_of(module: list[str]) -> str:
+    """ "core" of penstock.engine.core.scheduler; "" of what starts the processes, and may import all of them."""
+    return module[2] if len(module) > 2 and module[2] in ROOM_LEVEL else ""
+
+
+def arrows_up(module: list[str], source: str) -> list[str]:
+    """Imports from a room of the engine to one beside or above it, a sentence each."""
+    room, broken = room_of(module), []
+    for line, imported in imports(module, source):
+        if not room or imported[:2] != ["penstock", "engine"] or imported[2:3] in ([room], ["_native"], []):
+            continue
+        target = room_of(imported)
+        if not target or ROOM_LEVEL[target] >= ROOM_LEVEL[room]:
+            broken.append(f"{'.'.join(module)}:{line}: {room} imports {'.'.join(imported)}")
+    return broken
+
+
+def engine_modules() -> list[Path]:
+    return [path for path in sources(SOURCE / "engine") if path.suffix == ".py"]
+
+
+def test_a_room_of_the_engine_imports_only_rooms_below_it() -> None:
+    broken = [sentence for path in engine_modules() for sentence in arrows_up(module_of(path), path.read_text())]
+    assert not broken, "\n".join(broken)
+
+
+def test_few_files_stand_beside_the_rooms_of_the_engine() -> None:
+    beside = sorted(path.name for path in (SOURCE / "engine").glob("*.py"))
+    assert len(beside) <= MAX_FILES_BESIDE_ROOMS, beside
+    assert {path.parent.name for path in (SOURCE / "engine").glob("*/__init__.py")} == set(ROOM_LEVEL) - {"model_dir"}
+
+
+def test_an_arrow_that_runs_up_in_the_engine_is_found() -> None:
+    core = ["penstock", "engine", "core", "scheduler"]
+    for source in (
+        "from penstock.engine.worker.worker import Worker",
+        "from penstock.engine import launcher",
+        "def late():\n    from penstock.engine.output.output_state import OutputState",
+    ):
+        assert arrows_up(core, source), f"not found: {source}"
+        assert not arrows_up(["penstock", "engine", "launcher"], source)
+    assert arrows_up(["penstock", "engine", "protocol", "config"], "from penstock.engine.cluster.logs import event")
+    for source in (
+        "from penstock.engine.protocol.messages import Step",
+        "from penstock.engine.core.request import Request",
+        "from penstock.engine._native import BlockCache",
+        "from penstock.engine.model_dir import tokenizer_of",
+    ):
+        assert not arrows_up(core, source), f"found: {source}"
+
+
+# ── cycles ──
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, perhaps by way of others, each group once."""
+    reached = {module: set(targets) for module, targets in graph.items()}
+    for between in graph:
+        for targets in reached.values():
+            if between in targets:
+                targets |= reached[between]
+    groups = {frozenset(other for other in reached if other in reached[one] and one in reached[other]) for one in graph}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def import_graph() -> dict[str, set[str]]:
+    """What each module imports when it is imported: not inside functions, and not under TYPE_CHECKING."""
+    paths = {".".join(module_of(path)): path for path in sources(SOURCE) if path.suffix == ".py"}
+    graph: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        source = "\n".join(ast.unparse(node) for node in top)
+        graph[name] = {
+            target
+            for _, imported in imports(name.split("."), source)
+            for target in (".".join(imported), ".".join(imported[:-1]))
+            if target in paths and target != name
+        }
+    return graph
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = import_graph()
+    assert "penstock.engine.protocol.messages" in graph["penstock.engine.core.engine_core"], "looked at nothing"
+    assert not cycles(graph)
+
+
+def test_a_cycle_of_imports_is_found() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
 def test_no_file_is_longer_than_one_sitting() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in sources(SOURCE, NATIVE)}
     most = {".h": MAX_HEADER_LINES}

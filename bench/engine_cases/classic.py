@@ -21,6 +21,7 @@ from penstock import Timeout
 from penstock.engine.cluster.status_board import Board
 from penstock.engine.cluster.topology import Member, Tree
 from penstock.engine.core.engine_core import Core
+from penstock.engine.output.inline_output import InlineOutput
 from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop, Submit
 from penstock.engine.worker.simulated_device import Simulated
 from penstock.measure import vllm2024
@@ -159,7 +160,7 @@ def run_core(wire: str, scratch: str, tree: Tree, me: Member) -> None:
 
 class ClassicCore(Core):
     def __init__(self, tree: Tree, me: Member, wire: Any) -> None:
-        super().__init__(tree, me)
+        super().__init__(tree, me, InlineOutput(tree.config) if tree.config.output_processors == 0 else None)
         self._steps.close()
         self._results.close()
         self._wire = self._steps = self._results = wire
@@ -171,8 +172,8 @@ class ClassicCore(Core):
 
     def _begin(self, begin: Begin) -> None:
         """The workers keep no state. The outputs of this core are its own."""
-        if self._answers is not None:
-            self._answers.state.begin(begin.slots, begin.blocks, begin.block_size)
+        if self._inline_output is not None:
+            self._inline_output.begin(begin)
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Submit) and message.client == WITH_IMAGE:
@@ -188,8 +189,8 @@ class ClassicCore(Core):
         self._schedule.apply(step)
         self._wire.send((step.leader, step.number, self._whole_state(step)), self._config.step_timeout)
         scheduler.sent(step)
-        if self._answers is not None:
-            self._answers.sent(step)
+        if self._inline_output is not None:
+            self._inline_output.sent(step)
         self._publish()
         return True
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from penstock.engine.cluster.topology import Member, Tree
 from penstock.engine.core.engine_core import Core
+from penstock.engine.output.inline_output import InlineOutput
 
 FILE = "spent.json"
 EVERY = 4  # steps, of which one is timed
@@ -31,14 +32,14 @@ PARTS = {
     "send": "_steps.send",
     "note sent": "_scheduler.sent",
     "note done": "_scheduler.done",
-    "outputs": "_answers.done",
+    "outputs": "_inline_output.done",
     "board": "_publish",
 }
 REST = "the rest"  # what of a step stands in no part: the loop between them, and the clock
 
 
 def run_core(folder: str, tree: Tree, me: Member) -> None:
-    run(Core(tree, me), folder)
+    run(Core(tree, me, InlineOutput(tree.config) if tree.config.output_processors == 0 else None), folder)
 
 
 def run(core: Core, folder: str) -> None:

@@ -192,7 +192,7 @@ class Launcher:
             ("worker", rank, worker.run) for rank in range(config.tensor_parallel_size)
         ]
         outputs: list[tuple[str, int, Run]] = [("output", one, run_output) for one in range(config.output_processors)]
-        return [("core", 0, engine_core.run), *workers, *outputs]
+        return [("core", 0, run_core), *workers, *outputs]
 
     def tell_life(self, member: Member, pid: int) -> None:
         """Whoever looks at the board sees who has this place; 0: nobody now."""
@@ -318,6 +318,14 @@ def _tell_to_stop(inbox: MessageSender) -> None:
     for _ in range(2):  # the first may only tell that a core before this one has died
         with contextlib.suppress(PeerDied, ChannelError):
             return inbox.send_nowait(Stop("the tree ends"))
+
+
+def run_core(tree: Tree, me: Member) -> None:
+    if tree.config.output_processors > 0:
+        return engine_core.run(tree, me)
+    from penstock.engine.output.inline_output import InlineOutput
+
+    engine_core.run(tree, me, InlineOutput)
 
 
 def run_output(tree: Tree, me: Member) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import penstock
 from penstock import DecodeError, PeerDied, Timeout
@@ -24,8 +23,6 @@ from penstock.engine.cluster.topology import AGAIN, Member, Tree, is_former, pas
 from penstock.engine.core.request import Refused
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.core.step_builder import Plan
-from penstock.engine.output.detokenizer import vocabulary
-from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.batch_state import Schedule
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import (
@@ -47,9 +44,32 @@ STOP_TIMEOUT = 3.0  # seconds; for the last message to those who may be stuck
 MOST_TAKEN_IN = 256  # messages between two steps, so that a flood of requests does not hold up those that run
 
 
-def run(tree: Tree, me: Member) -> None:
+class OutputBatch(Protocol):
+    """What one result makes for the servers."""
+
+    @property
+    def halt(self) -> Halt | None:
+        """The samples that a stop string has ended."""
+
+    @property
+    def deltas(self) -> Sequence[tuple[int, Any]]:
+        """A server, and what it gets."""
+
+
+class InlineOutput(Protocol):
+    """What detokenizes in the core's loop where there are no output processors."""
+
+    def begin(self, begin: Begin) -> None: ...
+    def announce(self, message: Announce) -> None: ...
+    def forget_server(self, server: int) -> None: ...
+    def sent(self, step: Step) -> None: ...
+    def done(self, result: StepDone) -> OutputBatch: ...
+
+
+def run(tree: Tree, me: Member, inline_output: Callable[[EngineConfig], InlineOutput] | None = None) -> None:
+    """Runs a core until it is told to stop. It uses `inline_output` where the engine has no output processors."""
     with starting():
-        core = Core(tree, me)
+        core = Core(tree, me, None if inline_output is None else inline_output(tree.config))
         core.start()
     gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
     core.run()
@@ -69,7 +89,7 @@ def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConf
 
 
 class Core:
-    def __init__(self, tree: Tree, me: Member) -> None:
+    def __init__(self, tree: Tree, me: Member, inline_output: InlineOutput | None = None) -> None:
         self._config, group = tree.config, tree.groups[me.group]
         self._me = me
         self._tree = tree
@@ -80,7 +100,7 @@ class Core:
         self._results = group.results.receiver(0, name=name)
         self._steps = group.steps.sender(name=name)
         self._outbox = Outbox(tree, me)
-        self._answers = _Answers(tree.config, self._outbox) if tree.config.output_processors == 0 else None
+        self._inline_output = inline_output
         self._is_stopped = False
         self._own_ns, self._woke_ns = 0, time.monotonic_ns()
 
@@ -161,8 +181,8 @@ class Core:
     def _begin(self, begin: Begin) -> None:
         timeout = self._config.step_timeout
         past_the_dead(self._me, lambda: self._sequence.send_whole(begin, timeout), timeout)
-        if self._answers is not None:
-            self._answers.state.begin(begin.slots, begin.blocks, begin.block_size)
+        if self._inline_output is not None:
+            self._inline_output.begin(begin)
 
     # ── the loop's parts ──
     def _has_sent_step(self) -> bool:
@@ -177,8 +197,8 @@ class Core:
         scheduler.sent(step)
         if scheduler.admitted_ns:
             self._count_queue_times()
-        if self._answers is not None:
-            self._answers.sent(step)
+        if self._inline_output is not None:
+            self._inline_output.sent(step)
         if step.preempted is not None:
             self._row[Board.PREEMPTIONS] += step.preempted.size
         self._publish()
@@ -246,8 +266,8 @@ class Core:
         elif isinstance(message, Halt):
             for slot, birth in zip(message.slots.tolist(), message.births.tolist(), strict=True):
                 scheduler.halt(slot, birth)
-        elif isinstance(message, Announce) and self._answers is not None:
-            self._answers.state.announce(message)
+        elif isinstance(message, Announce) and self._inline_output is not None:
+            self._inline_output.announce(message)
         elif isinstance(message, Stop):
             self._is_stopped = True
 
@@ -270,11 +290,12 @@ class Core:
 
     def _done(self, done: StepDone) -> None:
         self._scheduler.done(done)
-        if self._answers is None:
+        if self._inline_output is None:
             return
-        halt, slow = self._answers.done(done)
-        if halt is not None:
-            self._take(halt)
+        batch = self._inline_output.done(done)
+        slow = [server for server, delta in batch.deltas if not self._outbox.send(server, delta)]
+        if batch.halt is not None:
+            self._take(batch.halt)
         for server in slow:
             self._give_up(server)
 
@@ -311,8 +332,8 @@ class Core:
     def _forget(self, server: int) -> list[int]:
         """Returns its requests that were open."""
         event("server forgotten", server=server)
-        if self._answers is not None:
-            self._answers.state.forget_server(server)
+        if self._inline_output is not None:
+            self._inline_output.forget_server(server)
         return self._scheduler.forget_server(server)
 
     def _waiting(self, call: Callable[[], T]) -> T:
@@ -334,21 +355,3 @@ class Core:
         row[Board.FREE_BLOCKS] = scheduler.cache.num_free
         row[Board.STEPS] = self._sequence.number
         row[Board.OWN_NS] = self._own_ns
-
-
-class _Answers:
-    """The work of the output processors, where there are none: it is done in the core's loop, and holds it up."""
-
-    def __init__(self, config: EngineConfig, outbox: Outbox) -> None:
-        self.state = OutputState(vocabulary(config), config.max_model_len, config.end_ids)
-        self._outbox = outbox
-        self._steps: deque[Step] = deque()  # sent, and not done: the state follows a result behind
-
-    def sent(self, step: Step) -> None:
-        self._steps.append(step)
-
-    def done(self, done: StepDone) -> tuple[Halt | None, list[int]]:
-        """What has ended by its text, and the servers that have been too slow for too long."""
-        self.state.apply(self._steps.popleft())
-        answers = self.state.done(done)
-        return answers.halt, [server for server, delta in answers.deltas if not self._outbox.send(server, delta)]
