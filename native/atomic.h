@@ -23,9 +23,9 @@ struct Order {
 // clang-format off
 inline constexpr Order publish;     // a record is written before Lane.committed passes it
 inline constexpr Order room;        // a record was read before Cursor.released passes it, and is overwritten after
-inline constexpr Order ready;       // committed before the lane's ready bit is set; the bit is cleared before the last look
+inline constexpr Order ready;       // a record is committed before its bit is set; cleared before the last look
 inline constexpr Order bell;        // published before parked is read; parked is set before the last look (wait.h)
-inline constexpr Order pend;        // a receiver goes before it looks for what is pending; pending is set before the sender looks who went
+inline constexpr Order pend;        // a receiver is out before it looks for blocks; a block is live before mode is read
 inline constexpr Order mode;        // where a cursor stands is written before its mode says counted
 inline constexpr Order joining;     // the mode says joining before the request is seen
 inline constexpr Order end;         // all that a sender or receiver did comes before its end's word says closed or dead
@@ -35,14 +35,14 @@ inline constexpr Order block;       // a block's fields are written before its s
 inline constexpr Order returns;     // a block's state is `returned` before PoolHeader.returns moves
 inline constexpr Order fills;       // a block's writer has committed it, or let it go, before StoreHeader.fills moves
 inline constexpr Order granules;    // pages are claimed before their bit is set
-inline constexpr Order tap;         // what lay there was given back before it is overwritten; copied before that is looked at
+inline constexpr Order tap;         // given back before it is overwritten; copied before the tap looks whether it was
 inline constexpr Order identity;    // a peer's state changes before what follows from it
 inline constexpr Order epoch;       // a slot's identity is the next peer's before its epoch is
 inline constexpr Order members;     // a peer's identity has changed before Header.peers_version moves
 inline constexpr Order bell_pipe;   // PeerSlot.bell_fd is written before bell_ino
 inline constexpr Order watch_pipe;  // PeerSlot.watch_fd is written before watch_ino
 // Within a process:
-inline constexpr Order views;       // a reservation is given up before its views are counted; a view goes before it looks for that
+inline constexpr Order views;       // given up before views are counted; a view is dropped before it looks for that
 inline constexpr Order mapping;     // a segment's writable mapping is there before its address is
 inline constexpr Order watcher;     // the watcher's robust list is registered before Watcher.thread_ says so
 inline constexpr Order robust;      // a node of the robust list is whole before it is linked; the kernel reads it

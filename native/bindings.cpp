@@ -69,7 +69,7 @@ NB_MODULE(_native, m) {
         "memory_available",
         [] {
             Available available = memory_available();
-            return nb::make_tuple(available.nbytes, available.whose);
+            return nb::make_tuple(available.nbytes, available.owner);
         },
         nb::sig("def memory_available() -> tuple[int, str]"), "Bytes, and who leaves no more: a part of a sentence.");
     m.def("total_memory", [] {

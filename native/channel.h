@@ -68,7 +68,7 @@ class Channel {
     u32 changes() const { return segment->header().changes.load(order::changes.acquire); }
     void changed() { segment->header().changes.fetch_add(1, order::changes.acq_rel); }
 
-    // Wakes the receivers whose bits these are through their event loops.
+    // Wakes the receivers that these bits stand for through their event loops.
     void wake_receivers(u64 bits) {
         for (; bits != 0; bits &= bits - 1) {
             u32 r = static_cast<u32>(__builtin_ctzll(bits));

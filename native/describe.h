@@ -1,4 +1,4 @@
-// describe.h: what an error says: whose doing it was, with the numbers, and the way out.
+// describe.h: what an error says: which peer is in the way, the numbers, and the way out.
 #pragma once
 #include "receiver.h"
 #include "sender.h"
@@ -26,19 +26,20 @@ inline std::string Attachment::describe(u32 slot) const {
 inline PoolStats Pool::stats() const {
     PoolStats s;
     s.nbytes = nbytes();
-    s.holders.resize(g_.shape.max_peers);
+    s.holders.resize(geometry_.shape.max_peers);
     std::vector<std::pair<u64, u64>> taken;
-    for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
-        Block& b = block(index);
-        if (static_cast<BlockState>(b.state.load(order::block.acquire)) != BlockState::live) continue;
-        u64 offset = b.offset.load(RELAXED), extent = b.extent.load(RELAXED);
+    for (u32 index = 0; index < geometry_.shape.max_blocks; ++index) {
+        Block& block = this->block(index);
+        if (static_cast<BlockState>(block.state.load(order::block.acquire)) != BlockState::live) continue;
+        u64 offset = block.offset.load(RELAXED), extent = block.extent.load(RELAXED);
         if (offset > s.nbytes || extent > s.nbytes - offset) continue;
         taken.emplace_back(offset, extent);
         s.taken_nbytes += extent;
-        for (u32 p = 0; p < g_.shape.max_peers; ++p) {
-            if (held(index)[p].load(RELAXED) != 0) ++s.holders[p].blocks, s.holders[p].nbytes += b.nbytes.load(RELAXED);
-            if (g_.shape.has_grants == 0 || b.grant_units.load(RELAXED) == 0) continue;
-            for (u32 from = 0; from < g_.shape.max_peers; ++from)
+        for (u32 p = 0; p < geometry_.shape.max_peers; ++p) {
+            if (held(index)[p].load(RELAXED) != 0)
+                ++s.holders[p].blocks, s.holders[p].nbytes += block.nbytes.load(RELAXED);
+            if (geometry_.shape.has_grants == 0 || block.grant_units.load(RELAXED) == 0) continue;
+            for (u32 from = 0; from < geometry_.shape.max_peers; ++from)
                 s.holders[p].granted += grants(index, from)[p].load(RELAXED);
         }
     }
@@ -51,13 +52,13 @@ inline PoolStats Pool::stats() const {
     s.largest_free_nbytes = std::max(s.largest_free_nbytes, s.nbytes - std::min(at, s.nbytes));
     s.free_nbytes = s.nbytes - std::min(s.taken_nbytes, s.nbytes);
     s.blocks = taken.size();
-    s.claimed_nbytes = g_.shape.granule_nbytes == 0 ? s.nbytes : head_.claimed_nbytes.load(RELAXED);
+    s.claimed_nbytes = geometry_.shape.granule_nbytes == 0 ? s.nbytes : head_.claimed_nbytes.load(RELAXED);
     s.takes = head_.takes.value();
     s.taken_nbytes_total = head_.taken_nbytes_total.value();
     s.exhaustions = head_.exhaustions.value();
     s.recoveries = head_.recoveries.value();
     s.stale_refs = head_.stale_refs.value();
-    for (u32 p = 0; p < g_.shape.max_peers; ++p) s.holders[p].slot = p;
+    for (u32 p = 0; p < geometry_.shape.max_peers; ++p) s.holders[p].slot = p;
     std::erase_if(s.holders, [](const PoolStats::Holder& h) { return h.blocks == 0 && h.granted == 0; });
     return s;
 }
@@ -66,15 +67,15 @@ inline Error Pool::exhausted(u64 asked) const {
     std::string who;
     std::sort(s.holders.begin(), s.holders.end(), [](auto& a, auto& b) { return a.nbytes > b.nbytes; });
     for (size_t i = 0; i < s.holders.size() && i < 4; ++i)
-        who += format("%s%s holds %s", i == 0 ? "; " : ", ", by_.describe(s.holders[i].slot).c_str(),
+        who += format("%s%s holds %s", i == 0 ? "; " : ", ", attachment_.describe(s.holders[i].slot).c_str(),
                       in_units(s.holders[i].nbytes).c_str());
-    const char* advice = asked > s.nbytes                  ? ": raise the pool's nbytes"
-                         : s.blocks >= g_.shape.max_blocks ? ": all blocks are taken, raise max_blocks"
-                                                           : "";
+    const char* advice = asked > s.nbytes                         ? ": raise the pool's nbytes"
+                         : s.blocks >= geometry_.shape.max_blocks ? ": all blocks are taken, raise max_blocks"
+                                                                  : "";
     return Error(Fault::memory_exhausted,
                  format("block of %s does not fit pool '%s' (%s, %s free, largest gap %s)%s%s", in_units(asked).c_str(),
-                        by_.segment().name().c_str(), in_units(s.nbytes).c_str(), in_units(s.free_nbytes).c_str(),
-                        in_units(s.largest_free_nbytes).c_str(), advice, who.c_str()))
+                        attachment_.segment().name().c_str(), in_units(s.nbytes).c_str(),
+                        in_units(s.free_nbytes).c_str(), in_units(s.largest_free_nbytes).c_str(), advice, who.c_str()))
         .with("asked", static_cast<i64>(asked))
         .with("free", static_cast<i64>(s.free_nbytes))
         .with("largest", static_cast<i64>(s.largest_free_nbytes))
@@ -83,7 +84,7 @@ inline Error Pool::exhausted(u64 asked) const {
 inline Error Pool::stale(const Extent& ref, const char* why, u32 found) const {
     head_.stale_refs.add();
     return Error(Fault::stale_ref, format("block %u, generation %u, of pool '%s' %s%s", ref.block, ref.generation,
-                                          by_.segment().name().c_str(), why,
+                                          attachment_.segment().name().c_str(), why,
                                           found != 0 ? format(": generation %u found", found).c_str() : ""))
         .with("expected", ref.generation)
         .with("found", found);
@@ -131,15 +132,15 @@ inline Error Sender::timeout(u64 waited_ns) {
     lane_->refused.count();
     if (is_locked_out()) return Error(Fault::timeout, obstacle_);
     if (waits_for_memory_) {
-        Error full = ch_.pool.exhausted(reservation_.nbytes);
+        Error full = channel_.pool.exhausted(reservation_.nbytes);
         full.fault = Fault::timeout;
         full.text = format("no room for a record within %s: ", in_seconds(waited_ns).c_str()) + full.text;
         return full;
     }
     u64 least = NEVER;
     u32 slowest = 0;
-    for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-        Cursor& cursor = ch_.cursor(index_, r);
+    for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
+        Cursor& cursor = channel_.cursor(index_, r);
         if (mode_of(cursor.mode.load(RELAXED)) != CursorMode::counted || cursor.released.load(RELAXED) >= least)
             continue;
         least = cursor.released.load(RELAXED);
@@ -147,18 +148,19 @@ inline Error Sender::timeout(u64 waited_ns) {
     }
     if (least == NEVER) return Error(Fault::timeout, format("'%s' has no receiver", name()));
     Record oldest{};
-    std::memcpy(&oldest, ch_.by->segment().read_at(ch_.ring_offset(index_, least)), sizeof oldest);
+    std::memcpy(&oldest, channel_.by->segment().read_at(channel_.ring_offset(index_, least)), sizeof oldest);
     u64 behind_ns = oldest.position == least ? now_ns() - oldest.committed_ns : waited_ns;
-    u64 records = lane_->sequence.load(RELAXED) - ch_.cursor(index_, slowest).sequence.load(RELAXED);
-    End end = end_of(ch_.receiver(slowest).word.load(order::end.acquire));
-    std::string who = end.state == EndState::expected ? std::string("which has not attached yet") : ch_.describe(end);
+    u64 records = lane_->sequence.load(RELAXED) - channel_.cursor(index_, slowest).sequence.load(RELAXED);
+    End end = end_of(channel_.receiver(slowest).word.load(order::end.acquire));
+    std::string who =
+        end.state == EndState::expected ? std::string("which has not attached yet") : channel_.describe(end);
     return Error(Fault::timeout,
                  format("'%s' is full for %s: receiver %u, %s, is %llu records (%s) behind, the oldest for %s", name(),
                         in_seconds(waited_ns).c_str(), slowest, who.c_str(), static_cast<unsigned long long>(records),
                         in_units(committed_ - least).c_str(), in_seconds(behind_ns).c_str()))
         .with("receiver", slowest)
-        .with("pid", end.state == EndState::live && end.slot < ch_.g.shape.max_peers
-                         ? pid_of(ch_.by->peer(end.slot).identity.load(order::identity.acquire))
+        .with("pid", end.state == EndState::live && end.slot < channel_.g.shape.max_peers
+                         ? pid_of(channel_.by->peer(end.slot).identity.load(order::identity.acquire))
                          : 0)
         .with("records_behind", static_cast<i64>(records))
         .with("nbytes_behind", static_cast<i64>(committed_ - least))
@@ -169,13 +171,14 @@ inline Error Receiver::timeout(u64 waited_ns) {
     if (is_locked_out()) return Error(Fault::timeout, obstacle_);
     std::string who = "nobody has come to send";
     u64 last = NEVER;  // of an inbox: the sender that has been silent for longest is the one to look at
-    for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
-        End end = end_of(ch_.lane(i).word.load(order::end.acquire));
+    for (u32 i = 0; i < channel_.g.shape.lanes; ++i) {
+        End end = end_of(channel_.lane(i).word.load(order::end.acquire));
         if (end.state != EndState::live) continue;
-        u64 at = ch_.lane(i).last_ns.load(RELAXED);
+        u64 at = channel_.lane(i).last_ns.load(RELAXED);
         if (at > last) continue;
         last = at;
-        who = ch_.describe(end) + (at == 0 ? " has not sent yet" : " sent last " + in_seconds(now_ns() - at) + " ago");
+        who = channel_.describe(end) +
+              (at == 0 ? " has not sent yet" : " sent last " + in_seconds(now_ns() - at) + " ago");
     }
     return Error(Fault::timeout, format("no record for receiver %u of '%s' within %s; %s", index_, name(),
                                         in_seconds(waited_ns).c_str(), who.c_str()));

@@ -4,7 +4,7 @@
 
 namespace penstock {
 
-// Where everything lies, computed from a checked copy of the shape: never from offsets that somebody else can write.
+// Where everything lies, computed from a checked copy of the shape: never from offsets that another peer can write.
 struct Geometry {
     Shape shape{};
     u64 peers = 0, pool = 0, entries = 0, blocks = 0, block_stride = 0, grants = 0, grants_stride = 0, store = 0,

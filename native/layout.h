@@ -12,7 +12,7 @@
 //   └──────────────── control: read and written by all ────────────┘└─ data: written by senders and ────┘
 //                                                                      takers, mapped read-only by others
 //
-// MUST: whoever reads a number from here copies it once, checks the copy, and uses the copy (no double fetch).
+// MUST: a reader of a number copies it once, checks the copy, and uses the copy (no double fetch).
 // MUST: a field has one writer, or is changed by compare-and-swap, or under the lock that its comment names.
 #pragma once
 #include <cstddef>
@@ -63,7 +63,7 @@ struct Shape {
     u32 sender_death;    // the same for a receiver that finds a dead sender (inbox)
     u32 style;           // 1 ring, 2 broadcast, 3 inbox: for names only
     u32 buckets;         // of a pool that keeps blocks by key, a power of two; 0: it does not
-    u32 elsewhere;       // of a pool: 1: its bytes are not in this file, and are none of ours; only who holds them is
+    u32 elsewhere;       // of a pool: 1: its bytes are not in this file, and are none of ours; only their holders are
     u64 page;            // what data is aligned to: 4096, or the huge page
     u64 lane_nbytes;     // a power of two
     u64 inline_limit;    // longer records go to the pool
@@ -91,12 +91,13 @@ struct Header {
 static_assert(sizeof(Header) <= PAGE);
 
 // ── peers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-// identity is one word, so that a slot is claimed, and its owner named, in one step: who dies right after the claim can
-// be found. state:4 | pid:22 | start:38 (clock ticks since boot, from /proc/PID/stat: tells a reused pid apart).
+// identity is one word, so that a slot is claimed, and its owner named, in one step: a peer that dies right after the
+// claim can be found. state:4 | pid:22 | start:38 (clock ticks since boot, from /proc/PID/stat: tells a reused pid
+// apart).
 enum class PeerState : u32 { free = 0, live = 1, dying = 2, dead = 3, left = 4 };
 
 struct alignas(LINE) PeerSlot {
-    Shared<u64> identity;   // claimed by CAS from free, dead or left; live -> dying -> dead by whoever reaps
+    Shared<u64> identity;   // claimed by CAS from free, dead or left; live -> dying -> dead by any reaper
     Shared<u32> epoch;      // counts the peers that have had this slot
     Shared<u32> how;        // 0 unknown, else 1 + wait status
     Shared<u64> joined_ns;  // these six: written by the owner
@@ -107,11 +108,10 @@ struct alignas(LINE) PeerSlot {
     Shared<u64> reaped_ns;  // when reaping began; 0: it has not. These four: written by the reaper, before dead
     Counter reaped_blocks;
     Counter reaped_nbytes;
-    Counter reaps;  // peers that the owner has reaped
-    Shared<u64>
-        watch_ino;         // of the pipe by which the owner's watcher learns that somebody joined; written by the owner
-    Shared<u32> watcher;   // robust futex: thread of the owner's watcher, FUTEX_WAITERS; the kernel sets OWNER_DIED
-    Shared<u32> watch_fd;  // write end of that pipe, in the owner's table
+    Counter reaps;          // peers that the owner has reaped
+    Shared<u64> watch_ino;  // of the pipe by which the owner's watcher learns that a peer joined; written by the owner
+    Shared<u32> watcher;    // robust futex: thread of the owner's watcher, FUTEX_WAITERS; the kernel sets OWNER_DIED
+    Shared<u32> watch_fd;   // write end of that pipe, in the owner's table
     Shared<u64> take_since_ns;  // waiting for memory since; 0: not; written by the owner
 };
 static_assert(sizeof(PeerSlot) == 128);
@@ -122,7 +122,8 @@ static_assert(offsetof(PeerSlot, watcher) % 8 == 0);  // so that the node that b
 inline constexpr u64 ROBUST_DISTANCE = 64 << 10;
 static_assert(PAGE + MAX_PEERS * sizeof(PeerSlot) <= ROBUST_DISTANCE);
 
-// ── bell: where everybody waits (wait.h) ───────────────────────────────────────────────────────────────────────────
+// ── bell: where all waiting is done (wait.h)
+// ───────────────────────────────────────────────────────────────────────────
 struct alignas(LINE) Bell {
     Shared<u32> rings;  // the futex word; moved by ringers
     u32 unused;
@@ -152,10 +153,10 @@ struct alignas(LINE) PoolHeader {
     Shared<u32> entry_count;
     Shared<u32> next_block;             // where the search for a free block number begins
     Shared<u32> swept_returns;          // value of returns when entries was last swept
-    alignas(LINE) Shared<u32> returns;  // moved by everybody who gives the last lease of a block back
+    alignas(LINE) Shared<u32> returns;  // moved by each peer that gives the last lease of a block back
     Shared<u32> unused;
     Shared<u64> claimed_nbytes;
-    alignas(LINE) Bell memory;    // who waits for a block to come back; a bit per peer, modulo 64, see Pool::take
+    alignas(LINE) Bell memory;  // takers that wait for a block to come back; a bit per peer, modulo 64, see Pool::take
     alignas(LINE) Counter takes;  // counters
     Counter taken_nbytes_total;
     Counter exhaustions;
@@ -183,7 +184,7 @@ struct alignas(LINE) Block {
     Shared<u64> used_ns;         // LOCK store: these two
     Shared<u32> hits;
     // a row follows: u32 held[max_peers]. After all blocks, if has_grants, for each: u16 grants[from][to], of
-    // max_peers; apart, for they are 2 KiB of 32 peers, seldom looked at, and whoever looks at every block would cross
+    // max_peers; apart, for they are 2 KiB of 32 peers, seldom looked at, and a look at every block would cross
     // a page each.
 };
 static_assert(sizeof(Block) == 128);
@@ -191,7 +192,7 @@ static_assert(sizeof(Block) == 128);
 struct StoreHeader {
     alignas(LINE) Shared<u32> lock;   // LOCK store: keys, kept, chains
     alignas(LINE) Shared<u32> fills;  // moved whenever a block that was being written is written, or is given up
-    alignas(LINE) Bell filled;        // who waits for that; a bit per peer, modulo 64
+    alignas(LINE) Bell filled;        // peers that wait for that; a bit per peer, modulo 64
     alignas(LINE) Counter hits;       // counters
     Counter misses;
     Counter puts;
@@ -279,7 +280,7 @@ struct alignas(LINE) Cursor {  // one receiver in one lane
     Shared<u32> mode;  // CursorMode:2 | epoch of the receiver:24 (so that a slow reaper cannot mean its successor)
     Shared<u32> unused;
     Shared<u64> sequence;  // records read
-    Shared<u64> read;      // position of the next record to read: whoever hands wake-ups on sees who is behind
+    Shared<u64> read;  // position of the next record to read: a receiver that hands wake-ups on sees which are behind
 };
 static_assert(sizeof(Cursor) == 64);
 

@@ -1,4 +1,4 @@
-// peers.h: who is attached to a segment, who died, and locks that survive their holder.
+// peers.h: the peers attached to a segment, their deaths, and locks that survive their holder.
 // Leaves to watcher.h: how a death is seen; to reap.h: what a dead peer held.
 #pragma once
 #include <linux/futex.h>
@@ -78,7 +78,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     // Returns why some peer cannot be watched now; the watcher goes on trying.
     std::string resync();
 
-    // ── a lock whose holder may die (LOCK pool, LOCK block) ──
+    // ── a lock that survives its holder (LOCK pool, LOCK block) ──
     // Returns true if the holder died holding it: then what it protects must be repaired from the truth, by the caller.
     // Throws Timeout naming the holder at the deadline. The hold is short; only a stopped or starved holder makes it
     // long. So a deadline that has passed, or passes soon, is kept to HOLD_NS, and to RUNNABLE_NS while the holder is
@@ -143,7 +143,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             u64 found = 0;
             if (!mark_dying(slot, identity, only_marked, found)) continue;
             reap_holdings(*this, slot, found, EndState::dead);
-            // The mark goes with the peer: who has the slot next may be the same process, after an exec.
+            // The mark goes with the peer: the next one in the slot may be the same process, after an exec.
             u32 word = peer(slot).watcher.load(RELAXED);
             if ((word & FUTEX_OWNER_DIED) != 0) peer(slot).watcher.compare_exchange_strong(word, 0, RELAXED);
             u64 dying = found;
@@ -179,7 +179,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
     std::string name_of(u32 slot) const {
         char name[NAME_NBYTES];
-        char* shared = peer(slot).name;  // whoever takes the slot next may be writing its own: half of each is no harm
+        char* shared = peer(slot).name;  // the next one in the slot may be writing its own: half of each is no harm
         for (u32 i = 0; i < NAME_NBYTES; ++i) name[i] = std::atomic_ref<char>(shared[i]).load(RELAXED);
         name[NAME_NBYTES - 1] = 0;
         return name;
@@ -281,7 +281,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         int fd = -1;
     };
 
-    // Everybody who is there learns that there is one more to watch: their watchers through a pipe, who waits by its
+    // All peers learn that there is one more to watch: their watchers through a pipe, those that wait by their
     // bell.
     void announce() {
         for (u32 slot = 0; slot < shape().max_peers; ++slot) {
@@ -367,7 +367,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     }
     bool is_abandoned(u32 owner, bool& is_runnable) const {
         is_runnable = false;
-        if (owner >= shape().max_peers) return true;  // nobody: the word was not written by us
+        if (owner >= shape().max_peers) return true;  // no peer: the word was not written by us
         u64 identity = peer(owner).identity.load(order::identity.acquire);
         PeerState state = state_of(identity);
         if (state != PeerState::live && state != PeerState::dying) return true;

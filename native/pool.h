@@ -1,12 +1,12 @@
-// pool.h: lends out blocks of variable size. Any peer takes, any peer opens; who holds what is counted per block and
+// pool.h: lends out blocks of variable size. Any peer takes, any peer opens; leases are counted per block and
 // peer.
 //
 // A block:   free ──take──► live ──last lease and grant given back──► returned ──next take sweeps──► free
 //
 // The truth is in the blocks: state, extent, held[peer], grants[from][to], pending. Every change of a count is one
-// store under the block's lock, so whoever dies in between leaves nothing half done. What is derived (entries: the
-// taken extents in the order of their offsets; grant_units) is rebuilt by whoever takes over the lock of a dead holder.
-// Releasing needs no lock of the pool, so nobody waits for an allocation to give memory back.
+// store under the block's lock, so a death in between leaves nothing half done. What is derived (entries: the
+// taken extents in the order of their offsets; grant_units) is rebuilt by the peer that takes over the lock of a dead
+// holder. Releasing needs no lock of the pool, so giving memory back waits for no allocation.
 #pragma once
 #include "watcher.h"
 
@@ -39,21 +39,23 @@ class Pool {
     static constexpr u64 SMALL = 64;               // smaller than a 64th of the pool: taken from the low end of a gap
 
     explicit Pool(Attachment& by)
-        : by_(by),
-          g_(by.segment().geometry()),
-          head_(*by.segment().at<PoolHeader>(g_.pool)),
-          entries_(by.segment().at<Entry>(g_.entries)) {}
+        : attachment_(by),
+          geometry_(by.segment().geometry()),
+          head_(*by.segment().at<PoolHeader>(geometry_.pool)),
+          entries_(by.segment().at<Entry>(geometry_.entries)) {}
 
-    Block& block(u32 index) const { return *by_.segment().at<Block>(g_.blocks + index * g_.block_stride); }
+    Block& block(u32 index) const {
+        return *attachment_.segment().at<Block>(geometry_.blocks + index * geometry_.block_stride);
+    }
     Shared<u32>* held(u32 index) const {
-        return by_.segment().at<Shared<u32>>(g_.blocks + index * g_.block_stride + sizeof(Block));
+        return attachment_.segment().at<Shared<u32>>(geometry_.blocks + index * geometry_.block_stride + sizeof(Block));
     }
     Shared<u16>* grants(u32 index, u32 from) const {
-        u64 rows = g_.grants + index * g_.grants_stride;
-        return by_.segment().at<Shared<u16>>(rows + 2ull * from * g_.shape.max_peers);
+        u64 rows = geometry_.grants + index * geometry_.grants_stride;
+        return attachment_.segment().at<Shared<u16>>(rows + 2ull * from * geometry_.shape.max_peers);
     }
     PoolHeader& header() const { return head_; }
-    u64 nbytes() const { return g_.shape.pool_nbytes; }
+    u64 nbytes() const { return geometry_.shape.pool_nbytes; }
 
     // ── take ──
     // A live block of which this peer holds one lease. False: there is no room now. Throws MemoryExhausted when there
@@ -61,18 +63,18 @@ class Pool {
     // deadline: for the lock alone, here and below.
     // claims: its pages, in a pool that grows.
     bool try_take(u64 nbytes, Extent& out, u64 deadline = NEVER, bool claims = true) {
-        by_.refresh();
-        by_.finish_put_off();
+        attachment_.refresh();
+        attachment_.finish_put_off();
         u64 extent = round_up(std::max<u64>(nbytes, 1), LINE);
         if (extent > this->nbytes()) {
             head_.exhaustions.add();
             throw exhausted(nbytes);
         }
-        if (by_.lock(head_.lock, std::min(deadline, now_ns() + LOCK_NS))) rebuild();
+        if (attachment_.lock(head_.lock, std::min(deadline, now_ns() + LOCK_NS))) rebuild();
         PENSTOCK_POINT("pool.locked");
-        Unlock unlock{by_, head_.lock};
+        Unlock unlock{attachment_, head_.lock};
         if (head_.swept_returns.load(RELAXED) != head_.returns.load(order::returns.acquire)) sweep();
-        u32 count = std::min(head_.entry_count.load(RELAXED), g_.shape.max_blocks);
+        u32 count = std::min(head_.entry_count.load(RELAXED), geometry_.shape.max_blocks);
         u64 best = NEVER, best_offset = 0, at = 0;
         u32 best_index = 0;
         for (u32 i = 0; i <= count; ++i) {  // the smallest gap that fits
@@ -93,25 +95,25 @@ class Pool {
                 at = taken <= this->nbytes() ? entries_[i].offset + taken : NEVER / 2;
             }
         }
-        u32 index = best == NEVER || count >= g_.shape.max_blocks ? NONE : free_block();
+        u32 index = best == NEVER || count >= geometry_.shape.max_blocks ? NONE : free_block();
         if (index == NONE) return false;
         // Small ones from the low end of a gap, large ones from the high end: they do not cut each other's room. A pool
         // that grows fills from below, so that it claims as little as it can.
-        if (g_.shape.granule_nbytes == 0 && extent >= this->nbytes() / SMALL) best_offset += best - extent;
-        Block& b = block(index);
-        u32 generation = b.generation.load(RELAXED) + 1;
-        b.generation.store(generation, RELAXED);
-        b.offset.store(best_offset, RELAXED);
-        b.extent.store(extent, RELAXED);
-        b.nbytes.store(nbytes, RELAXED);
-        b.pending.store(0, RELAXED);
-        b.kept.store(static_cast<u32>(Kept::none), RELAXED);
-        b.grant_units.store(0, RELAXED);
-        b.taker.store(by_.slot(), RELAXED);
-        b.taken_ns.store(now_ns(), RELAXED);
-        for (u32 p = 0; p < g_.shape.max_peers; ++p) held(index)[p].store(0, RELAXED);
-        held(index)[by_.slot()].store(1, RELAXED);
-        b.state.store(static_cast<u32>(BlockState::live), order::block.release);  // the fields before
+        if (geometry_.shape.granule_nbytes == 0 && extent >= this->nbytes() / SMALL) best_offset += best - extent;
+        Block& block = this->block(index);
+        u32 generation = block.generation.load(RELAXED) + 1;
+        block.generation.store(generation, RELAXED);
+        block.offset.store(best_offset, RELAXED);
+        block.extent.store(extent, RELAXED);
+        block.nbytes.store(nbytes, RELAXED);
+        block.pending.store(0, RELAXED);
+        block.kept.store(static_cast<u32>(Kept::none), RELAXED);
+        block.grant_units.store(0, RELAXED);
+        block.taker.store(attachment_.slot(), RELAXED);
+        block.taken_ns.store(now_ns(), RELAXED);
+        for (u32 p = 0; p < geometry_.shape.max_peers; ++p) held(index)[p].store(0, RELAXED);
+        held(index)[attachment_.slot()].store(1, RELAXED);
+        block.state.store(static_cast<u32>(BlockState::live), order::block.release);  // the fields before
         PENSTOCK_POINT("pool.live");
         std::memmove(entries_ + best_index + 1, entries_ + best_index, (count - best_index) * sizeof(Entry));
         entries_[best_index] = {best_offset, extent, index, 0};
@@ -126,39 +128,40 @@ class Pool {
         return true;
     }
 
-    // What is taken, in the order of its offsets. Swept first, also of what was returned and not announced yet: who has
-    // returned it may be stopped, and whoever finds room here must find it in the next take too.
+    // What is taken, in the order of its offsets. Swept first, also of what was returned and not announced yet: the
+    // peer that returned it may be stopped, and room that is found here must be found by the next take too.
     std::vector<Entry> taken(u64 deadline = NEVER) {
-        if (by_.lock(head_.lock, std::min(deadline, now_ns() + LOCK_NS))) rebuild();
+        if (attachment_.lock(head_.lock, std::min(deadline, now_ns() + LOCK_NS))) rebuild();
         PENSTOCK_POINT("pool.locked");
-        Unlock unlock{by_, head_.lock};
+        Unlock unlock{attachment_, head_.lock};
         sweep();
-        u32 count = std::min(head_.entry_count.load(RELAXED), g_.shape.max_blocks);
+        u32 count = std::min(head_.entry_count.load(RELAXED), geometry_.shape.max_blocks);
         std::vector<Entry> found(entries_, entries_ + count);
-        std::erase_if(found, [&](const Entry& entry) { return entry.block >= g_.shape.max_blocks; });
+        std::erase_if(found, [&](const Entry& entry) { return entry.block >= geometry_.shape.max_blocks; });
         return found;
     }
     // Sleeps until some block has come back since `seen` was read from returns().
     Woken wait_for_return(u32 seen, u64 deadline, Spinner& spinner, Waits& waits, const Atomic<bool>& is_closing) {
-        return wait<false>(head_.memory, 1ull << (by_.slot() % 64), deadline, spinner, waits, nullptr, [&] {
-            return head_.returns.load(order::returns.acquire) != seen || by_.is_stale() || is_closing.load(RELAXED);
+        return wait<false>(head_.memory, 1ull << (attachment_.slot() % 64), deadline, spinner, waits, nullptr, [&] {
+            return head_.returns.load(order::returns.acquire) != seen || attachment_.is_stale() ||
+                   is_closing.load(RELAXED);
         });
     }
-    // Has [offset, offset + nbytes) its pages? Within bounds; not to be relied on for what nobody holds.
+    // Has [offset, offset + nbytes) its pages? Within bounds; not to be relied on for what is not held.
     bool is_claimed(u64 offset, u64 nbytes) const;  // pool_pages.h
     u32 returns() const { return head_.returns.load(order::returns.acquire); }
 
     // ── leases and grants ──
-    // One more lease for this peer, by a reference that somebody sent. Throws StaleRef unless it names a live block of
-    // this generation and lies within it. A grant made to us is used up first.
+    // One more lease for this peer, by a reference that another peer sent. Throws StaleRef unless it names a live block
+    // of this generation and lies within it. A grant made to us is used up first.
     void open(const Extent& ref) {
-        by_.refresh();
+        attachment_.refresh();
         Held guard(*this, checked(ref));
         require(ref);
-        Shared<u32>& own = held(ref.block)[by_.slot()];
-        if (g_.shape.has_grants != 0) {
-            for (u32 from = 0; from < g_.shape.max_peers; ++from) {
-                Shared<u16>& grant = grants(ref.block, from)[by_.slot()];
+        Shared<u32>& own = held(ref.block)[attachment_.slot()];
+        if (geometry_.shape.has_grants != 0) {
+            for (u32 from = 0; from < geometry_.shape.max_peers; ++from) {
+                Shared<u16>& grant = grants(ref.block, from)[attachment_.slot()];
                 u16 many = grant.load(RELAXED);
                 if (many == 0) continue;
                 own.store(own.load(RELAXED) + 1, RELAXED);
@@ -175,67 +178,67 @@ class Pool {
     void open_kept(const Extent& ref) {
         Held guard(*this, ref.block);
         require(ref);
-        Shared<u32>& own = held(ref.block)[by_.slot()];
+        Shared<u32>& own = held(ref.block)[attachment_.slot()];
         own.store(own.load(RELAXED) + 1, RELAXED);
     }
-    // The store gives a block up: it is returned if nobody holds it. False: somebody does, and only_if_unheld.
+    // The store gives a block up: it is returned if it is not held. False: it is, and only_if_unheld.
     bool keep_no_longer(u32 index, bool only_if_unheld) {
         bool is_last = false;
         {
             Held guard(*this, index);
-            Block& b = block(index);
+            Block& block = this->block(index);
             if (only_if_unheld && !is_unheld(index)) return false;
-            b.kept.store(static_cast<u32>(Kept::none), RELAXED);
+            block.kept.store(static_cast<u32>(Kept::none), RELAXED);
             PENSTOCK_POINT("store.half");
-            is_last = static_cast<BlockState>(b.state.load(RELAXED)) == BlockState::live && return_if_last(index);
+            is_last = static_cast<BlockState>(block.state.load(RELAXED)) == BlockState::live && return_if_last(index);
         }
         if (is_last) announce_return();
         return true;
     }
     bool is_unheld(u32 index) const {
-        const Block& b = block(index);
-        if (b.pending.load(RELAXED) != 0 || b.grant_units.load(RELAXED) != 0) return false;
+        const Block& block = this->block(index);
+        if (block.pending.load(RELAXED) != 0 || block.grant_units.load(RELAXED) != 0) return false;
         const Shared<u32>* row = held(index);
-        for (u32 p = 0; p < g_.shape.max_peers; ++p)
+        for (u32 p = 0; p < geometry_.shape.max_peers; ++p)
             if (row[p].load(RELAXED) != 0) return false;
         return true;
     }
-    // Asks for what is_unheld() and whoever looks at the block will read: it is too far apart to be foreseen.
+    // Asks for what is_unheld() and a look at the block will read: it is too far apart to be foreseen.
     void fetch_ahead(u32 index) const {
         const u8* at = reinterpret_cast<const u8*>(&block(index));
-        for (u64 line = 0; line < sizeof(Block) + 4ull * g_.shape.max_peers; line += LINE)
+        for (u64 line = 0; line < sizeof(Block) + 4ull * geometry_.shape.max_peers; line += LINE)
             __builtin_prefetch(at + line);
     }
     // Opens what a channel granted to one of its receivers: see pend().
     void open_pending(const Extent& ref, u32 receiver, u64 deadline = NEVER) {
         Held guard(*this, checked(ref), deadline);
         require(ref);
-        Block& b = block(ref.block);
-        u64 pending = b.pending.load(RELAXED);
+        Block& block = this->block(ref.block);
+        u64 pending = block.pending.load(RELAXED);
         if ((pending >> receiver & 1) == 0) throw stale(ref, "was not granted to this receiver");
-        Shared<u32>& own = held(ref.block)[by_.slot()];
+        Shared<u32>& own = held(ref.block)[attachment_.slot()];
         own.store(own.load(RELAXED) + 1, RELAXED);
         PENSTOCK_POINT("open.half");
-        b.pending.store(pending & ~(1ull << receiver), RELAXED);
+        block.pending.store(pending & ~(1ull << receiver), RELAXED);
     }
     // Lets `to` open the block later, whatever happens to our lease meanwhile. The grant ends with the first open by
     // `to`, and with the death or leaving of either side. We must hold a lease or an unused grant ourselves.
     void grant(const Extent& ref, u32 to) {
-        by_.refresh();
+        attachment_.refresh();
         Held guard(*this, checked(ref));
         require(ref);
-        if (g_.shape.has_grants == 0)
+        if (geometry_.shape.has_grants == 0)
             throw Error(Fault::value, "this pool belongs to a channel: only the channel grants its blocks");
-        if (!by_.is_live(to))
+        if (!attachment_.is_live(to))
             throw Error(Fault::peer_died,
-                        format("no grant to %s",
-                               to < g_.shape.max_peers ? by_.describe(to).c_str() : "a peer that does not exist"));
-        if (!has_right(ref.block, by_.slot()))
+                        format("no grant to %s", to < geometry_.shape.max_peers ? attachment_.describe(to).c_str()
+                                                                                : "a peer that does not exist"));
+        if (!has_right(ref.block, attachment_.slot()))
             throw stale(ref, "is not held by this peer, which so has nothing to share");
-        Shared<u16>& many = grants(ref.block, by_.slot())[to];
+        Shared<u16>& many = grants(ref.block, attachment_.slot())[to];
         if (many.load(RELAXED) == 0xffff)
-            throw Error(Fault::memory_exhausted,
-                        format("65535 grants of block %u to %s are unused", ref.block, by_.describe(to).c_str()))
+            throw Error(Fault::memory_exhausted, format("65535 grants of block %u to %s are unused", ref.block,
+                                                        attachment_.describe(to).c_str()))
                 .with("asked", 1)
                 .with("free", 0);
         Shared<u32>& units = block(ref.block).grant_units;
@@ -250,8 +253,8 @@ class Pool {
         {
             Held guard(*this, checked(ref));
             require(ref);
-            if (g_.shape.has_grants == 0 || to >= g_.shape.max_peers) return false;
-            Shared<u16>& many = grants(ref.block, by_.slot())[to];
+            if (geometry_.shape.has_grants == 0 || to >= geometry_.shape.max_peers) return false;
+            Shared<u16>& many = grants(ref.block, attachment_.slot())[to];
             if (many.load(RELAXED) == 0) return false;
             many.store(static_cast<u16>(many.load(RELAXED) - 1), RELAXED);
             Shared<u32>& units = block(ref.block).grant_units;
@@ -266,12 +269,12 @@ class Pool {
     template <class Mask>
     void pend(const Extent& ref, u32 lane, u64 position, u64 deadline, Mask&& mask) {
         Held guard(*this, ref.block, deadline);
-        Block& b = block(ref.block);
-        b.pending_lane.store(lane, RELAXED);
-        b.pending_position.store(position, RELAXED);
+        Block& block = this->block(ref.block);
+        block.pending_lane.store(lane, RELAXED);
+        block.pending_position.store(position, RELAXED);
         fence(order::pend.seq_cst);  // see put_out
         // Under the lock: a receiver that goes now is cleared after.
-        b.pending.store(mask(), RELAXED);
+        block.pending.store(mask(), RELAXED);
     }
     // Gives one lease of this peer back. Never throws, never waits long: while a stopped peer holds the block's lock it
     // is put off.
@@ -279,7 +282,7 @@ class Pool {
         try {
             release_within(index, generation, 0);
         } catch (const Error&) {
-            by_.put_off([index, generation](Attachment& by) {
+            attachment_.put_off([index, generation](Attachment& by) {
                 Pool(by).release_within(index, generation, 0);
                 return true;
             });
@@ -292,16 +295,17 @@ class Pool {
     // False: some block is locked by a stopped peer: to be called again.
     bool drop_receiver(u32 receiver) {
         bool is_done = true;
-        for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
-            Block& b = block(index);
-            if (static_cast<BlockState>(b.state.load(order::block.acquire)) != BlockState::live) continue;
+        for (u32 index = 0; index < geometry_.shape.max_blocks; ++index) {
+            Block& block = this->block(index);
+            if (static_cast<BlockState>(block.state.load(order::block.acquire)) != BlockState::live) continue;
             bool is_last = false;
             try {
                 Held guard(*this, index, 0);  // even if no bit is seen: one may just be being set
-                u64 pending = b.pending.load(RELAXED);
+                u64 pending = block.pending.load(RELAXED);
                 if ((pending >> receiver & 1) == 0) continue;
-                b.pending.store(pending & ~(1ull << receiver), RELAXED);
-                is_last = static_cast<BlockState>(b.state.load(RELAXED)) == BlockState::live && return_if_last(index);
+                block.pending.store(pending & ~(1ull << receiver), RELAXED);
+                is_last =
+                    static_cast<BlockState>(block.state.load(RELAXED)) == BlockState::live && return_if_last(index);
             } catch (const Error&) {
                 is_done = false;
             }
@@ -311,9 +315,9 @@ class Pool {
     }
     // For the reaper: if the dead peer held the pool's lock, its half-made change is undone.
     void recover_lock(u32 slot, u32 epoch) {
-        if (!by_.take_over(head_.lock, slot, epoch)) return;
+        if (!attachment_.take_over(head_.lock, slot, epoch)) return;
         rebuild();
-        by_.unlock(head_.lock);
+        attachment_.unlock(head_.lock);
     }
 
     // ── seen from outside ──
@@ -331,23 +335,23 @@ class Pool {
         sleepers = bell.parked_async.exchange(0, order::bell.seq_cst);
         ring_all(bell);
         if (sleepers != 0)
-            for (u32 p = 0; p < g_.shape.max_peers; ++p)
-                if ((sleepers >> (p % 64) & 1) != 0) by_.wake_async(p);
+            for (u32 p = 0; p < geometry_.shape.max_peers; ++p)
+                if ((sleepers >> (p % 64) & 1) != 0) attachment_.wake_async(p);
     }
     void rebuild() {  // LOCK pool is held
         head_.recoveries.add();
         u32 returns = head_.returns.load(order::returns.acquire);
         std::vector<Entry> live;
-        for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
-            Block& b = block(index);
-            BlockState state = static_cast<BlockState>(b.state.load(order::block.acquire));
+        for (u32 index = 0; index < geometry_.shape.max_blocks; ++index) {
+            Block& block = this->block(index);
+            BlockState state = static_cast<BlockState>(block.state.load(order::block.acquire));
             if (state == BlockState::free) continue;
-            Entry entry{b.offset.load(RELAXED), b.extent.load(RELAXED), index, 0};
+            Entry entry{block.offset.load(RELAXED), block.extent.load(RELAXED), index, 0};
             bool is_possible = entry.extent <= nbytes() && entry.offset <= nbytes() - entry.extent && entry.extent != 0;
             if (state == BlockState::live && is_possible)
                 live.push_back(entry);
             else
-                b.state.store(static_cast<u32>(BlockState::free), order::block.release);
+                block.state.store(static_cast<u32>(BlockState::free), order::block.release);
         }
         std::sort(live.begin(), live.end(), [](const Entry& a, const Entry& b) { return a.offset < b.offset; });
         std::copy(live.begin(), live.end(), entries_);
@@ -372,22 +376,22 @@ class Pool {
         Pool& pool;
         u32 index;
         Held(Pool& pool, u32 index, u64 deadline = NEVER) : pool(pool), index(index) {
-            if (pool.by_.lock(pool.block(index).lock, std::min(deadline, now_ns() + LOCK_NS)))
+            if (pool.attachment_.lock(pool.block(index).lock, std::min(deadline, now_ns() + LOCK_NS)))
                 pool.recover_block(index);
             PENSTOCK_POINT("block.locked");
         }
-        ~Held() { pool.by_.unlock(pool.block(index).lock); }
+        ~Held() { pool.attachment_.unlock(pool.block(index).lock); }
     };
     u32 checked(const Extent& ref) {
-        if (ref.block >= g_.shape.max_blocks) throw stale(ref, "names a block that does not exist");
+        if (ref.block >= geometry_.shape.max_blocks) throw stale(ref, "names a block that does not exist");
         return ref.block;
     }
     void require(const Extent& ref) {
-        Block& b = block(ref.block);
-        BlockState state = static_cast<BlockState>(b.state.load(order::block.acquire));
-        u32 generation = b.generation.load(RELAXED);
+        Block& block = this->block(ref.block);
+        BlockState state = static_cast<BlockState>(block.state.load(order::block.acquire));
+        u32 generation = block.generation.load(RELAXED);
         if (state != BlockState::live || generation != ref.generation) throw stale(ref, "is gone", generation);
-        u64 offset = b.offset.load(RELAXED), nbytes = b.nbytes.load(RELAXED);
+        u64 offset = block.offset.load(RELAXED), nbytes = block.nbytes.load(RELAXED);
         if (nbytes > this->nbytes() || offset > this->nbytes() - nbytes) throw stale(ref, "lies outside the pool");
         if (ref.offset < offset || ref.nbytes > nbytes || ref.offset - offset > nbytes - ref.nbytes)
             throw stale(ref, "lies outside its block");
@@ -395,28 +399,28 @@ class Pool {
     Error stale(const Extent& ref, const char* why, u32 found = 0) const;  // describe.h
     bool has_right(u32 index, u32 slot) const {
         if (held(index)[slot].load(RELAXED) != 0) return true;
-        for (u32 from = 0; from < g_.shape.max_peers; ++from)
+        for (u32 from = 0; from < geometry_.shape.max_peers; ++from)
             if (grants(index, from)[slot].load(RELAXED) != 0) return true;
         return false;
     }
     // Whether others may now have its room: it is returned, or it is kept, and may be evicted.
     bool return_if_last(u32 index) {  // LOCK block is held, the state is live
-        Block& b = block(index);
+        Block& block = this->block(index);
         if (!is_unheld(index)) return false;
-        if (b.kept.load(RELAXED) != static_cast<u32>(Kept::none)) return true;
+        if (block.kept.load(RELAXED) != static_cast<u32>(Kept::none)) return true;
         PENSTOCK_POINT("release.last");
-        b.state.store(static_cast<u32>(BlockState::returned), order::block.release);
+        block.state.store(static_cast<u32>(BlockState::returned), order::block.release);
         return true;
     }
     void release_within(u32 index, u32 generation, u64 deadline) {
         bool is_last = false;
         {
             Held guard(*this, index, deadline);
-            Block& b = block(index);
-            if (static_cast<BlockState>(b.state.load(RELAXED)) != BlockState::live ||
-                b.generation.load(RELAXED) != generation)
+            Block& block = this->block(index);
+            if (static_cast<BlockState>(block.state.load(RELAXED)) != BlockState::live ||
+                block.generation.load(RELAXED) != generation)
                 return;
-            Shared<u32>& own = held(index)[by_.slot()];
+            Shared<u32>& own = held(index)[attachment_.slot()];
             u32 many = own.load(RELAXED);
             if (many == 0) return;
             own.store(many - 1, RELAXED);
@@ -426,22 +430,22 @@ class Pool {
     }
     void recount(u32 index) {
         u32 units = 0;
-        for (u32 from = 0; from < g_.shape.max_peers; ++from)
-            for (u32 to = 0; to < g_.shape.max_peers; ++to) units += grants(index, from)[to].load(RELAXED);
+        for (u32 from = 0; from < geometry_.shape.max_peers; ++from)
+            for (u32 to = 0; to < geometry_.shape.max_peers; ++to) units += grants(index, from)[to].load(RELAXED);
         block(index).grant_units.store(units, RELAXED);
     }
     void recover_block(u32 index) {
         head_.recoveries.add();
-        if (g_.shape.has_grants != 0) recount(index);
+        if (geometry_.shape.has_grants != 0) recount(index);
     }
     void sweep() {  // LOCK pool is held
         u32 returns = head_.returns.load(order::returns.acquire);
-        u32 count = std::min(head_.entry_count.load(RELAXED), g_.shape.max_blocks), kept = 0;
+        u32 count = std::min(head_.entry_count.load(RELAXED), geometry_.shape.max_blocks), kept = 0;
         for (u32 i = 0; i < count; ++i) {
             u32 index = entries_[i].block;
-            if (i + AHEAD < count && entries_[i + AHEAD].block < g_.shape.max_blocks)
+            if (i + AHEAD < count && entries_[i + AHEAD].block < geometry_.shape.max_blocks)
                 __builtin_prefetch(&block(entries_[i + AHEAD].block).state);
-            if (index < g_.shape.max_blocks) {
+            if (index < geometry_.shape.max_blocks) {
                 u32 returned = static_cast<u32>(BlockState::returned);
                 Shared<u32>& state = block(index).state;
                 if (state.load(order::block.acquire) == returned) {
@@ -456,9 +460,9 @@ class Pool {
         head_.swept_returns.store(returns, RELAXED);
     }
     u32 free_block() {  // LOCK pool is held
-        u32 start = head_.next_block.load(RELAXED) % g_.shape.max_blocks;
-        for (u32 i = 0; i < g_.shape.max_blocks; ++i) {
-            u32 index = start + i < g_.shape.max_blocks ? start + i : start + i - g_.shape.max_blocks;
+        u32 start = head_.next_block.load(RELAXED) % geometry_.shape.max_blocks;
+        for (u32 i = 0; i < geometry_.shape.max_blocks; ++i) {
+            u32 index = start + i < geometry_.shape.max_blocks ? start + i : start + i - geometry_.shape.max_blocks;
             if (static_cast<BlockState>(block(index).state.load(order::block.acquire)) != BlockState::free) continue;
             head_.next_block.store(index + 1, RELAXED);
             return index;
@@ -467,8 +471,8 @@ class Pool {
     }
     void claim(const Extent& extent, u64 nbytes);  // pool_pages.h
 
-    Attachment& by_;
-    const Geometry& g_;
+    Attachment& attachment_;
+    const Geometry& geometry_;
     PoolHeader& head_;
     Entry* entries_;
 };

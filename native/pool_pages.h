@@ -5,16 +5,16 @@
 namespace penstock {
 
 inline bool Pool::is_claimed(u64 offset, u64 nbytes) const {
-    if (g_.shape.granule_nbytes == 0 || nbytes == 0) return true;
-    u64 last = (offset + nbytes - 1) / g_.shape.granule_nbytes;
-    for (u64 i = offset / g_.shape.granule_nbytes; i <= last; ++i)
+    if (geometry_.shape.granule_nbytes == 0 || nbytes == 0) return true;
+    u64 last = (offset + nbytes - 1) / geometry_.shape.granule_nbytes;
+    for (u64 i = offset / geometry_.shape.granule_nbytes; i <= last; ++i)
         if ((head_.granules[i / 64].load(order::granules.acquire) >> (i % 64) & 1) == 0) return false;
     return true;
 }
 // Two takers may claim the same piece at once: claiming is idempotent, and a piece is only ever given back by
-// somebody who has taken all of it as a block.
+// a peer that has taken all of it as a block.
 inline void Pool::claim(const Extent& extent, u64 nbytes) {
-    u64 granule = g_.shape.granule_nbytes;
+    u64 granule = geometry_.shape.granule_nbytes;
     if (granule == 0) return;
     u64 first = extent.offset / granule, last = (extent.offset + nbytes - 1) / granule;
     for (u64 i = first; i <= last; ++i) {
@@ -23,8 +23,9 @@ inline void Pool::claim(const Extent& extent, u64 nbytes) {
         while (until <= last && (head_.granules[until / 64].load(order::granules.acquire) >> (until % 64) & 1) == 0)
             ++until;
         try {
-            u64 end = std::min(until * granule, round_up(g_.total - g_.pool_data, PAGE));
-            claim_pages(by_.segment().fd(), g_.pool_data + i * granule, end - i * granule, "growing a pool");
+            u64 end = std::min(until * granule, round_up(geometry_.total - geometry_.pool_data, PAGE));
+            claim_pages(attachment_.segment().fd(), geometry_.pool_data + i * granule, end - i * granule,
+                        "growing a pool");
         } catch (...) {
             head_.exhaustions.add();
             release(extent.block, extent.generation);
@@ -40,10 +41,10 @@ inline void Pool::claim(const Extent& extent, u64 nbytes) {
     }
 }
 // Gives the machine back the pages of what is free in a pool that grows, beyond `keep`. Taken as a block meanwhile,
-// so that nobody else can be using them.
+// so that no other peer can be using them.
 inline u64 Pool::trim(u64 keep) {
-    if (g_.shape.granule_nbytes == 0) return 0;
-    u64 punched = 0, granule = g_.shape.granule_nbytes;
+    if (geometry_.shape.granule_nbytes == 0) return 0;
+    u64 punched = 0, granule = geometry_.shape.granule_nbytes;
     int failed = 0;
     while (head_.claimed_nbytes.load(RELAXED) > keep) {
         Extent whole;
@@ -57,10 +58,11 @@ inline u64 Pool::trim(u64 keep) {
             u64 bit = 1ull << (i % 64);
             if ((head_.granules[i / 64].fetch_and(~bit, order::granules.acq_rel) & bit) == 0) continue;
             do
-                failed = ::fallocate(by_.segment().fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                                     static_cast<off_t>(g_.pool_data + i * granule), static_cast<off_t>(granule)) != 0
-                             ? errno
-                             : 0;
+                failed =
+                    ::fallocate(attachment_.segment().fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                                static_cast<off_t>(geometry_.pool_data + i * granule), static_cast<off_t>(granule)) != 0
+                        ? errno
+                        : 0;
             while (failed == EINTR);
             if (failed != 0) {
                 head_.granules[i / 64].fetch_or(bit, order::granules.acq_rel);
@@ -71,7 +73,8 @@ inline u64 Pool::trim(u64 keep) {
             was_claimed = true;
         }
         release(whole.block, whole.generation);
-        if (failed != 0) throw os_error("giving memory of '" + by_.segment().name() + "' back", "fallocate", failed);
+        if (failed != 0)
+            throw os_error("giving memory of '" + attachment_.segment().name() + "' back", "fallocate", failed);
         if (!was_claimed) break;
     }
     return punched;

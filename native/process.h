@@ -96,7 +96,7 @@ struct Sight {
 };
 
 // `pidfd` receives a descriptor of exactly this process if it is alive, else -1. The pidfd is opened first and the
-// start time compared after, so that a pid that was given to another process in between deceives nobody.
+// start time compared after, so that a pid that was given to another process in between is not taken for it.
 inline Sight look_at(int pid, u64 start, int* pidfd = nullptr) {
     if (pidfd != nullptr) *pidfd = -1;
     if (pid <= 0) return {Liveness::gone};
@@ -111,11 +111,11 @@ inline Sight look_at(int pid, u64 start, int* pidfd = nullptr) {
     if (stat.error == 0 && (stat.start & START_MASK) != (start & START_MASK)) {
         sight = {Liveness::gone};
     } else if (fd >= 0) {
-        pollfd one{fd, POLLIN, 0};
-        int ready = ::poll(&one, 1, 0);
+        pollfd polled{fd, POLLIN, 0};
+        int ready = ::poll(&polled, 1, 0);
         if (ready < 0)
             sight = {Liveness::unknown, 0, "poll", errno};
-        else if ((one.revents & POLLIN) != 0)
+        else if ((polled.revents & POLLIN) != 0)
             sight = {Liveness::gone};
         else if (stat.error != 0)  // hidden, or /proc is not mounted: this may be another process of the same pid
             sight = {Liveness::unknown, 0, "reading /proc/PID/stat", stat.error};
@@ -136,7 +136,7 @@ inline u32 how_it_ended(int pidfd, u64 identity) {
         info.si_pid != 0)
         return 1u +
                (info.si_code == CLD_EXITED ? static_cast<u32>(info.si_status) << 8 : static_cast<u32>(info.si_status));
-    // Somebody else's child, not yet reaped: field 52 of /proc/PID/stat has the status, for its own user.
+    // Another process's child, not yet reaped: field 52 of /proc/PID/stat has the status, for its own user.
     ProcessStat stat = read_stat(pid_of(identity));
     if (stat.error == 0 && (stat.start & START_MASK) == start_of(identity) && stat.state == 'Z')
         return 1u + static_cast<u32>(stat.wait_status);

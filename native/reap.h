@@ -19,8 +19,8 @@ inline void wake_everybody(Attachment& by) {
         if (by.is_live(p)) by.wake_async(p);
 }
 
-// Marks the ends of the peer in `slot` dead, or finds those of one that is leaving, and wakes nobody. Returns its
-// receivers, a bit each. A dead end is marked first, for nobody can take it while its peer is dying; one that is left
+// Marks the ends of the peer in `slot` dead, or finds those of one that is leaving, and wakes none. Returns its
+// receivers, a bit each. A dead end is marked first, for none can take it while its peer is dying; one that is left
 // is closed last, for it can.
 inline u64 mark_ends(Attachment& by, u32 slot, u64 identity, EndState ends_become) {
     const Geometry& g = by.segment().geometry();
@@ -49,7 +49,7 @@ inline u64 mark_ends(Attachment& by, u32 slot, u64 identity, EndState ends_becom
             put_out(by.segment().at<Cursor>(g.cursors)[i * g.shape.receivers + r].mode, end.epoch);
         }
         by.segment().at<ReceiverSlot>(g.receivers)[r].waits.since_ns.store(0, RELAXED);
-        // Bits that are not ours: whoever clears them rings everybody afterwards (wake_everybody).
+        // Bits that are not ours: a peer that clears them rings all bells afterwards (wake_everybody).
         head.bell.parked.fetch_and(~(1ull << r), order::bell.seq_cst);
         head.bell.parked_async.fetch_and(~(1ull << r), order::bell.seq_cst);
     }
@@ -66,7 +66,7 @@ inline u64 mark_ends(Attachment& by, u32 slot, u64 identity, EndState ends_becom
     return receivers;
 }
 
-// Who has died, or leaves, and where what it held is counted.
+// A peer that has died, or leaves, and where what it held is counted.
 struct DeadPeer {
     u32 slot = 0;
     u32 epoch = 0;      // of the peer in that slot
@@ -83,44 +83,45 @@ struct DeadPeer {
 // it; withdraws a record that it never committed. What it held is counted under the block's lock, so the sums are
 // complete once every block has been looked at, by however many reapers: so they are no result of this function.
 inline void Pool::give_back(u32 index, const DeadPeer& dead) {
-    Block& b = block(index);
+    Block& block = this->block(index);
     auto is_committed = [&](u32 lane, u64 position) {
-        return g_.channel == 0 || lane >= g_.shape.lanes ||
-               position < by_.segment().at<Lane>(g_.lanes)[lane].committed.load(order::publish.acquire);
+        return geometry_.channel == 0 || lane >= geometry_.shape.lanes ||
+               position < attachment_.segment().at<Lane>(geometry_.lanes)[lane].committed.load(order::publish.acquire);
     };
     bool is_last = false;
     {
-        if (by_.take_over(b.lock, dead.slot, dead.epoch)) {
+        if (attachment_.take_over(block.lock, dead.slot, dead.epoch)) {
             recover_block(index);
-        } else if (static_cast<BlockState>(b.state.load(order::block.acquire)) != BlockState::live) {
+        } else if (static_cast<BlockState>(block.state.load(order::block.acquire)) != BlockState::live) {
             return;
-        } else if (by_.lock(b.lock, now_ns() + REAP_NS)) {
+        } else if (attachment_.lock(block.lock, now_ns() + REAP_NS)) {
             recover_block(index);
         }
-        Unlock unlock{by_, b.lock};
-        if (static_cast<BlockState>(b.state.load(RELAXED)) != BlockState::live || !dead.is_still_there(by_)) return;
+        Unlock unlock{attachment_, block.lock};
+        if (static_cast<BlockState>(block.state.load(RELAXED)) != BlockState::live || !dead.is_still_there(attachment_))
+            return;
         bool was_held = !is_unheld(index);
         if (held(index)[dead.slot].load(RELAXED) != 0) {
             held(index)[dead.slot].store(0, RELAXED);
             dead.blocks->add();
-            dead.nbytes->add(b.nbytes.load(RELAXED));
+            dead.nbytes->add(block.nbytes.load(RELAXED));
         }
-        if (g_.shape.has_grants != 0 && b.grant_units.load(RELAXED) != 0) {
-            for (u32 p = 0; p < g_.shape.max_peers; ++p) {
+        if (geometry_.shape.has_grants != 0 && block.grant_units.load(RELAXED) != 0) {
+            for (u32 p = 0; p < geometry_.shape.max_peers; ++p) {
                 grants(index, dead.slot)[p].store(0, RELAXED);
                 grants(index, p)[dead.slot].store(0, RELAXED);
             }
             recount(index);
         }
-        u64 pending = b.pending.load(RELAXED);
+        u64 pending = block.pending.load(RELAXED);
         if (pending != 0) {
             pending &= ~dead.receivers;
-            if (b.taker.load(RELAXED) == dead.slot &&
-                !is_committed(b.pending_lane.load(RELAXED), b.pending_position.load(RELAXED)))
+            if (block.taker.load(RELAXED) == dead.slot &&
+                !is_committed(block.pending_lane.load(RELAXED), block.pending_position.load(RELAXED)))
                 pending = 0;
-            b.pending.store(pending, RELAXED);
+            block.pending.store(pending, RELAXED);
         }
-        is_last = return_if_last(index) && (was_held || b.kept.load(RELAXED) == static_cast<u32>(Kept::none));
+        is_last = return_if_last(index) && (was_held || block.kept.load(RELAXED) == static_cast<u32>(Kept::none));
     }
     if (is_last) announce_return();
 }

@@ -19,35 +19,35 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
    public:
     // index: which receiver; -1: the first that is free.
     Receiver(std::shared_ptr<Attachment> by, int index)
-        : ch_(std::move(by)), spinner_(static_cast<Latency>(ch_.g.shape.latency)) {
+        : channel_(std::move(by)), spinner_(static_cast<Latency>(channel_.g.shape.latency)) {
         bool is_taken = false, was_expected = false;
         for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead})
-            for (u32 r = 0; r < ch_.g.shape.receivers && !is_taken; ++r) {
+            for (u32 r = 0; r < channel_.g.shape.receivers && !is_taken; ++r) {
                 u64 before;
                 if ((index >= 0 && static_cast<u32>(index) != r) ||
-                    end_of(ch_.receiver(r).word.load(order::end.acquire)).state != wanted)
+                    end_of(channel_.receiver(r).word.load(order::end.acquire)).state != wanted)
                     continue;
-                if (!ch_.claim(ch_.receiver(r).word, true, before, epoch_)) continue;
-                ch_.receiver(r).ended.store(before, RELAXED);
+                if (!channel_.claim(channel_.receiver(r).word, true, before, epoch_)) continue;
+                channel_.receiver(r).ended.store(before, RELAXED);
                 is_taken = true;
                 was_expected = wanted == EndState::expected;
                 index_ = r;
             }
         if (!is_taken) {
             u32 r = index < 0 ? 0 : static_cast<u32>(index);
-            if (r >= ch_.g.shape.receivers)
+            if (r >= channel_.g.shape.receivers)
                 throw Error(Fault::value, format("'%s' has %u receivers: there is no receiver %d", name(),
-                                                 ch_.g.shape.receivers, index));
+                                                 channel_.g.shape.receivers, index));
             throw Error(Fault::value,
                         format("receiver %u of '%s' is taken: %s", r, name(),
-                               ch_.describe(end_of(ch_.receiver(r).word.load(order::end.acquire))).c_str()));
+                               channel_.describe(end_of(channel_.receiver(r).word.load(order::end.acquire))).c_str()));
         }
         PENSTOCK_POINT("receiver.claimed");
-        slot_ = &ch_.receiver(index_);
-        lanes_.resize(ch_.g.shape.lanes);
+        slot_ = &channel_.receiver(index_);
+        lanes_.resize(channel_.g.shape.lanes);
         u64 ready = 0;
-        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
-            Cursor& cursor = ch_.cursor(i, index_);
+        for (u32 i = 0; i < channel_.g.shape.lanes; ++i) {
+            Cursor& cursor = channel_.cursor(i, index_);
             if (was_expected) {
                 cursor.mode.store(make_mode(CursorMode::counted, epoch_), order::mode.release);
                 lanes_[i].position = cursor.released.load(RELAXED);
@@ -58,19 +58,19 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 cursor.mode.store(make_mode(CursorMode::joining, epoch_), order::mode.release);
                 ask_to_join(i);
             }
-            lanes_[i].sender_epoch = end_of(ch_.lane(i).word.load(order::end.acquire)).epoch;
+            lanes_[i].sender_epoch = end_of(channel_.lane(i).word.load(order::end.acquire)).epoch;
         }
-        if (ch_.is_inbox() && ready != 0) ch_.head.ready.fetch_or(ready, order::ready.release);
-        seen_changes_ = ch_.changes() - 1;
-        ch_.changed();
-        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) ch_.ring_room(i, nullptr);
+        if (channel_.is_inbox() && ready != 0) channel_.head.ready.fetch_or(ready, order::ready.release);
+        seen_changes_ = channel_.changes() - 1;
+        channel_.changed();
+        for (u32 i = 0; i < channel_.g.shape.lanes; ++i) channel_.ring_room(i, nullptr);
     }
     ~Receiver() { close(); }
 
-    const char* name() const { return ch_.name(); }
+    const char* name() const { return channel_.name(); }
     u32 index() const { return index_; }
     u32 source() const { return source_; }
-    Channel& channel() { return ch_; }
+    Channel& channel() { return channel_; }
     bool is_closed() const { return is_closing_.load(RELAXED); }
     EndMutex& mutex() { return mutex_; }
 
@@ -79,23 +79,23 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     bool try_find(Found& out, u64 deadline = NEVER) {
         require_open();
         obstacle_.clear();
-        ch_.by->refresh();
-        if (!ch_.is_inbox()) {
+        channel_.by->refresh();
+        if (!channel_.is_inbox()) {
             if (find_in(0, out, deadline)) return true;
         } else {
             // Not only when nothing is ready: senders that never pause would keep a death to themselves.
-            if (__builtin_expect(ch_.changes() != seen_changes_, 0)) look_at_ends();
-            for (u64 ready; (ready = ch_.head.ready.load(order::ready.acquire) & lanes_mask()) != 0;) {
+            if (__builtin_expect(channel_.changes() != seen_changes_, 0)) look_at_ends();
+            for (u64 ready; (ready = channel_.head.ready.load(order::ready.acquire) & lanes_mask()) != 0;) {
                 u64 later = last_lane_ >= 63 ? 0 : ready & ~((2ull << last_lane_) - 1);
                 u32 i = static_cast<u32>(
                     __builtin_ctzll(later != 0 ? later : ready));  // in turn: no sender starves another
                 last_lane_ = i;
                 if (find_in(i, out, deadline)) return true;
-                ch_.head.ready.fetch_and(~(1ull << i),
-                                         order::ready.acquire);  // cleared before the last look
+                channel_.head.ready.fetch_and(~(1ull << i),
+                                              order::ready.acquire);  // cleared before the last look
                 if ((lanes_[i].is_counted || was_admitted(i)) &&
-                    ch_.lane(i).committed.load(order::publish.acquire) != lanes_[i].position)
-                    ch_.head.ready.fetch_or(1ull << i, order::ready.release);
+                    channel_.lane(i).committed.load(order::publish.acquire) != lanes_[i].position)
+                    channel_.head.ready.fetch_or(1ull << i, order::ready.release);
             }
         }
         look_at_ends();
@@ -103,7 +103,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     }
     // Copy mode: the bytes at found.at have been copied (or are not wanted); the sender may have the room.
     void accept(const Found& found) {
-        if (found.is_spilled) ch_.pool.release(found.extent.block, found.extent.generation);
+        if (found.is_spilled) channel_.pool.release(found.extent.block, found.extent.generation);
         PENSTOCK_POINT("receive.copied");
         pass(found, false);
     }
@@ -122,39 +122,40 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     // A lock was in the way of the last try: try again soon, for its holder rings no bell.
     bool is_locked_out() const { return !obstacle_.empty(); }
     Woken wait(u64 deadline) {
-        for (u32 i = 0; i < ch_.g.shape.lanes; ++i)  // all is read: a sender that wanted more room than that has it now
-            if (ch_.lane(i).room.parked.load(RELAXED) != 0) ch_.ring_room(i, &slot_->waits.wakes);
+        for (u32 i = 0; i < channel_.g.shape.lanes;
+             ++i)  // all is read: a sender that wanted more room than that has it now
+            if (channel_.lane(i).room.parked.load(RELAXED) != 0) channel_.ring_room(i, &slot_->waits.wakes);
         return penstock::wait(
-            ch_.head.bell, 1ull << index_, deadline, spinner_, slot_->waits, &ch_.lane(last_lane_).cpu,
+            channel_.head.bell, 1ull << index_, deadline, spinner_, slot_->waits, &channel_.lane(last_lane_).cpu,
             [this] { return is_awaited(); }, [this](u64 parked) { hand_on(parked); });
     }
     bool arm() {
         require_open();
         if (is_locked_out()) return true;
-        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
-            Bell& room = ch_.lane(i).room;
+        for (u32 i = 0; i < channel_.g.shape.lanes; ++i) {
+            Bell& room = channel_.lane(i).room;
             if ((room.parked.load(RELAXED) | room.parked_async.load(RELAXED)) != 0)
-                ch_.ring_room(i, &slot_->waits.wakes);
+                channel_.ring_room(i, &slot_->waits.wakes);
         }
         if (slot_->waits.since_ns.load(RELAXED) == 0) slot_->waits.since_ns.store(now_ns(), RELAXED);
-        ch_.head.bell.parked_async.fetch_or(1ull << index_, order::bell.seq_cst);
+        channel_.head.bell.parked_async.fetch_or(1ull << index_, order::bell.seq_cst);
         fence(order::bell.seq_cst);
         return is_awaited();
     }
     void disarm(bool is_over) {
-        ch_.head.bell.parked_async.fetch_and(~(1ull << index_), order::bell.seq_cst);
+        channel_.head.bell.parked_async.fetch_and(~(1ull << index_), order::bell.seq_cst);
         if (is_over) slot_->waits.since_ns.store(0, RELAXED);
     }
 
-    Error timeout(u64 waited_ns);  // describe.h: says who has not sent
+    Error timeout(u64 waited_ns);  // describe.h: says which sender has been silent for longest
 
     void begin_close() {
         is_closing_.store(true, RELAXED);  // the bell orders it
-        if (ch_.is_ours()) ring_all(ch_.head.bell);
+        if (channel_.is_ours()) ring_all(channel_.head.bell);
     }
     void close() {
         begin_close();
-        if (!ch_.is_ours()) return;  // before the mutex: in a child its holder does not exist
+        if (!channel_.is_ours()) return;  // before the mutex: in a child its holder does not exist
         std::lock_guard guard(mutex_);
         std::lock_guard leases_guard(leases_mutex_);
         if (is_closed_) return;
@@ -183,26 +184,26 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     void require_open() {
         if (is_closing_.load(RELAXED))
             throw Error(Fault::closed, format("receiver %u of '%s' is closed", index_, name()));
-        ch_.require_ours();
+        channel_.require_ours();
     }
-    u64 lanes_mask() const { return ch_.g.shape.lanes == 64 ? NEVER : (1ull << ch_.g.shape.lanes) - 1; }
+    u64 lanes_mask() const { return channel_.g.shape.lanes == 64 ? NEVER : (1ull << channel_.g.shape.lanes) - 1; }
     void ask_to_join(u32 i) {
-        ch_.lane(i).joining.fetch_or(1ull << index_, order::joining.acq_rel);
-        ch_.ring_room(i, nullptr);
+        channel_.lane(i).joining.fetch_or(1ull << index_, order::joining.acq_rel);
+        channel_.ring_room(i, nullptr);
     }
     Error corrupt(u32 lane, const Record& found);  // describe.h
 
     bool find_in(u32 i, Found& out, u64 deadline) {
         LaneView& view = lanes_[i];
-        Lane& lane = ch_.lane(i);
+        Lane& lane = channel_.lane(i);
         if (__builtin_expect(!view.is_counted, 0) && !was_admitted(i)) return false;
         for (;;) {
             u64 committed = lane.committed.load(order::publish.acquire);
             u64 ahead = committed - view.position;
             if (ahead == 0) return false;
-            u64 lane_nbytes = ch_.g.shape.lane_nbytes;
+            u64 lane_nbytes = channel_.g.shape.lane_nbytes;
             Record record;  // a local copy: what was checked is what is used
-            std::memcpy(&record, ch_.by->segment().read_at(ch_.ring_offset(i, view.position)), sizeof record);
+            std::memcpy(&record, channel_.by->segment().read_at(channel_.ring_offset(i, view.position)), sizeof record);
             u64 need = round_up(sizeof(Record) + static_cast<u64>(record.length), RECORD_ALIGN);
             u64 left = lane_nbytes - (view.position & (lane_nbytes - 1));
             if (ahead > lane_nbytes || record.position != view.position || need > ahead || need > left)
@@ -217,7 +218,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             out.lane = i;
             out.sequence = record.sequence;
             out.end = view.position + need;
-            out.at = ch_.by->segment().read_at(ch_.ring_offset(i, view.position)) + sizeof(Record);
+            out.at = channel_.by->segment().read_at(channel_.ring_offset(i, view.position)) + sizeof(Record);
             out.nbytes = record.length;
             out.is_spilled = kind == RecordKind::spilled;
             if (out.is_spilled) {
@@ -226,14 +227,14 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 std::memcpy(&ref, out.at, sizeof ref);
                 out.extent = {ref.block, ref.generation, ref.offset, ref.nbytes};
                 try {
-                    ch_.pool.open_pending(out.extent, index_, deadline);
+                    channel_.pool.open_pending(out.extent, index_, deadline);
                 } catch (const Error& error) {
                     if (error.fault == Fault::timeout) obstacle_ = error.text;
                     if (error.fault == Fault::stale_ref) pass(out, false);  // this record is lost; the next one is not
                     throw;
                 }
                 PENSTOCK_POINT("receive.opened");
-                out.at = ch_.by->segment().read_at(ch_.g.pool_data + ref.offset);
+                out.at = channel_.by->segment().read_at(channel_.g.pool_data + ref.offset);
                 out.nbytes = ref.nbytes;
             } else if (kind != RecordKind::bytes) {
                 throw corrupt(i, record);
@@ -244,11 +245,11 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     u64 pass(const Found& found, bool is_leased) {
         LaneView& view = lanes_[found.lane];
         view.position = found.end;
-        ch_.cursor(found.lane, index_).read.store(found.end, RELAXED);
+        channel_.cursor(found.lane, index_).read.store(found.end, RELAXED);
         source_ = found.lane;
         slot_->waits.records.count();
         slot_->waits.nbytes.count(found.nbytes);
-        u64 behind = ch_.lane(found.lane).committed.load(RELAXED) - found.end;
+        u64 behind = channel_.lane(found.lane).committed.load(RELAXED) - found.end;
         slot_->waits.furthest_nbytes.raise(behind);
         if (!is_leased && view.leases.empty()) {
             give_back(found.lane, found.end, found.sequence, false);
@@ -271,106 +272,107 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     }
     // is_late: of a lease, perhaps while we sleep; then a sender is woken for any room, however little.
     void give_back(u32 lane, u64 end, u64 sequence, bool is_late) {
-        Cursor& cursor = ch_.cursor(lane, index_);
+        Cursor& cursor = channel_.cursor(lane, index_);
         cursor.sequence.store(sequence + 1, RELAXED);
         cursor.released.store(end, order::room.release);  // the record was read before this
         PENSTOCK_POINT("receive.released");
-        Bell& room = ch_.lane(lane).room;
+        Bell& room = channel_.lane(lane).room;
         fence(order::bell.seq_cst);
         if (__builtin_expect((room.parked.load(RELAXED) | room.parked_async.load(RELAXED)) == 0, 1)) return;
         // A sender that has just gone to sleep wants a good part of the ring, so that it does not wake for every
         // record; one that sleeps for long is a sender that waits for us.
-        u64 since = ch_.lane(lane).waits.since_ns.load(RELAXED);
+        u64 since = channel_.lane(lane).waits.since_ns.load(RELAXED);
         bool is_waited_for = is_late || (since != 0 && now_ns() - since > PATIENCE_NS);
         if (is_waited_for || static_cast<i64>(end - room.wanted.load(RELAXED)) >= 0)
-            ch_.ring_room(lane, &slot_->waits.wakes);
+            channel_.ring_room(lane, &slot_->waits.wakes);
     }
     bool was_admitted(u32 i) {
-        Cursor& cursor = ch_.cursor(i, index_);
+        Cursor& cursor = channel_.cursor(i, index_);
         if (mode_of(cursor.mode.load(order::mode.acquire)) != CursorMode::counted) return false;
         lanes_[i].position = cursor.released.load(order::room.acquire);
         cursor.read.store(lanes_[i].position, RELAXED);
-        lanes_[i].sender_epoch = end_of(ch_.lane(i).word.load(order::end.acquire)).epoch;
+        lanes_[i].sender_epoch = end_of(channel_.lane(i).word.load(order::end.acquire)).epoch;
         lanes_[i].is_counted = true;
         return true;
     }
     // A record of a sender that we did not know: if the one before died, the caller is told so first, once.
     void meet_sender(u32 i, u16 epoch) {
         LaneView& view = lanes_[i];
-        End before = end_of(ch_.lane(i).ended.load(RELAXED));
+        End before = end_of(channel_.lane(i).ended.load(RELAXED));
         // The only way to another sender of a ring or broadcast is a death; an inbox's lane may have changed hands in
         // peace.
         bool died = !view.is_told && view.sender_epoch != 0;
-        if (ch_.is_inbox()) died = died && before.state == EndState::dead && before.epoch == view.sender_epoch;
-        u32 current = end_of(ch_.lane(i).word.load(order::end.acquire)).epoch;
+        if (channel_.is_inbox()) died = died && before.state == EndState::dead && before.epoch == view.sender_epoch;
+        u32 current = end_of(channel_.lane(i).word.load(order::end.acquire)).epoch;
         view.sender_epoch = (current & 0xffff) == epoch ? current : (current & 0xff0000) | epoch;
         view.is_told = false;
-        if (died && ch_.g.shape.sender_death == 0) throw ch_.died("sender", i, before);
+        if (died && channel_.g.shape.sender_death == 0) throw channel_.died("sender", i, before);
     }
     void look_at_ends() {
-        if (!ch_.is_inbox()) return look_at_sender();
-        u32 changes = ch_.changes();
+        if (!channel_.is_inbox()) return look_at_sender();
+        u32 changes = channel_.changes();
         if (changes == seen_changes_) return;
         bool is_all_ended = true;
-        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
+        for (u32 i = 0; i < channel_.g.shape.lanes; ++i) {
             LaneView& view = lanes_[i];
-            End end = end_of(ch_.lane(i).word.load(order::end.acquire));
+            End end = end_of(channel_.lane(i).word.load(order::end.acquire));
             if (end.state == EndState::expected || end.state == EndState::live) is_all_ended = false;
             if (end.state != EndState::dead || (view.is_told && view.sender_epoch == end.epoch)) continue;
             if ((view.is_counted || was_admitted(i)) &&
-                ch_.lane(i).committed.load(order::publish.acquire) != view.position) {
-                ch_.head.ready.fetch_or(1ull << i, order::ready.release);  // what it had committed comes first
+                channel_.lane(i).committed.load(order::publish.acquire) != view.position) {
+                channel_.head.ready.fetch_or(1ull << i, order::ready.release);  // what it had committed comes first
                 return;
             }
             view.sender_epoch = end.epoch;
             view.is_told = true;
-            if (ch_.g.shape.sender_death == 0)
-                throw ch_.died("sender", i, end);  // there may be more to tell: seen_changes_ stays
+            if (channel_.g.shape.sender_death == 0)
+                throw channel_.died("sender", i, end);  // there may be more to tell: seen_changes_ stays
         }
         if (is_all_ended) {
-            if (ch_.head.ready.load(order::ready.acquire) != 0) return;
-            throw Error(Fault::end_of_channel, format("all %u senders of '%s' have closed", ch_.g.shape.lanes, name()));
+            if (channel_.head.ready.load(order::ready.acquire) != 0) return;
+            throw Error(Fault::end_of_channel,
+                        format("all %u senders of '%s' have closed", channel_.g.shape.lanes, name()));
         }
         seen_changes_ = changes;
     }
     void look_at_sender() {
         LaneView& view = lanes_[0];
-        u32 changes = ch_.changes();
-        End end = end_of(ch_.lane(0).word.load(order::end.acquire));
+        u32 changes = channel_.changes();
+        End end = end_of(channel_.lane(0).word.load(order::end.acquire));
         if (__builtin_expect(end.state == EndState::live || end.state == EndState::expected, 1)) {
             if (!view.is_counted) ask_to_join(0);
             bool is_another = end.state == EndState::live && end.epoch != view.sender_epoch && view.is_counted;
-            if (is_another && ch_.lane(0).committed.load(order::publish.acquire) == view.position)
+            if (is_another && channel_.lane(0).committed.load(order::publish.acquire) == view.position)
                 meet_sender(0, static_cast<u16>(end.epoch));
             seen_changes_ = changes;
             return;
         }
-        if (view.is_counted && ch_.lane(0).committed.load(order::publish.acquire) != view.position)
+        if (view.is_counted && channel_.lane(0).committed.load(order::publish.acquire) != view.position)
             return;  // read first
         if (end.state == EndState::closed || end.state == EndState::closing)
             throw Error(Fault::end_of_channel, format("the sender of '%s' has closed", name()));
         view.is_told = true;
         view.sender_epoch = end.epoch;
-        throw ch_.died("sender", 0, end);
+        throw channel_.died("sender", 0, end);
     }
     bool is_awaited() {
-        if (is_closing_.load(RELAXED) || ch_.by->is_stale() || ch_.changes() != seen_changes_) return true;
-        if (ch_.is_inbox()) return (ch_.head.ready.load(order::ready.acquire) & lanes_mask()) != 0;
-        if (lanes_[0].is_counted) return ch_.lane(0).committed.load(order::publish.acquire) != lanes_[0].position;
-        return mode_of(ch_.cursor(0, index_).mode.load(order::mode.acquire)) == CursorMode::counted;
+        if (is_closing_.load(RELAXED) || channel_.by->is_stale() || channel_.changes() != seen_changes_) return true;
+        if (channel_.is_inbox()) return (channel_.head.ready.load(order::ready.acquire) & lanes_mask()) != 0;
+        if (lanes_[0].is_counted) return channel_.lane(0).committed.load(order::publish.acquire) != lanes_[0].position;
+        return mode_of(channel_.cursor(0, index_).mode.load(order::mode.acquire)) == CursorMode::counted;
     }
-    // A ringer wakes few, and those wake the rest: one each, of those who are asleep and have something to read. Who
-    // has read everything is not woken, so a wake-up cannot go round for nothing.
+    // A ringer wakes few, and those wake the rest: one each, of those that are asleep and have something to read. A
+    // receiver that has read everything is not woken, so a wake-up cannot go round for nothing.
     void hand_on(u64 parked) {
         u64 behind = 0;
         for (; parked != 0; parked &= parked - 1) {
             u32 r = static_cast<u32>(__builtin_ctzll(parked));
-            if (r >= ch_.g.shape.receivers) break;
-            for (u32 i = 0; i < ch_.g.shape.lanes; ++i)
-                if (ch_.cursor(i, r).read.load(RELAXED) != ch_.lane(i).committed.load(order::publish.acquire))
+            if (r >= channel_.g.shape.receivers) break;
+            for (u32 i = 0; i < channel_.g.shape.lanes; ++i)
+                if (channel_.cursor(i, r).read.load(RELAXED) != channel_.lane(i).committed.load(order::publish.acquire))
                     behind |= 1ull << r;
         }
-        if (behind != 0 && futex_wake(&ch_.head.bell.rings, 1, fold(behind)) > 0) slot_->waits.wakes.count();
+        if (behind != 0 && futex_wake(&channel_.head.bell.rings, 1, fold(behind)) > 0) slot_->waits.wakes.count();
     }
     bool is_any_leased() const {
         for (auto& view : lanes_)
@@ -379,28 +381,28 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     }
     // Leaves the channel: its room and its records are waited for no longer.
     void let_go() {
-        if (!ch_.is_ours() || !ch_.by) return;
-        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) put_out(ch_.cursor(i, index_).mode, epoch_);
-        ch_.head.bell.parked_async.fetch_and(~(1ull << index_), order::bell.seq_cst);
+        if (!channel_.is_ours() || !channel_.by) return;
+        for (u32 i = 0; i < channel_.g.shape.lanes; ++i) put_out(channel_.cursor(i, index_).mode, epoch_);
+        channel_.head.bell.parked_async.fetch_and(~(1ull << index_), order::bell.seq_cst);
         slot_->waits.since_ns.store(0, RELAXED);
-        // Closed last: from then on the place may be somebody else's.
-        u64 live = make_word({EndState::live, ch_.by->slot(), ch_.by->epoch(), epoch_});
-        u64 closed = make_word({EndState::closed, ch_.by->slot(), ch_.by->epoch(), epoch_});
+        // Closed last: from then on the place may be another's.
+        u64 live = make_word({EndState::live, channel_.by->slot(), channel_.by->epoch(), epoch_});
+        u64 closed = make_word({EndState::closed, channel_.by->slot(), channel_.by->epoch(), epoch_});
         auto finish = [index = index_, word = &slot_->word, live, closed](Attachment& by) {
             if (!Pool(by).drop_receiver(index)) return false;
             u64 seen = live;
             word->compare_exchange_strong(seen, closed, order::end.acq_rel);
             return true;
         };
-        if (!finish(*ch_.by)) ch_.by->put_off(finish);
-        ch_.changed();
-        for (u32 i = 0; i < ch_.g.shape.lanes; ++i)
-            if (ring_all(ch_.lane(i).room) != 0)
-                ch_.by->wake_async(end_of(ch_.lane(i).word.load(order::end.acquire)).slot);
-        ch_.let_go();
+        if (!finish(*channel_.by)) channel_.by->put_off(finish);
+        channel_.changed();
+        for (u32 i = 0; i < channel_.g.shape.lanes; ++i)
+            if (ring_all(channel_.lane(i).room) != 0)
+                channel_.by->wake_async(end_of(channel_.lane(i).word.load(order::end.acquire)).slot);
+        channel_.let_go();
     }
 
-    Channel ch_;
+    Channel channel_;
     ReceiverSlot* slot_ = nullptr;
     u32 index_ = 0;
     u32 epoch_ = 0;
@@ -413,7 +415,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     u32 last_lane_ = 0;
     u32 source_ = 0;
     u64 last_lease_ = 0;
-    std::string obstacle_;  // the lock that was in the way of the last try, and who holds it
+    std::string obstacle_;  // the lock that was in the way of the last try, and its holder
     std::vector<LaneView> lanes_;
 };
 

@@ -45,10 +45,10 @@ inline u64 read_number(const char* path, const char* key = nullptr) {  // NEVER:
 }
 
 // What this process may still allocate: the least of what the machine has and what each control group above it leaves.
-// The kernel would answer an overdraft of a group by killing somebody, so it is asked beforehand.
+// The kernel would answer an overdraft of a group by killing a process, so it is asked beforehand.
 struct Available {
     u64 nbytes;
-    const char* whose;  // who leaves no more, in words
+    const char* owner;  // what leaves no more, in words
 };
 inline Available memory_available() {
     Available least{read_number("/proc/meminfo", "MemAvailable"), "the machine"};
@@ -94,7 +94,7 @@ inline void require_memory(u64 nbytes, const char* what) {
     Available available = memory_available();
     if (nbytes <= available.nbytes) return;
     throw Error(Fault::memory_exhausted, format("%s of %s does not fit: %s has %s left", what, in_units(nbytes).c_str(),
-                                                available.whose, in_units(available.nbytes).c_str()))
+                                                available.owner, in_units(available.nbytes).c_str()))
         .with("asked", static_cast<i64>(nbytes))
         .with("free", static_cast<i64>(available.nbytes));
 }

@@ -1,4 +1,5 @@
-// sender.h: the end that writes. One sender per lane, so committing is one store, and a sender that dies wedges nobody.
+// sender.h: the end that writes. One sender per lane, so committing is one store, and a sender that dies wedges no
+// other.
 #pragma once
 #include "channel.h"
 
@@ -21,52 +22,52 @@ class Sender {
    public:
     // index: which lane; -1: the first that is free.
     Sender(std::shared_ptr<Attachment> by, int index)
-        : ch_(std::move(by)), spinner_(static_cast<Latency>(ch_.g.shape.latency)) {
+        : channel_(std::move(by)), spinner_(static_cast<Latency>(channel_.g.shape.latency)) {
         u64 before = 0;
         auto may_take = [&](u32 i, EndState wanted) {
-            return end_of(ch_.lane(i).word.load(order::end.acquire)).state == wanted &&
-                   ch_.claim(ch_.lane(i).word, ch_.is_inbox(), before, epoch_);
+            return end_of(channel_.lane(i).word.load(order::end.acquire)).state == wanted &&
+                   channel_.claim(channel_.lane(i).word, channel_.is_inbox(), before, epoch_);
         };
         bool is_taken = false;
         for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead})
-            for (u32 i = 0; i < ch_.g.shape.lanes && !is_taken; ++i)
+            for (u32 i = 0; i < channel_.g.shape.lanes && !is_taken; ++i)
                 if (index < 0 || static_cast<u32>(index) == i) {
                     is_taken = may_take(i, wanted);
                     if (is_taken) index_ = i;
                 }
         if (!is_taken) {
             u32 i = index < 0 ? 0 : static_cast<u32>(index);
-            if (i >= ch_.g.shape.lanes)
-                throw Error(Fault::value,
-                            format("'%s' has %u senders: there is no sender %d", name(), ch_.g.shape.lanes, index));
-            End end = end_of(ch_.lane(i).word.load(order::end.acquire));
+            if (i >= channel_.g.shape.lanes)
+                throw Error(Fault::value, format("'%s' has %u senders: there is no sender %d", name(),
+                                                 channel_.g.shape.lanes, index));
+            End end = end_of(channel_.lane(i).word.load(order::end.acquire));
             const char* how = end.state == EndState::closed    ? " and closed"
                               : end.state == EndState::closing ? " and closed, but views of its reservation can still "
                                                                  "write: drop them first"
                                                                : "";
             throw Error(Fault::value,
-                        format("sender %u of '%s' is taken%s: %s", i, name(), how, ch_.describe(end).c_str()));
+                        format("sender %u of '%s' is taken%s: %s", i, name(), how, channel_.describe(end).c_str()));
         }
-        lane_ = &ch_.lane(index_);
+        lane_ = &channel_.lane(index_);
         lane_->ended.store(before, RELAXED);
         committed_ = lane_->committed.load(order::publish.acquire);
         // Receivers may have asked a sender that died before it had let them in.
-        for (u32 r = 0; r < ch_.g.shape.receivers; ++r)
-            if (mode_of(ch_.cursor(index_, r).mode.load(order::mode.acquire)) == CursorMode::joining)
+        for (u32 r = 0; r < channel_.g.shape.receivers; ++r)
+            if (mode_of(channel_.cursor(index_, r).mode.load(order::mode.acquire)) == CursorMode::joining)
                 lane_->joining.fetch_or(1ull << r, order::joining.acq_rel);
-        seen_changes_ = ch_.changes() - 1;
-        ch_.changed();
-        // Whoever died before we came is not our news.
-        for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-            End end = end_of(ch_.receiver(r).word.load(order::end.acquire));
+        seen_changes_ = channel_.changes() - 1;
+        channel_.changed();
+        // A receiver that died before we came is not our news.
+        for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
+            End end = end_of(channel_.receiver(r).word.load(order::end.acquire));
             told_.push_back(end.state == EndState::dead || end.epoch == 0 ? end.epoch : end.epoch - 1);
         }
     }
     ~Sender() { close(); }
 
-    const char* name() const { return ch_.name(); }
+    const char* name() const { return channel_.name(); }
     u32 index() const { return index_; }
-    Channel& channel() { return ch_; }
+    Channel& channel() { return channel_; }
     bool is_closed() const { return is_closing_.load(RELAXED); }
     EndMutex& mutex() { return mutex_; }
 
@@ -77,13 +78,13 @@ class Sender {
         require_open();
         obstacle_.clear();
         if (is_reserved_) throw Error(Fault::value, "a reservation is open: commit or abort it first");
-        ch_.by->refresh();
-        if (__builtin_expect(ch_.changes() != seen_changes_, 0)) look_at_ends();
+        channel_.by->refresh();
+        if (__builtin_expect(channel_.changes() != seen_changes_, 0)) look_at_ends();
         if (__builtin_expect(lane_->joining.load(order::joining.acquire) != 0, 0)) admit();
         if (!has_receivers_) refuse_without_receivers();
-        const u64 capacity = ch_.g.shape.lane_nbytes;
+        const u64 capacity = channel_.g.shape.lane_nbytes;
         Reservation& wanted = reservation_;
-        wanted.is_spilled = nbytes > ch_.g.shape.inline_limit;
+        wanted.is_spilled = nbytes > channel_.g.shape.inline_limit;
         wanted.nbytes = nbytes;
         wanted.length = wanted.is_spilled ? sizeof(SpilledRef) : nbytes;
         wanted.need = round_up(sizeof(Record) + wanted.length, RECORD_ALIGN);
@@ -93,17 +94,17 @@ class Sender {
         waits_for_memory_ = false;
         if (!has_room()) return nullptr;
         PENSTOCK_POINT("send.begun");
-        wanted.record = ch_.by->segment().write_at(ch_.ring_offset(index_, wanted.position));
+        wanted.record = channel_.by->segment().write_at(channel_.ring_offset(index_, wanted.position));
         wanted.at = wanted.record + sizeof(Record);
         if (wanted.is_spilled) {
-            returns_seen_ = ch_.pool.returns();
-            if (!unless_locked([&] { return ch_.pool.try_take(nbytes, wanted.spilled, deadline); })) {
+            returns_seen_ = channel_.pool.returns();
+            if (!unless_locked([&] { return channel_.pool.try_take(nbytes, wanted.spilled, deadline); })) {
                 waits_for_memory_ = true;
                 lane_->exhaustions.count();
                 return nullptr;
             }
             PENSTOCK_POINT("send.spilled");
-            wanted.at = ch_.by->segment().write_at(ch_.g.pool_data + wanted.spilled.offset);
+            wanted.at = channel_.by->segment().write_at(channel_.g.pool_data + wanted.spilled.offset);
         }
         is_reserved_ = true;
         return &wanted;
@@ -113,7 +114,7 @@ class Sender {
         if (reservation.is_spilled) pend_spilled(reservation, deadline);
         u64 sequence = lane_->sequence.load(RELAXED), now = now_ns();
         if (reservation.skip != 0)
-            write_header(ch_.by->segment().write_at(ch_.ring_offset(index_, committed_)), committed_,
+            write_header(channel_.by->segment().write_at(channel_.ring_offset(index_, committed_)), committed_,
                          reservation.skip - sizeof(Record), RecordKind::skip, sequence, now);
         write_header(reservation.record, reservation.position, reservation.length,
                      reservation.is_spilled ? RecordKind::spilled : RecordKind::bytes, sequence, now);
@@ -124,7 +125,7 @@ class Sender {
         publish(reservation.position + reservation.need);
         wake();
         if (reservation.is_spilled) {
-            ch_.pool.release(reservation.spilled.block, reservation.spilled.generation);
+            channel_.pool.release(reservation.spilled.block, reservation.spilled.generation);
             lane_->spills.count();
         }
         is_reserved_ = false;
@@ -151,7 +152,7 @@ class Sender {
         PENSTOCK_POINT("abort.begun");
         is_given_up_.store(false, order::views.seq_cst);
         is_reserved_ = false;
-        if (reservation_.is_spilled) ch_.pool.release(reservation_.spilled.block, reservation_.spilled.generation);
+        if (reservation_.is_spilled) channel_.pool.release(reservation_.spilled.block, reservation_.spilled.generation);
         if (is_closed_) let_go(EndState::closing);
     }
     // One record out of several parts. False: no room now.
@@ -178,8 +179,8 @@ class Sender {
     Woken wait(u64 deadline) {
         lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, RELAXED);
         if (waits_for_memory_)
-            return ch_.pool.wait_for_return(returns_seen_, deadline, spinner_, lane_->waits, is_closing_);
-        const u64 capacity = ch_.g.shape.lane_nbytes;
+            return channel_.pool.wait_for_return(returns_seen_, deadline, spinner_, lane_->waits, is_closing_);
+        const u64 capacity = channel_.g.shape.lane_nbytes;
         u64 enough =
             std::max(reservation_.skip + reservation_.need, std::min(capacity / 4, committed_ - least_released_));
         lane_->room.wanted.store(committed_ + enough - capacity, RELAXED);
@@ -193,11 +194,12 @@ class Sender {
         lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, RELAXED);
         if (lane_->waits.since_ns.load(RELAXED) == 0) lane_->waits.since_ns.store(now_ns(), RELAXED);
         if (waits_for_memory_) {
-            ch_.pool.header().memory.parked_async.fetch_or(1ull << (ch_.by->slot() % 64), order::bell.seq_cst);
+            channel_.pool.header().memory.parked_async.fetch_or(1ull << (channel_.by->slot() % 64),
+                                                                order::bell.seq_cst);
             fence(order::bell.seq_cst);
-            return ch_.pool.returns() != returns_seen_ || ch_.by->is_stale() || is_closing_.load(RELAXED);
+            return channel_.pool.returns() != returns_seen_ || channel_.by->is_stale() || is_closing_.load(RELAXED);
         }
-        lane_->room.wanted.store(reservation_.position + reservation_.need - ch_.g.shape.lane_nbytes, RELAXED);
+        lane_->room.wanted.store(reservation_.position + reservation_.need - channel_.g.shape.lane_nbytes, RELAXED);
         lane_->room.parked_async.fetch_or(1, order::bell.seq_cst);
         fence(order::bell.seq_cst);
         return is_awaited();
@@ -207,19 +209,19 @@ class Sender {
         if (is_over) lane_->waits.since_ns.store(0, RELAXED);
     }
 
-    Error timeout(u64 waited_ns);  // describe.h: says who is in the way. Called when a deadline has passed.
+    Error timeout(u64 waited_ns);  // describe.h: says which receiver is in the way. Called when a deadline has passed.
 
     // Ends the lane in peace: receivers read what is there, then EndOfChannel. May be called from another thread than
     // the one that waits, which then gets Closed. Returns false while such a thread is still inside; call again.
     void begin_close() {
         is_closing_.store(true, RELAXED);  // the bell orders it
-        if (!ch_.is_ours()) return;
+        if (!channel_.is_ours()) return;
         ring_all(lane_->room);
-        ring_all(ch_.pool.header().memory);
+        ring_all(channel_.pool.header().memory);
     }
     void close() {
         begin_close();
-        if (!ch_.is_ours()) return;  // before the mutex: in a child its holder does not exist
+        if (!channel_.is_ours()) return;  // before the mutex: in a child its holder does not exist
         std::lock_guard guard(mutex_);
         if (is_closed_) return;
         PENSTOCK_POINT("close.begun");
@@ -231,22 +233,22 @@ class Sender {
 
    private:
     void become(EndState from, EndState to) {
-        u64 word = make_word({from, ch_.by->slot(), ch_.by->epoch(), epoch_});
-        lane_->word.compare_exchange_strong(word, make_word({to, ch_.by->slot(), ch_.by->epoch(), epoch_}),
+        u64 word = make_word({from, channel_.by->slot(), channel_.by->epoch(), epoch_});
+        lane_->word.compare_exchange_strong(word, make_word({to, channel_.by->slot(), channel_.by->epoch(), epoch_}),
                                             order::end.acq_rel);
-        if (ch_.is_inbox()) ch_.head.ready.fetch_or(1ull << index_, order::ready.release);
-        ch_.changed();
-        ch_.wake_receivers(ring_all(ch_.head.bell));
+        if (channel_.is_inbox()) channel_.head.ready.fetch_or(1ull << index_, order::ready.release);
+        channel_.changed();
+        channel_.wake_receivers(ring_all(channel_.head.bell));
     }
     // From here on the lane may have another sender.
     void let_go(EndState from) {
         become(from, EndState::closed);
-        ch_.let_go();
+        channel_.let_go();
     }
     void require_open() {
         if (is_closing_.load(RELAXED))
             throw Error(Fault::closed, format("sender %u of '%s' is closed", index_, name()));
-        ch_.require_ours();
+        channel_.require_ours();
     }
     template <class Do>
     bool unless_locked(Do&& what) {
@@ -268,13 +270,13 @@ class Sender {
         std::memcpy(reservation.record + sizeof(Record), &ref, sizeof ref);
         auto counted_receivers = [this] {
             u64 bits = 0;
-            for (u32 r = 0; r < ch_.g.shape.receivers; ++r)
-                if (mode_of(ch_.cursor(index_, r).mode.load(order::mode.acquire)) == CursorMode::counted)
+            for (u32 r = 0; r < channel_.g.shape.receivers; ++r)
+                if (mode_of(channel_.cursor(index_, r).mode.load(order::mode.acquire)) == CursorMode::counted)
                     bits |= 1ull << r;
             return bits;
         };
         unless_locked([&] {
-            ch_.pool.pend(spilled, index_, reservation.position, deadline, counted_receivers);
+            channel_.pool.pend(spilled, index_, reservation.position, deadline, counted_receivers);
             return true;
         });
         PENSTOCK_POINT("send.pending");
@@ -285,42 +287,42 @@ class Sender {
         PENSTOCK_POINT("send.committed");
     }
     void wake() {
-        if (ch_.is_inbox()) ch_.head.ready.fetch_or(1ull << index_, order::ready.release);
+        if (channel_.is_inbox()) channel_.head.ready.fetch_or(1ull << index_, order::ready.release);
         PENSTOCK_POINT("ready.set");
-        u64 in_loops = ring(ch_.head.bell, &lane_->waits.wakes);
+        u64 in_loops = ring(channel_.head.bell, &lane_->waits.wakes);
         PENSTOCK_POINT("send.rung");
-        if (__builtin_expect(in_loops != 0, 0)) ch_.wake_receivers(in_loops);
+        if (__builtin_expect(in_loops != 0, 0)) channel_.wake_receivers(in_loops);
     }
     bool has_room() {
-        const u64 capacity = ch_.g.shape.lane_nbytes, end = reservation_.position + reservation_.need;
+        const u64 capacity = channel_.g.shape.lane_nbytes, end = reservation_.position + reservation_.need;
         if (end - least_released_ <= capacity) return true;
         least_released_ = least_released();
         return end - least_released_ <= capacity;
     }
     u64 least_released() const {
         u64 least = committed_;
-        for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-            Cursor& cursor = ch_.cursor(index_, r);
+        for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
+            Cursor& cursor = channel_.cursor(index_, r);
             if (mode_of(cursor.mode.load(order::mode.acquire)) != CursorMode::counted) continue;
             u64 released = cursor.released.load(order::room.acquire);  // read before it is overwritten
-            if (committed_ - released <= ch_.g.shape.lane_nbytes)
+            if (committed_ - released <= channel_.g.shape.lane_nbytes)
                 least = std::min(least, released);  // else: not one of ours
         }
         fence(order::tap.release);  // released before it is overwritten
         return least;
     }
     bool is_awaited() {
-        return is_closing_.load(RELAXED) || ch_.changes() != seen_changes_ || ch_.by->is_stale() ||
+        return is_closing_.load(RELAXED) || channel_.changes() != seen_changes_ || channel_.by->is_stale() ||
                lane_->joining.load(RELAXED) != 0 || has_room();
     }
     // Receivers that came while the channel runs are counted from the next record on. The sender does it, so that there
-    // is no record of which it is not clear who gets it.
+    // is no record of which it is not clear which receivers get it.
     void admit() {
         u64 joining = lane_->joining.exchange(0, order::joining.acq_rel);
         for (; joining != 0; joining &= joining - 1) {
             u32 r = static_cast<u32>(__builtin_ctzll(joining));
-            if (r >= ch_.g.shape.receivers) continue;
-            Cursor& cursor = ch_.cursor(index_, r);
+            if (r >= channel_.g.shape.receivers) continue;
+            Cursor& cursor = channel_.cursor(index_, r);
             u32 mode = cursor.mode.load(order::mode.acquire);
             if (mode_of(mode) != CursorMode::joining) continue;
             cursor.released.store(committed_, RELAXED);
@@ -328,20 +330,20 @@ class Sender {
             cursor.mode.compare_exchange_strong(mode, make_mode(CursorMode::counted, mode >> 2), order::mode.acq_rel);
             has_receivers_ = true;
         }
-        ch_.wake_receivers(ring_all(ch_.head.bell));
+        channel_.wake_receivers(ring_all(channel_.head.bell));
     }
     void look_at_ends() {
-        u32 changes = ch_.changes();
+        u32 changes = channel_.changes();
         bool is_any = false;
         u32 dead = NONE;
         End who{};
-        for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-            CursorMode mode = mode_of(ch_.cursor(index_, r).mode.load(order::mode.acquire));
+        for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
+            CursorMode mode = mode_of(channel_.cursor(index_, r).mode.load(order::mode.acquire));
             if (mode != CursorMode::out) is_any = true;
-            // It may not have asked yet; a record sent now, with nobody counted, would be lost without a word.
+            // It may not have asked yet; a record sent now, with no receiver counted, would be lost without a word.
             if (mode == CursorMode::joining) lane_->joining.fetch_or(1ull << r, order::joining.acq_rel);
-            End end = end_of(ch_.receiver(r).word.load(order::end.acquire));
-            if (end.state == EndState::live) end = end_of(ch_.receiver(r).ended.load(RELAXED));
+            End end = end_of(channel_.receiver(r).word.load(order::end.acquire));
+            if (end.state == EndState::live) end = end_of(channel_.receiver(r).ended.load(RELAXED));
             if (end.state != EndState::dead || end.epoch <= told_[r] || dead != NONE) continue;
             dead = r;
             who = end;
@@ -350,20 +352,21 @@ class Sender {
         least_released_ = least_released();
         if (dead != NONE) {
             told_[dead] = who.epoch;
-            if (ch_.g.shape.receiver_death == 0) throw ch_.died("receiver", dead, who);  // there may be more to tell
+            if (channel_.g.shape.receiver_death == 0)
+                throw channel_.died("receiver", dead, who);  // there may be more to tell
         }
         if (dead == NONE) seen_changes_ = changes;
     }
     [[noreturn]] void refuse_without_receivers() {
-        for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-            End end = end_of(ch_.receiver(r).word.load(order::end.acquire));
-            if (end.state == EndState::dead) throw ch_.died("receiver", r, end);
+        for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
+            End end = end_of(channel_.receiver(r).word.load(order::end.acquire));
+            if (end.state == EndState::dead) throw channel_.died("receiver", r, end);
         }
         throw Error(Fault::end_of_channel, format("'%s' has no receiver left: all have closed", name()));
     }
 
     static constexpr u32 NONE = ~0u;
-    Channel ch_;
+    Channel channel_;
     Lane* lane_ = nullptr;
     u32 index_ = 0;
     u32 epoch_ = 0;
@@ -381,7 +384,7 @@ class Sender {
     Atomic<int> views_{0};
     Atomic<bool> is_given_up_{false};
     bool waits_for_memory_ = false;
-    std::string obstacle_;  // the lock that was in the way of the last try, and who holds it
+    std::string obstacle_;  // the lock that was in the way of the last try, and its holder
     u32 returns_seen_ = 0;
     Reservation reservation_{};  // the one that is open; else what the last try wanted
 };

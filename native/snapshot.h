@@ -161,9 +161,9 @@ inline Node take(int fd) {
             holders.push_back(std::move(holder));
         }
         node.lists.emplace_back("holders", std::move(holders));
-        std::vector<Node> one;
-        one.push_back(std::move(node));
-        out.lists.emplace_back("pool", std::move(one));
+        std::vector<Node> pools;
+        pools.push_back(std::move(node));
+        out.lists.emplace_back("pool", std::move(pools));
         if (g.shape.buckets != 0) out.lists.emplace_back("store", std::vector<Node>{store(*by)});
         out.set("claimed_nbytes", g.shape.granule_nbytes == 0 ? g.total : g.pool_data + s.claimed_nbytes);
     } else {
@@ -208,9 +208,9 @@ inline Node take(int fd) {
                 records_behind += records;
                 nbytes_behind += nbytes;
                 if (g.shape.lanes == 1 || records == 0) continue;
-                Node one;
-                one.set("sender", i).set("records_behind", records).set("nbytes_behind", nbytes);
-                cursors.push_back(std::move(one));
+                Node behind;
+                behind.set("sender", i).set("records_behind", records).set("nbytes_behind", nbytes);
+                cursors.push_back(std::move(behind));
             }
             node.set("records_behind", records_behind).set("nbytes_behind", nbytes_behind);
             node.lists.emplace_back("behind", std::move(cursors));

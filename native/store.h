@@ -3,10 +3,10 @@
 // A kept block:   none ──begin──► filling ──commit──► ready ──evict──► none
 //                           └──── abandon, or the writer's lease is gone ─┘
 //
-// The truth is in the blocks: kept and key, and who is writing: the taker, as long as it holds a lease. What is derived
-// (the chains by which a key is found) is rebuilt by whoever takes over the lock of a dead holder. A block that is kept
-// is not returned with its last lease; one that is evicted is returned at once, for only blocks that nobody holds are
-// evicted. LOCK store is taken before LOCK block, never while LOCK pool is held.
+// The truth is in the blocks: kept and key, and the writer: the taker, as long as it holds a lease. What is derived
+// (the chains by which a key is found) is rebuilt by the peer that takes over the lock of a dead holder. A block that
+// is kept is not returned with its last lease; one that is evicted is returned at once, for only blocks that are not
+// held are evicted. LOCK store is taken before LOCK block, never while LOCK pool is held.
 #pragma once
 #include "pool.h"
 
@@ -32,12 +32,12 @@ class Store {
     enum class Begun { hit, fill, wait };
 
     explicit Store(Attachment& by)
-        : by_(by),
-          g_(by.segment().geometry()),
+        : attachment_(by),
+          geometry_(by.segment().geometry()),
           pool_(by),
-          head_(*by.segment().at<StoreHeader>(g_.store)),
-          buckets_(by.segment().at<Shared<u32>>(g_.store + sizeof(StoreHeader))) {
-        if (g_.shape.buckets == 0)
+          head_(*by.segment().at<StoreHeader>(geometry_.store)),
+          buckets_(by.segment().at<Shared<u32>>(geometry_.store + sizeof(StoreHeader))) {
+        if (geometry_.shape.buckets == 0)
             throw Error(Fault::layout_mismatch, format("pool '%s' keeps nothing by key", by.segment().name().c_str()));
     }
     Pool& pool() { return pool_; }
@@ -45,7 +45,7 @@ class Store {
 
     // A lease of what is kept under this key. False: nothing is, or it is not written yet.
     bool get(const Key& key, Extent& out) {
-        by_.refresh();
+        attachment_.refresh();
         Locked guard(*this);
         u32 index = find(key);
         if (index == NONE || kept(index) != Kept::ready) {
@@ -58,11 +58,11 @@ class Store {
     }
 
     // hit: it is there, and out is a lease of it. fill: out is a lease of a block that is being written, by the caller,
-    // who commits or abandons it. wait: somebody else is writing it; wait_for_fill(seen) and begin again.
+    // who commits or abandons it. wait: another peer is writing it; wait_for_fill(seen) and begin again.
     // Throws MemoryExhausted where all that is in the way is held.
     // deadline: for locks.
     Begun begin(const Key& key, u64 nbytes, Extent& out, u32& seen, u64 deadline = NEVER) {
-        by_.refresh();
+        attachment_.refresh();
         bool is_full = false;
         for (int attempts = 0;; ++attempts) {
             {
@@ -80,10 +80,10 @@ class Store {
         try {
             Locked guard(*this, deadline);
             if (!look(key, out, seen, found)) {
-                Block& b = pool_.block(ours.block);
-                for (u32 i = 0; i < KEY_WORDS; ++i) b.key[i].store(key.words[i], RELAXED);
-                b.used_ns.store(now_ns(), RELAXED);
-                b.hits.store(0, RELAXED);
+                Block& block = pool_.block(ours.block);
+                for (u32 i = 0; i < KEY_WORDS; ++i) block.key[i].store(key.words[i], RELAXED);
+                block.used_ns.store(now_ns(), RELAXED);
+                block.hits.store(0, RELAXED);
                 set_kept(ours.block, Kept::filling);
                 PENSTOCK_POINT("store.keyed");
                 link(ours.block);
@@ -94,10 +94,10 @@ class Store {
             pool_.release(ours.block, ours.generation);
             throw;
         }
-        pool_.release(ours.block, ours.generation);  // somebody was faster
+        pool_.release(ours.block, ours.generation);  // another peer was faster
         return found;
     }
-    // What was written is there for everybody. False: it was taken out meanwhile (clear()).
+    // What was written is there for all. False: it was taken out meanwhile (clear()).
     bool commit(const Extent& extent) {
         bool is_ours;
         {
@@ -110,7 +110,7 @@ class Store {
         announce_fill();
         return is_ours;
     }
-    // What was being written is nobody's: the block goes with its last lease, and somebody else may write the key.
+    // What was being written is given up: the block goes with its last lease, and another peer may write the key.
     void abandon(const Extent& extent, u64 deadline = NEVER) {
         {
             Locked guard(*this, deadline);
@@ -120,7 +120,7 @@ class Store {
         }
         announce_fill();
     }
-    // The writer's last lease, given back without a word. Where somebody stopped holds the lock, that alone says it:
+    // The writer's last lease, given back without a word. Where a stopped peer holds the lock, that alone says it:
     // see is_given_up().
     void give_up(const Extent& extent) noexcept {
         try {
@@ -133,7 +133,7 @@ class Store {
     }
     // For a block without a key: what is kept gives way to it. False: what is in the way is held.
     bool make_room(u64 nbytes) {
-        by_.refresh();
+        attachment_.refresh();
         return evict(nbytes);
     }
     // Takes one key out, or, without one, all: what is held goes with its last lease.
@@ -145,7 +145,7 @@ class Store {
                 u32 index = find(*key);
                 if (index != NONE) let_go(index), ++removed;
             } else {
-                for (u32 index = 0; index < g_.shape.max_blocks; ++index)
+                for (u32 index = 0; index < geometry_.shape.max_blocks; ++index)
                     if (kept(index) != Kept::none) let_go(index), ++removed;
             }
         }
@@ -155,20 +155,20 @@ class Store {
     u32 fills() const { return head_.fills.load(order::fills.acquire); }
     Woken wait_for_fill(u32 seen, u64 deadline, Spinner& spinner, Waits& waits) {
         head_.fills_awaited.add();
-        return wait<false>(head_.filled, 1ull << (by_.slot() % 64), deadline, spinner, waits, nullptr,
-                           [&] { return head_.fills.load(order::fills.acquire) != seen || by_.is_stale(); });
+        return wait<false>(head_.filled, 1ull << (attachment_.slot() % 64), deadline, spinner, waits, nullptr,
+                           [&] { return head_.fills.load(order::fills.acquire) != seen || attachment_.is_stale(); });
     }
 
-    // For the reaper: what that peer was writing is nobody's; if it held the lock, what is derived is rebuilt.
+    // For the reaper: what that peer was writing is given up; if it held the lock, what is derived is rebuilt.
     template <class Still>
     void drop_filling(u32 slot, u32 epoch, Still&& is_still) {
         {
-            if (by_.take_over(head_.lock, slot, epoch))
+            if (attachment_.take_over(head_.lock, slot, epoch))
                 rebuild();
-            else if (by_.lock(head_.lock, now_ns() + Pool::REAP_NS))
+            else if (attachment_.lock(head_.lock, now_ns() + Pool::REAP_NS))
                 rebuild();
-            Unlock unlock{by_, head_.lock};
-            for (u32 index = 0; index < g_.shape.max_blocks && is_still(); ++index) {
+            Unlock unlock{attachment_, head_.lock};
+            for (u32 index = 0; index < geometry_.shape.max_blocks && is_still(); ++index) {
                 if (kept(index) != Kept::filling || pool_.block(index).taker.load(RELAXED) != slot) continue;
                 let_go(index);
                 head_.abandoned.add();
@@ -187,20 +187,20 @@ class Store {
         s.fills_awaited = head_.fills_awaited.value();
         s.abandoned = head_.abandoned.value();
         u64 now = now_ns();
-        for (u32 index = 0; index < g_.shape.max_blocks; ++index) {
-            Block& b = pool_.block(index);
+        for (u32 index = 0; index < geometry_.shape.max_blocks; ++index) {
+            Block& block = pool_.block(index);
             Kept state = kept(index);
             if (state == Kept::none || !is_live(index)) continue;
             StoreStats::Item item{};
-            for (u32 i = 0; i < KEY_WORDS; ++i) item.key.words[i] = b.key[i].load(RELAXED);
+            for (u32 i = 0; i < KEY_WORDS; ++i) item.key.words[i] = block.key[i].load(RELAXED);
             item.block = index;
-            item.generation = b.generation.load(RELAXED);
-            item.taker = b.taker.load(RELAXED);
-            item.nbytes = b.nbytes.load(RELAXED);
-            item.hits = b.hits.load(RELAXED);
+            item.generation = block.generation.load(RELAXED);
+            item.taker = block.taker.load(RELAXED);
+            item.nbytes = block.nbytes.load(RELAXED);
+            item.hits = block.hits.load(RELAXED);
             item.is_filling = state == Kept::filling;
-            for (u32 p = 0; p < g_.shape.max_peers; ++p) item.holders += pool_.held(index)[p].load(RELAXED) != 0;
-            u64 taken = b.taken_ns.load(RELAXED), used = b.used_ns.load(RELAXED);
+            for (u32 p = 0; p < geometry_.shape.max_peers; ++p) item.holders += pool_.held(index)[p].load(RELAXED) != 0;
+            u64 taken = block.taken_ns.load(RELAXED), used = block.used_ns.load(RELAXED);
             item.age_ns = now - std::min(now, taken);
             item.idle_ns = now - std::min(now, used);
             s.items.push_back(item);
@@ -221,10 +221,10 @@ class Store {
     struct Locked {  // LOCK store, with what is derived repaired if its last holder died
         Store& store;
         explicit Locked(Store& store, u64 deadline = NEVER) : store(store) {
-            if (store.by_.lock(store.head_.lock, std::min(deadline, now_ns() + Pool::LOCK_NS))) store.rebuild();
+            if (store.attachment_.lock(store.head_.lock, std::min(deadline, now_ns() + Pool::LOCK_NS))) store.rebuild();
             PENSTOCK_POINT("store.locked");
         }
-        ~Locked() { store.by_.unlock(store.head_.lock); }
+        ~Locked() { store.attachment_.unlock(store.head_.lock); }
     };
 
     Kept kept(u32 index) const { return static_cast<Kept>(pool_.block(index).kept.load(RELAXED)); }
@@ -238,22 +238,22 @@ class Store {
         return true;
     }
     bool is_filling(const Extent& extent) const {
-        return extent.block < g_.shape.max_blocks && kept(extent.block) == Kept::filling &&
+        return extent.block < geometry_.shape.max_blocks && kept(extent.block) == Kept::filling &&
                pool_.block(extent.block).generation.load(RELAXED) == extent.generation;
     }
-    Shared<u32>& bucket(u64 word) const { return buckets_[word & (g_.shape.buckets - 1)]; }
+    Shared<u32>& bucket(u64 word) const { return buckets_[word & (geometry_.shape.buckets - 1)]; }
 
     // LOCK store is held in all of these.
     u32 find(const Key& key) {
         for (bool is_rebuilt : {false, true}) {
             u32 link = bucket(key.words[0]).load(RELAXED), steps = 0;
-            for (; link != 0 && link <= g_.shape.max_blocks && steps <= g_.shape.max_blocks; ++steps) {
+            for (; link != 0 && link <= geometry_.shape.max_blocks && steps <= geometry_.shape.max_blocks; ++steps) {
                 u32 index = link - 1;
                 if (kept(index) != Kept::none && is_key(index, key) && is_live(index)) return index;
                 link = pool_.block(index).next.load(RELAXED);
             }
             if (link == 0 || is_rebuilt) break;
-            rebuild();  // somebody wrote where it must not
+            rebuild();  // a peer wrote where it must not
         }
         return NONE;
     }
@@ -261,7 +261,7 @@ class Store {
     bool is_given_up(u32 index) const {  // its lease was there before it was `filling`, which LOCK store shows
         u32 taker = pool_.block(index).taker.load(RELAXED);
         return kept(index) == Kept::filling &&
-               (taker >= g_.shape.max_peers || pool_.held(index)[taker].load(RELAXED) == 0);
+               (taker >= geometry_.shape.max_peers || pool_.held(index)[taker].load(RELAXED) == 0);
     }
     void link(u32 index) {
         Shared<u32>& head = bucket(pool_.block(index).key[0].load(RELAXED));
@@ -270,9 +270,9 @@ class Store {
     }
     void unlink(u32 index) {
         Shared<u32>* at = &bucket(pool_.block(index).key[0].load(RELAXED));
-        for (u32 steps = 0; steps <= g_.shape.max_blocks; ++steps) {
+        for (u32 steps = 0; steps <= geometry_.shape.max_blocks; ++steps) {
             u32 link = at->load(RELAXED);
-            if (link == 0 || link > g_.shape.max_blocks) return;
+            if (link == 0 || link > geometry_.shape.max_blocks) return;
             Shared<u32>& next = pool_.block(link - 1).next;
             if (link - 1 == index) {
                 at->store(next.load(RELAXED), RELAXED);
@@ -283,17 +283,17 @@ class Store {
     }
     void rebuild() {
         pool_.header().recoveries.add();
-        for (u32 i = 0; i < g_.shape.buckets; ++i) buckets_[i].store(0, RELAXED);
-        for (u32 index = 0; index < g_.shape.max_blocks; ++index)
+        for (u32 i = 0; i < geometry_.shape.buckets; ++i) buckets_[i].store(0, RELAXED);
+        for (u32 index = 0; index < geometry_.shape.max_blocks; ++index)
             if (is_live(index) && kept(index) != Kept::none) link(index);
     }
     void use(u32 index, Extent& out) {
-        Block& b = pool_.block(index);
-        out = {index, b.generation.load(RELAXED), b.offset.load(RELAXED), b.nbytes.load(RELAXED)};
+        Block& block = pool_.block(index);
+        out = {index, block.generation.load(RELAXED), block.offset.load(RELAXED), block.nbytes.load(RELAXED)};
         pool_.open_kept(out);
         PENSTOCK_POINT("store.opened");
-        b.used_ns.store(now_ns(), RELAXED);
-        b.hits.store(b.hits.load(RELAXED) + 1, RELAXED);
+        block.used_ns.store(now_ns(), RELAXED);
+        block.hits.store(block.hits.load(RELAXED) + 1, RELAXED);
     }
     bool look(const Key& key, Extent& out, u32& seen, Begun& found) {
         seen = fills();
@@ -310,17 +310,17 @@ class Store {
         }
         return true;
     }
-    // The block is kept no longer; it is returned at once if nobody holds it. True: it was.
+    // The block is kept no longer; it is returned at once if it is not held. True: it was.
     bool let_go(u32 index) {
         unlink(index);
         PENSTOCK_POINT("store.unlinked");
         return pool_.keep_no_longer(index, false);
     }
 
-    // Makes room for so many bytes in one piece, by giving up those neighbours that nobody holds and that are together
+    // Makes room for so many bytes in one piece, by giving up those neighbours that are not held and that are together
     // worth least. Worth falls with the time unused and grows with the size: a small one goes for a small need, and a
     // large one that was not used for long goes before small ones that were. False: there is no such piece.
-    // Looking at all of them takes as long as there are many, so nobody is kept out meanwhile: what was chosen is
+    // Looking at all of them takes as long as there are many, so no peer is kept out meanwhile: what was chosen is
     // looked at again under the lock, and what has become something else since then stays.
     bool evict(u64 nbytes, u64 deadline = NEVER) {
         u64 need = round_up(std::max<u64>(nbytes, 1), LINE);
@@ -341,8 +341,8 @@ class Store {
         bool is_gap = false;
         for (size_t at = 0; at <= items.size(); ++at) is_gap = is_gap || room(at, at) >= need;
         if (is_gap) {
-            if (items.size() < g_.shape.max_blocks) return true;  // it has come meanwhile
-            for (size_t at = 0; at < items.size(); ++at)          // what is short is a number for the block
+            if (items.size() < geometry_.shape.max_blocks) return true;  // it has come meanwhile
+            for (size_t at = 0; at < items.size(); ++at)                 // what is short is a number for the block
                 if (items[at].may_go) consider(at, at + 1, items[at].worth);
         } else {
             Worth worth = 0;
@@ -364,7 +364,7 @@ class Store {
             if (!may_go(items[i].index, items[i].generation)) continue;
             unlink(items[i].index);
             PENSTOCK_POINT("store.unlinked");
-            if (!pool_.keep_no_longer(items[i].index, true)) {  // somebody has opened it by its reference
+            if (!pool_.keep_no_longer(items[i].index, true)) {  // another peer has opened it by its reference
                 link(items[i].index);
                 continue;
             }
@@ -392,10 +392,10 @@ class Store {
         for (size_t i = 0; i < taken.size(); ++i) {
             if (i + AHEAD < taken.size()) pool_.fetch_ahead(taken[i + AHEAD].block);
             const Entry& entry = taken[i];
-            Block& b = pool_.block(entry.block);
-            u32 generation = b.generation.load(RELAXED);
-            if (!is_live(entry.block) || b.offset.load(RELAXED) != entry.offset) continue;
-            u64 idle_ns = now - std::min(now, b.used_ns.load(RELAXED));
+            Block& block = pool_.block(entry.block);
+            u32 generation = block.generation.load(RELAXED);
+            if (!is_live(entry.block) || block.offset.load(RELAXED) != entry.offset) continue;
+            u64 idle_ns = now - std::min(now, block.used_ns.load(RELAXED));
             items.push_back({entry.offset, entry.offset + entry.extent, Worth{entry.extent} * (~u64{0} / (idle_ns + 1)),
                              entry.block, generation, may_go(entry.block, generation)});
         }
@@ -409,8 +409,8 @@ class Store {
         ring_all(head_.filled);
     }
 
-    Attachment& by_;
-    const Geometry& g_;
+    Attachment& attachment_;
+    const Geometry& geometry_;
     mutable Pool pool_;
     StoreHeader& head_;
     Shared<u32>* buckets_;

@@ -1,5 +1,5 @@
 // tap.h: looks at the records of a channel as they pass, from outside: it joins nothing, writes nothing, waits for
-// nobody, and nobody waits for it. So what it reads may be overwritten meanwhile: it copies first and asks afterwards
+// no peer, and none waits for it. So what it reads may be overwritten meanwhile: it copies first and asks afterwards
 // whether what it copied was still a record, by the rules that the sender writes by; what may be torn is missed.
 // Leaves to channel.h and pool.h: where things lie.
 #pragma once
@@ -23,10 +23,10 @@ class Tap {
    public:
     // From what is committed next on; is_from_start: from the oldest record that some receiver still keeps room for.
     Tap(std::shared_ptr<Segment> segment, bool is_from_start)
-        : ch_(Attachment::observe(std::move(segment))),
-          most_need_(
-              round_up(sizeof(Record) + std::max<u64>(ch_.g.shape.inline_limit, sizeof(SpilledRef)), RECORD_ALIGN)) {
-        for (u32 i = 0; i < ch_.g.shape.lanes; ++i) {
+        : channel_(Attachment::observe(std::move(segment))),
+          most_need_(round_up(sizeof(Record) + std::max<u64>(channel_.g.shape.inline_limit, sizeof(SpilledRef)),
+                              RECORD_ALIGN)) {
+        for (u32 i = 0; i < channel_.g.shape.lanes; ++i) {
             Start start = is_from_start ? oldest(i) : newest(i);
             lanes_.push_back({.position = start.position, .sequence = start.sequence});
         }
@@ -35,8 +35,8 @@ class Tap {
     // The next record of a lane, the lanes in turn. False: there is none now. Throws CorruptRecord, and then goes on
     // with what comes after.
     bool find(Seen& out) {
-        for (u32 k = 1; k <= ch_.g.shape.lanes; ++k) {
-            u32 i = (last_lane_ + k) % ch_.g.shape.lanes;
+        for (u32 k = 1; k <= channel_.g.shape.lanes; ++k) {
+            u32 i = (last_lane_ + k) % channel_.g.shape.lanes;
             if (find_in(i, out)) return true;
         }
         return false;
@@ -67,7 +67,7 @@ class Tap {
             if (view.is_adrift) many += lost(view, view.sequence_there);
         return many;
     }
-    const char* name() const { return ch_.name(); }
+    const char* name() const { return channel_.name(); }
 
    private:
     static constexpr int TRIES = 8;  // an honest lane has one skip between two records, and laps us not that often
@@ -85,9 +85,9 @@ class Tap {
     };
 
     const u8* ring_at(u32 lane, u64 position) const {
-        return ch_.by->segment().read_at(ch_.ring_offset(lane, position));
+        return channel_.by->segment().read_at(channel_.ring_offset(lane, position));
     }
-    // Word by word, each of them whole: somebody may be writing there.
+    // Word by word, each of them whole: a sender may be writing there.
     static void copy_words(void* to, const u8* from, u64 nbytes) {
         u8* at = static_cast<u8*>(to);
         const u64* words = reinterpret_cast<const u64*>(from);
@@ -108,14 +108,14 @@ class Tap {
     // them, read after the copy, bounds what was written before it.
     bool is_untouched(u32 i, u64 position) const {
         fence(order::tap.acquire);  // the copy was made before this
-        u64 lane_nbytes = ch_.g.shape.lane_nbytes;
-        u64 committed = ch_.lane(i).committed.load(order::publish.acquire);
+        u64 lane_nbytes = channel_.g.shape.lane_nbytes;
+        u64 committed = channel_.lane(i).committed.load(order::publish.acquire);
         u64 left = lane_nbytes - (committed & (lane_nbytes - 1));
         u64 reach = most_need_ <= left ? most_need_ : left + most_need_;
         u64 behind = committed - position;
         if (behind <= lane_nbytes && behind + reach <= lane_nbytes) return true;
-        for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-            Cursor& cursor = ch_.cursor(i, r);
+        for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
+            Cursor& cursor = channel_.cursor(i, r);
             if (mode_of(cursor.mode.load(order::mode.acquire)) != CursorMode::counted) continue;
             u64 kept = committed - cursor.released.load(order::room.acquire);
             if (kept <= lane_nbytes && kept >= behind)
@@ -126,9 +126,9 @@ class Tap {
     Start newest(u32 i) const {
         Start start{};
         for (int tries = 0; tries < TRIES; ++tries) {  // both of one moment, if it can be had
-            start.position = ch_.lane(i).committed.load(order::publish.acquire);
-            start.sequence = ch_.lane(i).sequence.load(order::tap.acquire);
-            if (ch_.lane(i).committed.load(RELAXED) == start.position) break;
+            start.position = channel_.lane(i).committed.load(order::publish.acquire);
+            start.sequence = channel_.lane(i).sequence.load(order::tap.acquire);
+            if (channel_.lane(i).committed.load(RELAXED) == start.position) break;
         }
         return start;
     }
@@ -136,8 +136,8 @@ class Tap {
     Start oldest(u32 i) const {
         Start released[MAX_RECEIVERS];
         u32 many = 0;
-        for (u32 r = 0; r < ch_.g.shape.receivers; ++r) {
-            Cursor& cursor = ch_.cursor(i, r);
+        for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
+            Cursor& cursor = channel_.cursor(i, r);
             if (mode_of(cursor.mode.load(order::mode.acquire)) != CursorMode::counted) continue;
             u64 position = cursor.released.load(order::room.acquire);
             released[many++] = {position, cursor.sequence.load(RELAXED)};
@@ -146,7 +146,7 @@ class Tap {
         u64 committed = start.position, furthest = 0;
         for (u32 k = 0; k < many; ++k) {
             u64 behind = committed - released[k].position;
-            if (behind > ch_.g.shape.lane_nbytes || behind <= furthest) continue;
+            if (behind > channel_.g.shape.lane_nbytes || behind <= furthest) continue;
             furthest = behind;
             start = released[k];
         }
@@ -166,9 +166,9 @@ class Tap {
 
     bool find_in(u32 i, Seen& out) {
         LaneView& view = lanes_[i];
-        u64 lane_nbytes = ch_.g.shape.lane_nbytes;
+        u64 lane_nbytes = channel_.g.shape.lane_nbytes;
         for (int tries = 0; tries < TRIES; ++tries) {
-            u64 committed = ch_.lane(i).committed.load(order::publish.acquire);
+            u64 committed = channel_.lane(i).committed.load(order::publish.acquire);
             u64 ahead = committed - view.position;
             if (ahead == 0) return false;
             Record record{};  // a local copy: what was checked is what is used
@@ -195,7 +195,7 @@ class Tap {
                 throw Error(Fault::record_corrupt,
                             format("lane %u of '%s' at position %llu: not a record (position %llu, length %u, kind "
                                    "%u): somebody wrote where it must not",
-                                   i, ch_.name(), static_cast<unsigned long long>(position),
+                                   i, channel_.name(), static_cast<unsigned long long>(position),
                                    static_cast<unsigned long long>(record.position), record.length, record.kind));
             }
             if (kind == RecordKind::skip) {
@@ -211,7 +211,7 @@ class Tap {
     }
     bool has_its_length(const Record& record) const {
         switch (static_cast<RecordKind>(record.kind)) {
-            case RecordKind::bytes: return record.length <= ch_.g.shape.inline_limit;
+            case RecordKind::bytes: return record.length <= channel_.g.shape.inline_limit;
             case RecordKind::spilled: return record.length == sizeof(SpilledRef);
             case RecordKind::skip: return true;
             default: return false;
@@ -227,24 +227,24 @@ class Tap {
 
     // ── what lies in the pool ──
     bool is_live(const SpilledRef& ref) const {
-        const Block& b = ch_.pool.block(ref.block);
-        return static_cast<BlockState>(b.state.load(order::block.acquire)) == BlockState::live &&
-               b.generation.load(RELAXED) == ref.generation;
+        const Block& block = channel_.pool.block(ref.block);
+        return static_cast<BlockState>(block.state.load(order::block.acquire)) == BlockState::live &&
+               block.generation.load(RELAXED) == ref.generation;
     }
     bool is_there(const SpilledRef& ref) const {
-        if (ref.block >= ch_.g.shape.max_blocks || !is_live(ref)) return false;
-        const Block& b = ch_.pool.block(ref.block);
-        u64 offset = b.offset.load(RELAXED), nbytes = b.nbytes.load(RELAXED);
-        u64 whole = ch_.pool.nbytes();
+        if (ref.block >= channel_.g.shape.max_blocks || !is_live(ref)) return false;
+        const Block& block = channel_.pool.block(ref.block);
+        u64 offset = block.offset.load(RELAXED), nbytes = block.nbytes.load(RELAXED);
+        u64 whole = channel_.pool.nbytes();
         return nbytes <= whole && offset <= whole - nbytes && ref.offset >= offset && ref.nbytes <= nbytes &&
-               ref.offset - offset <= nbytes - ref.nbytes && ch_.pool.is_claimed(ref.offset, ref.nbytes);
+               ref.offset - offset <= nbytes - ref.nbytes && channel_.pool.is_claimed(ref.offset, ref.nbytes);
     }
     // Read as a file, and not through the mapping: a page that was given back to the machine meanwhile reads as zeros,
     // and does not come back for our sake.
     bool copy_block(const SpilledRef& ref, u8* to) const {
         for (u64 done = 0; done < ref.nbytes;) {
-            ssize_t n = ::pread(ch_.by->segment().fd(), to + done, ref.nbytes - done,
-                                static_cast<off_t>(ch_.g.pool_data + ref.offset + done));
+            ssize_t n = ::pread(channel_.by->segment().fd(), to + done, ref.nbytes - done,
+                                static_cast<off_t>(channel_.g.pool_data + ref.offset + done));
             if (n < 0 && errno != EINTR) throw os_error(format("tapping '%s'", name()), "pread", errno);
             if (n == 0) return false;
             if (n > 0) done += static_cast<u64>(n);
@@ -253,7 +253,7 @@ class Tap {
         return is_live(ref);
     }
 
-    Channel ch_;
+    Channel channel_;
     u64 most_need_;  // of one record
     std::vector<LaneView> lanes_;
     u64 missed_ = 0;

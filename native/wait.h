@@ -1,10 +1,10 @@
-// wait.h: the only code that sleeps. A bell is an eventcount: whoever waits says so, looks again, then sleeps on the
+// wait.h: the only code that sleeps. A bell is an eventcount: a waiter says so, looks again, then sleeps on the
 // word that a ringer moves; so a wake-up cannot be lost, whatever is delayed (tests/model/test_bell.py explores it).
 //
 //   waiter                                            ringer
 //   seen = rings             seq_cst                  publish            release
 //   parked |= bit            seq_cst (order bell)     fence              seq_cst (order bell)
-//   ready? -> no sleep                                parked == 0? -> nobody to wake
+//   ready? -> no sleep                                parked == 0? -> none to wake
 //   futex_wait(rings, seen)                           rings += 1; futex_wake
 //
 // If the ringer does not see the bit, its fence came first, and the waiter's second look sees what was published.
@@ -183,7 +183,7 @@ inline u64 ring(Bell& bell, Counter* wakes = nullptr, int most = HAND_ON_WAKES) 
     return in_loop;
 }
 
-// For what concerns everybody (an end closed, a peer died): wake all, whether their bit is seen or not.
+// For what concerns all (an end closed, a peer died): wake all, whether their bit is seen or not.
 inline u64 ring_all(Bell& bell) {
     bell.rings.fetch_add(1, order::bell.seq_cst);
     futex_wake(&bell.rings, INT_MAX);
@@ -193,7 +193,7 @@ inline u64 ring_all(Bell& bell) {
 
 // interrupted: a signal came, or may have come just before we slept (futex has no signal mask to close that gap): the
 // caller looks, and calls again. First after 80 ms, so that a KeyboardInterrupt that came as the wait began is seen
-// within 100 ms; then ever more rarely, down to once in 0.96 s, so that who waits for long costs nothing: nor is a
+// within 100 ms; then ever more rarely, down to once in 0.96 s, so that a long wait costs nothing: nor is a
 // wake-up that the kernel refused lost for longer. (Twelve looks a second in each of two processes were 0.0015 of a
 // core.)
 enum class Woken { ready, deadline, interrupted };

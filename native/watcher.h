@@ -406,7 +406,7 @@ inline void Watcher::loop() {
         std::lock_guard guard(mutex_);
         bool must_scan = n <= 0 && must_retry_.load(RELAXED);
         for (int i = 0; i < n; ++i) {
-            if (events[i].data.u64 == 0) {  // somebody has joined one of our segments
+            if (events[i].data.u64 == 0) {  // a peer has joined one of our segments
                 char bytes[256];
                 while (::read(pipe_[0], bytes, sizeof bytes) > 0) {}
                 must_scan = true;

@@ -36,7 +36,7 @@ void dawdle(Random& random) {
     for (u64 many = random.below(200); many > 0; --many) pause_cpu();
 }
 
-// ORDER publish: one sender, R receivers; a record is its number, repeated, and a sum.
+// order::publish: one sender, R receivers; a record is its number, repeated, and a sum.
 void publish(u32 receivers, u64 records) {
     enum { whole, torn, stale, again, skipped };
     std::array<Outcome, 5> outcomes{{{"whole, and the next", true, "committed after it was written"},
@@ -88,7 +88,7 @@ void publish(u32 receivers, u64 records) {
     report(format("publish, 1 sender and %u receivers", receivers).c_str(), outcomes);
 }
 
-// ORDER bell: the waiter says that it waits, looks again, sleeps; the ringer publishes, then looks who waits. A lost
+// order::bell: the waiter says that it waits, looks again, sleeps; the ringer publishes, then looks who waits. A lost
 // wake-up would end with the waiter's own look, LOOK_UP_NS later, which wait() calls an interruption.
 void bell(u64 rounds, u64 seed) {
     enum { spun, woken, late, slept_on };
@@ -134,7 +134,7 @@ void bell(u64 rounds, u64 seed) {
     report("bell, a waiter and a ringer", outcomes);
 }
 
-// ORDER ready: in an inbox the bit of a lane is set after its record is committed, and cleared before the last look.
+// order::ready: in an inbox the bit of a lane is set after its record is committed, and cleared before the last look.
 void ready(u32 lanes, u64 records) {
     enum { found, overlooked };
     std::array<Outcome, 2> outcomes{{{"found", true, "the bit was set, or the last look saw it"},

@@ -4,11 +4,11 @@ that is there from the first record on) and test_replaced.py (one that comes lat
     here                  native
     Sender.come           sender.h    the constructor: claims the lane, looks who wants to join
     Sender.try_reserve, look_at_ends, admit: sender.h, of the same names, with receiver_death = 1
-    Sender.commit         sender.h    of Pool::pend, who is counted; then from lane_->committed.store on: ORDER publish,
-                                      ORDER ready, ORDER bell
+    Sender.commit         sender.h    of Pool::pend, who is counted; then from lane_->committed.store on: order publish,
+                                      order ready, order bell
     Sender.close          sender.h    Sender::close
     Receiver.come         receiver.h  the constructor, for a place that was closed, or whose receiver died
-    Receiver.try_find     receiver.h  Receiver::try_find for an inbox: ORDER ready. find_in is a look at committed
+    Receiver.try_find     receiver.h  Receiver::try_find for an inbox: order ready. find_in is a look at committed
     Receiver.was_admitted, look_at_ends (with sender_death = 0), is_awaited, let_go: receiver.h, of the same names
     reap_sender, reap_receiver
                           reap.h      reap_holdings for lanes, and for a receiver; Attachment::reap: identity,

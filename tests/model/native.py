@@ -3,7 +3,7 @@
 here                native
 wait                wait.h     penstock::wait, from "for (;;)" on; no spinning, no deadline and no look-up, so
                                that a sleeper sleeps until it is woken. clears=False is wait<false>
-ring, ring_all      wait.h     of the same names: ORDER bell
+ring, ring_all      wait.h     of the same names: order bell
 put_out             channel.h  put_out
 reap                peers.h    Attachment::reap, up to the identity that says dead; what it does in between is given
 """

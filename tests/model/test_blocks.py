@@ -2,7 +2,7 @@
 
     here                native
     lock, unlock        peers.h   as test_lock.py has them, without sleeping: who finds it taken looks at the holder
-    take                pool.h    Pool::try_take for a pool with room for one block: sweep, ORDER block, entries
+    take                pool.h    Pool::try_take for a pool with room for one block: sweep, order block, entries
     open_block          pool.h    Pool::open with a grant; grant, release: Pool::grant, Pool::release_within
     pend, open_pending  pool.h    Pool::pend, Pool::open_pending
     return_if_last, announce_return, drop_receiver, give_back, recover_block, rebuild: of the same names

@@ -3,7 +3,7 @@
     here              native/peers.h
     lock              Attachment::lock. The spinning is left out (it only tries the same exchange again); the
                       millisecond of the futex is a sleep that may end at any time; a holder is looked at every time
-    unlock            Attachment::unlock: ORDER lock
+    unlock            Attachment::unlock: order lock
     take_over         Attachment::take_over
     is_abandoned      Attachment::is_abandoned
     reap_holdings     reap.h: is_still, then Pool::recover_lock (pool.h); reap is in native.py

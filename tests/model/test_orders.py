@@ -114,7 +114,6 @@ def tapped() -> Scene:
 NOT_THERE = "it is not there"
 MESSAGES = [
     "joining",  # the mode says joining · the request
-    "returns",  # the block's state says returned · returns
     "fills",  # the writer has committed, or let go · fills
     "granules",  # the pages · their bit
     "identity",  # what a dead peer held is given back · its slot says dead
@@ -151,6 +150,8 @@ CASES: dict[tuple[str, str], Case] = {
     ("block", "acquire"): ("blocks.opening_what_is_gone", opened, "what is gone was opened"),
     ("tap", "release"): ("orders.tapped", tapped, "is taken for the record"),
     ("tap", "acquire"): ("orders.tapped", tapped, "is taken for the record"),
+    ("returns", "release"): ("orders.announced", partial(announced, orders.returns), NOT_THERE),
+    ("returns", "acquire"): ("bell.memory_bell", partial(test_bell.memory_bell, (1,)), ASLEEP),
     ("epoch", "release"): ("orders.announced", partial(announced, orders.epoch), NOT_THERE),
     ("epoch", "acquire"): ("lock.a_slot_that_is_taken_again", slot, "half done|is inside|came in"),
     ("views", "release"): ("orders.reservation", reservation, "never free"),
