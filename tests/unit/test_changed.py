@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import ROOT
+from tests.support.documents import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 CHANGED, UNCHANGED = 0, 1

@@ -15,7 +15,7 @@ from tests.imports import calls_core, imports_torch
         ("from transformers import logging", True),
         ("import pytest\npytest.importorskip('torch', reason='x')", True),
         ("if True:\n    import torch", True),
-        ("from penstock.engine.model import load", True),  # which imports it
+        ("from penstock.engine.worker.model import load", True),  # which imports it
         ("def test():\n    import torch", False),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", False),
         ("import numpy, penstock", False),
@@ -36,9 +36,9 @@ def test_a_module_imports_torch_when_it_or_a_module_of_ours_does_at_its_beginnin
         ("import penstock", True),
         ("from penstock import Pool", True),
         ("def test():\n    import penstock.codec", True),
-        ("from penstock.engine.request import Request", False),
+        ("from penstock.engine.core.request import Request", False),
         ("import penstock\nfrom penstock.server import app", False),
-        ("from penstock import _native\nfrom penstock.engine.request import Request", True),
+        ("from penstock import _native\nfrom penstock.engine.core.request import Request", True),
         ("from penstock._native import Segment\nfrom penstock.engine import core", True),
         ("import numpy", False),
     ],
