@@ -193,11 +193,12 @@ def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd:
     asyncio.run(scene())
     lines = map(json.loads, capfd.readouterr().err.splitlines())
     ends = [one for one in lines if one["event"] == "process ended"]
+    assert len(ends) == 6
     # One that hears of the death of another before it is killed itself says so.
     ends = [one for one in ends if not one["how"].startswith("PeerDied: ")]
     hows = {group: {one["how"] for one in ends if f" {group}." in one["child"]} for group in range(2)}
     assert hows == {0: {"exited with status 0"}, 1: {"killed by SIGKILL"}}
-    assert {one["level"] for one in ends} == {"info"} and len(ends) == 6
+    assert {one["level"] for one in ends} == {"info"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
