@@ -12,8 +12,8 @@ import time
 import numpy as np
 
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
-from penstock.engine.core.step_builder import Plan
-from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import Ints, SamplingParams, StepDone, Submit
 
 SAMPLES = (256, 1024)
@@ -26,9 +26,9 @@ def times(samples: int, steps: int, waiting: int) -> dict[str, float]:
 
     Prompts end at all places of a block, so that in each step every sixteenth sample fills one and needs another.
     """
-    schedule = Schedule(samples, 1 << 17)
+    schedule = BatchState(samples, 1 << 17)
     config = SchedulerConfig(max_model_len=1 << 15, max_num_batched_tokens=1 << 16, eos_ids=(2,))
-    scheduler, plan = Scheduler(schedule, config), Plan(schedule)
+    scheduler, plan = Scheduler(schedule, config), StepBuilder(schedule)
     chance = np.random.default_rng(7)
     for request in range(samples + waiting):
         prompt = chance.integers(3, 50_000, 32 + request % 16, np.int32)
@@ -38,16 +38,16 @@ def times(samples: int, steps: int, waiting: int) -> dict[str, float]:
     for number in range(1, steps + 1):
         if scheduler.in_flight == 2:
             begin = time.perf_counter()
-            scheduler.done(StepDone(1, number - 2, ids[-2]))
+            scheduler.on_result(StepDone(1, number - 2, ids[-2]))
             done = time.perf_counter() - begin
         at = [time.perf_counter()]
-        scheduler.plan(plan)
+        scheduler.schedule(plan)
         at.append(time.perf_counter())
-        step = plan.finish(1, number)
+        step = plan.build(1, number)
         at.append(time.perf_counter())
         schedule.apply(step)
         at.append(time.perf_counter())
-        scheduler.sent(step)
+        scheduler.on_sent(step)
         at.append(time.perf_counter())
         ids.append(chance.integers(3, 50_000, schedule.sampled.size, np.int32))
         if number > 8:

@@ -12,9 +12,9 @@ using namespace nb::literals;
 
 namespace {
 
-constexpr u64 MOST_LAYOUT_NBYTES = 1024;  // longer ones are read over there
+constexpr u64 MAX_LAYOUT_NBYTES = 1024;  // longer ones are read over there
 constexpr u64 ALIGN = LINE;               // of tensors, from the start of their block; they need not be more
-constexpr int MOST_LEVELS = 32;
+constexpr int MAX_LEVELS = 32;
 
 // ── arrays ──
 // NumPy's own table of functions, which it gives in a capsule and to which it only appends: none of its headers are
@@ -123,7 +123,7 @@ class Tree {
             case Atom::Kind::bytes:
                 return nb::steal(PyBytes_FromStringAndSize(reinterpret_cast<const char*>(atom.at),
                                                            static_cast<Py_ssize_t>(atom.number)));
-            case Atom::Kind::array: return level > MOST_LEVELS ? nb::object() : branch(atom.number, level);
+            case Atom::Kind::array: return level > MAX_LEVELS ? nb::object() : branch(atom.number, level);
         }
         return {};
     }
@@ -148,7 +148,7 @@ class Tree {
     nb::object keyed(u64 pairs, int level) {
         nb::object made = nb::steal(PyDict_New());
         for (u64 i = 0; i < pairs; ++i) {
-            nb::object key = node(MOST_LEVELS + 1);
+            nb::object key = node(MAX_LEVELS + 1);
             if (!key.is_valid() || !(PyUnicode_CheckExact(key.ptr()) || PyLong_CheckExact(key.ptr()))) return {};
             if (PyDict_Contains(made.ptr(), key.ptr()) != 0) return {};
             nb::object one = node(level + 1);
@@ -269,8 +269,8 @@ nb::object plain_value(const nb::object& lease, nb::handle name) {
     u32 head[2];
     std::memcpy(head, held.at, sizeof head);
     u64 layout_nbytes = head[0], tensors_at = round_up(sizeof head + layout_nbytes, ALIGN);
-    if (head[1] != 0 || layout_nbytes > MOST_LAYOUT_NBYTES || tensors_at > nbytes) return {};
-    u8 layout[MOST_LAYOUT_NBYTES];  // a copy: others could change it while it is read
+    if (head[1] != 0 || layout_nbytes > MAX_LAYOUT_NBYTES || tensors_at > nbytes) return {};
+    u8 layout[MAX_LAYOUT_NBYTES];  // a copy: others could change it while it is read
     std::memcpy(layout, held.at + sizeof head, layout_nbytes);
     // Before anything is made: what ends meanwhile, in whatever way, must not release it.
     bool was_shown = std::exchange(held.is_shown, true);

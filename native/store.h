@@ -72,7 +72,7 @@ class Store {
             }
             if (is_full) throw pool_.exhausted(nbytes);  // and it did not come meanwhile, with what was in the way
             if (pool_.try_take(nbytes, out, deadline)) break;
-            is_full = attempts >= MOST_ATTEMPTS || !evict(nbytes, deadline);
+            is_full = attempts >= MAX_ATTEMPTS || !evict(nbytes, deadline);
         }
         PENSTOCK_POINT("store.taken");
         Begun found = Begun::fill;
@@ -211,7 +211,7 @@ class Store {
    private:
     static constexpr u32 NONE = ~0u;
     static constexpr size_t AHEAD = 6;        // blocks; looking at many is waiting for memory, and little else
-    static constexpr int MOST_ATTEMPTS = 64;  // others may take what was made free; then it is really full
+    static constexpr int MAX_ATTEMPTS = 64;  // others may take what was made free; then it is really full
 
     struct Unlock {
         Attachment& by;

@@ -198,7 +198,7 @@ inline u64 ring_all(Bell& bell) {
 // core.)
 enum class Woken { ready, deadline, interrupted };
 inline constexpr u64 LOOK_UP_NS = 80'000'000;
-inline constexpr u64 LOOK_UP_MOST_NS = 960'000'000;
+inline constexpr u64 MAX_LOOK_UP_NS = 960'000'000;
 
 // Sleeps until ready(), the deadline, or a signal. The caller has let go of every lock of the interpreter. With
 // clears = false the bit is left to the ringer, which takes all bits and wakes all: for waiters that share bits.
@@ -211,7 +211,7 @@ Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, co
     u64 started = is_resumed ? began : entered;
     if (!is_resumed) waits.since_ns.store(started, RELAXED);
     // The next look-up: 80 ms after the wait began, then ever later, for what came in between has long been seen.
-    u64 look_up = entered + std::clamp(entered - started, LOOK_UP_NS, LOOK_UP_MOST_NS);
+    u64 look_up = entered + std::clamp(entered - started, LOOK_UP_NS, MAX_LOOK_UP_NS);
     u64 until = std::min(deadline, look_up);
     auto finish = [&](Woken why) {
         u64 waited = now_ns() - started;

@@ -24,7 +24,7 @@ COLOURS = {
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 GROUNDS = {"white": (250, 250, 250), "grey": (150, 150, 150), "black": (15, 15, 15)}
 RADII = {1: (0.15, 0.22), 2: (0.15, 0.21), 3: (0.13, 0.17)}  # of so many shapes
-MOST_SHAPES = len(RADII)
+MAX_SHAPES = len(RADII)
 MARGIN = 0.15  # two shapes differ by this much more in one direction than in the other, so that "left of" is no opinion
 
 
@@ -77,7 +77,7 @@ class Scene(NamedTuple):
 
 def scene(rng: np.random.Generator, count: int | None = None) -> Scene:
     """No two shapes are alike in both shape and colour."""
-    count = int(rng.integers(1, MOST_SHAPES + 1)) if count is None else count
+    count = int(rng.integers(1, MAX_SHAPES + 1)) if count is None else count
     made: list[Shape] = []
     tries = 0
     while len(made) < count:

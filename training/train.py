@@ -28,7 +28,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from training.scenes import COLOURS, MOST_SHAPES, SHAPES, Scene, scene
+from training.scenes import COLOURS, MAX_SHAPES, SHAPES, Scene, scene
 from training.talk import CAPTION, CHAT, caption, chat, conversation, question
 
 SIDE, PATCH = 96, 12
@@ -153,7 +153,7 @@ class Talk:
     def batches(self, count: int) -> Iterator[Batch]:
         """Without end. Rows of about one length come together: padding costs as much as what is learnt."""
         while True:
-            many = self.rng.choice(np.arange(1, MOST_SHAPES + 1), size=POOLED * count, p=SHARES)
+            many = self.rng.choice(np.arange(1, MAX_SHAPES + 1), size=POOLED * count, p=SHARES)
             scenes = [scene(self.rng, int(one)) for one in many]
             rows = sorted(
                 ((self.row(conversation(one, self.rng), True), one) for one in scenes), key=lambda row: len(row[0][0])

@@ -18,12 +18,12 @@ import numpy as np
 
 from bench.engine_cases import spent
 from penstock import Timeout
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Member, Tree
-from penstock.engine.core.engine_core import Core
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.output.inline_output import InlineOutput
 from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop, Submit
-from penstock.engine.worker.simulated_device import Simulated
+from penstock.engine.worker.simulated_device import SimulatedRunner
 from penstock.measure import vllm2024
 
 PAGE_NBYTES = 4096
@@ -154,12 +154,12 @@ WIRES: dict[str, tuple[Any, Any]] = {"zeromq": (ZeromqCore, ZeromqWorker), "gloo
 
 
 # ── the core ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def run_core(wire: str, scratch: str, tree: Tree, me: Member) -> None:
+def run_core(wire: str, scratch: str, tree: Cluster, me: ProcessId) -> None:
     spent.run(ClassicCore(tree, me, WIRES[wire][0](scratch, tree.config.tensor_parallel_size)), scratch)
 
 
-class ClassicCore(Core):
-    def __init__(self, tree: Tree, me: Member, wire: Any) -> None:
+class ClassicCore(EngineCore):
+    def __init__(self, tree: Cluster, me: ProcessId, wire: Any) -> None:
         super().__init__(tree, me, InlineOutput(tree.config) if tree.config.output_processors == 0 else None)
         self._steps.close()
         self._results.close()
@@ -180,19 +180,16 @@ class ClassicCore(Core):
             self._images[message.server, message.request] = self._wire.receive_image()
         super()._take(message)
 
-    def _has_sent_step(self) -> bool:
+    def _broadcast_step(self) -> None:
         scheduler = self._scheduler
-        if not scheduler.plan(self._plan):
-            return False
-        step = self._plan.finish(self._sequence.leader, self._sequence.next_number)
+        step = self._plan.build(self._sequence.leader, self._sequence.next_number)
         self._sequence.number = step.number
         self._schedule.apply(step)
         self._wire.send((step.leader, step.number, self._whole_state(step)), self._config.step_timeout)
-        scheduler.sent(step)
+        scheduler.on_sent(step)
         if self._inline_output is not None:
             self._inline_output.sent(step)
         self._publish()
-        return True
 
     def _whole_state(self, step: Step) -> vllm2024.ExecuteModelRequest:
         """Of all that run. The step has been applied."""
@@ -232,12 +229,12 @@ class ClassicCore(Core):
 
 
 # ── the workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def run_worker(wire: str, scratch: str, tree: Tree, me: Member) -> None:
+def run_worker(wire: str, scratch: str, tree: Cluster, me: ProcessId) -> None:
     config, group = tree.config, tree.groups[me.group]
     assert config.simulated is not None, "this engine has no other device"
-    device = Simulated(config.simulated, config.max_num_seqs)
+    device = SimulatedRunner(config.simulated, config.max_num_seqs)
     end = WIRES[wire][1](scratch, me.index, config.tensor_parallel_size)
-    row = Board(tree.board, writable=True).row(me.group)
+    row = StatusBoard(tree.board, writable=True).row(me.group)
     inbox = group.inbox.sender(tree.worker_lane(me.index), name=str(me))
     inbox.send(Ready(me.index, device.blocks, device.vocabulary), config.start_timeout)
     end.meet()
@@ -248,7 +245,7 @@ def run_worker(wire: str, scratch: str, tree: Tree, me: Member) -> None:
         sampled = device.launch(schedule, step).result()
         end.answer(leader, number, sampled.ids.tolist())
         if me.index == 0:
-            row[Board.BUSY_NS], row[Board.IDLE_NS] = int(device.busy * 1e9), int(device.idle * 1e9)
+            row[StatusBoard.BUSY_NS], row[StatusBoard.IDLE_NS] = int(device.busy * 1e9), int(device.idle * 1e9)
     end.close()
     inbox.close()
 

@@ -25,7 +25,7 @@ from bench.harness.figures import Figures
 from bench.harness.output import short, short_nbytes
 from bench.harness.turns import Outcome
 from penstock import Outgoing
-from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import SimulatedDevice
 
 IMAGE_WAYS = (OURS, CLASSIC_ZEROMQ, CLASSIC_GLOO)
@@ -97,7 +97,7 @@ class Asking:
         took = time.monotonic() - began
         while delta.finished is None:
             delta = self.server.receive()
-        until(lambda: self.server.row[Board.OPEN] == 0)
+        until(lambda: self.server.row[StatusBoard.OPEN] == 0)
         return took
 
     def hits(self) -> float | None:

@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from bench.engine_cases.trees import Bench
 from bench.harness.figures import Figures
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Member
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import ProcessId
 from penstock.engine.protocol.batch_state import Input, columns_of_inputs
 from penstock.engine.protocol.messages import Abort, Announce, Delta, Failed, Ints, SamplingParams, Style, Submit
-from penstock.engine.worker.simulated_device import Rule
+from penstock.engine.worker.simulated_device import TokenRule
 from penstock.tools.inspect.processes import process_of
 
 PATIENCE = 60.0  # seconds; for any one message
@@ -45,10 +45,10 @@ class Server:
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        tree, name = bench.tree, str(Member("server", 0, 0, 1))
+        tree, name = bench.tree, str(ProcessId("server", 0, 0, 1))
         simulated = tree.config.simulated
         assert simulated is not None, "this benchmark has no other device"
-        self.rule = Rule(simulated)
+        self.rule = TokenRule(simulated)
         self.vocabulary = simulated.vocabulary
         self.row = bench.board.row(0)
         self._deltas = tree.servers[0].receiver(name=name)
@@ -99,8 +99,8 @@ class Reading:
     @classmethod
     def take(cls, server: Server) -> Reading:
         row = server.row
-        own, steps = row[Board.OWN_NS], row[Board.STEPS]
-        busy, idle = row[Board.BUSY_NS], row[Board.IDLE_NS]
+        own, steps = row[StatusBoard.OWN_NS], row[StatusBoard.STEPS]
+        busy, idle = row[StatusBoard.BUSY_NS], row[StatusBoard.IDLE_NS]
         core = process_of(server.bench.pid("core"))
         if core is None:
             raise Wrong("its core has ended")
@@ -192,7 +192,7 @@ def _end(server: Server, first: int, batch: int) -> None:
     while left:
         delta = server.receive()
         left -= 0 if delta.finished is None else delta.finished.rows.size
-    until(lambda: server.row[Board.OPEN] == 0)
+    until(lambda: server.row[StatusBoard.OPEN] == 0)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.cluster.topology import Member, Tree
-from penstock.engine.core.engine_core import Core
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.output.inline_output import InlineOutput
 
 FILE = "spent.json"
@@ -24,25 +24,25 @@ EVERY = 4  # steps, of which one is timed
 LAST = 100  # of those that are; those of the end: all decode
 # By name, where the method stands; a tree of another kind has not got all of them.
 PARTS = {
-    "take in": "_take_in",
-    "plan": "_scheduler.plan",
-    "finish": "_plan.finish",
+    "take in": "_receive_requests",
+    "plan": "_scheduler.schedule",
+    "build": "_plan.build",
     "whole state": "_whole_state",
     "apply": "_schedule.apply",
     "send": "_steps.send",
-    "note sent": "_scheduler.sent",
-    "note done": "_scheduler.done",
+    "note sent": "_scheduler.on_sent",
+    "note done": "_scheduler.on_result",
     "outputs": "_inline_output.done",
     "board": "_publish",
 }
 REST = "the rest"  # what of a step stands in no part: the loop between them, and the clock
 
 
-def run_core(folder: str, tree: Tree, me: Member) -> None:
-    run(Core(tree, me, InlineOutput(tree.config) if tree.config.output_processors == 0 else None), folder)
+def run_core(folder: str, tree: Cluster, me: ProcessId) -> None:
+    run(EngineCore(tree, me, InlineOutput(tree.config) if tree.config.output_processors == 0 else None), folder)
 
 
-def run(core: Core, folder: str) -> None:
+def run(core: EngineCore, folder: str) -> None:
     core.start()
     spent = _Spent(core)
     core.run()
@@ -53,7 +53,7 @@ def run(core: Core, folder: str) -> None:
 class _Spent:
     """Nanoseconds. A step's time goes from one look at the board to the next, but for where the core waits."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._places = {part: found for part, place in PARTS.items() if (found := _find(core, place)) is not None}
         self._taken: dict[str, deque[int]] = {part: deque(maxlen=LAST) for part in (*self._places, REST)}
@@ -99,7 +99,7 @@ class _Spent:
             self._now[part] += time.perf_counter_ns() - begin
 
 
-def _find(core: Core, place: str) -> tuple[Any, str, Callable[..., Any]] | None:
+def _find(core: EngineCore, place: str) -> tuple[Any, str, Callable[..., Any]] | None:
     """Whose method it is, its name, and itself. None: this core has no such part."""
     *path, name = place.split(".")
     owner: Any = core

@@ -16,7 +16,7 @@ from typing import Any
 from bench.engine_cases import spent
 from bench.impls import Unavailable
 from penstock.engine.cluster.logs import LOGGER
-from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.launcher import Launcher
 from penstock.engine.protocol.config import EngineConfig
 
@@ -95,6 +95,6 @@ class Bench(Launcher):
         return next(child.pid for unit in self.units for child in unit.children.values() if child.member.kind == kind)
 
 
-def quietly(run: Callable[[Tree, Member], None], tree: Tree, me: Member) -> None:
+def quietly(run: Callable[[Cluster, ProcessId], None], tree: Cluster, me: ProcessId) -> None:
     LOGGER.setLevel(logging.WARNING)
     run(tree, me)

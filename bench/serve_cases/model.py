@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from penstock.engine.model_dir import completed
+from penstock.engine.model_dir import with_model_defaults
 from penstock.engine.protocol.config import EngineConfig
 from penstock.tools.load.prompts import WORDS
 
@@ -62,4 +62,4 @@ def _tokenizer(directory: Path) -> int:
 
 def longest(directory: Path) -> int:
     """Tokens of a prompt and its answer, of both servers: what ours would do by itself, vLLM's has to be told."""
-    return completed(EngineConfig(model=str(directory), max_model_len=LONGEST)).max_model_len
+    return with_model_defaults(EngineConfig(model=str(directory), max_model_len=LONGEST)).max_model_len

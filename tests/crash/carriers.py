@@ -26,7 +26,7 @@ from tests.crash.actors import RECEIVED, SENT, Board, insist
 SERVERS, CORES, WORKERS = 4, 2, 2  # workers of each core
 KEYS = 40
 NBYTES = 3 << 19  # less than all of it together, so that some is evicted, and some finds no room
-MOST_OPEN = 8  # requests of one server
+MAX_OPEN = 8  # requests of one server
 LOST = (penstock.Timeout, penstock.WouldBlock, penstock.EndOfChannel, penstock.PeerDied)
 
 
@@ -180,7 +180,7 @@ class Server(Carrier):
         self.ready()
         while not self.board.is_over:
             self.ask()
-            self.look_after(MOST_OPEN)
+            self.look_after(MAX_OPEN)
             self.note(RECEIVED, self.outgoing.stats().inline_full)
             if self.is_likely(0.1):
                 time.sleep(self.chance.random() * 0.002)

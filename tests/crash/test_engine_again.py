@@ -8,8 +8,8 @@ import pytest
 
 from penstock.engine.client.client import Client
 from penstock.engine.cluster import topology as trees
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import SamplingParams, Style
 from tests.support.engine import SHAPE, START, Running, answered, prompt, running
 
@@ -22,7 +22,7 @@ async def must_answer(tree: Running, client: Client, tokens: int = 20) -> None:
 
 
 async def must_serve(tree: Running, incarnation: int) -> None:
-    await tree.until(lambda: tree.number(Board.SERVING) == incarnation or tree.launcher.has_failed, START)
+    await tree.until(lambda: tree.number(StatusBoard.SERVING) == incarnation or tree.launcher.has_failed, START)
     await tree.launcher.serving(START)
 
 
@@ -45,7 +45,7 @@ def test_a_group_serves_again_also_when_the_places_of_its_dead_have_been_taken(
 
 
 # ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def ask_for_ever(tree: Tree, me: Member) -> None:
+def ask_for_ever(tree: Cluster, me: ProcessId) -> None:
     """Ends with an error when one of its requests is not answered in time. Every other one is announced."""
 
     async def life() -> None:
@@ -53,7 +53,9 @@ def ask_for_ever(tree: Tree, me: Member) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
         async with Client(tree, me) as client:
             params = SamplingParams(max_tokens=30, ignore_eos=True)
-            while Board(tree.board).row(0)[Board.SERVING] == 0:  # the first server may begin before its group
+            while (
+                StatusBoard(tree.board).row(0)[StatusBoard.SERVING] == 0
+            ):  # the first server may begin before its group
                 await asyncio.sleep(0.01)
             while not is_over.is_set():
                 styles = [(Style.COMPLETION, b'{"id":"1"'), None] * 2
@@ -77,7 +79,7 @@ def test_who_takes_the_place_of_a_dead_server_is_not_taken_for_it(monkeypatch: p
             group = {one.pid for one in tree.children() if one.member.kind != "server"}
             worker = tree.child("worker")
             for incarnation in range(2, 6):
-                await tree.until(lambda: tree.number(Board.OPEN) > 0)
+                await tree.until(lambda: tree.number(StatusBoard.OPEN) > 0)
                 await asyncio.sleep(1.1)  # who has not lived for as long as that has failed to start
                 worker.signal(signal.SIGSTOP)
                 tree.child("server").signal(signal.SIGKILL)

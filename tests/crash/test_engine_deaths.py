@@ -15,8 +15,8 @@ import pytest
 
 from penstock.engine.client.client import Client
 from penstock.engine.cluster import logs
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.launcher import Launcher, TreeFailed
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
@@ -91,7 +91,7 @@ def test_one_of_a_group_is_stopped_for_a_while_and_nothing_is_lost(kind: str, in
 
 
 # ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def serve(tree: Tree, me: Member) -> None:
+def serve(tree: Cluster, me: ProcessId) -> None:
     """Asks for ever, until SIGTERM; and then until what is open is answered."""
 
     async def ask(client: Client) -> None:
@@ -119,12 +119,12 @@ def test_a_server_is_killed_or_stopped_and_the_others_do_not_notice() -> None:
         async with running(serve, api_server_count=2, step_timeout=2.0, **SHAPE) as tree:
             core = tree.child("core").pid
             for number in (signal.SIGKILL, signal.SIGSTOP):
-                await tree.until(lambda: tree.number(Board.OPEN) == 8)
+                await tree.until(lambda: tree.number(StatusBoard.OPEN) == 8)
                 victim = tree.child("server", 1)
                 os.kill(victim.pid, number)
-                await tree.until(lambda: tree.number(Board.OPEN) <= 4)  # its requests are forgotten, or answered
+                await tree.until(lambda: tree.number(StatusBoard.OPEN) <= 4)  # its requests are forgotten, or answered
                 await tree.until(lambda gone=victim.pid: gone not in {one.pid for one in tree.children()})
-                await tree.until(lambda: tree.number(Board.OPEN) == 8, START)  # its successor asks, too
+                await tree.until(lambda: tree.number(StatusBoard.OPEN) == 8, START)  # its successor asks, too
                 assert tree.child("server", 1).pid != victim.pid and tree.child("core").pid == core
 
     asyncio.run(scene())
@@ -132,13 +132,13 @@ def test_a_server_is_killed_or_stopped_and_the_others_do_not_notice() -> None:
 
 # ── the tree ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def live(shutdown_timeout: float) -> None:
-    logs.begin("launcher", "text")
+    logs.configure("launcher", "text")
     config = EngineConfig(simulated=told(step_seconds=0.01), shutdown_timeout=shutdown_timeout, api_server_count=2)
     launcher = Launcher(config, serve)
     running = asyncio.ensure_future(launcher.run())
     await asyncio.sleep(0)
     await launcher.serving(START)
-    while launcher.board.row(0)[Board.OPEN] < 8:
+    while launcher.board.row(0)[StatusBoard.OPEN] < 8:
         await asyncio.sleep(0.005)
     print("pids", *(child.pid for unit in launcher.units for child in unit.children.values()), flush=True)
     await running
@@ -214,7 +214,7 @@ def test_who_asks_while_nobody_serves_or_the_tree_drains_is_told_so() -> None:
     async def scene() -> None:
         async with running(output_processors=0) as tree, Client(tree.launcher.tree, 0) as client:
             os.kill(tree.child("core").pid, signal.SIGKILL)
-            await tree.until(lambda: tree.number(Board.SERVING) == 0)
+            await tree.until(lambda: tree.number(StatusBoard.SERVING) == 0)
             with pytest.raises(Exception, match="no group of the engine serves now"):
                 await client.submit(prompt(), SamplingParams())
             await must_serve_again(tree, client)

@@ -14,11 +14,11 @@ import pytest
 from penstock import Timeout
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Member, Tree
-from penstock.engine.launcher import Launcher, TreeFailed, Unit
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.launcher import Launcher, ProcessGroup, TreeFailed
 from penstock.engine.output import output_processor
-from penstock.engine.output.detokenizer import vocabulary
+from penstock.engine.output.detokenizer import load_vocabulary
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Abort, Announce, SamplingParams, Style, Submit
 from penstock.engine.worker import worker
@@ -26,13 +26,13 @@ from penstock.engine.worker.worker import Worker, device_of
 from tests.crash.test_engine_deaths import load, must_be_told, must_serve_again
 from tests.support.engine import START, Running, told
 
-Life = Callable[[Tree, Member], None]
+Life = Callable[[Cluster, ProcessId], None]
 STEP_TIMEOUT = 3.0
 LAST = 10  # step that goes well
 
 
 # ── lives that fail in their first incarnation ───────────────────────────────────────────────────────────────────────
-def raises_in_a_step(tree: Tree, me: Member) -> None:
+def raises_in_a_step(tree: Cluster, me: ProcessId) -> None:
     device = device_of(tree, me)
     begin = device.launch
 
@@ -54,12 +54,12 @@ class Forgetful(Worker):
         super()._turn()
 
 
-def misses_a_step(tree: Tree, me: Member) -> None:
+def misses_a_step(tree: Cluster, me: ProcessId) -> None:
     Forgetful(tree, me, device_of(tree, me)).run()
 
 
-def dies_between_result_and_answer(tree: Tree, me: Member) -> None:
-    mine = output_processor.Output(tree, me, vocabulary(tree.config))
+def dies_between_result_and_answer(tree: Cluster, me: ProcessId) -> None:
+    mine = output_processor.OutputProcessor(tree, me, load_vocabulary(tree.config))
     done, results = mine._state.done, iter(range(LAST))
 
     def die_or(message: Any) -> Any:
@@ -73,7 +73,7 @@ def dies_between_result_and_answer(tree: Tree, me: Member) -> None:
     mine.close()
 
 
-def cannot_load(tree: Tree, me: Member) -> None:
+def cannot_load(tree: Cluster, me: ProcessId) -> None:
     tree.groups[me.group].inbox.sender(tree.worker_lane(me.index), name=str(me))  # so that the core mourns for it
     time.sleep(0.2)
     raise ValueError("there are no weights in '/models/x'")
@@ -104,7 +104,7 @@ def test_who_fails_in_the_middle_of_a_step_costs_the_open_requests_and_no_more(k
             began = asyncio.get_running_loop().time() + (STEP_TIMEOUT if life is misses_a_step else 0)
             await must_be_told(await load(client, 4000), began, life.__name__)
             await must_serve_again(tree, client)
-            assert tree.number(Board.SERVING) == 2
+            assert tree.number(StatusBoard.SERVING) == 2
 
     asyncio.run(scene())
 
@@ -160,7 +160,7 @@ def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
                 asking = asyncio.ensure_future(
                     pieces_of(await client.submit([1, 2, 3], SamplingParams(max_tokens=300)))
                 )
-                await tree.until(lambda: tree.number(Board.OPEN) == 1)
+                await tree.until(lambda: tree.number(StatusBoard.OPEN) == 1)
                 (request,) = client._streams
                 core, told = liar._cores[0], (liar._outputs[0] or liar._cores)[0]
                 await told.send(Announce(0, request, Style.CHAT, b"{"))
@@ -168,10 +168,10 @@ def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
                 await core.send(Abort(0, np.array([request], np.int32)))
                 await core.send(Submit(0, request + 1, np.arange(4, dtype=np.int32), SamplingParams()))
                 assert await asyncio.wait_for(asking, 20.0) == tree.rule.answer(np.array([1, 2, 3], np.int32), 300)
-                liar._me = Member("server", 0, 0, 1)
+                liar._me = ProcessId("server", 0, 0, 1)
                 with pytest.raises(EngineError, match="server 1 asked as server 0"):
                     await asyncio.wait_for(pieces_of(await liar.submit([4, 5])), 10.0)
-                liar._me = Member("server", 0, 1, 1)
+                liar._me = ProcessId("server", 0, 1, 1)
                 await must_serve_again(tree, client)
                 assert {one.pid for one in tree.children()} == pids
 
@@ -213,7 +213,7 @@ def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
 
 def test_who_dies_again_and_again_starts_after_longer_pauses() -> None:
     launcher: Any = None
-    unit = Unit(launcher, 0, [("core", 0, worker.run)])
+    unit = ProcessGroup(launcher, 0, [("core", 0, worker.run)])
 
     def pauses(times: int, is_failure: bool, lived: float) -> list[float]:
         found = []

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from penstock import Store
-from penstock.engine.client.client import Client, Value
+from penstock.engine.client.client import Client, ImageInput
 from penstock.engine.client.stream import EngineError
-from penstock.engine.cluster.process import Child
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.cluster.process import ChildProcess
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import SamplingParams
 from tests.support.engine import PATIENCE, SHAPE, START, Running, prompt, running
 
@@ -25,10 +25,13 @@ LENGTH = 8  # ids of an image
 WITH_STORE = {**SHAPE, "store_nbytes": NBYTES}
 
 
-def images(number: int) -> list[Value]:
+def images(number: int) -> list[ImageInput]:
     """One with a key, which others may have too, and one without."""
     pixels = np.full((3, 224, 224), number, np.float32)
-    return [Value({"pixel_values": pixels}, 0, LENGTH, number.to_bytes(32, "little")), Value([pixels], 10, LENGTH)]
+    return [
+        ImageInput({"pixel_values": pixels}, 0, LENGTH, number.to_bytes(32, "little")),
+        ImageInput([pixels], 10, LENGTH),
+    ]
 
 
 async def ask(client: Client, number: int, tokens: int) -> tuple[list[int], list[int]]:
@@ -85,11 +88,11 @@ def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int
     asyncio.run(scene())
 
 
-def servers(tree: Running) -> list[Child]:
+def servers(tree: Running) -> list[ChildProcess]:
     return [one for one in tree.children() if one.member.kind == "server"]
 
 
-def serve(tree: Tree, me: Member) -> None:
+def serve(tree: Cluster, me: ProcessId) -> None:
     """Asks for ever."""
 
     async def life() -> None:
@@ -110,17 +113,19 @@ def test_servers_die_while_they_put_and_hold_images() -> None:
             store = tree.launcher.tree.store
             assert store is not None
             for _ in range(3):
-                await tree.until(lambda: len(servers(tree)) == 2 and tree.number(Board.OPEN) > 4 and held(store), START)
+                await tree.until(
+                    lambda: len(servers(tree)) == 2 and tree.number(StatusBoard.OPEN) > 4 and held(store), START
+                )
                 victim = tree.child("server", 1)
                 os.kill(victim.pid, signal.SIGKILL)
                 await tree.until(lambda gone=victim.pid: gone not in {one.pid for one in tree.children()})
-                await tree.until(lambda: tree.number(Board.OPEN) <= 4)  # its requests are forgotten
+                await tree.until(lambda: tree.number(StatusBoard.OPEN) <= 4)  # its requests are forgotten
             for unit in tree.launcher.units:
                 if not unit.is_group:
                     unit.signal(signal.SIGTERM)
             tree.launcher.is_stopping = True  # and nobody starts them again
             await tree.until(lambda: not servers(tree))
-            await tree.until(lambda: tree.number(Board.OPEN) == 0)
+            await tree.until(lambda: tree.number(StatusBoard.OPEN) == 0)
             await must_be_held_by_nobody(tree)
 
     asyncio.run(scene())

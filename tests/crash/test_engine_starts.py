@@ -23,43 +23,43 @@ pytest.importorskip("uvicorn")
 
 from penstock.cli.serve import Serving
 from penstock.engine import launcher as launch
-from penstock.engine.cluster.process import CannotStart, Child, starting
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.cluster.process import CannotStart, ChildProcess, starting
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.launcher import Launcher, TreeFailed
 from penstock.engine.protocol.config import SHIPPED, EngineConfig
 from penstock.engine.worker import worker
-from penstock.server.chat.response_schema import Group, Health
+from penstock.server.chat.response_schema import EngineHealth, HealthResponse
 from penstock.server.options import ServerOptions
 from penstock.server.server_process import listen
 from tests.e2e.test_server import Served, posted
 from tests.support.command import serving
 from tests.support.engine import START, Running, told
 
-Life = Callable[[Tree, Member], None]
+Life = Callable[[Cluster, ProcessId], None]
 FAILED = 5  # starts in a row, which is more than a unit has that has never served
 KILLS = 30
 SOON = (0.0, *[0.02] * 8)  # seconds before another start
 
 
 # ── lives ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def is_killed_while_it_starts_again(tree: Tree, me: Member) -> None:
+def is_killed_while_it_starts_again(tree: Cluster, me: ProcessId) -> None:
     if 1 < me.incarnation <= 1 + FAILED:
         os.kill(os.getpid(), signal.SIGKILL)
     worker.run(tree, me)
 
 
-def is_killed_after_a_while(tree: Tree, me: Member) -> None:
+def is_killed_after_a_while(tree: Cluster, me: ProcessId) -> None:
     time.sleep(1.2)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def has_no_memory(tree: Tree, me: Member) -> None:
+def has_no_memory(tree: Cluster, me: ProcessId) -> None:
     with starting():
         raise MemoryError("no room for keys and values:\n0.5 MiB left")
 
 
-def wait_for_the_end(tree: Tree, me: Member) -> None:
+def wait_for_the_end(tree: Cluster, me: ProcessId) -> None:
     time.sleep(600)
 
 
@@ -86,15 +86,15 @@ def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_cou
 ) -> None:
     monkeypatch.setattr(launch, "BACK_OFF", SOON)
 
-    async def health(tree: Served) -> list[Group]:
-        return msgspec.json.decode((await tree.get("/health"))[1], type=Health).groups
+    async def health(tree: Served) -> list[EngineHealth]:
+        return msgspec.json.decode((await tree.get("/health"))[1], type=HealthResponse).groups
 
     async def scene() -> None:
         async with tree_with(0, "worker", is_killed_while_it_starts_again, data_parallel_size=2) as tree:
             await tree.launcher.serving(START)
-            next(one for one in tree.children() if one.member == Member("worker", 0, 0, 1)).signal(signal.SIGKILL)
+            next(one for one in tree.children() if one.member == ProcessId("worker", 0, 0, 1)).signal(signal.SIGKILL)
             counted = set()
-            while tree.number(Board.SERVING, 0) != 2 + FAILED:
+            while tree.number(StatusBoard.SERVING, 0) != 2 + FAILED:
                 assert not tree.launcher.has_failed
                 group, other = await health(tree)
                 counted.add(group.failed_starts)
@@ -149,7 +149,7 @@ def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(
     asyncio.run(scene())
 
 
-def is_another_server(child: Child, pid: int) -> bool:
+def is_another_server(child: ChildProcess, pid: int) -> bool:
     return child.member.kind == "server" and child.pid != pid
 
 
@@ -158,9 +158,9 @@ def test_a_unit_for_which_there_is_no_descriptor_is_tried_again(
     has_served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "BACK_OFF", SOON)
-    start, failed = Child.start, []
+    start, failed = ChildProcess.start, []
 
-    def fail(member: Member, run: Life, tree: Tree) -> Child:
+    def fail(member: ProcessId, run: Life, tree: Cluster) -> ChildProcess:
         if member.kind == "worker" and len(failed) < FAILED:
             failed.append(member)
             raise OSError(errno.EMFILE, "Too many open files")
@@ -172,12 +172,12 @@ def test_a_unit_for_which_there_is_no_descriptor_is_tried_again(
             if has_served:
                 launcher.start()
                 await launcher.serving(START)
-                monkeypatch.setattr(Child, "start", fail)
+                monkeypatch.setattr(ChildProcess, "start", fail)
                 Running(launcher).child("core").signal(signal.SIGKILL)
-                await Running(launcher).until(lambda: launcher.board.row(0)[Board.SERVING] == 2 + FAILED, START)
+                await Running(launcher).until(lambda: launcher.board.row(0)[StatusBoard.SERVING] == 2 + FAILED, START)
                 assert len(failed) == FAILED
             else:
-                monkeypatch.setattr(Child, "start", fail)
+                monkeypatch.setattr(ChildProcess, "start", fail)
                 launcher.start()
                 with pytest.raises(TreeFailed, match=r"group 0 ended 3 times .* could not be started: .*Too many open"):
                     await launcher.serving(START)
@@ -195,9 +195,9 @@ def test_a_process_that_cannot_be_watched_does_not_live(monkeypatch: pytest.Monk
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "pidfd_open", fail)
-    tree = Tree.lay(EngineConfig(simulated=told()))
+    tree = Cluster.lay(EngineConfig(simulated=told()))
     with contextlib.closing(tree), pytest.raises(OSError, match="Too many open files"):
-        Child.start(Member("worker", 0, 0, 1), wait_for_the_end, tree)
+        ChildProcess.start(ProcessId("worker", 0, 0, 1), wait_for_the_end, tree)
     (pid,) = pids
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -225,7 +225,7 @@ def test_a_unit_that_never_serves_ends_the_tree_with_its_reason(unit: int, kind:
 def test_a_tree_whose_servers_do_not_serve_is_not_said_to_serve() -> None:
     async def scene() -> None:
         async with tree_with(1, "server", wait_for_the_end) as tree:
-            await tree.until(lambda: tree.number(Board.SERVING) == 1, START)
+            await tree.until(lambda: tree.number(StatusBoard.SERVING) == 1, START)
             with pytest.raises(TimeoutError, match=r"server 0: not serving within 0\.5 s"):
                 await tree.launcher.serving(0.5)
 

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
-from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
 from tests.support.engine import PATIENCE, START, Running, prompt, running, told
@@ -70,7 +70,7 @@ class Storm:
         """One group at a time, so that the other one's requests must not notice."""
         group = self.chance.randrange(2)
         its = [one for one in self.tree.children() if one.member.group == group]
-        if not its or self.tree.launcher.board.row(group)[Board.SERVING] == 0:
+        if not its or self.tree.launcher.board.row(group)[StatusBoard.SERVING] == 0:
             return await asyncio.sleep(0.05)
         victim = self.chance.choice(its)
         how = self.chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
@@ -119,8 +119,8 @@ def test_two_groups_under_random_blows_answer_or_tell_every_request(outputs: int
                 assert client.open_requests == 0
                 for group in range(2):
                     row = tree.launcher.board.row(group)
-                    await tree.until(lambda row=row: row[Board.OPEN] == 0)
-                    await tree.until(lambda row=row: row[Board.FREE_BLOCKS] == simulated.blocks)
+                    await tree.until(lambda row=row: row[StatusBoard.OPEN] == 0)
+                    await tree.until(lambda row=row: row[StatusBoard.FREE_BLOCKS] == simulated.blocks)
             after = sorted(storm.told_after) or [0.0]
             print(
                 f"{len(storm.blows)} blows; {dict(storm.ends)}; told within "

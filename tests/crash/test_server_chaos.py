@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-from penstock.engine.cluster.process import Child
-from penstock.engine.cluster.status_board import Board
-from penstock.server.status.counters import Row
+from penstock.engine.cluster.process import ChildProcess
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.server.status.counters import ProcessCounters
 from tests import tiers
 from tests.e2e.test_server import Served, served
 from tests.support.engine import START, told
@@ -26,7 +26,7 @@ STEP_TIMEOUT = 2.0  # seconds; who is stopped for longer is killed
 MODEL_START = 240.0  # seconds; eight processes import torch
 MODEL_WITHIN = 120.0  # seconds; until it has answered, while they do
 NOTICED = 2.0  # seconds after a blow, on a machine that is busy: who has begun later is not concerned by it
-CALM = 2.0  # seconds at the end in which nobody is struck: on a busy machine all others may be concerned
+HEALTHY_UPTIME = 2.0  # seconds at the end in which nobody is struck: on a busy machine all others may be concerned
 UNCONCERNED = 0.98  # of those must have been answered …
 ALL = 0.75  # … and of all
 KINDS = ("server", "core", "worker", "output")
@@ -46,7 +46,7 @@ class Chaos:
         self.tree, self.load, self.chance, self.again = tree, load, random.Random(seed), again
         self.blows: list[Blow] = []
 
-    def _victims(self, kind: str) -> list[Child]:
+    def _victims(self, kind: str) -> list[ChildProcess]:
         """Those whose like can do their work meanwhile: all units but theirs are whole."""
         whole = [unit for unit in self.tree.launcher.units if self._is_whole(unit)]
         alike = {"server": [unit for unit in whole if not unit.is_group]}
@@ -57,8 +57,8 @@ class Chaos:
 
     def _is_whole(self, unit) -> bool:
         if unit.is_group:
-            return len(unit.children) == len(unit._parts) and self.tree.number(Board.SERVING, unit._group) > 0
-        return len(unit.children) == 1 and self.tree.launcher.rows[unit._parts[0][1]][Row.SERVING] == 1
+            return len(unit.children) == len(unit._parts) and self.tree.number(StatusBoard.SERVING, unit._group) > 0
+        return len(unit.children) == 1 and self.tree.launcher.rows[unit._parts[0][1]][ProcessCounters.SERVING] == 1
 
     async def strike(self, kind: str, how: str) -> None:
         loop = asyncio.get_running_loop()
@@ -89,7 +89,7 @@ class Chaos:
                     await self.strike(kind, self.chance.choice(HOWS))
                     if load.done():
                         load.result()
-            await asyncio.sleep(NOTICED + CALM)
+            await asyncio.sleep(NOTICED + HEALTHY_UPTIME)
 
     def is_concerned(self, one: Asked) -> bool:
         return any(one.began - NOTICED <= blow.until and blow.at <= one.ended for blow in self.blows)

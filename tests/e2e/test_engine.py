@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
-from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from tests.support.engine import Running, answered, prompt, running, told
 
@@ -80,7 +80,7 @@ def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, 
                 await asyncio.sleep(0.1)
                 gone.cancel()
                 await asyncio.gather(*everybody)
-            assert tree.number(Board.PREEMPTIONS) > 0
+            assert tree.number(StatusBoard.PREEMPTIONS) > 0
             await tree.must_be_empty()
 
     asyncio.run(scene())

@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from penstock.engine.client.client import Client, Value  # noqa: E402
-from penstock.engine.cluster.status_board import Board  # noqa: E402
+from penstock.engine.client.client import Client, ImageInput  # noqa: E402
+from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
@@ -40,11 +40,18 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
                 got = await asyncio.gather(*(answer(client, asked.prompt, len(want)) for asked, want in pairs))
             assert got == [list(want) for _, want in pairs]
             row = launcher.board.row(0)
-            while row[Board.SAMPLED] < sum(map(len, got)):  # it is written when the result has been sent
+            while row[StatusBoard.SAMPLED] < sum(map(len, got)):  # it is written when the result has been sent
                 await asyncio.sleep(0.01)
-            assert row[Board.SAMPLED] == sum(map(len, got))
-            assert 0 < row[Board.COMPUTED] <= sum(len(asked.prompt) for asked, _ in pairs)  # the cache has had the rest
-            assert 0 < row[Board.BUSY_NS] <= row[Board.BUSY_NS] + row[Board.IDLE_NS] < time.monotonic_ns() - began
+            assert row[StatusBoard.SAMPLED] == sum(map(len, got))
+            assert (
+                0 < row[StatusBoard.COMPUTED] <= sum(len(asked.prompt) for asked, _ in pairs)
+            )  # the cache has had the rest
+            assert (
+                0
+                < row[StatusBoard.BUSY_NS]
+                <= row[StatusBoard.BUSY_NS] + row[StatusBoard.IDLE_NS]
+                < time.monotonic_ns() - began
+            )
         finally:
             assert await launcher.stop() == []
 
@@ -135,7 +142,7 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
 
     async def answer(client: Client, asked: Asked, tokens: int, has_key: bool) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        values = [Value(family.images[key], *place, key if has_key else None) for key, *place in asked.inputs]
+        values = [ImageInput(family.images[key], *place, key if has_key else None) for key, *place in asked.inputs]
         async with await client.submit(asked.prompt, params, values=values, timeout=START) as stream:
             return [one async for piece in stream for one in piece.ids]
 

@@ -11,7 +11,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from penstock.engine.client.client import Client  # noqa: E402
 from penstock.engine.client.stream import EngineError  # noqa: E402
-from penstock.engine.cluster.status_board import Board  # noqa: E402
+from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
@@ -135,11 +135,11 @@ def test_every_way_leads_to_the_same_answers_ends_and_counts(
                     await asyncio.wait_for(anext(await client.submit([1, VOCABULARY])), START)
                 row = launcher.board.row(0)
                 for _ in range(1000):
-                    if (row[Board.OPEN], row[Board.FREE_BLOCKS]) == (0, sizes["num_gpu_blocks_override"]):
+                    if (row[StatusBoard.OPEN], row[StatusBoard.FREE_BLOCKS]) == (0, sizes["num_gpu_blocks_override"]):
                         break
                     await asyncio.sleep(0.01)
-                assert (row[Board.OPEN], row[Board.FREE_BLOCKS]) == (0, sizes["num_gpu_blocks_override"])
-                assert row[Board.SERVING] == 1, "the group has died"
+                assert (row[StatusBoard.OPEN], row[StatusBoard.FREE_BLOCKS]) == (0, sizes["num_gpu_blocks_override"])
+                assert row[StatusBoard.SERVING] == 1, "the group has died"
         finally:
             assert await launcher.stop() == []
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.protocol.config import SHIPPED, SimulatedDevice
-from penstock.engine.worker.simulated_device import Rule
+from penstock.engine.worker.simulated_device import TokenRule
 
 COMMAND = [sys.executable, "-m", "penstock", "generate"]
 
@@ -30,7 +30,7 @@ def test_answers_come_in_the_order_of_the_prompts_and_a_refused_one_says_why() -
     lines = '[1, 2, 3]\n\n{"ids": [9], "max_tokens": 2, "n": 2}\n[]\n"hello"\n'
     status, answers, err = generate(lines, "--device-model", "simulated", "--step-ms", "1", "--max-tokens", "20")
     assert status == 1, err
-    rule = Rule(SimulatedDevice())
+    rule = TokenRule(SimulatedDevice())
     assert [one["index"] for one in answers] == [0, 1, 2, 3]
     assert answers[0]["ids"] == rule.answer(np.array([1, 2, 3], np.int32), 20)
     assert answers[0]["text"] == "".join(f" {one}" for one in answers[0]["ids"])

@@ -13,7 +13,7 @@ pytest.importorskip("openai")
 pytest.importorskip("rich")
 pytest.importorskip("uvicorn")
 
-from tests.e2e.test_server import KEY, MOST_OPEN, Served, served
+from tests.e2e.test_server import KEY, MAX_OPEN, Served, served
 
 
 async def bench(tree: Served, path: Path, *options: object) -> tuple[int, dict[str, Any], str]:
@@ -36,7 +36,7 @@ def test_every_token_of_our_server_is_counted_and_more_than_may_be_open_are_told
                 while not tpots or tpots[-1] <= 1.9:
                     assert len(tpots) < 5, f"ms per token: {tpots}"
                     before = await tree.total("vllm:generation_tokens_total")
-                    status, found, said = await bench(tree, tmp_path, *options, "--max-concurrency", MOST_OPEN - 1)
+                    status, found, said = await bench(tree, tmp_path, *options, "--max-concurrency", MAX_OPEN - 1)
                     assert status == 0, said
                     assert (found["requests"], found["failed"], found["tokens_per_event"]) == (30, 0, 1)
                     total = await tree.total("vllm:generation_tokens_total")
@@ -46,10 +46,10 @@ def test_every_token_of_our_server_is_counted_and_more_than_may_be_open_are_told
                     tpots.append(found["tpot"]["mean"])
 
             # Fewer than one process takes connections: which of them takes how many is the kernel's affair.
-            options = ("--num-prompts", 60, "--max-concurrency", 4 * MOST_OPEN - 2, "--output-len", 400)
+            options = ("--num-prompts", 60, "--max-concurrency", 4 * MAX_OPEN - 2, "--output-len", 400)
             status, found, said = await bench(tree, tmp_path, *options)
             assert status == 1 and found["requests"] + found["failed"] == 60
-            assert found["requests"] >= MOST_OPEN and [one["kind"] for one in found["errors"]] == ["status 429"], said
+            assert found["requests"] >= MAX_OPEN and [one["kind"] for one in found["errors"]] == ["status 429"], said
             assert "requests are open already" in said
             await tree.must_be_empty()
 

@@ -20,18 +20,18 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 from penstock.cli.serve import Serving  # noqa: E402
-from penstock.engine.cluster.status_board import Board  # noqa: E402
+from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.launcher import STOP_TIMEOUT  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
-from penstock.engine.worker.simulated_device import Rule  # noqa: E402
+from penstock.engine.worker.simulated_device import TokenRule  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
 from penstock.server.server_process import listen  # noqa: E402
 from tests.support.command import serving  # noqa: E402
 from tests.support.engine import START, Running, told  # noqa: E402
 
 KEY = "sesame"
-MOST_OPEN = 8
-MOST_BODY = 100_000
+MAX_OPEN = 8
+MAX_BODY = 100_000
 
 
 class Served(Running):
@@ -40,7 +40,7 @@ class Served(Running):
     def __init__(self, launcher: Serving, port: int) -> None:
         self.launcher = launcher
         self.config = launcher.tree.config
-        self.rule = Rule(self.config.simulated or told())
+        self.rule = TokenRule(self.config.simulated or told())
         self.port = port
         self.client = self.with_key(KEY)
 
@@ -80,7 +80,7 @@ def posted(path: str, body: dict[str, Any]) -> bytes:
 
 @contextlib.asynccontextmanager
 async def served(limits: dict[str, Any] | None = None, start: float = START, **options: Any) -> AsyncIterator[Served]:
-    usual = {"api_keys": (KEY,), "max_open_requests": MOST_OPEN, "max_body_nbytes": MOST_BODY, "client_timeout": 1.0}
+    usual = {"api_keys": (KEY,), "max_open_requests": MAX_OPEN, "max_body_nbytes": MAX_BODY, "client_timeout": 1.0}
     asked = ServerOptions(port=0, **{**usual, **(limits or {})})
     config = EngineConfig(**{"simulated": told(), "max_model_len": 4096, "api_server_count": 2, **options})
     with contextlib.closing(listen(asked)) as listener:
@@ -293,7 +293,7 @@ async def another_model_another_key_and_too_much_are_refused(tree: Served) -> No
             await stranger.models.list()
         assert caught.value.code == "invalid_api_key"
     with refused("APIStatusError") as caught:
-        await tree.client.completions.create(model="simulated", prompt="x" * MOST_BODY)
+        await tree.client.completions.create(model="simulated", prompt="x" * MAX_BODY)
     assert caught.value.status_code == 413
     assert [model.id for model in (await tree.client.models.list()).data] == ["simulated"]
     status, body = await tree.get("/v1/nowhere")
@@ -304,9 +304,9 @@ async def more_than_may_be_open_are_told_to_come_again(tree: Served) -> None:
     asked = {"model": "simulated", "prompt": "x", "max_tokens": 4000, "stream": True}
     streams = []
     with refused("RateLimitError") as caught:
-        for _ in range(2 * MOST_OPEN + 1):
+        for _ in range(2 * MAX_OPEN + 1):
             streams.append(await tree.client.completions.create(**asked))
-    assert int(caught.value.response.headers["retry-after"]) >= 1 and len(streams) >= MOST_OPEN
+    assert int(caught.value.response.headers["retry-after"]) >= 1 and len(streams) >= MAX_OPEN
     for stream in streams:
         await stream.close()
     await tree.must_be_empty()
@@ -317,13 +317,13 @@ async def a_client_that_goes_takes_its_request_with_it(tree: Served) -> None:
     for stream in (True, False):
         asked = {"prompt": "x", "max_tokens": 4000, "stream": stream}
         reader, writer = await tree.connect("/v1/completions", asked)
-        await tree.until(lambda: tree.number(Board.OPEN) == 1)
+        await tree.until(lambda: tree.number(StatusBoard.OPEN) == 1)
         if stream:
             await reader.readuntil(b"data: ")
         loop = asyncio.get_running_loop()
         began = loop.time()
         writer.transport.abort()
-        await tree.until(lambda: tree.number(Board.OPEN) == 0, within=2.0)
+        await tree.until(lambda: tree.number(StatusBoard.OPEN) == 0, within=2.0)
         print(f"gone after {(loop.time() - began) * 1e3:.1f} ms")
     await tree.must_be_empty()
 
@@ -340,10 +340,12 @@ async def a_client_that_does_not_read_holds_up_nobody_and_loses_its_answer(tree:
             listless.sendall(
                 posted("/v1/completions", {"prompt": "x", "max_tokens": 4000, "n": samples, "stream": True})
             )
-            await tree.until(lambda: tree.number(Board.OPEN) == 1)
+            await tree.until(lambda: tree.number(StatusBoard.OPEN) == 1)
             done = await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
             assert done.choices[0].text == tree.answer("hello", 7)
-            await tree.until(lambda: tree.number(Board.OPEN) == 0, within=6.0)  # the whole answer takes 8 s and more
+            await tree.until(
+                lambda: tree.number(StatusBoard.OPEN) == 0, within=6.0
+            )  # the whole answer takes 8 s and more
             while await lost() == before:
                 await asyncio.sleep(0.05)
     await tree.must_be_empty()
@@ -359,7 +361,7 @@ async def health_and_metrics_tell_of_all_processes(tree: Served) -> None:
     total = tree.total
     before = await total("vllm:generation_tokens_total"), await total("penstock_requests_total")
     await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
-    await tree.until(lambda: tree.number(Board.OPEN) == 0)
+    await tree.until(lambda: tree.number(StatusBoard.OPEN) == 0)
     assert await total("vllm:generation_tokens_total") == before[0] + 7
     assert await total("penstock_requests_total") == before[1] + 1
     assert await total("penstock_open_requests") == 0 and await total("penstock_engine_incarnation") == 1

@@ -41,10 +41,10 @@ def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document
                 (
                     "/v1/completions",
                     {"prompt": "hi"},
-                    response_schema.CompletionAnswer,
+                    response_schema.TextCompletion,
                     response_schema.CompletionChunk,
                 ),
-                ("/v1/chat/completions", chat, response_schema.ChatAnswer, response_schema.ChatChunk),
+                ("/v1/chat/completions", chat, response_schema.ChatCompletion, response_schema.ChatChunk),
             ):
                 for options in ({}, {"n": 2}, {"stop": [" 1", " 2"]}, {"stream_options": {"include_usage": True}}):
                     asking = {**body, "max_tokens": 30, **options}

@@ -13,14 +13,14 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-from penstock.engine.cluster.status_board import Board
-from penstock.server.http.connection import MOST_THROWN_NBYTES
-from tests.e2e.test_server import AUTHORIZED, KEY, MOST_BODY, MOST_OPEN, Served, posted, served
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.server.http.connection import MAX_THROWN_NBYTES
+from tests.e2e.test_server import AUTHORIZED, KEY, MAX_BODY, MAX_OPEN, Served, posted, served
 from tests.shared_tree import Scene, SharedTree, shared_tree
 
 PATIENCE = 1.0  # of the server, as `served` says
 WITHIN = 5.0  # seconds; until somebody who waits no longer than PATIENCE has said so, on a busy machine
-MOST_CONNECTIONS = 4 * MOST_OPEN
+MAX_CONNECTIONS = 4 * MAX_OPEN
 HEAD = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}".encode()
 MODELS = f"GET /v1/models HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}\r\n".encode()
 ASKED = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
@@ -139,7 +139,7 @@ async def a_body_may_take_longer_than_the_patience_if_it_comes(tree: Served) -> 
 
 
 async def as_many_as_may_be_connected_are_and_the_others_are_told(tree: Served) -> None:
-    both = 2 * MOST_CONNECTIONS
+    both = 2 * MAX_CONNECTIONS
     ends = [await asyncio.open_connection("127.0.0.1", tree.port) for _ in range(both + 20)]
     try:
         said = await asyncio.gather(*(asyncio.wait_for(reader.read(), WITHIN) for reader, _ in ends))
@@ -192,7 +192,7 @@ async def requests_without_end_behind_one_that_is_answered_end_the_connection(tr
         await send(writer, [stream])
         await reader.readuntil(b"data: ")
         await asyncio.wait_for(send(writer, [more * 20] * 100), 2 * WITHIN)
-        await tree.until(lambda: tree.number(Board.OPEN) == 0, within=WITHIN)
+        await tree.until(lambda: tree.number(StatusBoard.OPEN) == 0, within=WITHIN)
         writer.transport.abort()
 
 
@@ -208,11 +208,11 @@ async def a_client_that_goes_takes_all_its_requests_with_it(tree: Served) -> Non
     for at_once, later in ((long + long + MODELS, b""), (long, long + MODELS), (long, HEAD + b"content-le")):
         _, writer = await asyncio.open_connection("127.0.0.1", tree.port)
         writer.write(at_once)
-        await tree.until(lambda: tree.number(Board.OPEN) == 1)
+        await tree.until(lambda: tree.number(StatusBoard.OPEN) == 1)
         writer.write(later)
         await asyncio.sleep(0.1)
         writer.transport.abort()
-        await tree.until(lambda: tree.number(Board.OPEN) == 0, within=2.0)  # the answer takes 8 s
+        await tree.until(lambda: tree.number(StatusBoard.OPEN) == 0, within=2.0)  # the answer takes 8 s
     await tree.must_be_empty()
 
 
@@ -325,7 +325,7 @@ async def a_length_that_is_not_the_bodys_costs_that_connection_alone(tree: Serve
 async def who_is_refused_before_its_body_was_there_hears_of_it(tree: Served) -> None:
     long = b"content-length: 90000\r\n\r\n" + b" " * 80_000
     assert (await answer(tree, HEAD.replace(KEY.encode(), b"wrong") + long)).status == 401
-    expecting = HEAD + b"expect: 100-continue\r\n" + b"content-length: %d\r\n\r\n" % (2 * MOST_BODY)
+    expecting = HEAD + b"expect: 100-continue\r\n" + b"content-length: %d\r\n\r\n" % (2 * MAX_BODY)
     assert (await answer(tree, expecting)).status == 413
 
 
@@ -339,7 +339,7 @@ def sent_first(tree: Served, request: bytes, nbytes: int) -> bytes:
 
 
 async def who_is_refused_and_wants_an_end_hears_of_it_first(tree: Served) -> None:
-    nbytes = 80 * MOST_BODY
+    nbytes = 80 * MAX_BODY
     length = b"content-length: %d\r\n\r\n" % nbytes
     for head, status in (
         (closing(HEAD), 413),
@@ -357,7 +357,7 @@ async def nobody_is_listened_to_for_long_after_a_refusal(tree: Served) -> None:
 
     def flood() -> None:
         with pytest.raises(ConnectionError):
-            sent_first(tree, head, 4 * MOST_THROWN_NBYTES)
+            sent_first(tree, head, 4 * MAX_THROWN_NBYTES)
 
     def drip() -> None:
         began = time.monotonic()
@@ -416,7 +416,7 @@ async def bodies_that_make_no_sense_are_refused(tree: Served) -> None:
         b'{"prompt": "x", "allowed_token_ids": [5, 6], "stop_token_ids": [5, 6], "min_tokens": 2}',
         json.dumps({"prompt": "x", "logprobs": 21}).encode(),
     ):
-        assert len(said) < MOST_BODY
+        assert len(said) < MAX_BODY
         refused = await answer(tree, closing(sized(said)))
         assert refused.status == 400 and refused.error, said[:80]
 

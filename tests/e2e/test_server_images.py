@@ -19,7 +19,7 @@ pillow = pytest.importorskip("PIL.Image")
 
 from penstock import Store  # noqa: E402
 from penstock.engine.client.image_processor import ImageLimits  # noqa: E402
-from penstock.engine.cluster.status_board import Board  # noqa: E402
+from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
 from tests.e2e.test_server import Served, served  # noqa: E402
 from tests.support.engine import START  # noqa: E402
@@ -39,7 +39,7 @@ SIZES = {
     "dtype": "float32",
     "block_size": 4,
 }
-MOST_PIXELS = 40_000_000
+MAX_PIXELS = 40_000_000
 
 
 class Seeing(Served):
@@ -66,7 +66,7 @@ class Seeing(Served):
         return self.sight.answer([{"role": "user", "content": plain(parts)}], raws, COUNT)
 
     async def must_hold_nothing(self) -> None:
-        await self.until(lambda: self.number(Board.OPEN) == 0)
+        await self.until(lambda: self.number(StatusBoard.OPEN) == 0)
         await self.until(lambda: not held(self.store))
 
 
@@ -167,7 +167,7 @@ async def a_client_that_goes_while_its_image_is_made_holds_nothing(tree: Seeing)
         while await tree.total("penstock_requests_total", 'status="499"') == seen:
             await asyncio.sleep(0.005)
         print(f"gone after {(time.monotonic() - began) * 1e3:.0f} ms")
-        assert tree.number(Board.OPEN) == 0, "it never came to the engine"
+        assert tree.number(StatusBoard.OPEN) == 0, "it never came to the engine"
 
 
 async def an_image_on_a_host_that_is_open_to_clients_is_seen(tree: Seeing) -> None:
@@ -238,7 +238,7 @@ def test_on_one_tree(name: str, tmp_path: Path) -> None:
     sight = Sight(name, tmp_path)
     (tmp_path / "open").mkdir()
     (tmp_path / "open" / "one.txt").write_text("not an image")
-    limits = ImageLimits(count=3, nbytes=200_000, pixels=MOST_PIXELS)
+    limits = ImageLimits(count=3, nbytes=200_000, pixels=MAX_PIXELS)
     server = {"image_limits": limits, "allowed_local_media_path": (f"{tmp_path}/open",), "max_body_nbytes": 2_000_000}
 
     async def all_scenes(elsewhere: Elsewhere) -> None:

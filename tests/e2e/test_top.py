@@ -21,8 +21,8 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-from penstock.engine.cluster.status_board import Board
-from penstock.server.status.snapshot_rates import Seen
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.server.status.snapshot_rates import View
 from tests.e2e.test_server import KEY, Served, served
 from tests.shared_tree import Scene, SharedTree, shared_tree
 from tests.support.engine import told
@@ -41,10 +41,10 @@ async def top(*arguments: str, **more: str) -> tuple[int, str, str]:
     return process.returncode or 0, out.decode(), error.decode()
 
 
-async def seen_by_top(*arguments: str, **more: str) -> Seen:
+async def seen_by_top(*arguments: str, **more: str) -> View:
     status, out, error = await top("--json", "--interval", "0.3", *arguments, **more)
     assert status == 0, error
-    return msgspec.json.decode(out, type=Seen)
+    return msgspec.json.decode(out, type=View)
 
 
 async def page_data(tree: Served) -> Any:
@@ -78,14 +78,14 @@ async def tokens_are_counted_as_they_were_asked_for(tree: Served) -> None:
 
 async def what_is_open_is_shown_alike_by_all_views(tree: Served) -> None:
     asking = asyncio.ensure_future(asked(tree, 5, LONG))
-    await tree.until(lambda: tree.number(Board.OPEN) == 5)
+    await tree.until(lambda: tree.number(StatusBoard.OPEN) == 5)
     found = await seen_by_top(ours())
     elsewhere = await seen_by_top(f"http://127.0.0.1:{tree.port}", "--api-key", KEY)
     said = await page_data(tree)
     status, out, error = await top(ours(), "--once", "--interval", "0.3")
     assert status == 0, error
     assert not asking.done(), "it has been answered while we looked: ask for more"
-    for one in (found, elsewhere, msgspec.convert(said, Seen)):
+    for one in (found, elsewhere, msgspec.convert(said, View)):
         assert sum(server.open for server in one.moment.servers) == 5
         (group,) = one.moment.groups
         assert (group.open, group.running, group.waiting) == (5, 5, 0)

@@ -28,7 +28,7 @@ TOP = {
     "pyproject.toml",
 }
 FOLDERS = {"examples", "native", "src"}
-MOST_NBYTES = 16 << 20  # of any file: the weights that ship are half of that
+MAX_NBYTES = 16 << 20  # of any file: the weights that ship are half of that
 pytestmark = pytest.mark.timeout(900)  # the whole core is compiled, perhaps beside others
 NO_INDEX = "no index has {}: {}"
 
@@ -69,7 +69,7 @@ def test_the_source_distribution_has_what_is_needed_and_nothing_twice(sdist: Pat
         for member in archive.getmembers():
             name = member.name.partition("/")[2]
             tops.add(name.partition("/")[0])
-            assert member.size <= MOST_NBYTES, f"{name}: {member.size} bytes"
+            assert member.size <= MAX_NBYTES, f"{name}: {member.size} bytes"
             assert not re.search(r"__pycache__|\.so$|\.pyc$|^native/(engine/)?tests|^tests|^training", name), name
             file = archive.extractfile(member)
             if file is not None and member.size > 4096:

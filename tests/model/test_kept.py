@@ -41,7 +41,7 @@ from tests.model.scene import BUSY, WAITS, Scene, Words
 FREE, LIVE, RETURNED = "free", "live", "returned"
 NONE, FILLING, READY = "none", "filling", "ready"
 FULL = "full"
-MOST_ATTEMPTS = 3  # to take what was made free; 64 over there
+MAX_ATTEMPTS = 3  # to take what was made free; 64 over there
 
 
 def segment(*names: str, blocks: int = 2) -> Words:
@@ -263,7 +263,7 @@ class Peer:
         """("hit", block), ("fill", block), ("wait", fills) or ("full", returns)."""
         returns = yield load("returns", orders.returns.acquire)
         ours, is_full = None, False
-        for attempts in range(MOST_ATTEMPTS + 1):
+        for attempts in range(MAX_ATTEMPTS + 1):
             yield from self.lock_store()
             seen = yield load("fills", orders.fills.acquire)
             found = yield from self.look(key)
@@ -277,7 +277,7 @@ class Peer:
             if ours is not None:
                 break
             has_room = yield from self.evict()
-            is_full = not has_room or attempts + 1 == MOST_ATTEMPTS
+            is_full = not has_room or attempts + 1 == MAX_ATTEMPTS
             del has_room
         yield from self.lock_store()
         seen = yield load("fills", orders.fills.acquire)

@@ -12,8 +12,8 @@ import numpy as np
 
 from penstock import Item, Part
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
-from penstock.engine.core.step_builder import Plan
-from penstock.engine.protocol.batch_state import RUNNING, Input, Schedule
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import RUNNING, BatchState, Input
 from penstock.engine.protocol.messages import Inputs, SamplingParams, Step, StepDone, Submit
 
 BLOCK_SIZE = 4
@@ -70,7 +70,7 @@ def inputs_of(submit: Submit) -> list[Input]:
 class Device:
     """Executes steps as they are launched."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: BatchState) -> None:
         self.schedule = schedule
         self.cache: dict[tuple[int, int], object] = {}
         self.tokens: dict[int, list[int]] = {}  # by slot
@@ -135,12 +135,12 @@ class Core:
     def __init__(self, chance: random.Random, blocks: int, slots: int = 6, failing: float = 0, **config: Any) -> None:
         self.chance = chance
         self.failing = failing
-        self.schedule = Schedule(slots, blocks, BLOCK_SIZE, most_blocks=-(-MAX_MODEL_LEN // BLOCK_SIZE))
+        self.schedule = BatchState(slots, blocks, BLOCK_SIZE, max_blocks_per_request=-(-MAX_MODEL_LEN // BLOCK_SIZE))
         self.budget = config.setdefault("max_num_batched_tokens", chance.choice((slots, 2 * slots, 40)))
         self.scheduler = Scheduler(
             self.schedule, SchedulerConfig(max_model_len=MAX_MODEL_LEN, eos_ids=(EOS,), **config)
         )
-        self.plan = Plan(self.schedule)
+        self.plan = StepBuilder(self.schedule)
         self.device = Device(self.schedule)
         self.flights: deque[Flight] = deque()
         self.number = 0
@@ -184,16 +184,16 @@ class Core:
 
     # ── one step ──
     def begin(self) -> bool:
-        if not self.scheduler.plan(self.plan):
+        if not self.scheduler.schedule(self.plan):
             return False
         self.steps += 1
         self.number += 1
-        step = self.plan.finish(1, self.number)
+        step = self.plan.build(1, self.number)
         for slot in [] if step.left is None else step.left.tolist():
             assert self.owners[slot] in self.ended, "who has not ended leaves"
             del self.owners[slot], self.births[slot]
         self.schedule.apply(step)
-        self.scheduler.sent(step)
+        self.scheduler.on_sent(step)
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
                 server, request, index = (
@@ -213,7 +213,7 @@ class Core:
     def finish(self) -> None:
         flight = self.flights.popleft()
         failed = np.array(flight.failed, np.uint16) if flight.failed else None
-        self.scheduler.done(StepDone(1, flight.number, np.array(flight.ids, np.int32), failed=failed))
+        self.scheduler.on_result(StepDone(1, flight.number, np.array(flight.ids, np.int32), failed=failed))
         for owner in flight.failing:
             if owner not in self.ended:
                 self.end(owner, "failed")

@@ -8,13 +8,13 @@ import numpy as np
 
 from penstock import Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
-from penstock.engine.core.step_builder import Plan
-from penstock.engine.protocol.batch_state import FREE, PREEMPTED, RUNNING, Input, Schedule
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import FREE, PREEMPTED, RUNNING, BatchState, Input
 from penstock.engine.protocol.messages import STEPS, SamplingParams, Step
 from penstock.tensor import plan
 
 CATALOGUE = Catalogue(*STEPS)
-SLOTS, BLOCKS, BLOCK_SIZE, MOST_BLOCKS = 12, 500, 4, 40
+SLOTS, BLOCKS, BLOCK_SIZE, MAX_BLOCKS = 12, 500, 4, 40
 LAYOUT = plan({"pixels": np.arange(9.0)}).layout
 ITEMS = (
     Item(b"k" * 32, Ref(1 << 63, 5, 7, 0, 1 << 20)),
@@ -24,8 +24,8 @@ ITEMS = (
 )
 
 
-def small_schedule() -> Schedule:
-    return Schedule(SLOTS, BLOCKS, BLOCK_SIZE, MOST_BLOCKS)
+def small_schedule() -> BatchState:
+    return BatchState(SLOTS, BLOCKS, BLOCK_SIZE, MAX_BLOCKS)
 
 
 class Refused(Exception):
@@ -108,7 +108,7 @@ class Plain:
         self.give(self.at(slot, runs=True), blocks)
 
     def give(self, row: Row, blocks: list[int]) -> None:
-        require(all(0 <= one < BLOCKS for one in blocks) and len(row.blocks) + len(blocks) <= MOST_BLOCKS)
+        require(all(0 <= one < BLOCKS for one in blocks) and len(row.blocks) + len(blocks) <= MAX_BLOCKS)
         row.blocks += blocks
 
     def advance(self, counts: dict[int, int]) -> None:
@@ -206,7 +206,7 @@ def split(column: Any, counts: Any) -> list[Any]:
     return [column[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
-def shown(schedule: Schedule) -> dict[int, dict[str, Any]]:
+def shown(schedule: BatchState) -> dict[int, dict[str, Any]]:
     """The arrays, as `Plain` tells it. They must also agree among themselves."""
     assert schedule.rows.tolist() == np.flatnonzero(schedule.status == RUNNING).tolist()
     assert not schedule.counts[schedule.status != RUNNING].any()
@@ -257,7 +257,7 @@ class Life:
         self.random = random
         self.plain = Plain()
         self.schedule = small_schedule()
-        self.plan = Plan(self.schedule)
+        self.plan = StepBuilder(self.schedule)
         self.requests = 0
 
     def blocks(self, count: int) -> list[int]:
@@ -268,7 +268,7 @@ class Life:
         chance, plain = self.random.random, self.plain
         counts: dict[int, int] = {}
         for slot in plain.running():
-            if plain.rows[slot].computed >= (MOST_BLOCKS - 8) * BLOCK_SIZE:
+            if plain.rows[slot].computed >= (MAX_BLOCKS - 8) * BLOCK_SIZE:
                 self.plan.leave(slot)
                 plain.leave(slot)
         if chance() < 0.5 and plain.rows:
@@ -340,7 +340,7 @@ class Life:
                 self.plan.append(slot, blocks)
                 self.plain.append(slot, blocks)
         blocks = self.blocks(len(each))
-        self.plan.append_each(np.array(each, np.int32), np.array(blocks, np.int32))
+        self.plan.append_one_each(np.array(each, np.int32), np.array(blocks, np.int32))
         for slot, block in zip(each, blocks, strict=True):
             self.plain.append(slot, [block])
         self.plain.advance(counts)

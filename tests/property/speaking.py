@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.engine.core.step_builder import Plan
+from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.output.output_state import OutputState
-from penstock.engine.protocol.batch_state import PREEMPTED, RUNNING, Schedule
+from penstock.engine.protocol.batch_state import PREEMPTED, RUNNING, BatchState
 from penstock.engine.protocol.messages import Delta, FinishReason, Halt, Logprobs, SamplingParams, Step, StepDone
 
 EOS = 3
@@ -121,10 +121,10 @@ class Speaking:
     """The core and its workers. `step` sends a step; `hear` takes the oldest result, and gives it to the output."""
 
     def __init__(self, slots: int = 8, depth: int = 1, state: OutputState | None = None) -> None:
-        self.schedule = Schedule(slots, 1000, 4)
+        self.schedule = BatchState(slots, 1000, 4)
         self.state = state or OutputState(VOCABULARY, MAX_MODEL_LEN, (EOS,))
         self.state.begin(slots, 1000, 4)
-        self.plan = Plan(self.schedule)
+        self.plan = StepBuilder(self.schedule)
         self.number = self.state_number = 0  # of the last step that was sent, and that the output has applied
         self.depth = depth
         self.steps: deque[Step] = deque()  # not yet seen by the output
@@ -165,7 +165,7 @@ class Speaking:
 
     def send(self) -> None:
         self.number += 1
-        step = self.plan.finish(1, self.number)
+        step = self.plan.build(1, self.number)
         self.schedule.apply(step)
         self.steps.append(step)
         said = []

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.codec import FrameDecoder
 from penstock.codec.sequence import SequenceCheck
-from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import Begin, SamplingParams, Step
 from penstock.errors import DecodeError, OutOfStep
 from tests.property.plain import (
@@ -45,7 +45,7 @@ class Group:
     def next_frame(self) -> bytes:
         self.life.decide()
         self.number += 1
-        step = self.life.plan.finish(self.leader, self.number)
+        step = self.life.plan.build(self.leader, self.number)
         self.life.schedule.apply(step)
         return self.wire.frame(step)
 
@@ -145,7 +145,7 @@ def test_a_broken_step_is_refused_and_changes_nothing_or_does_what_it_says() -> 
             number += 1
             before, state = life.plain.copy(), copied(life.schedule)
             life.decide()
-            step = life.plan.finish(1, number)
+            step = life.plan.build(1, number)
             paths = arrays_of(step)
             for _ in range(4 if paths else 0):
                 path = chance.choice(paths)
@@ -166,7 +166,7 @@ def test_a_frame_with_flipped_bits_is_refused_and_changes_nothing_or_does_what_i
         for number in range(1, 60):
             before, state = life.plain.copy(), copied(life.schedule)
             life.decide()
-            step = life.plan.finish(1, number)
+            step = life.plan.build(1, number)
             frame = Wire().frame(step)
             for _ in range(4):
                 flipped = bytearray(frame)
@@ -183,13 +183,13 @@ def test_a_frame_with_flipped_bits_is_refused_and_changes_nothing_or_does_what_i
     assert min(outcomes.values()) > 100 and len(outcomes) == 3, outcomes
 
 
-def copied(schedule: Schedule) -> Schedule:
+def copied(schedule: BatchState) -> BatchState:
     made = small_schedule()
     vars(made).update({name: copy.copy(value) for name, value in vars(schedule).items()})
     return made
 
 
-def check_alike(before: Plain, schedule: Schedule, step: Step) -> str:
+def check_alike(before: Plain, schedule: BatchState, step: Step) -> str:
     try:
         then = before.apply(step)
     except Refused:
@@ -207,15 +207,15 @@ def check_alike(before: Plain, schedule: Schedule, step: Step) -> str:
 
 
 def test_a_thousand_different_parameters_travel_in_one_step() -> None:
-    from penstock.engine.core.step_builder import Plan
+    from penstock.engine.core.step_builder import StepBuilder
 
-    schedule = Schedule(1024, 4096)
-    plan = Plan(schedule)
+    schedule = BatchState(1024, 4096)
+    plan = StepBuilder(schedule)
     for n in range(1000):
         plan.join(n, np.array([n], np.int32), SamplingParams(seed=n), [n])
-    step = plan.finish(1, 1)
+    step = plan.build(1, 1)
     schedule.apply(step)
-    other = Schedule(1024, 4096)
+    other = BatchState(1024, 4096)
     other.apply(decode(Wire().frame(step)))
     assert shown(other) == shown(schedule)
     assert [one.seed for one in other.params[:1000] if one is not None] == list(range(1000))

@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.output.detokenizer import Text, Vocabulary
+from penstock.engine.output.detokenizer import StopStringFilter, Vocabulary
 from tests import tiers
 
 LETTERS = st.text("abé€", min_size=0, max_size=24)
@@ -32,7 +32,7 @@ def test_a_text_ends_where_the_plainest_search_ends_it_however_it_is_cut(
         pieces.append(encoded[:length])
         encoded = encoded[length:]
     pieces = [piece for piece in pieces if piece]
-    ours = Text(Vocabulary(pieces).stream([], True), tuple(stops), includes)  # type: ignore[arg-type]
+    ours = StopStringFilter(Vocabulary(pieces).stream([], True), tuple(stops), includes)  # type: ignore[arg-type]
     free = len(b"".join(pieces[:least]).decode(errors="ignore"))
     expected, stop = plainly(text, free, stops, includes)
     shown = ""

@@ -25,7 +25,7 @@ pytest.importorskip("uvicorn")
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 
-from penstock.engine.cluster.status_board import Board  # noqa: E402
+from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.e2e.test_server import AUTHORIZED, Served, served  # noqa: E402
 from tests.stress.test_server_soak import looks, must_not_grow  # noqa: E402
@@ -35,7 +35,7 @@ from tests.support.serving import must_be_as_before  # noqa: E402
 from tests.support.sights import TEMPLATES  # noqa: E402
 from tests.unit.engine.client.test_image_processor import picture, processor_in  # noqa: E402
 
-MAX_LENGTH, MOST_TOKENS = 2304, 2000
+MAX_LENGTH, MAX_TOKENS = 2304, 2000
 VOCABULARY = 400
 LONGEST_WORD = 12  # bytes
 CLIENTS = 10
@@ -97,7 +97,7 @@ class Users:
 
     def ask(self) -> Ask:
         chance = self._chance
-        tokens = int(math.exp(chance.uniform(0, math.log(MOST_TOKENS))))
+        tokens = int(math.exp(chance.uniform(0, math.log(MAX_TOKENS))))
         body: dict[str, Any] = {"max_tokens": tokens, "temperature": chance.choice((0, 0, 0.7, 1, 1.5))}
         if tokens < 500 and chance.random() < 0.3:
             body["n"] = chance.randint(2, 4)
@@ -114,8 +114,8 @@ class Users:
         if chance.random() < 0.5:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         goes = chance.choice((0, 1, 3, 40)) if chance.random() < 0.15 else None
-        text = " ".join(chance.choices(TEXTS, k=chance.choice((1, 1, 2, 4))))[: MAX_LENGTH - MOST_TOKENS - 100]
-        while len(text.encode()) > MAX_LENGTH - MOST_TOKENS - 60:
+        text = " ".join(chance.choices(TEXTS, k=chance.choice((1, 1, 2, 4))))[: MAX_LENGTH - MAX_TOKENS - 100]
+        while len(text.encode()) > MAX_LENGTH - MAX_TOKENS - 60:
             text = text[: len(text) // 2]
         if chance.random() < 0.5:
             if tokens < 300 and chance.random() < 0.3:
@@ -149,7 +149,8 @@ class Use:
             except Exception as error:
                 row = self._tree.launcher.board.row(0)
                 now = {
-                    name: row[getattr(Board, name)] for name in ("OPEN", "WAITING", "FREE_BLOCKS", "STEPS", "SAMPLED")
+                    name: row[getattr(StatusBoard, name)]
+                    for name in ("OPEN", "WAITING", "FREE_BLOCKS", "STEPS", "SAMPLED")
                 }
                 raise AssertionError(
                     f"{type(error).__name__}: {error}, {now}, of {json.dumps(ask.body)[:600]}"
@@ -189,7 +190,7 @@ class Use:
         assert set(ends.values()) <= {"stop", "length"}
         tokens, prompt = usage["completion_tokens"], usage["prompt_tokens"]
         assert usage["total_tokens"] == tokens + prompt
-        assert prompt == ask.prompt_tokens or (ask.prompt_tokens is None and 0 < prompt < MAX_LENGTH - MOST_TOKENS)
+        assert prompt == ask.prompt_tokens or (ask.prompt_tokens is None and 0 < prompt < MAX_LENGTH - MAX_TOKENS)
         whole = sum(end == "length" for end in ends.values())
         assert whole * most <= tokens <= ask.samples * most, (tokens, ends)
         assert tokens >= ask.samples * max(1, body.get("min_tokens", 0))
@@ -243,7 +244,9 @@ def run(path: Path, seed: int, count: int, ranks: int) -> None:
                 await use.go()
                 found.append(looks(tree))
                 assert {child.pid for child in tree.children()} == pids, "a process has died"
-                print(f"{dict(use.ends)}, up to {use.longest} tokens, {tree.number(Board.PREEMPTIONS)} preemptions")
+                print(
+                    f"{dict(use.ends)}, up to {use.longest} tokens, {tree.number(StatusBoard.PREEMPTIONS)} preemptions"
+                )
             await must_be_as_before(tree, is_keeping=True)
             assert {child.pid for child in tree.children()} == pids
             if tiers.TIER == "soak":

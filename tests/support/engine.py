@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
-from penstock.engine.cluster.process import Child
-from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.process import ChildProcess
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.launcher import Launcher
 from penstock.engine.launcher import Run as RunServer
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
-from penstock.engine.worker.simulated_device import Rule
+from penstock.engine.worker.simulated_device import TokenRule
 
 START = 60.0  # seconds; until a tree serves on a busy machine
 PATIENCE = 30.0  # seconds; for anything else
@@ -35,14 +35,14 @@ class Running:
         self.launcher = launcher
         self.config = launcher.tree.config
         assert self.config.simulated is not None
-        self.rule = Rule(self.config.simulated)
+        self.rule = TokenRule(self.config.simulated)
 
-    def child(self, kind: str, index: int = 0) -> Child:
+    def child(self, kind: str, index: int = 0) -> ChildProcess:
         found = [one for one in self.children() if (one.member.kind, one.member.index) == (kind, index)]
         assert len(found) == 1, f"{kind} {index}: {found}"
         return found[0]
 
-    def children(self) -> list[Child]:
+    def children(self) -> list[ChildProcess]:
         return [child for unit in self.launcher.units for child in unit.children.values()]
 
     def number(self, word: int, group: int = 0) -> int:
@@ -58,8 +58,8 @@ class Running:
     async def must_be_empty(self, group: int = 0) -> None:
         """No request is open, and all blocks are free."""
         blocks = self.config.simulated.blocks if self.config.simulated else self.config.num_gpu_blocks_override
-        await self.until(lambda: self.number(Board.OPEN, group) == 0)
-        await self.until(lambda: self.number(Board.FREE_BLOCKS, group) == blocks)
+        await self.until(lambda: self.number(StatusBoard.OPEN, group) == 0)
+        await self.until(lambda: self.number(StatusBoard.FREE_BLOCKS, group) == blocks)
 
 
 def told(**options: Any) -> SimulatedDevice:

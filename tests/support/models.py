@@ -21,11 +21,11 @@ transformers = pytest.importorskip("transformers", reason="needs transformers: p
 
 from penstock.codec.part import Part  # noqa: E402
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig, Stats  # noqa: E402
-from penstock.engine.core.step_builder import Plan  # noqa: E402
-from penstock.engine.protocol.batch_state import Schedule  # noqa: E402
+from penstock.engine.core.step_builder import StepBuilder  # noqa: E402
+from penstock.engine.protocol.batch_state import BatchState  # noqa: E402
 from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, StepDone, Submit  # noqa: E402
-from penstock.engine.worker.input_batch import Batch, batch_of  # noqa: E402
-from penstock.engine.worker.model_runner import TorchDevice  # noqa: E402
+from penstock.engine.worker.input_batch import InputBatch, build_batch  # noqa: E402
+from penstock.engine.worker.model_runner import ModelRunner  # noqa: E402
 from penstock.tensor import Item  # noqa: E402
 from tests import tiers  # noqa: E402
 
@@ -158,21 +158,21 @@ def made(
     return Family(name, path, asked, images, [_answer(stock, one, images) for one in asked])
 
 
-def batch_of_rows(rows: list[tuple[int, int]], blocks: int = 64, seed: int = 1) -> Batch:
+def batch_of_rows(rows: list[tuple[int, int]], blocks: int = 64, seed: int = 1) -> InputBatch:
     """Of requests that have so many tokens, of which the step computes so many, the last ones."""
-    schedule = Schedule(len(rows), blocks, BLOCK_SIZE)
-    plan, free = Plan(schedule), random.Random(seed).sample(range(blocks), blocks)
+    schedule = BatchState(len(rows), blocks, BLOCK_SIZE)
+    plan, free = StepBuilder(schedule), random.Random(seed).sample(range(blocks), blocks)
     params = SamplingParams()
     for number, (length, count) in enumerate(rows):
         given = [free.pop() for _ in range(-(-length // BLOCK_SIZE) + number % 2)]  # some have one in advance
         plan.join(number, np.zeros(length, np.int32), params, given, computed=length - count, chunk=count)
-    schedule.apply(plan.finish(1, 1))
-    return batch_of(schedule)
+    schedule.apply(plan.build(1, 1))
+    return build_batch(schedule)
 
 
-def device(of: Family, **options: Any) -> TorchDevice:
+def device(of: Family, **options: Any) -> ModelRunner:
     given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "open_item": opener(of.images)}
-    return TorchDevice(of.path, **(given | options))
+    return ModelRunner(of.path, **(given | options))
 
 
 def stock_of(name: str, **changes: Any) -> Any:
@@ -292,7 +292,7 @@ class Told(NamedTuple):
 
 
 def ask(
-    device: TorchDevice,
+    device: ModelRunner,
     asked: Sequence[Asked],
     *,
     slots: int = 4,
@@ -301,14 +301,14 @@ def ask(
     seed: int | None = None,
 ) -> Told:
     """Gives requests to the scheduler, one after the other, and its steps to the device, until all have ended."""
-    schedule = Schedule(slots, device.blocks, device.block_size)
+    schedule = BatchState(slots, device.blocks, device.block_size)
     config = SchedulerConfig(
         max_model_len=longest(asked),
         max_num_batched_tokens=budget,
         has_overlap=depth > 1,
         max_short_prompt=device.max_short_prompt,
     )
-    scheduler, plan = Scheduler(schedule, config), Plan(schedule)
+    scheduler, plan = Scheduler(schedule, config), StepBuilder(schedule)
     temperature = 0.0 if seed is None else 1.0
     params = SamplingParams(ignore_eos=True, temperature=temperature, seed=seed)
     answers: list[list[int]] = [[] for _ in asked]
@@ -319,10 +319,10 @@ def ask(
         if number < len(asked):
             scheduler.submit(_submit(number, asked[number], params))
             number += 1
-        while len(flights) < depth and scheduler.plan(plan):
-            step = plan.finish(1, next(steps))
+        while len(flights) < depth and scheduler.schedule(plan):
+            step = plan.build(1, next(steps))
             schedule.apply(step)
-            scheduler.sent(step)
+            scheduler.on_sent(step)
             flights.append((step, device.launch(schedule, step), schedule.sampled, schedule.requests.copy()))
         if flights:
             step, flight, rows, requests = flights.popleft()
@@ -332,7 +332,7 @@ def ask(
                 reasons.setdefault(int(requests[slot]), why)
             for slot, token in zip(rows.tolist(), sampled.ids.tolist(), strict=True):
                 answers[requests[slot]].append(token)
-            scheduler.done(done)
+            scheduler.on_result(done)
     answers = [
         answer[: one.tokens] for one, answer in zip(asked, answers, strict=True)
     ]  # one more was computed before its end was seen

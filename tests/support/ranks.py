@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.worker.model_runner import TorchDevice
-from penstock.engine.worker.tensor_parallel import Ranks
+from penstock.engine.worker.model_runner import ModelRunner
+from penstock.engine.worker.tensor_parallel import TPGroup
 from tests.conftest import spawn
 from tests.support.models import BLOCK_SIZE, Asked, Family, ask, device, longest, opener
 from tests.support.tape import Eager
@@ -44,11 +44,11 @@ def ranks_must_answer(
 def _one_of_them(rank: int, size: int, folder: str, is_recording: bool) -> None:
     """Answers, and writes down what."""
     torch.set_num_threads(1)
-    ranks = Ranks(rank, size, f"file://{folder}/meeting")
+    ranks = TPGroup(rank, size, f"file://{folder}/init_method")
     found = {}
     for path, raw in json.loads(Path(folder, "work").read_text()).items():
         asked = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs]) for prompt, inputs in raw]
-        ours = TorchDevice(
+        ours = ModelRunner(
             path,
             slots=4,
             ranks=ranks,
@@ -63,7 +63,7 @@ def _one_of_them(rank: int, size: int, folder: str, is_recording: bool) -> None:
     ranks.close()
 
 
-class Threads(Ranks):
+class Threads(TPGroup):
     """Ranks of one process, each with a thread: they start at once, and add up without asking the kernel."""
 
     def __init__(self, rank: int, said: list[Any], barrier: threading.Barrier) -> None:
@@ -81,13 +81,13 @@ class Threads(Ranks):
         self._barrier.wait()
         return everybody
 
-    def add_up(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.copy_(sum(self._all(tensor.clone())))
 
     def gather(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._all(tensor.clone()), dim=-1)
 
-    def from_first(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         return tensor.copy_(self._all(tensor.clone())[0])
 
     def least(self, number: int) -> int:

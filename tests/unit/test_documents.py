@@ -80,12 +80,12 @@ def told(page: Path) -> set[str]:
 
 def test_every_metric_is_explained() -> None:
     pytest.importorskip("prometheus_client")
-    from penstock.engine.cluster.status_board import Board
+    from penstock.engine.cluster.status_board import StatusBoard
     from penstock.server.http.metrics import Metrics
-    from penstock.server.status.counters import Tally
+    from penstock.server.status.counters import ServerCounters
 
-    board = Board(Board.lay(1))
-    text = Metrics(Tally(Tally.lay(1), 1), board, "m").text().decode()
+    board = StatusBoard(StatusBoard.lay(1))
+    text = Metrics(ServerCounters(ServerCounters.lay(1), 1), board, "m").text().decode()
     board.close()
     names = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
     assert len(names) > 10

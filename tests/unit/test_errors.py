@@ -17,6 +17,7 @@ TREE = {
     "MemoryExhausted": (errors.PenstockError, MemoryError),
     "Missing": (errors.PenstockError, KeyError),
     "StaleRef": (errors.PenstockError,),
+    "OutOfStep": (errors.PenstockError,),
     "LayoutMismatch": (errors.PenstockError,),
     "DecodeError": (errors.PenstockError, ValueError),
 }

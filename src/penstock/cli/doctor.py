@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import penstock
 from penstock import _native
 from penstock.engine.cluster.cuda_devices import cuda_devices, torch_build
-from penstock.engine.model_dir import completed, parts
+from penstock.engine.model_dir import read_config, with_model_defaults
 from penstock.engine.preflight import require_model, require_tokenizer
 from penstock.engine.protocol.config import SHIPPED, EngineConfig
 from penstock.installing import how_to_install
@@ -309,11 +309,11 @@ def examine_port(host: str, port: int | None) -> Finding:
 def examine_model(model: str) -> Finding:
     """Whether a directory could be served, the one that ships if none is given; its weights are not read."""
     try:
-        config = completed(EngineConfig(model=model or SHIPPED))
+        config = with_model_defaults(EngineConfig(model=model or SHIPPED))
         require_model(config)
         require_tokenizer(config)
         directory = Path(config.model)
-        whole, _ = parts(directory / "config.json")
+        whole, _ = read_config(directory / "config.json")
         weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     except (ValueError, OSError) as error:
         return Finding("missing", "model", str(error))

@@ -14,15 +14,15 @@ import socket
 
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.topology import Member
+from penstock.engine.cluster.topology import ProcessId
 from penstock.engine.launcher import Launcher, TreeFailed
-from penstock.engine.model_dir import completed
+from penstock.engine.model_dir import with_model_defaults
 from penstock.engine.preflight import require_startable, require_tokenizer
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.options import ServerOptions
-from penstock.server.server_process import Shared, listen, serve
-from penstock.server.status.counters import Row, Tally
-from penstock.server.status.server_info import Notice, served_name
+from penstock.server.server_process import ServerArgs, listen, serve
+from penstock.server.status.counters import ProcessCounters, ServerCounters
+from penstock.server.status.server_info import ServerInfo, served_name
 
 
 def run(config: EngineConfig, options: ServerOptions) -> int:
@@ -30,11 +30,11 @@ def run(config: EngineConfig, options: ServerOptions) -> int:
 
     What can be known before a process starts is checked first, the port last: raises ValueError, ImportError, OSError.
     """
-    config = completed(config)
+    config = with_model_defaults(config)
     require_startable(config)
     if config.simulated is None:
         require_tokenizer(config)
-    logs.begin("launcher", config.log_format, config.log_level)
+    logs.configure("launcher", config.log_format, config.log_level)
     with contextlib.closing(listen(options)) as listener:
         return asyncio.run(_run(config, options, listener))
 
@@ -59,23 +59,23 @@ class Serving(Launcher):
     """A tree with servers behind one socket."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
-        self.tally = Tally.lay(config.api_server_count, config.data_parallel_size)
-        self.notice = Notice.lay(config, options, _address(listener))
-        self.rows = Tally(self.tally, config.api_server_count, writable=True).rows
+        self.tally = ServerCounters.lay(config.api_server_count, config.data_parallel_size)
+        self.notice = ServerInfo.lay(config, options, _address(listener))
+        self.rows = ServerCounters(self.tally, config.api_server_count, writable=True).rows
         self._listener = listener
-        super().__init__(config, functools.partial(serve, Shared(options, listener, self.tally, self.notice)))
+        super().__init__(config, functools.partial(serve, ServerArgs(options, listener, self.tally, self.notice)))
 
-    def bury(self, member: Member) -> None:
+    def reap(self, member: ProcessId) -> None:
         """It can say no more that it serves nobody."""
         if member.kind == "server":
             row = self.rows[member.index]
-            row[Row.SERVING] = row[Row.OPEN] = 0
+            row[ProcessCounters.SERVING] = row[ProcessCounters.OPEN] = 0
 
     def count_failed_starts(self, index: int, number: int) -> None:
-        self.rows[index][Row.FAILED_STARTS] = number
+        self.rows[index][ProcessCounters.FAILED_STARTS] = number
 
     def is_server_loading(self, index: int) -> bool:
-        return self.rows[index][Row.SERVING] == 0
+        return self.rows[index][ProcessCounters.SERVING] == 0
 
     async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
         """As the launcher's. Connections are refused as soon as the servers, which have the socket too, close it."""

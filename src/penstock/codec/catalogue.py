@@ -21,7 +21,7 @@ import numpy as np
 from penstock.codec.part import CODES, Part
 from penstock.errors import DecodeError, LayoutMismatch
 
-MOST_MESSAGES = 127  # the first byte of a frame has seven bits for the number
+MAX_MESSAGES = 127  # the first byte of a frame has seven bits for the number
 SCALARS: dict[Any, str] = {
     None: "None",
     type(None): "None",
@@ -73,8 +73,8 @@ class Catalogue:
     """The classes of a channel, checked once. `Catalogue(Step, Stop)`."""
 
     def __init__(self, *messages: type[msgspec.Struct]) -> None:
-        if not 1 <= len(messages) <= MOST_MESSAGES:
-            raise ValueError(f"a channel has 1 to {MOST_MESSAGES} classes of messages, not {len(messages)}")
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            raise ValueError(f"a channel has 1 to {MAX_MESSAGES} classes of messages, not {len(messages)}")
         self.messages = messages
         self.structs: dict[type, Described] = {}
         self.special: dict[type, list[tuple[str, Any]]] = {}  # fields that msgspec would not look at: see _special

@@ -37,7 +37,7 @@ INLINE_NBYTES = (
     4096  # of an array: up to here copying it costs less than what a part costs (RESULTS.md: 1 us both ways)
 )
 LONG_NBYTES = 4096
-MOST_DIMENSIONS = 32
+MAX_DIMENSIONS = 32
 PADDING = [bytes(gap) for gap in range(64)]
 NOTHING = memoryview(b"")
 BOOL = CODES[np.dtype(np.bool_)]
@@ -312,7 +312,7 @@ def _reshaped(flat: np.ndarray[Any, Any], shape: list[Any]) -> np.ndarray[Any, A
         if type(size) is not int or not 0 <= size <= 1 << 48:
             raise DecodeError(f"expected a shape, got {shape!r:.80}")
         product *= size
-    if product != flat.size or len(shape) > MOST_DIMENSIONS:
+    if product != flat.size or len(shape) > MAX_DIMENSIONS:
         raise DecodeError(f"expected a shape of {flat.size} numbers, got {shape!r:.80}")
     return flat.reshape(shape)
 

@@ -12,7 +12,7 @@ from penstock.channel import open_ring as _open_ring
 from penstock.codec.catalogue import Catalogue
 from penstock.codec.channels import MessageChannel, Messages, classes_of
 
-MOST_DESCRIBED = 1 << 20  # layout.h: schema_nbytes
+MAX_DESCRIBED = 1 << 20  # layout.h: schema_nbytes
 
 
 @overload
@@ -72,9 +72,9 @@ def open_inbox(
 def _carrying(messages: Messages, open_channel: Callable[..., Channel], *place: Any, **options: Any) -> MessageChannel:
     messages = classes_of(messages)
     described = Catalogue(*messages).schema.encode()
-    if len(described) > MOST_DESCRIBED:
+    if len(described) > MAX_DESCRIBED:
         raise ValueError(
             f"the description of these {len(messages)} classes takes {len(described):,} bytes; a channel has room for "
-            f"{MOST_DESCRIBED:,}: give them fewer fields, or shorter names"
+            f"{MAX_DESCRIBED:,}: give them fewer fields, or shorter names"
         )
     return MessageChannel(open_channel(*place, schema=described, **options), messages)

@@ -16,32 +16,32 @@ from collections.abc import Callable
 
 from penstock import ChannelError, MessageSender, PeerDied
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.process import Child, End
-from penstock.engine.cluster.status_board import Board, Life
-from penstock.engine.cluster.topology import Member, Tree, places
+from penstock.engine.cluster.process import ChildProcess, ProcessEnd
+from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId, all_processes
 from penstock.engine.core import engine_core
-from penstock.engine.model_dir import GENERATION, completed
+from penstock.engine.model_dir import GENERATION, with_model_defaults
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Stop
 from penstock.engine.worker import worker
 
-MOST_FAILURES = 3  # starts in a row of a unit that has never served; one that has is started again without end
+MAX_FAILURES = 3  # starts in a row of a unit that has never served; one that has is started again without end
 BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before the next start, after so many failed ones …
-MOST_SHORT_LIVES = 4  # … and after so many more short lives of units that served
-CALM = 30.0  # seconds from a start: a shorter life is a short one
+MAX_SHORT_LIVES = 4  # … and after so many more short lives of units that served
+HEALTHY_UPTIME = 30.0  # seconds from a start: a shorter life is a short one
 STOP_TIMEOUT = 5.0  # seconds; who has not ended by then is killed
-MOURNED, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends that follow from another one's, which says more
+CAUSED_BY_PEER_DEATH, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends that follow from another one's, which says more
 NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
 LOOK_AGAIN = 0.01  # seconds; at the board, while the tree starts or drains
 
-Run = Callable[[Tree, Member], None]
+Run = Callable[[Cluster, ProcessId], None]
 
 
 class TreeFailed(Exception):
     """The tree cannot go on; the text says who ended, and how."""
 
 
-class Unit:
+class ProcessGroup:
     """Processes that live and die together."""
 
     def __init__(self, launcher: Launcher, group: int, parts: list[tuple[str, int, Run]]) -> None:
@@ -54,9 +54,9 @@ class Unit:
         self._failures = 0  # in a row: it has not served
         self._short_lives = 0  # in a row
         self._is_broken = False  # somebody has died, and the others are being killed
-        self._first: tuple[str, End] | None = None  # who has died, and how: the others follow from that
+        self._first: tuple[str, ProcessEnd] | None = None  # who has died, and how: the others follow from that
         self._again: asyncio.TimerHandle | None = None
-        self.children: dict[int, Child] = {}  # by pidfd
+        self.children: dict[int, ChildProcess] = {}  # by pidfd
 
     @property
     def is_group(self) -> bool:
@@ -70,7 +70,7 @@ class Unit:
     def is_loading(self) -> bool:
         """It does not serve: it has nothing to drain, and who loads listens to nobody."""
         if self.is_group:
-            return self._launcher.board.row(self._group)[Board.SERVING] != self._incarnation
+            return self._launcher.board.row(self._group)[StatusBoard.SERVING] != self._incarnation
         return self._launcher.is_server_loading(self._parts[0][1])
 
     def start(self) -> None:
@@ -83,7 +83,7 @@ class Unit:
             self._start_all()
         except OSError as error:  # no memory, descriptors or processes left
             event("unit could not be started", logging.ERROR, unit=self.name, error=str(error))
-            self._first = self.name, End(f"could not be started: {error}")
+            self._first = self.name, ProcessEnd(f"could not be started: {error}")
             self._break(is_failure=True)
             if not self.children:
                 self._all_ended()
@@ -91,12 +91,12 @@ class Unit:
     def _start_all(self) -> None:
         """Raises OSError."""
         if self.is_group and self._launcher.tree.config.tensor_parallel_size > 1:
-            self._launcher.tree.meetings[self._group] = _meeting()
+            self._launcher.tree.init_methods[self._group] = _meeting()
         for kind, index, run in self._parts:
-            member = Member(kind, self._group, index, self._incarnation)
-            child = Child.start(member, run, self._launcher.tree)
+            member = ProcessId(kind, self._group, index, self._incarnation)
+            child = ChildProcess.start(member, run, self._launcher.tree)
             self.children[child.pidfd] = child
-            self._launcher.tell_life(child.member, child.pid)
+            self._launcher.publish_pid(child.member, child.pid)
             asyncio.get_running_loop().add_reader(child.pidfd, self._ended, child)
             event("process started", child=str(child.member), child_pid=child.pid)
 
@@ -110,17 +110,19 @@ class Unit:
             self._again.cancel()
             self._again = None
 
-    def _ended(self, child: Child) -> None:
+    def _ended(self, child: ChildProcess) -> None:
         asyncio.get_running_loop().remove_reader(child.pidfd)
         del self.children[child.pidfd]
-        end, is_ours, was_loading = child.bury(), self._is_broken, self.is_loading
-        self._launcher.tell_life(child.member, 0)
+        end, is_ours, was_loading = child.reap(), self._is_broken, self.is_loading
+        self._launcher.publish_pid(child.member, 0)
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
         event("process ended", level, child=str(child.member), child_pid=child.pid, how=end.how)
-        self._launcher.bury(child.member)
+        self._launcher.reap(child.member)
         if not self._is_broken and not self._launcher.is_stopping:
             self._break(is_failure=was_loading)
-        if self._first is None or (MOURNED in self._first[1].how and MOURNED not in end.how and end.how != KILLED):
+        if self._first is None or (
+            CAUSED_BY_PEER_DEATH in self._first[1].how and CAUSED_BY_PEER_DEATH not in end.how and end.how != KILLED
+        ):
             self._first = str(child.member), end
         if not self.children:
             self._all_ended()
@@ -130,33 +132,33 @@ class Unit:
         self._is_broken = True
         self._has_served |= not is_failure
         if self.is_group:
-            self._launcher.board.row(self._group)[Board.SERVING] = 0
+            self._launcher.board.row(self._group)[StatusBoard.SERVING] = 0
         self._count_end(is_failure, time.monotonic() - self._started)
         self.signal(signal.SIGKILL)
 
     def _count_end(self, is_failure: bool, lived: float) -> None:
         self._failures = self._failures + 1 if is_failure else 0
-        self._short_lives = self._short_lives + 1 if lived < CALM else 0
+        self._short_lives = self._short_lives + 1 if lived < HEALTHY_UPTIME else 0
 
     @property
     def _pause(self) -> float:
         """Before the next start."""
-        short_lives = min(max(self._short_lives - 1, 0), MOST_SHORT_LIVES)
+        short_lives = min(max(self._short_lives - 1, 0), MAX_SHORT_LIVES)
         return BACK_OFF[max(min(self._failures, len(BACK_OFF) - 1), short_lives)]
 
     def _all_ended(self) -> None:
         if self.is_group:
             self._launcher.board.begin(self._group)
-            self._launcher.board.row(self._group)[Board.FAILED_STARTS] = self._failures
+            self._launcher.board.row(self._group)[StatusBoard.FAILED_STARTS] = self._failures
         else:
             self._launcher.count_failed_starts(self._parts[0][1], self._failures)
         assert self._first is not None, "all have ended, and none was the first"
         who, end = self._first
         if self._launcher.is_stopping:
-            self._launcher.look_who_is_left()
+            self._launcher.check_all_exited()
         elif end.is_lasting and not self._has_served:
             self._launcher.fail(f"{who} cannot start: {end.how}")
-        elif self._failures >= MOST_FAILURES and not self._has_served:
+        elif self._failures >= MAX_FAILURES and not self._has_served:
             self._launcher.fail(f"{who} ended {self._failures} times before it served, the last time: {end.how}")
         elif not self._launcher.has_failed:
             event("unit starts again", unit=self.name, after=self._pause, failed_starts=self._failures)
@@ -171,13 +173,15 @@ class Launcher:
     """
 
     def __init__(self, config: EngineConfig, serve: Run | None = None) -> None:
-        config = completed(config)
-        self.tree = Tree.lay(config)
-        self.board = Board(self.tree.board, writable=True)
-        self._places = [(one.kind, one.group, one.index) for one in places(config)]
+        config = with_model_defaults(config)
+        self.tree = Cluster.lay(config)
+        self.board = StatusBoard(self.tree.board, writable=True)
+        self._places = [(one.kind, one.group, one.index) for one in all_processes(config)]
         self.is_stopping = False
-        groups = [Unit(self, group, self._parts_of_group()) for group in range(config.data_parallel_size)]
-        self._servers = [Unit(self, 0, [("server", one, serve)]) for one in range(config.api_server_count) if serve]
+        groups = [ProcessGroup(self, group, self._parts_of_group()) for group in range(config.data_parallel_size)]
+        self._servers = [
+            ProcessGroup(self, 0, [("server", one, serve)]) for one in range(config.api_server_count) if serve
+        ]
         self.units = (*groups, *self._servers)
         lane = self.tree.launcher_lane
         self._inboxes = [group.inbox.sender(lane, name="launcher") for group in self.tree.groups]
@@ -194,10 +198,10 @@ class Launcher:
         outputs: list[tuple[str, int, Run]] = [("output", one, run_output) for one in range(config.output_processors)]
         return [("core", 0, run_core), *workers, *outputs]
 
-    def tell_life(self, member: Member, pid: int) -> None:
+    def publish_pid(self, member: ProcessId, pid: int) -> None:
         """Whoever looks at the board sees who has this place; 0: nobody now."""
         place = self._places.index((member.kind, member.group, member.index))
-        self.board.live(place, Life(member.incarnation, pid))
+        self.board.live(place, ProcessEntry(member.incarnation, pid))
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -268,7 +272,7 @@ class Launcher:
             await asyncio.sleep(LOOK_AGAIN)
         for inbox in self._inboxes:
             _tell_to_stop(inbox)
-        self.look_who_is_left()
+        self.check_all_exited()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._left.wait(), STOP_TIMEOUT if self._signals < 2 else 0.0)
         late = [str(child.member) for unit in self.units for child in unit.children.values()]
@@ -284,9 +288,9 @@ class Launcher:
         return late
 
     def _has_open(self) -> bool:
-        return any(server.children for server in self._servers) or any(row[Board.OPEN] for row in self.board.rows)
+        return any(server.children for server in self._servers) or any(row[StatusBoard.OPEN] for row in self.board.rows)
 
-    def bury(self, member: Member) -> None:
+    def reap(self, member: ProcessId) -> None:
         """For whoever keeps something of a process that has ended."""
 
     def count_failed_starts(self, index: int, number: int) -> None:
@@ -296,7 +300,7 @@ class Launcher:
         """For whoever is told by servers when they serve."""
         return False
 
-    def look_who_is_left(self) -> None:
+    def check_all_exited(self) -> None:
         if not any(unit.children for unit in self.units):
             self._left.set()
 
@@ -305,7 +309,7 @@ class Launcher:
         """SIGCHLD: a stopped process is not dead, but nobody can wait for it for ever."""
         for unit in self.units:
             for child in unit.children.values():
-                child.look_whether_stopped(self.tree.config.step_timeout)
+                child.check_stopped(self.tree.config.step_timeout)
 
 
 def _meeting() -> str:
@@ -320,7 +324,7 @@ def _tell_to_stop(inbox: MessageSender) -> None:
             return inbox.send_nowait(Stop("the tree ends"))
 
 
-def run_core(tree: Tree, me: Member) -> None:
+def run_core(tree: Cluster, me: ProcessId) -> None:
     if tree.config.output_processors > 0:
         return engine_core.run(tree, me)
     from penstock.engine.output.inline_output import InlineOutput
@@ -328,7 +332,7 @@ def run_core(tree: Tree, me: Member) -> None:
     engine_core.run(tree, me, InlineOutput)
 
 
-def run_output(tree: Tree, me: Member) -> None:
+def run_output(tree: Cluster, me: ProcessId) -> None:
     from penstock.engine.output import output_processor
 
     output_processor.run(tree, me)

@@ -58,7 +58,7 @@ def require_family(model_type: str, architectures: Sequence[str] = (), is_quanti
         raise ValueError(f"{model_type!r}: quantized weights are not supported (quantization_config in config.json)")
 
 
-def completed(config: EngineConfig) -> EngineConfig:
+def with_model_defaults(config: EngineConfig) -> EngineConfig:
     """With the end ids and the sampling defaults that the model names, and no longer than it knows.
 
     Raises ValueError.
@@ -67,13 +67,13 @@ def completed(config: EngineConfig) -> EngineConfig:
         simulated = config.simulated
         found = () if simulated.end_id is None else (simulated.end_id,)
         if config.model and tokenizer_path(config).exists():  # or its answers would have ids that mean nothing
-            known = tokenizer_of(config).get_vocab_size()
+            known = load_tokenizer(config).get_vocab_size()
             simulated = msgspec.structs.replace(simulated, vocabulary=min(simulated.vocabulary, known))
         return msgspec.structs.replace(config, simulated=simulated, end_ids=tuple(sorted({*config.end_ids, *found})))
     directory = Path(config.model)
     if not directory.is_dir():
         raise ValueError(f"model is the directory of a model, not {config.model!r}")
-    end: int | list[int] | None = _said(directory, "eos_token_id", SAID_IN, int | list[int])
+    end: int | list[int] | None = _read_field(directory, "eos_token_id", SAID_IN, int | list[int])
     end_ids = {*config.end_ids, *(end if isinstance(end, list) else () if end is None else (end,))}
     longest = _longest(directory)
     return msgspec.structs.replace(
@@ -96,7 +96,7 @@ def require_length(config: EngineConfig) -> None:
 
 def _longest(directory: Path) -> int | None:
     """None: its files do not say."""
-    longest: int | None = _said(directory, "max_position_embeddings", SAID_IN[-1:], int)
+    longest: int | None = _read_field(directory, "max_position_embeddings", SAID_IN[-1:], int)
     return longest
 
 
@@ -105,7 +105,7 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
     path = directory / GENERATION
     if not path.exists():
         return SamplingDefaults()
-    whole, _ = parts(path)
+    whole, _ = read_config(path)
     given = {name: whole.get(theirs) for name, theirs in SAMPLING_FIELDS.items()}
     if given["top_k"] == -1:  # as some files name "all"
         given["top_k"] = 0
@@ -118,11 +118,11 @@ def takes_images(config: EngineConfig) -> bool:
     path = Path(config.model) / "config.json"
     if config.simulated is not None or not path.exists():
         return False
-    whole, _ = parts(path)
+    whole, _ = read_config(path)
     return whole.get("model_type") in VISION
 
 
-def tokenizer_of(config: EngineConfig) -> Any:
+def load_tokenizer(config: EngineConfig) -> Any:
     """Raises ValueError where the model has none."""
     from tokenizers import Tokenizer
 
@@ -139,21 +139,21 @@ def tokenizer_path(config: EngineConfig) -> Path:
     return Path(config.model) / "tokenizer.json"
 
 
-def _said(directory: Path, name: str, files: Iterable[str], kind: Any) -> Any:
+def _read_field(directory: Path, name: str, files: Iterable[str], kind: Any) -> Any:
     """By the first of these files that says it, of the whole model or of its part for text; None: by none. Raises
     ValueError."""
     for file in files:
         path = directory / file
         if not path.exists():
             continue
-        for part in parts(path):
+        for part in read_config(path):
             if part.get(name) is not None:
                 with expected(f"{name} of {path}"):
                     return msgspec.convert(part[name], kind)
     return None
 
 
-def parts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What one of a model's files says of it all, and of its part for text. Raises ValueError."""
     with expected(str(path)):
         whole = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])

@@ -18,7 +18,7 @@ from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster import logs
 from penstock.engine.launcher import Launcher, TreeFailed
-from penstock.engine.model_dir import completed, tokenizer_of
+from penstock.engine.model_dir import load_tokenizer, with_model_defaults
 from penstock.engine.preflight import require_startable
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams
@@ -59,8 +59,8 @@ def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any
     `defaults` are sampling parameters of lines that do not give them; they replace the model's own.
     Raises ValueError where a line is no prompt, and OSError.
     """
-    logs.begin("launcher", config.log_format, config.log_level)
-    config = completed(config)
+    logs.configure("launcher", config.log_format, config.log_level)
+    config = with_model_defaults(config)
     require_startable(config)
     defaults = {**GREEDY, **config.sampling_defaults.given, **defaults}
     with contextlib.ExitStack() as files:
@@ -105,7 +105,7 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Sampl
 def _tokenise(config: EngineConfig) -> Tokenise:
     if config.simulated is not None and not config.model:
         return lambda text: [one % config.simulated.vocabulary for one in text.encode()] if config.simulated else []
-    tokenizer = tokenizer_of(config)
+    tokenizer = load_tokenizer(config)
     return lambda text: list(tokenizer.encode(text).ids)
 
 

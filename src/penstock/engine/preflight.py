@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from penstock.engine.cluster.cuda_devices import cuda_devices
-from penstock.engine.model_dir import ALONE, INDEX, expected, parts, require_family, tokenizer_path
+from penstock.engine.model_dir import ALONE, INDEX, expected, read_config, require_family, tokenizer_path
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.worker.weight_slices import Heads
+from penstock.engine.worker.weight_slices import HeadSlices
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")  # of a model that is computed
 OTHER_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json", "preprocessor_config.json")
-MOST_HEADER_NBYTES = 100 << 20  # as safetensors itself allows
+MAX_HEADER_NBYTES = 100 << 20  # as safetensors itself allows
 POINTER = b"version https://git-lfs"
 
 
@@ -46,7 +46,7 @@ def require_model(config: EngineConfig) -> None:
     path = directory / "config.json"
     if not path.exists():
         raise ValueError(f"there is no {path}: expected the directory of a model, with its config.json")
-    whole, text = parts(path)
+    whole, text = read_config(path)
     require_family(
         str(whole.get("model_type")),
         _convert(whole.get("architectures") or [], list[str], f"architectures of {path}"),
@@ -56,21 +56,21 @@ def require_model(config: EngineConfig) -> None:
     require_weights(directory)
     for name in OTHER_FILES:
         if (directory / name).exists():
-            parts(directory / name)
+            read_config(directory / name)
 
 
 def _require_heads(text: Mapping[str, Any], ranks: int) -> None:
     """Where config.json leaves them out, transformers has defaults of each family: the worker knows."""
     queries, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if isinstance(queries, int) and isinstance(keys, int) and queries > 0 and keys > 0:
-        Heads(queries, keys).require(ranks)
+        HeadSlices(queries, keys).require(ranks)
 
 
 def require_weights(directory: Path) -> None:
     """That all files of weights are there, and as long as their headers say."""
     index = directory / INDEX
     if index.exists():
-        whole, _ = parts(index)
+        whole, _ = read_config(index)
         files = sorted(set(_convert(whole.get("weight_map"), dict[str, str], f"weight_map of {index}").values()))
         missing = [name for name in files if not (directory / name).exists()]
         if missing:
@@ -91,7 +91,7 @@ def _require_whole(path: Path) -> None:
         if begin == POINTER:
             raise ValueError(f"{path} is a pointer of Git LFS, and not the file: git lfs pull")
         header_nbytes, nbytes = int.from_bytes(begin[:8], "little"), path.stat().st_size
-        if len(begin) < 8 or header_nbytes > MOST_HEADER_NBYTES:
+        if len(begin) < 8 or header_nbytes > MAX_HEADER_NBYTES:
             raise ValueError(f"{path} is not a file of safetensors")
         file.seek(8)
         header = file.read(header_nbytes)
@@ -140,11 +140,11 @@ def require_blocks(config: EngineConfig) -> None:
         if config.simulated is None
         else min(config.num_gpu_blocks_override or 1 << 31, config.simulated.blocks)
     )
-    if blocks is not None and blocks < config.most_blocks:
+    if blocks is not None and blocks < config.max_blocks_per_request:
         raise ValueError(
             f"the model's max seq len ({config.max_model_len}) is larger than the maximum number of tokens that can be "
             f"stored in KV cache ({blocks * config.block_size}): "
-            f"--num-gpu-blocks-override {config.most_blocks} or more, "
+            f"--num-gpu-blocks-override {config.max_blocks_per_request} or more, "
             f"or --max-model-len {blocks * config.block_size} or less"
         )
 

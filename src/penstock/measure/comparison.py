@@ -21,7 +21,7 @@ ROUNDS = 7
 LONG_PROMPT = 40_000  # tokens
 CYCLE = 16  # steps, in which each request needs one block
 TIMED = 50_000  # requests times steps in one round of a steady case, about
-LEAST_STEPS, MOST_STEPS = 13, 400
+LEAST_STEPS, MAX_STEPS = 13, 400
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def steps_of(requests: int) -> int:
-    return max(LEAST_STEPS, min(MOST_STEPS, TIMED // requests))
+    return max(LEAST_STEPS, min(MAX_STEPS, TIMED // requests))
 
 
 def cases(requests: Sequence[int]) -> Iterator[Case]:

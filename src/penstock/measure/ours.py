@@ -10,8 +10,8 @@ import numpy as np
 
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.codec.sequence import SequenceCheck
-from penstock.engine.core.step_builder import Plan
-from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import (
     DELTAS,
     INBOX,
@@ -30,7 +30,7 @@ from penstock.measure.workload import BLOCK, TEMPERATURE, TOP_P, Decode
 LEADER = 0x9A7B_5C3D  # as many bytes as almost all have that are drawn
 LATER = 1_000_000  # steps that came before, so that numbers have the length that they have in the long run
 LEAST = 100  # messages of one round; each takes microseconds
-MOST_BLOCKS = 1 << 20
+MAX_BLOCKS = 1 << 20
 
 
 class Coder:
@@ -64,8 +64,8 @@ class Steps:
         self._decode = decode
         self._requests = len(decode.running)
         self._coder = Coder(STEPS)
-        self._core, self._worker = (Schedule(self._requests, MOST_BLOCKS, BLOCK) for _ in range(2))
-        self._plan = Plan(self._core)
+        self._core, self._worker = (BatchState(self._requests, MAX_BLOCKS, BLOCK) for _ in range(2))
+        self._plan = StepBuilder(self._core)
         params = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P)
         for row, one in enumerate(decode.running):
             blocks = np.array(one.blocks, np.int32)
@@ -81,7 +81,7 @@ class Steps:
     def _finish(self) -> Step:
         """The step that is planned, applied to the core's state."""
         self._number += 1
-        step = self._plan.finish(LEADER, self._number)
+        step = self._plan.build(LEADER, self._number)
         self._core.apply(step)
         return step
 
@@ -92,7 +92,7 @@ class Steps:
         advance = self._decode.step()
         if advance.due:
             slots = np.array(list(advance.due), np.intp)
-            self._plan.append_each(slots, np.array(list(advance.due.values()), np.int32))
+            self._plan.append_one_each(slots, np.array(list(advance.due.values()), np.int32))
         step = self._finish()
         self._decode.finish(advance)
         return step
@@ -105,7 +105,7 @@ class Steps:
     def perform(self, messages: int) -> Round:
         return Local(self.make, self._coder.encode, self.decode).perform(messages)
 
-    def states(self) -> tuple[Schedule, Schedule]:
+    def states(self) -> tuple[BatchState, BatchState]:
         """The core's and the worker's."""
         return self._core, self._worker
 

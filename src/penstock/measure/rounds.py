@@ -18,7 +18,7 @@ from penstock.measure.distance import between
 now = time.perf_counter_ns
 NEAR = 1 << 14  # edits; in an experiment there is time
 LONG_NBYTES = 50_000  # of a message; of these only two pairs are compared
-MOST_COMPARED = 32  # of the others
+MAX_COMPARED = 32  # of the others
 
 
 class Round(NamedTuple):
@@ -116,7 +116,7 @@ def take_turns(ways: Mapping[str, Way], messages: int, rounds: int, *, warm_up: 
                 one.missing = str(error)
                 continue
             if turn == 0:
-                pairs = 2 if len(result.frames[0]) > LONG_NBYTES else MOST_COMPARED
+                pairs = 2 if len(result.frames[0]) > LONG_NBYTES else MAX_COMPARED
                 for before, after in zip(result.frames[:pairs], result.frames[1 : pairs + 1]):
                     distance = between(before, after, near=NEAR)
                     one.edits.append(distance.edits)

@@ -19,7 +19,7 @@ from penstock.measure.frames import Layout
 from penstock.measure.recording import Entry, Source
 
 SAMPLES = 4096  # of a distribution; the mean counts everything
-MOST_SHARE = 0.5  # of the time, for distances and timing while a channel is live; the rest is for keeping up
+MAX_SHARE = 0.5  # of the time, for distances and timing while a channel is live; the rest is for keeping up
 
 now = time.perf_counter_ns
 
@@ -140,7 +140,7 @@ class Tally:
             del self._last[key]
 
     def _has_time(self) -> bool:
-        return not self._is_live or self._spent_ns <= (now() - self._began_ns) * MOST_SHARE
+        return not self._is_live or self._spent_ns <= (now() - self._began_ns) * MAX_SHARE
 
     def _count_fields(self, tally: ClassTally, pieces: dict[str, bytes], before: dict[str, bytes] | None) -> None:
         for name, content in pieces.items():

@@ -16,7 +16,7 @@ from penstock.engine.client.stream import EngineError
 
 RETRIED = (429, 503)  # whoever is refused with one of these may come again …
 RETRY_AFTER = 1  # … after so many seconds
-MOST_CHARACTERS = 2000  # of a message: what a client has said may stand in it, and be long
+MAX_CHARACTERS = 2000  # of a message: what a client has said may stand in it, and be long
 KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -40,8 +40,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if len(message) > MOST_CHARACTERS:
-            message = f"{message[: MOST_CHARACTERS // 2]} … {message[-MOST_CHARACTERS // 2 :]}"
+        if len(message) > MAX_CHARACTERS:
+            message = f"{message[: MAX_CHARACTERS // 2]} … {message[-MAX_CHARACTERS // 2 :]}"
         super().__init__(message)
         self.status = status
         self.message = message

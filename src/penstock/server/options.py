@@ -11,7 +11,7 @@ import re
 import msgspec
 
 from penstock.engine.client.image_processor import ImageLimits
-from penstock.server.images.image_fetcher import Host
+from penstock.server.images.image_fetcher import AllowedHost
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
@@ -51,7 +51,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             if not os.path.isdir(folder):
                 raise ValueError(f"allowed_local_media_path is a folder, not {folder!r}")
         for host in self.allowed_media_domains:
-            Host.of(host)
+            AllowedHost.of(host)
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(f"allowed_origins are as in https://example.org:8443, or '*', not {origin!r}")

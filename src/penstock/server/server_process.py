@@ -28,15 +28,15 @@ import penstock
 from penstock.engine.client.client import Client
 from penstock.engine.cluster.logs import LOGGER, event
 from penstock.engine.cluster.process import starting
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Member, Tree
-from penstock.server.chat.prompt_builder import Reader, words_of
-from penstock.server.http.app import Api
-from penstock.server.http.connection import Connection
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.server.chat.prompt_builder import PromptBuilder, build_tokenizer
+from penstock.server.http.app import ApiServer
+from penstock.server.http.connection import LimitedConnection
 from penstock.server.http.loop_errors import LoopErrors
-from penstock.server.images.image_prompts import image_reader
+from penstock.server.images.image_prompts import build_image_prompts
 from penstock.server.options import ServerOptions
-from penstock.server.status.counters import Row, Tally
+from penstock.server.status.counters import ProcessCounters, ServerCounters
 
 BACKLOG = 1024  # connections that nobody has taken yet
 KEPT = (
@@ -48,7 +48,7 @@ KERNEL_NBYTES = 256 << 10  # of an answer in the kernel, for a client that does 
 
 
 @dataclass(frozen=True)
-class Shared:
+class ServerArgs:
     """Handed to each server process while it is being spawned."""
 
     options: ServerOptions
@@ -94,7 +94,7 @@ def _listener(options: ServerOptions) -> socket.socket:
     return listener
 
 
-def serve(shared: Shared, tree: Tree, me: Member) -> None:
+def serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     """The process, until SIGTERM; then it answers what is open, for as long as the tree's `shutdown_timeout`."""
     _do_without_torch()
     asyncio.run(_serve(shared, tree, me))
@@ -110,30 +110,30 @@ def _do_without_torch() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that it was not found
 
 
-async def _serve(shared: Shared, tree: Tree, me: Member) -> None:
+async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     asyncio.get_running_loop().set_exception_handler(LoopErrors())
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).handlers[:] = LOGGER.handlers
         logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of is what clients do: it may be much
-    tally, board = Tally(shared.tally, tree.config.api_server_count, writable=True), Board(tree.board)
+    tally, board = ServerCounters(shared.tally, tree.config.api_server_count, writable=True), StatusBoard(tree.board)
     row = tally.rows[me.index]
-    row[Row.PID], row[Row.SERVING], row[Row.OPEN] = os.getpid(), 0, 0
+    row[ProcessCounters.PID], row[ProcessCounters.SERVING], row[ProcessCounters.OPEN] = os.getpid(), 0, 0
     with starting():
-        words = words_of(tree.config)
-        images = image_reader(tree.config, shared.options, tree.store, words.tokenizer)
-    with contextlib.closing(Reader(tree.config, words, images)) as reader:
+        words = build_tokenizer(tree.config)
+        images = build_image_prompts(tree.config, shared.options, tree.store, words.tokenizer)
+    with contextlib.closing(PromptBuilder(tree.config, words, images)) as reader:
         async with Client(tree, me) as client:
-            api = Api(tree.config, shared.options, client, reader, tally, board, me.index)
-            server = Server(api, row, shared.options, tree.config.shutdown_timeout)
+            api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index)
+            server = ServerProcess(api, row, shared.options, tree.config.shutdown_timeout)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
             gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up every stream
             await server.serve([shared.listener])
 
 
-class Server(uvicorn.Server):
+class ServerProcess(uvicorn.Server):
     """Signals are the process's own affair."""
 
-    def __init__(self, api: Api, row: Row, options: ServerOptions, shutdown_timeout: float) -> None:
+    def __init__(self, api: ApiServer, row: ProcessCounters, options: ServerOptions, shutdown_timeout: float) -> None:
         wanted = CONNECTIONS * options.max_open_requests
         most = _room_for(wanted)
         if most < wanted:
@@ -142,7 +142,7 @@ class Server(uvicorn.Server):
             event("few connections", logging.WARNING, most=most, wanted=wanted, descriptors=hard, remedy=remedy)
         config = uvicorn.Config(
             api.app(),
-            http=functools.partial(Connection, most, options.client_timeout),  # type: ignore[arg-type]
+            http=functools.partial(LimitedConnection, most, options.client_timeout),  # type: ignore[arg-type]
             lifespan="off",
             ws="none",
             log_config=None,
@@ -161,15 +161,15 @@ class Server(uvicorn.Server):
         yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._row[Row.SERVING]:
-            self._row[Row.SERVING] = 2
+        if self._row[ProcessCounters.SERVING]:
+            self._row[ProcessCounters.SERVING] = 2
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for one in sockets or ():
             one.listen(BACKLOG)  # the loop has said how many it takes at a time, which is something else
-        self._row[Row.SERVING] = 1
+        self._row[ProcessCounters.SERVING] = 1
 
 
 def _room_for(connections: int) -> int:

@@ -22,7 +22,7 @@ from penstock.tensor.source import Source, source
 from penstock.tensor.views import As, copied, shown_as, view, writable_as
 
 INLINE_NBYTES = 16 << 10  # lending costs as much as copying at about 32 KiB, with 1, 2 or 4 receivers
-MOST_INLINE_NBYTES = 1 << 30  # of one that finds no room: msgpack has four bytes for it
+MAX_INLINE_NBYTES = 1 << 30  # of one that finds no room: msgpack has four bytes for it
 
 Overflow = Literal["inline", "raise"]
 
@@ -47,8 +47,8 @@ class Tensors:
     def __init__(self, pool: Pool | None, *, inline_nbytes: int = INLINE_NBYTES, overflow: Overflow = "inline") -> None:
         if overflow not in ("inline", "raise"):
             raise ValueError(f"overflow is 'inline' or 'raise', not {overflow!r}")
-        if not 0 <= inline_nbytes <= MOST_INLINE_NBYTES:
-            raise ValueError(f"inline_nbytes is between 0 and {MOST_INLINE_NBYTES}, not {inline_nbytes}")
+        if not 0 <= inline_nbytes <= MAX_INLINE_NBYTES:
+            raise ValueError(f"inline_nbytes is between 0 and {MAX_INLINE_NBYTES}, not {inline_nbytes}")
         self.pool = pool
         self.inline_nbytes = inline_nbytes
         self.overflow: Overflow = overflow
@@ -168,7 +168,7 @@ class Tensors:
 
     # ── within ──
     def _overflowing(self, given: Source, error: MemoryExhausted) -> TensorRef:
-        if self.overflow == "raise" or given.nbytes > MOST_INLINE_NBYTES:
+        if self.overflow == "raise" or given.nbytes > MAX_INLINE_NBYTES:
             raise error
         self.stats.overflowed += 1
         return _inline(given)

@@ -16,13 +16,13 @@ from penstock.memory import Ref
 from penstock.memory.segment import MAX_NBYTES
 from penstock.tensor.kinds import KIND_OF_CODE, Kind, kind_of
 
-MOST_DIMENSIONS = 32  # of NumPy before 2.0, and of codec/frame.py
+MAX_DIMENSIONS = 32  # of NumPy before 2.0, and of codec/frame.py
 
 
 def nbytes_of(kind: Kind, shape: tuple[int, ...]) -> int:
     """Of a tensor, C-contiguous. Raises ValueError for a shape that none has: it need not come from a friend."""
-    if len(shape) > MOST_DIMENSIONS:
-        raise ValueError(f"expected at most {MOST_DIMENSIONS} dimensions, got {len(shape)}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"expected at most {MAX_DIMENSIONS} dimensions, got {len(shape)}")
     for size in shape:
         if type(size) is not int or not 0 <= size <= MAX_NBYTES:
             raise ValueError(f"expected sizes from 0 to {MAX_NBYTES}, got {shape!r:.80}")

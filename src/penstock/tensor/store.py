@@ -24,7 +24,7 @@ from penstock.tensor.stored import Making, Stored, block_nbytes, write_value
 from penstock.tensor.tree import Plan, plan
 
 LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room
-MOST_ROUNDS = 64  # of making room that others were faster to take, after the deadline
+MAX_ROUNDS = 64  # of making room that others were faster to take, after the deadline
 PUT_TIMEOUT = 5.0  # seconds: for another process to write the same key, or for room that is held
 
 
@@ -207,7 +207,7 @@ class Store(Pool):
             except MemoryExhausted:
                 left = None if deadline is None else deadline - time.monotonic()
                 is_late = left is not None and left <= 0
-                may_make = nbytes <= self.nbytes and (made_room < MOST_ROUNDS or not is_late)
+                may_make = nbytes <= self.nbytes and (made_room < MAX_ROUNDS or not is_late)
                 if may_make and self._store.make_room(nbytes):
                     made_room += 1
                     continue  # unless somebody was faster, and then there is more to be made

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 TENSOR, LIST, TUPLE, DICT = range(4)
 ALIGN = 64  # of every tensor, from the start of the buffer
-MOST_LEVELS = 32
+MAX_LEVELS = 32
 SCALARS = (type(None), bool, int, float, str, bytes)
 
 
@@ -125,9 +125,9 @@ class _Planned:
             if type(value) is int:
                 _require_64_bits(value, path)
             return value
-        if level == MOST_LEVELS:
+        if level == MAX_LEVELS:
             raise UnsupportedTensor(
-                f"expected at most {MOST_LEVELS} levels (does it contain itself?) at {_at(path):.80}"
+                f"expected at most {MAX_LEVELS} levels (does it contain itself?) at {_at(path):.80}"
             )
         if type(value) is dict or isinstance(value, Mapping):
             node: list[Any] = [DICT]
@@ -180,7 +180,7 @@ class _Read:
     def tree(self, node: Any, path: Path, level: int) -> Any:
         if type(node) in SCALARS:
             return node
-        if type(node) is not list or not node or type(node[0]) is not int or level > MOST_LEVELS:
+        if type(node) is not list or not node or type(node[0]) is not int or level > MAX_LEVELS:
             raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {_at(path):.80}")
         what = node[0]
         if what == TENSOR:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from penstock.engine.client.client import Client
-from penstock.engine.client.stream import MOST_KEPT_NBYTES, EngineError, Piece, Stream
-from penstock.engine.cluster.outbox import MOST_KEPT, Outbox
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream
+from penstock.engine.cluster.outbox import MAX_KEPT, Outbox
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import (
     Abort,
@@ -33,7 +33,7 @@ PATIENCE = 10.0
 class Engine:
     """The other ends of a client's channels."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Cluster) -> None:
         group = tree.groups[0]
         self.inbox = group.inbox.receiver(name="core 0.0 #1")
         self.announced = group.announced[0].receiver(name="output 0.0 #1")
@@ -47,9 +47,9 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def engine() -> AsyncIterator[tuple[Engine, Client]]:
-    tree = Tree.lay(CONFIG)
-    board = Board(tree.board, writable=True)
-    board.row(0)[Board.SERVING] = 1
+    tree = Cluster.lay(CONFIG)
+    board = StatusBoard(tree.board, writable=True)
+    board.row(0)[StatusBoard.SERVING] = 1
     other = Engine(tree)
     try:
         async with Client(tree, 0) as client:
@@ -134,7 +134,7 @@ async def test_who_reads_when_the_client_is_closed_is_told_so() -> None:
 
 @in_a_loop
 async def test_a_second_reader_is_refused_and_not_left_waiting() -> None:
-    stream = Stream(1, 0, 1, 5, 1)
+    stream = OutputStream(1, 0, 1, 5, 1)
     first = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="another task waits"):
@@ -146,29 +146,29 @@ async def test_a_second_reader_is_refused_and_not_left_waiting() -> None:
 
 @in_a_loop
 async def test_pieces_of_samples_in_turns_are_given_up_before_they_weigh_much() -> None:
-    stream = Stream(1, 0, 1, 5, 2)
+    stream = OutputStream(1, 0, 1, 5, 2)
     pieces = 0
     while not stream.is_over:
-        stream.add(Piece(pieces % 2, b"a", [1]))
+        stream.add(OutputChunk(pieces % 2, b"a", [1]))
         pieces += 1
-    assert pieces * 200 < MOST_KEPT_NBYTES
+    assert pieces * 200 < MAX_KEPT_NBYTES
 
 
 @in_a_loop
 async def test_reading_makes_room_again_however_long_the_answer_is() -> None:
-    stream = Stream(1, 0, 1, 5, 1)
+    stream = OutputStream(1, 0, 1, 5, 1)
     for _ in range(200):
         for _ in range(1000):
-            stream.add(Piece(0, b"abcd", [1]))
+            stream.add(OutputChunk(0, b"abcd", [1]))
         assert len((await anext(stream)).ids) == 1000
     assert not stream.is_over
 
 
 def test_a_time_out_does_not_begin_when_all_is_over() -> None:
     async def scene() -> None:
-        stream = Stream(1, 0, 1, 5, 1)
+        stream = OutputStream(1, 0, 1, 5, 1)
         stream.fail(EngineError(503, "it died"))
-        aborted: list[Stream] = []
+        aborted: list[OutputStream] = []
         stream.begin(aborted.append, 0.01)
         await asyncio.sleep(0.05)
         with pytest.raises(EngineError, match="it died"):
@@ -179,22 +179,22 @@ def test_a_time_out_does_not_begin_when_all_is_over() -> None:
 
 
 def test_failures_are_kept_for_who_is_too_slow_for_anything_else() -> None:
-    tree = Tree.lay(CONFIG)
+    tree = Cluster.lay(CONFIG)
     receiver = tree.servers[0].receiver(name="server 0.0 #1")
-    outbox = Outbox(tree, Member("output", 0, 0, 1))
+    outbox = Outbox(tree, ProcessId("output", 0, 0, 1))
     delta = end_of(1, FinishReason.LENGTH)
     sent = 0
     while outbox.send(0, delta):
         sent += 1
-        assert sent < 10 * MOST_KEPT + 100_000
-    assert not outbox.has_kept
+        assert sent < 10 * MAX_KEPT + 100_000
+    assert not outbox.has_backlog
     assert outbox.send(0, Failed(5, 503, "too slow")) and outbox.send(0, delta)
     while outbox.send(0, delta):
         pass
     last = None
     with contextlib.suppress(Exception):
         while True:
-            outbox.send_kept()
+            outbox.flush()
             last = receiver.receive(timeout=1)
     assert isinstance(last, Failed) and last.request == 5
     for end in (receiver, outbox, tree):

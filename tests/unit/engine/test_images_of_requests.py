@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from penstock import Missing, Store
-from penstock.engine.client.client import Client, Value
-from penstock.engine.client.stream import EngineError, Piece, Stream
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Tree
+from penstock.engine.client.client import Client, ImageInput
+from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
-from penstock.engine.core.step_builder import Plan
-from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, StepDone, Submit
-from penstock.engine.worker.simulated_device import Simulated
+from penstock.engine.worker.simulated_device import SimulatedRunner
 from penstock.tensor import Incoming, Item, Outgoing, Scope
 
 SIZE, LENGTH = 4, 10  # of a block; ids of an image
@@ -53,30 +53,30 @@ def nothing_kept() -> Iterator[None]:
     kept.clear()
 
 
-def held_by(stream_of: Any, outgoing: Outgoing) -> Stream:
+def held_by(stream_of: Any, outgoing: Outgoing) -> OutputStream:
     scope = outgoing.scope()
     scope.put(pixels(), key(1))
     scope.put(pixels())
-    stream: Stream = stream_of(scope)
+    stream: OutputStream = stream_of(scope)
     assert outgoing.stats().open_scopes == 1
     kept.append(scope)  # as who made it may
     return stream
 
 
-def fail(stream: Stream) -> None:
+def fail(stream: OutputStream) -> None:
     stream.fail(EngineError(503, "it died"))
 
 
-def answer(stream: Stream) -> None:
-    stream.add(Piece(0, b"a", [1]))
-    stream.add(Piece(0, b"b", [2], FinishReason.STOP))
+def answer(stream: OutputStream) -> None:
+    stream.add(OutputChunk(0, b"a", [1]))
+    stream.add(OutputChunk(0, b"b", [2], FinishReason.STOP))
 
 
-@pytest.mark.parametrize("end", [fail, answer, Stream.abort])
+@pytest.mark.parametrize("end", [fail, answer, OutputStream.abort])
 def test_a_stream_that_is_over_holds_nothing_though_nobody_has_read_it(end: Any) -> None:
     with a_store() as store:
         outgoing = Outgoing(store, inline_nbytes=0)
-        stream = held_by(lambda scope: Stream(1, 0, 1, 5, 1, scope), outgoing)
+        stream = held_by(lambda scope: OutputStream(1, 0, 1, 5, 1, scope), outgoing)
         assert store.stats().holders
         end(stream)
         assert stream.is_over and outgoing.stats().open_scopes == 0
@@ -88,7 +88,7 @@ def test_a_stream_that_takes_too_long_holds_nothing() -> None:
 
         async def scene() -> None:
             outgoing = Outgoing(store, inline_nbytes=0)
-            stream = held_by(lambda scope: Stream(1, 0, 1, 5, 1, scope), outgoing)
+            stream = held_by(lambda scope: OutputStream(1, 0, 1, 5, 1, scope), outgoing)
             stream.begin(lambda _: None, 0.01)
             with pytest.raises(EngineError):
                 await anext(stream)
@@ -102,7 +102,7 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
     chance = random.Random(seed)
 
     async def one(client: Client, number: int) -> None:
-        values = [Value(pixels(number), 2, LENGTH, key(number % 20) if number % 3 else None)]
+        values = [ImageInput(pixels(number), 2, LENGTH, key(number % 20) if number % 3 else None)]
         submitting = asyncio.ensure_future(client.submit(range(20), values=values))
         for _ in range(chance.choice([0, 1, 3, 30])):
             await asyncio.sleep(0)
@@ -120,11 +120,11 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
                 pass
 
     async def scene() -> None:
-        tree = Tree.lay(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20, output_processors=0))
+        tree = Cluster.lay(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20, output_processors=0))
         assert tree.store is not None
         try:
-            board = Board(tree.board, writable=True)
-            board.row(0)[Board.SERVING] = 1
+            board = StatusBoard(tree.board, writable=True)
+            board.row(0)[StatusBoard.SERVING] = 1
             async with Client(tree, 0) as client:
                 reader = asyncio.ensure_future(drain(tree))
                 for begin in range(0, 1000, 20):
@@ -148,14 +148,14 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
 
 def test_a_request_that_nobody_takes_holds_nothing() -> None:
     async def scene() -> None:
-        tree = Tree.lay(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
+        tree = Cluster.lay(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
         try:
             async with Client(tree, 0) as client:
                 scope = client.outgoing.scope()
                 item = scope.put(pixels(), key(1))
                 for given in (
                     {"items": ((item, 2, LENGTH),), "scope": scope},
-                    {"values": [Value(pixels(), 2, LENGTH)]},
+                    {"values": [ImageInput(pixels(), 2, LENGTH)]},
                 ):
                     with pytest.raises(EngineError, match="no group of the engine serves now"):
                         await client.submit(range(20), **given)
@@ -168,7 +168,7 @@ def test_a_request_that_nobody_takes_holds_nothing() -> None:
     asyncio.run(scene())
 
 
-async def drain(tree: Tree) -> None:
+async def drain(tree: Cluster) -> None:
     """A core that listens and answers nobody."""
     async with tree.groups[0].inbox.async_receiver(name="core 0.0 #1") as inbox:
         while True:
@@ -183,10 +183,10 @@ class Opened:
         self.items: list[Item] = []
         self.failed: list[tuple[int, FinishReason]] = []
         self._incoming = incoming
-        self._schedule = Schedule(4, 64, SIZE)
+        self._schedule = BatchState(4, 64, SIZE)
         self._scheduler = Scheduler(self._schedule, SchedulerConfig(max_model_len=128, max_num_batched_tokens=16))
         told = SimulatedDevice(step_seconds=0, **options)
-        self._device = Simulated(told, 4, open_item=self._open)
+        self._device = SimulatedRunner(told, 4, open_item=self._open)
         self._requests = 0
         self._steps = 0
 
@@ -201,17 +201,17 @@ class Opened:
         params = SamplingParams(max_tokens=3, n=samples)
         self._scheduler.submit(Submit(0, self._requests, np.array(ids, np.int32), params, inputs=inputs))
         self._requests += 1
-        plan = Plan(self._schedule)
+        plan = StepBuilder(self._schedule)
         while self._scheduler.open_requests:
-            assert self._scheduler.plan(plan)
-            step = plan.finish(1, self._steps)
+            assert self._scheduler.schedule(plan)
+            step = plan.build(1, self._steps)
             self._schedule.apply(step)
-            self._scheduler.sent(step)
+            self._scheduler.on_sent(step)
             sampled = self._device.launch(self._schedule, step).result()
             done = StepDone(1, self._steps, sampled.ids, failed=sampled.failed, reasons=sampled.reasons)
             self._steps += 1
             self.failed += done.failures()
-            self._scheduler.done(done)
+            self._scheduler.on_result(done)
 
 
 PROMPT = list(range(40))

@@ -7,14 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.engine.model_dir import completed
-from penstock.engine.output.detokenizer import vocabulary
+from penstock.engine.model_dir import with_model_defaults
+from penstock.engine.output.detokenizer import load_vocabulary
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
-from penstock.engine.worker.simulated_device import Rule
+from penstock.engine.worker.simulated_device import TokenRule
 
 
 def test_a_simulated_device_alone_speaks_in_the_numbers_of_its_tokens() -> None:
-    words = vocabulary(EngineConfig(simulated=SimulatedDevice(vocabulary=20)))
+    words = load_vocabulary(EngineConfig(simulated=SimulatedDevice(vocabulary=20)))
     assert [words.piece(one) for one in (0, 19, 20)] == [b" 0", b" 19", b""]
 
 
@@ -28,17 +28,17 @@ def save_tokenizer(folder: Path) -> None:
 
 def test_a_simulated_device_with_a_models_directory_speaks_in_the_models_words(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
-    words = vocabulary(EngineConfig(model=str(tmp_path), simulated=SimulatedDevice(vocabulary=2)))
+    words = load_vocabulary(EngineConfig(model=str(tmp_path), simulated=SimulatedDevice(vocabulary=2)))
     assert [words.piece(one) for one in (0, 1)] == [b" cat", b"s"]
 
 
 def test_a_simulated_device_with_a_models_directory_gives_ids_of_its_tokenizer(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
-    config = completed(EngineConfig(model=str(tmp_path), simulated=SimulatedDevice()))
+    config = with_model_defaults(EngineConfig(model=str(tmp_path), simulated=SimulatedDevice()))
     assert config.simulated is not None and config.simulated.vocabulary == 2
-    answer = Rule(config.simulated).answer(np.arange(5, dtype=np.int32), 50)
+    answer = TokenRule(config.simulated).answer(np.arange(5, dtype=np.int32), 50)
     assert set(answer) == {0, 1}
-    words = vocabulary(config)
+    words = load_vocabulary(config)
     assert all(words.piece(one) for one in answer)
 
 
@@ -57,13 +57,13 @@ def test_a_simulated_device_with_a_models_directory_gives_ids_of_its_tokenizer(t
 def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path, said: dict, given: dict) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(said))
     config = EngineConfig(model=str(tmp_path))
-    assert completed(config).sampling_defaults.given == given
+    assert with_model_defaults(config).sampling_defaults.given == given
     neutral = msgspec.structs.replace(config, generation_config="vllm")
-    assert completed(neutral).sampling_defaults.given == {}
+    assert with_model_defaults(neutral).sampling_defaults.given == {}
 
 
 def test_sampling_defaults_are_neutral_without_generation_config(tmp_path: Path) -> None:
-    assert completed(EngineConfig(model=str(tmp_path))).sampling_defaults.given == {}
+    assert with_model_defaults(EngineConfig(model=str(tmp_path))).sampling_defaults.given == {}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,6 @@ def test_sampling_defaults_that_no_request_could_have_are_refused_with_the_way_o
 ) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"generation_config\.json \(--generation-config vllm") as caught:
-        completed(EngineConfig(model=str(tmp_path)))
+        with_model_defaults(EngineConfig(model=str(tmp_path)))
     assert why in str(caught.value)
-    completed(EngineConfig(model=str(tmp_path), generation_config="vllm"))
+    with_model_defaults(EngineConfig(model=str(tmp_path), generation_config="vllm"))

@@ -15,7 +15,7 @@ import pytest
 from penstock.engine import preflight
 from penstock.engine.cluster import cuda_devices
 from penstock.engine.cluster.cuda_devices import Devices, TorchBuild
-from penstock.engine.model_dir import FAMILIES, TEXT, VISION, completed
+from penstock.engine.model_dir import FAMILIES, TEXT, VISION, with_model_defaults
 from penstock.engine.preflight import require_startable, require_tokenizer
 from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
 from tests.support.documents import ROOT
@@ -40,7 +40,7 @@ def edit(path: Path, **said: Any) -> None:
 
 def refusal(model: Path, **options: Any) -> str:
     with pytest.raises((ValueError, OSError)) as caught:
-        config = completed(EngineConfig(model=str(model), **options))
+        config = with_model_defaults(EngineConfig(model=str(model), **options))
         require_startable(config)
         require_tokenizer(config)
     assert "\n" not in str(caught.value)
@@ -48,7 +48,7 @@ def refusal(model: Path, **options: Any) -> str:
 
 
 def test_the_model_that_ships_can_be_started(model: Path) -> None:
-    config = completed(EngineConfig(model=str(model)))
+    config = with_model_defaults(EngineConfig(model=str(model)))
     require_startable(config)
     require_tokenizer(config)
 
@@ -109,7 +109,7 @@ def test_a_family_that_is_not_served_is_named(model: Path, said: dict[str, Any],
 
 def test_an_architecture_that_is_only_misspelt_is_served(model: Path) -> None:
     edit(model / "config.json", architectures=["LLaVAForCausalLM"])
-    require_startable(completed(EngineConfig(model=str(model))))
+    require_startable(with_model_defaults(EngineConfig(model=str(model))))
 
 
 def test_ranks_blocks_types_and_devices_are_held_against_the_model(model: Path) -> None:
@@ -117,22 +117,22 @@ def test_ranks_blocks_types_and_devices_are_held_against_the_model(model: Path) 
     assert "max seq len (1024)" in refusal(
         model, num_gpu_blocks_override=63
     ) and "--num-gpu-blocks-override 64 or more" in refusal(model, num_gpu_blocks_override=63)
-    require_startable(completed(EngineConfig(model=str(model), num_gpu_blocks_override=64)))
+    require_startable(with_model_defaults(EngineConfig(model=str(model), num_gpu_blocks_override=64)))
     assert "dtype is auto, float32, bfloat16, float16, not 'int8'" in refusal(model, dtype="int8")
     assert "device is cpu, cuda, or cuda:N" in refusal(model, device="tpu")
     with pytest.raises(ValueError, match=r"stored in KV cache \(16\)"):
-        require_startable(completed(EngineConfig(simulated=SimulatedDevice(blocks=1))))
+        require_startable(with_model_defaults(EngineConfig(simulated=SimulatedDevice(blocks=1))))
 
 
 def test_heads_that_config_json_leaves_to_transformers_are_left_to_the_worker(model: Path) -> None:
     edit(model / "config.json", text_config={"model_type": "llama"})
-    require_startable(completed(EngineConfig(model=str(model), tensor_parallel_size=7)))
+    require_startable(with_model_defaults(EngineConfig(model=str(model), tensor_parallel_size=7)))
 
 
 def test_a_package_that_is_not_installed_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match="a model needs torch, not installed here"):
-        require_startable(completed(EngineConfig(model=str(model))))
+        require_startable(with_model_defaults(EngineConfig(model=str(model))))
 
 
 # ── CUDA ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -157,7 +157,7 @@ def test_devices_that_are_there_or_that_nobody_can_count_are_left_to_the_worker(
     model: Path, number: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(number, "because"))
-    require_startable(completed(EngineConfig(model=str(model), device="cuda", tensor_parallel_size=2)))
+    require_startable(with_model_defaults(EngineConfig(model=str(model), device="cuda", tensor_parallel_size=2)))
 
 
 def driver(answer: str) -> Callable[..., Any]:

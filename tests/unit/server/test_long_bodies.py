@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
-from penstock.server.chat.prompt_builder import MANY, BytesWords, Reader
+from penstock.server.chat.prompt_builder import MANY, NumberTokenizer, PromptBuilder
 from penstock.server.chat.request_schema import decoded
 from penstock.server.http import app
-from penstock.server.http.app import LONG, Api
+from penstock.server.http.app import LONG, ApiServer
 from penstock.server.options import ServerOptions
-from penstock.server.status.counters import Row, Tally
+from penstock.server.status.counters import ProcessCounters, ServerCounters
 
 CONFIG = EngineConfig(simulated=SimulatedDevice(vocabulary=200), max_model_len=1 << 20)
 WORDS = [{"role": "user", "content": "hello"}]
@@ -39,7 +39,7 @@ class Turn:
         assert self.loop_goes_on.wait(10), "the loop was held up"
 
 
-class Words(BytesWords):
+class Words(NumberTokenizer):
     turn: Turn | None = None
     encoded = 0  # texts
 
@@ -56,7 +56,7 @@ class Words(BytesWords):
 class Asked:
     """An Api without an engine, and one client of it."""
 
-    def __init__(self, api: Api, row: Row, words: Words) -> None:
+    def __init__(self, api: ApiServer, row: ProcessCounters, words: Words) -> None:
         self.api, self.row, self.words = api, row, words
         self.app = api.app()
         self.gone = asyncio.Event()
@@ -84,12 +84,14 @@ class Asked:
 
 @contextlib.asynccontextmanager
 async def asked() -> AsyncIterator[Asked]:
-    segments = Tally.lay(1), Board.lay(1)
-    tally = Tally(segments[0], 1, writable=True)
+    segments = ServerCounters.lay(1), StatusBoard.lay(1)
+    tally = ServerCounters(segments[0], 1, writable=True)
     words = Words(200)
     nobody: Any = None
-    with contextlib.closing(Reader(CONFIG, words)) as reader:
-        yield Asked(Api(CONFIG, ServerOptions(), nobody, reader, tally, Board(segments[1]), 0), tally.rows[0], words)
+    with contextlib.closing(PromptBuilder(CONFIG, words)) as reader:
+        yield Asked(
+            ApiServer(CONFIG, ServerOptions(), nobody, reader, tally, StatusBoard(segments[1]), 0), tally.rows[0], words
+        )
 
 
 @pytest.fixture
@@ -165,10 +167,10 @@ def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch:
         told.append(choice)
         return choice
 
-    monkeypatch.setattr(app, "gathered", gathered)
+    monkeypatch.setattr(app, "collect", gathered)
     monkeypatch.setattr(app, "usage_of", lambda *streams: {})
-    monkeypatch.setattr(app, "Pace", mock.Mock())
-    monkeypatch.setattr(app, "Choice", mock.Mock(of_completion=tell))
+    monkeypatch.setattr(app, "LatencyRecorder", mock.Mock())
+    monkeypatch.setattr(app, "StreamedChoice", mock.Mock(of_completion=tell))
 
     async def scene() -> None:
         async with asked() as one:
@@ -205,10 +207,10 @@ def test_a_client_that_goes_while_its_body_is_decoded_leaves_nothing(turn: Turn)
         async with asked() as one:
             asking = asyncio.ensure_future(one.ask({"messages": [{"role": "user", "content": "x" * LONG}]}))
             await asyncio.to_thread(turn.began.wait, 10)
-            assert one.row[Row.OPEN] == 1 and one.api._reading_nbytes > LONG
+            assert one.row[ProcessCounters.OPEN] == 1 and one.api._reading_nbytes > LONG
             one.gone.set()
             await asyncio.wait_for(asking, 5)  # and not when the decoder has come to its end
-            assert one.told == [] and one.row[Row.OPEN] == 0 and one.api._reading_nbytes == 0
+            assert one.told == [] and one.row[ProcessCounters.OPEN] == 0 and one.api._reading_nbytes == 0
             turn.loop_goes_on.set()
 
     asyncio.run(scene())

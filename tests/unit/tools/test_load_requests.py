@@ -25,7 +25,7 @@ from penstock import cli
 from penstock.tools.load import http_client
 from penstock.tools.load.chat_request import Outcome, Stream
 from penstock.tools.load.http_client import Failure
-from penstock.tools.load.sse_events import MOST_EVENT, Data
+from penstock.tools.load.sse_events import MAX_EVENT, Data
 from tests.conftest import eventually
 from tests.support.loads import (
     END,
@@ -96,8 +96,8 @@ def test_an_event_that_does_not_end_is_not_awaited() -> None:
     for more in (b"x" * 1000, b"data: " + b"x" * 1000 + b"\n"):
         stream = Stream(Outcome(0.0))
         stream.begin(200, {"content-type": "text/event-stream"})
-        with pytest.raises(Failure, match=f"an event is longer than {MOST_EVENT} bytes") as caught:
-            for _ in range(MOST_EVENT // 1000 + 1):
+        with pytest.raises(Failure, match=f"an event is longer than {MAX_EVENT} bytes") as caught:
+            for _ in range(MAX_EVENT // 1000 + 1):
                 assert not stream.take(more, 0.0)
         assert caught.value.kind == "no events"
 

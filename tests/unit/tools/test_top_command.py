@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("rich")
 
-from penstock.server.status.snapshot_rates import Seen
+from penstock.server.status.snapshot_rates import View
 from penstock.tools.top import command
 from penstock.tools.top.command import Options, show
 from tests.unit.tools.test_top_view import busy
@@ -19,11 +19,11 @@ class Scene:
     def __init__(self) -> None:
         self.looks = 0
 
-    def look(self) -> Seen:
+    def look(self) -> View:
         self.looks += 1
         if self.looks == 3:
             raise KeyboardInterrupt
-        return Seen.after(busy(10.0), busy(10.0 + self.looks), 5.0)
+        return View.after(busy(10.0), busy(10.0 + self.looks), 5.0)
 
 
 def options(svg: Path) -> Options:

@@ -10,37 +10,45 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from penstock.server.status.snapshot import Channel, Group, Holder, Moment, Process, Server, Store
-from penstock.server.status.snapshot_rates import Seen
+from penstock.server.status.snapshot import (
+    ChannelView,
+    EngineView,
+    HolderView,
+    ProcessView,
+    ServerSnapshot,
+    ServerView,
+    StoreView,
+)
+from penstock.server.status.snapshot_rates import View
 from penstock.tools.top.view import BARS, History, amount, drawn, sparkline
 from tests.unit.server.status.test_snapshot_rates import NOTICE, moment, zero
 
 
-def busy(at: float, name: str = "m") -> Moment:
+def busy(at: float, name: str = "m") -> ServerSnapshot:
     """A server with many processes and channels, further on the later it is."""
     many = int(at * 100)
     notice = msgspec.structs.replace(NOTICE, name=name)
     group = zero(
-        Group, incarnation=1, open=7, running=4, waiting=3, blocks=100, free_blocks=25, steps=many,
+        EngineView, incarnation=1, open=7, running=4, waiting=3, blocks=100, free_blocks=25, steps=many,
         generated_tokens=4 * many, device_ns=8_000_000 * many, idle_ns=2_000_000 * many, core_ns=500_000 * many,
     )  # fmt: skip
     found = moment(
         at,
         time=at,
         groups=(group, group),
-        servers=(zero(Server, open=7),),
+        servers=(zero(ServerView, open=7),),
         processes=tuple(
-            zero(Process, role="worker", index=one, pid=one + 1, incarnation=1 + (one == 3), state="serves")
+            zero(ProcessView, role="worker", index=one, pid=one + 1, incarnation=1 + (one == 3), state="serves")
             for one in range(12)
         ),
-        channels=tuple(zero(Channel, name=f"{name} {one}", kind="inbox", records=many) for one in range(30)),
-        stores=(zero(Store, name="s", hits=many, misses=many, holders=(Holder(name, 1, 2048),)),),
+        channels=tuple(zero(ChannelView, name=f"{name} {one}", kind="inbox", records=many) for one in range(30)),
+        stores=(zero(StoreView, name="s", hits=many, misses=many, holders=(HolderView(name, 1, 2048),)),),
     )
     return msgspec.structs.replace(found, notice=notice)
 
 
-def seen(name: str = "m") -> tuple[Seen, History]:
-    found, history = Seen.after(busy(10.0, name), busy(12.0, name), 5.0), History()
+def seen(name: str = "m") -> tuple[View, History]:
+    found, history = View.after(busy(10.0, name), busy(12.0, name), 5.0), History()
     history.add(found.rates)
     return found, history
 
@@ -54,11 +62,11 @@ def shown(width: int, height: int, name: str = "m", is_terminal: bool = True, **
 
 def test_memory_of_each_process_is_its_own_and_what_is_shared_stands_once() -> None:
     found, _ = seen()
-    known = zero(Process, role="core", pid=1, state="serves", private_nbytes=3 << 20)
-    gone = zero(Process, role="core", index=1, state="gone", private_nbytes=None)
+    known = zero(ProcessView, role="core", pid=1, state="serves", private_nbytes=3 << 20)
+    gone = zero(ProcessView, role="core", index=1, state="gone", private_nbytes=None)
     moment = msgspec.structs.replace(found.moment, processes=(known, gone), shared_nbytes=5 << 30)
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(drawn(Seen(moment, None), History(), console))
+    console.print(drawn(View(moment, None), History(), console))
     rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert ["shared", "5.0", "GiB"] in rows
     assert [row[-2:] for row in rows if row[:1] == ["core"]] == [["3.0", "MiB"], ["–", "–"]]
@@ -98,7 +106,7 @@ def test_the_numbers_are_those_of_the_moment_and_its_rates() -> None:
 
 def test_before_there_are_rates_nothing_is_made_up() -> None:
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(drawn(Seen(busy(10.0), None), History(), console))
+    console.print(drawn(View(busy(10.0), None), History(), console))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "– generated/s" in text and "answered/s" not in text
 

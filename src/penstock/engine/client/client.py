@@ -18,15 +18,15 @@ import msgspec
 import numpy as np
 
 from penstock import AsyncMessageSender, ClosedError, DecodeError, PeerDied, PenstockError, WouldBlock
-from penstock.engine.client.delta_splitter import pieces_of
-from penstock.engine.client.router import Balance, traces
-from penstock.engine.client.stream import EngineError, Stream
+from penstock.engine.client.delta_splitter import split_delta
+from penstock.engine.client.router import Router, traces
+from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import AGAIN, Member, Tree
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
 from penstock.engine.protocol.batch_state import Input, columns_of_inputs
 from penstock.engine.protocol.messages import (
-    MOST_REQUESTS,
+    MAX_REQUESTS,
     Abort,
     Announce,
     Delta,
@@ -39,7 +39,7 @@ from penstock.engine.protocol.messages import (
 )
 from penstock.tensor import Outgoing, Scope
 
-MOST_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
+MAX_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 SEND_TIMEOUT = 5.0  # seconds; for a core that takes no requests
 LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 FAILURES = {
@@ -53,7 +53,7 @@ FAILURES = {
 }
 
 
-class Value(NamedTuple):
+class ImageInput(NamedTuple):
     """A tree of tensors that stands in a prompt instead of text: what the model's processor makes of an image."""
 
     value: Any
@@ -65,25 +65,25 @@ class Value(NamedTuple):
 class Client:
     """`async with Client(tree, member) as client`, in the event loop that uses it."""
 
-    def __init__(self, tree: Tree, member: Member | int) -> None:
+    def __init__(self, tree: Cluster, member: ProcessId | int) -> None:
         """`member`: the place among the servers; a number is enough in a process that is not one of the tree's."""
-        self._me = Member("server", 0, member, 1) if isinstance(member, int) else member
+        self._me = ProcessId("server", 0, member, 1) if isinstance(member, int) else member
         self._config = tree.config
         index, name = self._me.index, str(self._me)
         self._deltas = tree.servers[index].async_receiver(name=name)
         self._cores = [group.inbox.async_sender(index, name=name) for group in tree.groups]
         self._outputs = [[one.async_sender(index, name=name) for one in group.announced] for group in tree.groups]
-        self._board = Board(tree.board)
+        self._board = StatusBoard(tree.board)
         self._rows = self._board.rows
-        self._balance = Balance()
+        self._balance = Router()
         self.outgoing = Outgoing(tree.store)
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, OutputStream] = {}
         self._open = [0] * len(tree.groups)  # of ours
         self._dead = [0] * len(tree.groups)  # the incarnation that we know to be dead
-        self._next = secrets.randbelow(MOST_REQUESTS)  # not those of the one whose place we took
+        self._next = secrets.randbelow(MAX_REQUESTS)  # not those of the one whose place we took
         self._sending: set[asyncio.Task[None]] = set()
         self._listening: asyncio.Task[None] | None = None
-        self._deafness = ""  # why nothing is heard any more
+        self._receive_error = ""  # why nothing is heard any more
         self._watch: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Client:
@@ -116,7 +116,7 @@ class Client:
         prompt: Sequence[int] | Ints,
         params: SamplingParams | None = None,
         *,
-        values: Sequence[Value] = (),
+        values: Sequence[ImageInput] = (),
         items: tuple[Input, ...] = (),
         scope: Scope | None = None,
         priority: int = 0,
@@ -124,7 +124,7 @@ class Client:
         salt: bytes = b"",
         announce: tuple[Style, bytes, int] | None = None,
         timeout: float | None = None,
-    ) -> Stream:
+    ) -> OutputStream:
         """Sends a request to a group. `announce`: the style of the answer, the head of each of its lines, and
         the index of its first choice; `timeout`: from now until the end of the answer.
 
@@ -160,13 +160,13 @@ class Client:
         salt: bytes,
         announce: tuple[Style, bytes, int] | None,
         deadline: float,
-    ) -> Stream:
+    ) -> OutputStream:
         ids = np.ascontiguousarray(prompt, np.int32)
         params = SamplingParams() if params is None else params
         keys = [item.key for item, _, _ in items if item.key is not None]
         group, incarnation = self._choose(traces(ids, salt, keys))
         request = self._number()
-        stream = Stream(request, group, incarnation, ids.size, params.n, scope)
+        stream = OutputStream(request, group, incarnation, ids.size, params.n, scope)
         self._keep(stream)
         try:
             if announce is not None:
@@ -185,19 +185,19 @@ class Client:
             await self._send(self._cores[group], submit, stream, deadline)
         except BaseException:
             self._drop(stream)
-            self._take_back(stream)
+            self._retract(stream)
             raise
         return stream
 
     def _choose(self, asked: list[bytes]) -> tuple[int, int]:
         """A group, and its incarnation."""
-        if self._deafness:
-            raise EngineError(500, self._deafness)
+        if self._receive_error:
+            raise EngineError(500, self._receive_error)
         if self._board.is_draining:
             raise EngineError(503, "the engine is about to end, and takes no more requests")
-        serving = [row[Board.SERVING] for row in self._rows]
+        serving = [row[StatusBoard.SERVING] for row in self._rows]
         loads = {
-            group: max(row[Board.OPEN], self._open[group])
+            group: max(row[StatusBoard.OPEN], self._open[group])
             for group, row in enumerate(self._rows)
             if serving[group] > self._dead[group]
         }
@@ -208,13 +208,13 @@ class Client:
 
     def _number(self) -> int:
         while self._next in self._streams:
-            self._next = (self._next + 1) % MOST_REQUESTS
+            self._next = (self._next + 1) % MAX_REQUESTS
         request = self._next
-        self._next = (request + 1) % MOST_REQUESTS
+        self._next = (request + 1) % MAX_REQUESTS
         return request
 
     async def _send(
-        self, sender: AsyncMessageSender, message: msgspec.Struct, stream: Stream, until: float = math.inf
+        self, sender: AsyncMessageSender, message: msgspec.Struct, stream: OutputStream, until: float = math.inf
     ) -> None:
         """Raises EngineError where the group of this stream does not take it."""
         deadline = min(until, time.monotonic() + SEND_TIMEOUT)
@@ -222,7 +222,7 @@ class Client:
             try:
                 return await sender.send(message, max(0.0, deadline - time.monotonic()))
             except PeerDied as death:  # it may be the one before, whose death we had not heard of in this channel
-                who = Member.of(death.name)
+                who = ProcessId.of(death.name)
                 is_its = who is not None and who.incarnation >= stream.incarnation
                 if is_its or time.monotonic() > deadline:
                     raise EngineError(503, f"group {stream.group} has died: {death}") from None
@@ -231,27 +231,27 @@ class Client:
                 status = 504 if time.monotonic() >= until else 503
                 raise EngineError(status, f"group {stream.group} takes no requests: {error}") from None
 
-    def _abort(self, stream: Stream) -> None:
+    def _abort(self, stream: OutputStream) -> None:
         """Its reader wants no more."""
         self._drop(stream)
         abort = Abort(self._me.index, np.array([stream.request], np.int32))
-        self._tell("abort", stream, self._send(self._cores[stream.group], abort, stream))
-        self._take_back(stream)
+        self._send_in_background("abort", stream, self._send(self._cores[stream.group], abort, stream))
+        self._retract(stream)
 
     async def _announce(
-        self, stream: Stream, style: Style, head: bytes = b"", first_index: int = 0, *, deadline: float = math.inf
+        self, stream: OutputStream, style: Style, head: bytes = b"", first_index: int = 0, *, deadline: float = math.inf
     ) -> None:
         outputs = self._outputs[stream.group]
         told = outputs[stream.request % len(outputs)] if outputs else self._cores[stream.group]
         await self._send(told, Announce(self._me.index, stream.request, style, head, first_index), stream, deadline)
 
-    def _take_back(self, stream: Stream) -> None:
+    def _retract(self, stream: OutputStream) -> None:
         """What was announced may never come: nobody is to wait for it."""
         if stream.is_announced:
             stream.is_announced = False
-            self._tell("announcement", stream, self._announce(stream, Style.PLAIN))
+            self._send_in_background("announcement", stream, self._announce(stream, Style.PLAIN))
 
-    def _tell(self, what: str, stream: Stream, telling: Coroutine[Any, Any, None]) -> None:
+    def _send_in_background(self, what: str, stream: OutputStream, telling: Coroutine[Any, Any, None]) -> None:
         async def tell() -> None:
             try:
                 await telling
@@ -263,25 +263,25 @@ class Client:
         task.add_done_callback(self._sending.discard)
 
     # ── who is open ──
-    def _keep(self, stream: Stream) -> None:
+    def _keep(self, stream: OutputStream) -> None:
         self._streams[stream.request] = stream
         self._open[stream.group] += 1
         if self._watch is None:
             self._watch = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
 
-    def _drop(self, stream: Stream) -> None:
+    def _drop(self, stream: OutputStream) -> None:
         if self._streams.pop(stream.request, None) is not None:
             self._open[stream.group] -= 1
 
     def _look(self) -> None:
         self._watch = None
-        serving = [row[Board.SERVING] for row in self._rows]
+        serving = [row[StatusBoard.SERVING] for row in self._rows]
         streams = tuple(self._streams.values())
         self._fail([one for one in streams if one.incarnation != serving[one.group]], "it does not serve any more")
         if self._streams:
             self._watch = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
 
-    def _fail(self, streams: list[Stream], why: str) -> None:
+    def _fail(self, streams: list[OutputStream], why: str) -> None:
         for stream in streams:
             self._drop(stream)
             stream.fail(EngineError(503, f"group {stream.group} has died: {why}"))
@@ -290,19 +290,19 @@ class Client:
     async def _listen(self) -> None:
         """Whatever ends it, nobody goes on waiting."""
         try:
-            await self._hear()
+            await self._receive_loop()
         except Exception as error:
-            self._deafness = f"the client of the engine has failed: {type(error).__name__}: {error}"
-            event("client does not hear any more", logging.ERROR, reason=self._deafness)
+            self._receive_error = f"the client of the engine has failed: {type(error).__name__}: {error}"
+            event("client does not hear any more", logging.ERROR, reason=self._receive_error)
             for stream in tuple(self._streams.values()):
                 self._abort(stream)
-                stream.fail(EngineError(500, self._deafness))
+                stream.fail(EngineError(500, self._receive_error))
 
-    async def _hear(self) -> None:
+    async def _receive_loop(self) -> None:
         while True:
             try:
                 self._take(await self._deltas.receive())
-                for _ in range(MOST_AT_ONCE):
+                for _ in range(MAX_AT_ONCE):
                     self._take(self._deltas.receive_nowait())
                 await asyncio.sleep(0)
             except WouldBlock:
@@ -315,7 +315,7 @@ class Client:
                 event("not a message", logging.ERROR, error=error)
 
     def _hear_of(self, death: PeerDied) -> None:
-        who = Member.of(death.name)
+        who = ProcessId.of(death.name)
         if who is None or who.kind == "server":
             return
         self._dead[who.group] = max(self._dead[who.group], who.incarnation)
@@ -327,11 +327,11 @@ class Client:
             stream = self._streams.get(message.request)
             if stream is not None:
                 self._drop(stream)
-                self._take_back(stream)
+                self._retract(stream)
                 stream.fail(EngineError(message.status, message.reason))
             return
         streams = self._streams
-        for request, piece in pieces_of(message):
+        for request, piece in split_delta(message):
             stream = streams.get(request)
             if stream is None:  # it was aborted
                 continue
@@ -344,5 +344,5 @@ class Client:
                 self._drop(stream)
 
 
-def _put(scope: Scope, values: tuple[Value, ...]) -> tuple[Input, ...]:
+def _put(scope: Scope, values: tuple[ImageInput, ...]) -> tuple[Input, ...]:
     return tuple((scope.put(one.value, one.key), one.position, one.length) for one in values)

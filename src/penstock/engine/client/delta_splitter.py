@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import repeat
 
-from penstock.engine.client.stream import Piece
+from penstock.engine.client.stream import OutputChunk
 from penstock.engine.protocol.messages import Delta, FinishReason, Logprobs
 
 
-def pieces_of(delta: Delta) -> Iterator[tuple[int, Piece]]:
+def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
     """The number of its request, and the piece, of each row."""
     rows = delta.rows
     numbers = delta.numbers.tolist()
@@ -21,9 +21,9 @@ def pieces_of(delta: Delta) -> Iterator[tuple[int, Piece]]:
     text = bytes(delta.text)
     text_at, at = 0, 2 * rows
     cut = None if delta.logprobs is None else _Cut(delta.logprobs, len(numbers) - at)
-    made: list[tuple[int, Piece]] = []
+    made: list[tuple[int, OutputChunk]] = []
     for request, nbytes, count, sample in zip(numbers[:rows], numbers[rows:at], counts, samples, strict=True):
-        piece = Piece(sample, text[text_at : text_at + nbytes], numbers[at : at + count])
+        piece = OutputChunk(sample, text[text_at : text_at + nbytes], numbers[at : at + count])
         if cut is not None:
             piece.logprobs = cut.next(count)
         made.append((request, piece))

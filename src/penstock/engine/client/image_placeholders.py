@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.engine.client.image_processor import Images, Loaded
+from penstock.engine.client.image_processor import ImageProcessor, ProcessedImage
 
 FAKE, WHOLE = "<fake_token_around_image>", "<global-img>"  # around tiles, and before the one that is all of the image
 
 
-class Places:
+class ImagePlaceholders:
     """Of one model. `tokenizer`: that of `tokenizers`.
 
     Raises ValueError where the tokenizer has no placeholder.
     """
 
-    def __init__(self, images: Images, tokenizer: Any) -> None:
+    def __init__(self, images: ImageProcessor, tokenizer: Any) -> None:
         self._image_id = images.image_id
         self._is_tiled = images.is_tiled
         self._tokenizer = tokenizer
@@ -34,7 +34,7 @@ class Places:
         if found != images:
             raise ValueError(f"expected {self.placeholder} in the prompt once for each of {images} images, got {found}")
 
-    def spread(self, ids: Sequence[int], images: Sequence[Loaded]) -> tuple[list[int], list[tuple[int, int]]]:
+    def spread(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> tuple[list[int], list[tuple[int, int]]]:
         """The prompt in which each of its placeholders has become an image; and of each image position and length."""
         spread: list[int] = []
         places: list[tuple[int, int]] = []
@@ -48,7 +48,7 @@ class Places:
             spread += found
         return spread, places
 
-    def _ids_of(self, image: Loaded) -> list[int]:
+    def _ids_of(self, image: ProcessedImage) -> list[int]:
         if not self._is_tiled:
             return [self._image_id] * image.tokens
         tiles = self._tokenizer.encode(self._tiles(image.rows, image.columns), add_special_tokens=False).ids

@@ -26,7 +26,7 @@ import numpy as np
 
 from penstock import Missing
 from penstock.engine.client.encoded_image import UPRIGHT, EncodedImage
-from penstock.engine.client.turns import Turns
+from penstock.engine.client.turns import FairThreadPool
 from penstock.engine.model_dir import VISION
 from penstock.errors import PenstockError
 from penstock.tensor import Item, Outgoing, Scope, key_of
@@ -35,7 +35,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 TILED = ("idefics3", "smolvlm")  # what these see of an image stands in several places of the prompt
 MAX_PASSES = 32  # over as many pixels as are allowed, for each component: ordinary progressive JPEGs take up to 24
 LARGE_PIXELS, LARGE_NBYTES = 4_000_000, 2 << 20  # from here on it takes a thread 0.1 s and more
-MOST_RATIO = 100  # of an image's sides: processors make the short one as long as they want it, and the long one with it
+MAX_RATIO = 100  # of an image's sides: processors make the short one as long as they want it, and the long one with it
 
 
 class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +60,7 @@ class ImageRefused(PenstockError):
         self.reason = reason
 
 
-class Loaded(NamedTuple):
+class ProcessedImage(NamedTuple):
     """An image that is ready to travel."""
 
     item: Item
@@ -69,7 +69,7 @@ class Loaded(NamedTuple):
     columns: int
 
 
-class Images:
+class ImageProcessor:
     """Of one model, for all requests of a process."""
 
     def __init__(
@@ -97,20 +97,22 @@ class Images:
         self._is_squared = config.model_type == "llava" and getattr(self._processor, "do_pad", False)
         self._salt = _fingerprint(self._processor) + salt
         threads = threads or len(os.sched_getaffinity(0))
-        self._small, self._large = Turns(threads, "images"), Turns(threads, "large images")
+        self._small, self._large = FairThreadPool(threads, "images"), FairThreadPool(threads, "large images")
 
-    async def load(self, raw: bytes | Callable[[], bytes], scope: Scope) -> Loaded:
+    async def load(self, raw: bytes | Callable[[], bytes], scope: Scope) -> ProcessedImage:
         """`raw`: or what reads it, in a thread. Blocks nobody's loop. The scope, one for each request, holds the image.
 
         Cancelled, it is dropped if it has not begun. Raises ImageRefused, what reading it raises, and ClosedError if
         the scope has been released meanwhile.
         """
         loaded = await self._small.run(scope, functools.partial(self._load_small, raw, scope))
-        if isinstance(loaded, Loaded):
+        if isinstance(loaded, ProcessedImage):
             return loaded
         return await self._large.run(scope, functools.partial(self._load_large, *loaded, scope))
 
-    def _load_small(self, raw: bytes | Callable[[], bytes], scope: Scope) -> Loaded | tuple[bytes, EncodedImage]:
+    def _load_small(
+        self, raw: bytes | Callable[[], bytes], scope: Scope
+    ) -> ProcessedImage | tuple[bytes, EncodedImage]:
         """The image, or the key of one that is large, and what is to be decoded."""
         if not isinstance(raw, bytes):
             raw = raw()
@@ -125,11 +127,11 @@ class Images:
             return key, encoded
         return self._load_encoded(key, encoded, scope)
 
-    def _load_large(self, key: bytes, encoded: EncodedImage, scope: Scope) -> Loaded:
+    def _load_large(self, key: bytes, encoded: EncodedImage, scope: Scope) -> ProcessedImage:
         found = self._find(key, scope)  # the same image may have been made while this one waited
         return self._load_encoded(key, encoded, scope) if found is None else found
 
-    def _load_encoded(self, key: bytes, encoded: EncodedImage, scope: Scope) -> Loaded:
+    def _load_encoded(self, key: bytes, encoded: EncodedImage, scope: Scope) -> ProcessedImage:
         made = self._make(encoded)
         if self._most_tokens is not None and made["tokens"] > self._most_tokens:
             raise ImageRefused(
@@ -137,7 +139,7 @@ class Images:
             )
         return _loaded(scope.put(made, key), made)
 
-    def _find(self, key: bytes, scope: Scope) -> Loaded | None:
+    def _find(self, key: bytes, scope: Scope) -> ProcessedImage | None:
         store = self._outgoing.store
         try:
             if store is not None:
@@ -160,9 +162,9 @@ class Images:
         if width * height > most:
             said = f"this one has {width} x {height} = {width * height}"
             raise ImageRefused(413, f"an image has at most {most} pixels, {said}")
-        if max(sides) > MOST_RATIO * min(sides):
+        if max(sides) > MAX_RATIO * min(sides):
             said = f"this one is {sides[0]} x {sides[1]}"
-            raise ImageRefused(400, f"an image is at most {MOST_RATIO} times as long as it is wide, {said}")
+            raise ImageRefused(400, f"an image is at most {MAX_RATIO} times as long as it is wide, {said}")
         if encoded.work > MAX_PASSES * most:
             said = f"this one of {sides[0]} x {sides[1]} has {encoded.scans} scans, which are {encoded.work}"
             raise ImageRefused(400, f"the scans of an image pass over at most {MAX_PASSES * most} pixels, {said}")
@@ -185,15 +187,15 @@ class Images:
         self._small.close()
         self._large.close()
 
-    def __enter__(self) -> Images:
+    def __enter__(self) -> ImageProcessor:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def _loaded(item: Item, made: Mapping[str, Any]) -> Loaded:
-    return Loaded(item, made["tokens"], made["rows"], made["columns"])
+def _loaded(item: Item, made: Mapping[str, Any]) -> ProcessedImage:
+    return ProcessedImage(item, made["tokens"], made["rows"], made["columns"])
 
 
 def _tiles(made: Mapping[str, Any]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.engine.protocol.messages import Ints
 
 BEGINNING = 64  # tokens that two prompts share, if they are to share a cache
-MOST_REMEMBERED = 1 << 14
+MAX_REMEMBERED = 1 << 14
 SLACK = 8  # requests more than others: so many a group may have, and a fourth more, before affinity is too dear
 
 
@@ -23,7 +23,7 @@ def traces(prompt: Ints, salt: bytes, keys: Sequence[bytes]) -> list[bytes]:
     return [salt + np.ascontiguousarray(prompt[:BEGINNING], np.int32).tobytes(), *keys]
 
 
-class Balance:
+class Router:
     def __init__(self, seed: int | None = None) -> None:
         self._had: OrderedDict[bytes, int] = OrderedDict()  # who has had what, the longest unused first
         self._chance = random.Random(seed)
@@ -42,6 +42,6 @@ class Balance:
         for one in traces:
             self._had[one] = chosen
             self._had.move_to_end(one)
-        while len(self._had) > MOST_REMEMBERED:
+        while len(self._had) > MAX_REMEMBERED:
             self._had.popitem(last=False)
         return chosen

@@ -14,7 +14,7 @@ import msgspec
 from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.tensor import Scope
 
-MOST_KEPT_NBYTES = 4 << 20  # of an answer that nobody reads
+MAX_KEPT_NBYTES = 4 << 20  # of an answer that nobody reads
 PIECE_NBYTES = 256  # of a piece without anything in it
 
 
@@ -27,7 +27,7 @@ class EngineError(Exception):
         self.reason = reason
 
 
-class Piece(msgspec.Struct, eq=False):
+class OutputChunk(msgspec.Struct, eq=False):
     """What is new of one sample."""
 
     sample: int
@@ -48,7 +48,7 @@ class Piece(msgspec.Struct, eq=False):
         return PIECE_NBYTES + len(self.utf8) + 4 * len(self.ids) + likely
 
 
-class Stream:
+class OutputStream:
     """`async with` it, so that the request ends with whoever asked for it; `async for` gives its pieces.
 
     One task reads it. Pieces that nobody has taken yet become one. Raises EngineError where the answer does not come to
@@ -75,13 +75,13 @@ class Stream:
         self.samples = samples
         self._open_samples = samples
         self._scope = scope
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[OutputChunk] = deque()
         self._kept_nbytes = 0
         self._error: EngineError | None = None
         self._is_aborted = False
         self._waiter: asyncio.Future[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
-        self._on_abort: Callable[[Stream], None] | None = None
+        self._on_abort: Callable[[OutputStream], None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -95,18 +95,18 @@ class Stream:
         self._is_aborted = True
         if self._on_abort is not None:
             self._on_abort(self)
-        self._settle()
+        self._finish_if_over()
 
-    async def __aenter__(self) -> Stream:
+    async def __aenter__(self) -> OutputStream:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.abort()
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> OutputStream:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> OutputChunk:
         while True:
             if self._pieces:
                 piece = self._pieces.popleft()
@@ -125,13 +125,13 @@ class Stream:
                 self._waiter = None
 
     # ── for the client ──
-    def begin(self, on_abort: Callable[[Stream], None], timeout: float | None, spent: float = 0.0) -> None:
+    def begin(self, on_abort: Callable[[OutputStream], None], timeout: float | None, spent: float = 0.0) -> None:
         """`on_abort` hears of it when the rest is not wanted any more. Of `timeout`, `spent` seconds have passed."""
         self._on_abort = on_abort
         if timeout is not None and not self.is_over:
             self._alarm = asyncio.get_running_loop().call_later(timeout - spent, self._expire, timeout)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputChunk) -> None:
         if self.is_over:
             return
         self.completion_tokens += len(piece.ids)
@@ -147,27 +147,27 @@ class Stream:
         else:
             self._pieces.append(piece)
             self._kept_nbytes += piece.nbytes
-        if self._kept_nbytes > MOST_KEPT_NBYTES:
+        if self._kept_nbytes > MAX_KEPT_NBYTES:
             self._pieces.clear()
-            self._give_up(EngineError(503, f"nobody has read {MOST_KEPT_NBYTES} bytes of the answer"))
-        self._settle()
+            self._give_up(EngineError(503, f"nobody has read {MAX_KEPT_NBYTES} bytes of the answer"))
+        self._finish_if_over()
 
     def fail(self, error: EngineError) -> None:
         """What has come is still given, and then this error."""
         if not self.is_over:
             self._error = error
-            self._settle()
+            self._finish_if_over()
 
     def _expire(self, timeout: float) -> None:
         self._give_up(EngineError(504, f"the answer has not come to its end within {timeout:g} s"))
-        self._settle()
+        self._finish_if_over()
 
     def _give_up(self, error: EngineError) -> None:
         self._error = error
         if self._on_abort is not None:
             self._on_abort(self)
 
-    def _settle(self) -> None:
+    def _finish_if_over(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         if not self.is_over:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 HEAD_START = 64  # pieces that may overtake one, for each that its owner has open before it
 
 
-class Turns:
+class FairThreadPool:
     def __init__(self, threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(threads, name)
         self._lock = threading.Lock()  # of all below

@@ -19,10 +19,10 @@ def event(name: str, level: int = logging.INFO, **fields: object) -> None:
     LOGGER.log(level, name, extra={"fields": fields})
 
 
-def begin(process: str, log_format: str, level: str = "info") -> None:
+def configure(process: str, log_format: str, level: str = "info") -> None:
     """From now on the events of this process, of this level and above, go to its standard error."""
     lines = logging.StreamHandler(sys.stderr)
-    lines.setFormatter((Json if log_format == "json" else Text)(process))
+    lines.setFormatter((JsonFormatter if log_format == "json" else TextFormatter)(process))
     LOGGER.handlers[:] = [lines]
     LOGGER.propagate = False
     LOGGER.setLevel(level.upper())
@@ -45,12 +45,12 @@ class _Lines(logging.Formatter):
         }
 
 
-class Json(_Lines):
+class JsonFormatter(_Lines):
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(self._fields(record), default=str)
 
 
-class Text(_Lines):
+class TextFormatter(_Lines):
     def format(self, record: logging.LogRecord) -> str:
         return " ".join(f"{name}={_quoted(value)}" for name, value in self._fields(record).items())
 

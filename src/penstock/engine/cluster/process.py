@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 from penstock import PeerDied
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.topology import Member, Tree
+from penstock.engine.cluster.topology import Cluster, ProcessId
 
 PR_SET_PDEATHSIG = 1
 ASKED_TO_END = {signal.SIGINT, signal.SIGTERM}
@@ -53,7 +53,7 @@ def starting() -> Iterator[None]:
         raise
 
 
-class End(NamedTuple):
+class ProcessEnd(NamedTuple):
     """Of a process."""
 
     how: str
@@ -61,8 +61,8 @@ class End(NamedTuple):
 
 
 @dataclass
-class Child:
-    member: Member
+class ChildProcess:
+    member: ProcessId
     pid: int
     pidfd: int
     _process: SpawnProcess
@@ -70,10 +70,10 @@ class Child:
     _end_of_patience: asyncio.TimerHandle | None = None  # it is stopped
 
     @classmethod
-    def start(cls, member: Member, run: Callable[[Tree, Member], None], tree: Tree) -> Child:
+    def start(cls, member: ProcessId, run: Callable[[Cluster, ProcessId], None], tree: Cluster) -> ChildProcess:
         spawn = multiprocessing.get_context("spawn")
         words_in, words_out = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=live, args=(run, words_out, os.getpid(), tree, member), name=str(member))
+        process = spawn.Process(target=child_main, args=(run, words_out, os.getpid(), tree, member), name=str(member))
         # Signals of the terminal, or of an init system, reach everybody; a child is deaf to them from its first
         # instruction on. The tracker first: starting it takes the mask off again.
         resource_tracker.ensure_running()
@@ -96,7 +96,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
-    def look_whether_stopped(self, patience: float) -> None:
+    def check_stopped(self, patience: float) -> None:
         """If it has been stopped since the last look, it is killed after so many seconds, unless it goes on."""
         seen = None
         with contextlib.suppress(ChildProcessError):  # it has ended, and its pidfd says so next
@@ -111,7 +111,7 @@ class Child:
             loop = asyncio.get_running_loop()
             self._end_of_patience = loop.call_later(patience, self.signal, signal.SIGKILL)
 
-    def bury(self) -> End:
+    def reap(self) -> ProcessEnd:
         """Of a process that has ended."""
         if self._end_of_patience is not None:
             self._end_of_patience.cancel()
@@ -124,10 +124,12 @@ class Child:
         self._last_words.close()
         self._process.close()
         os.close(self.pidfd)
-        return End(how, code == CANNOT_START)
+        return ProcessEnd(how, code == CANNOT_START)
 
 
-def live(run: Callable[[Tree, Member], None], last_words: Connection, parent: int, tree: Tree, member: Member) -> None:
+def child_main(
+    run: Callable[[Cluster, ProcessId], None], error_pipe: Connection, parent: int, tree: Cluster, member: ProcessId
+) -> None:
     """The whole life of a process: does its work, ends with its parent, and says why if it ends otherwise."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we had asked
@@ -137,26 +139,26 @@ def live(run: Callable[[Tree, Member], None], last_words: Connection, parent: in
     if member.kind != "server":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED_TO_END)
-    logs.begin(str(member), tree.config.log_format, tree.config.log_level)
+    logs.configure(str(member), tree.config.log_format, tree.config.log_level)
     try:
         run(tree, member)
     except CannotStart as error:
         event("process cannot start", logging.ERROR, error=error)
         event("process cannot start", logging.DEBUG, trace=traceback.format_exc())
-        _die(last_words, str(error), CANNOT_START)
+        _die(error_pipe, str(error), CANNOT_START)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         # The death of another is told by that one: where this one was meanwhile explains nothing.
         trace = {} if isinstance(error, PeerDied) else {"trace": traceback.format_exc()}
         event("process failed", logging.ERROR, error=what, **trace)
-        _die(last_words, what, 1)
+        _die(error_pipe, what, 1)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # its work is done and its ends are closed; taking torch down takes seconds where processors are short
 
 
-def _die(last_words: Connection, what: str, status: int) -> NoReturn:
+def _die(error_pipe: Connection, what: str, status: int) -> NoReturn:
     """It has died, and not closed its ends in peace: a broadcast whose sender has closed is over."""
-    last_words.send_bytes(what.encode()[:WORDS_NBYTES])
+    error_pipe.send_bytes(what.encode()[:WORDS_NBYTES])
     sys.stderr.flush()
     os._exit(status)

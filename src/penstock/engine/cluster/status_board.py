@@ -20,7 +20,7 @@ TREE_ROW = 0  # written by the launcher; row 1 + g is group g's
 Row: TypeAlias = "memoryview[int]"  # the numbers of one group, by their places: `row[Board.OPEN]`
 
 
-class Board:
+class StatusBoard:
     """Reads and, if `writable`, writes the page."""
 
     # Words of the tree's row.
@@ -56,7 +56,7 @@ class Board:
     def lay(groups: int, members: int = 0) -> penstock.Segment:
         page = penstock.Segment.create(((1 + groups) * ROW_WORDS + members) * WORD_NBYTES, name="board")
         words = page.view(writable=True).cast("Q")
-        words[Board.GROUPS], words[Board.MEMBERS] = groups, members
+        words[StatusBoard.GROUPS], words[StatusBoard.MEMBERS] = groups, members
         return page
 
     @property
@@ -87,12 +87,12 @@ class Board:
         return (1 + self._words[self.GROUPS]) * ROW_WORDS
 
     @property
-    def members(self) -> list[Life]:
+    def members(self) -> list[ProcessEntry]:
         """Of each place, in the order of `places` (tree.py)."""
         begin = self._members_at
-        return [Life(*divmod(word, 1 << 32)) for word in self._words[begin : begin + self._words[self.MEMBERS]]]
+        return [ProcessEntry(*divmod(word, 1 << 32)) for word in self._words[begin : begin + self._words[self.MEMBERS]]]
 
-    def live(self, place: int, life: Life) -> None:
+    def live(self, place: int, life: ProcessEntry) -> None:
         self._words[self._members_at + place] = life.incarnation << 32 | life.pid
 
     def close(self) -> None:
@@ -100,13 +100,13 @@ class Board:
 
 
 def queue_times_of(row: Row) -> Histogram:
-    return Histogram(row, Board.QUEUE_TIMES, REQUEST_SECONDS)
+    return Histogram(row, StatusBoard.QUEUE_TIMES, REQUEST_SECONDS)
 
 
-assert Board.QUEUE_TIMES + words_of(REQUEST_SECONDS) <= ROW_WORDS
+assert StatusBoard.QUEUE_TIMES + words_of(REQUEST_SECONDS) <= ROW_WORDS
 
 
-class Life(NamedTuple):
+class ProcessEntry(NamedTuple):
     """Who has a place: two halves of one word, so that nobody reads the number of one and the pid of another."""
 
     incarnation: int  # 0: nobody has been started

@@ -14,7 +14,7 @@ from typing import TypeVar
 import penstock
 from penstock import PeerDied, Store
 from penstock.channel.channels import SPILL_BLOCKS
-from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import ANNOUNCED, DELTAS, INBOX, RESULTS, STEPS
 
@@ -25,7 +25,7 @@ PEERS = 128  # places are given again, but who dies often needs some while the d
 
 
 @dataclass
-class Group:
+class EngineChannels:
     """A core, its workers and its output processors: they live and die together."""
 
     inbox: penstock.MessageChannel  # to the core: from servers, then workers, then outputs, then the launcher
@@ -35,18 +35,20 @@ class Group:
 
 
 @dataclass
-class Tree:
+class Cluster:
     """Handed to each process while it is being spawned."""
 
     config: EngineConfig
-    groups: tuple[Group, ...]
+    groups: tuple[EngineChannels, ...]
     servers: tuple[penstock.MessageChannel, ...]  # to each server: from each group's core, then its outputs
     board: penstock.Segment
     store: Store | None
-    meetings: list[str]  # of each group's ranks: another one for each incarnation, told to those who are spawned next
+    init_methods: list[
+        str
+    ]  # of each group's ranks: another one for each incarnation, told to those who are spawned next
 
     @classmethod
-    def lay(cls, config: EngineConfig) -> Tree:
+    def lay(cls, config: EngineConfig) -> Cluster:
         one = config
         processes = one.api_server_count + one.data_parallel_size * (
             1 + one.tensor_parallel_size + one.output_processors
@@ -64,7 +66,7 @@ class Tree:
                 )
                 for server in range(one.api_server_count)
             ),
-            Board.lay(one.data_parallel_size, len(places(one))),
+            StatusBoard.lay(one.data_parallel_size, len(all_processes(one))),
             Store.create(one.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if one.store_nbytes else None,
             [""] * one.data_parallel_size,
         )
@@ -95,9 +97,9 @@ class Tree:
         return group * (1 + self.config.output_processors) + (0 if output is None else 1 + output)
 
 
-def _lay_group(config: EngineConfig, number: int) -> Group:
+def _lay_group(config: EngineConfig, number: int) -> EngineChannels:
     workers, outputs = config.tensor_parallel_size, config.output_processors
-    return Group(
+    return EngineChannels(
         # As for the servers, the last lane keeps it from ending; the launcher takes it, to say that it is time to stop.
         penstock.open_inbox(
             config.api_server_count + workers + outputs + 1, f"inbox {number}", messages=INBOX, max_peers=PEERS
@@ -119,7 +121,7 @@ def _lay_group(config: EngineConfig, number: int) -> Group:
 
 # ── names: what a death tells of who died ────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True)
-class Member:
+class ProcessId:
     """A process of a group, in one of the group's incarnations; or a server, whose group means nothing."""
 
     kind: str  # "core", "worker", "output", "server"
@@ -131,7 +133,7 @@ class Member:
         return f"{self.kind} {self.group}.{self.index} #{self.incarnation}"
 
     @classmethod
-    def of(cls, name: str) -> Member | None:
+    def of(cls, name: str) -> ProcessId | None:
         """Whose name it is, as it stands in a PeerDied; None: of nobody in the tree."""
         try:
             kind, place, incarnation = name.split(" ")
@@ -141,28 +143,28 @@ class Member:
             return None
 
 
-def places(config: EngineConfig) -> list[Member]:
+def all_processes(config: EngineConfig) -> list[ProcessId]:
     """Every process that a tree has, in its first incarnation: those of each group, then the servers."""
     groups = [
-        Member(kind, group, index, 1)
+        ProcessId(kind, group, index, 1)
         for group in range(config.data_parallel_size)
         for kind, many in (("core", 1), ("worker", config.tensor_parallel_size), ("output", config.output_processors))
         for index in range(many)
     ]
-    return [*groups, *(Member("server", 0, index, 1) for index in range(config.api_server_count))]
+    return [*groups, *(ProcessId("server", 0, index, 1) for index in range(config.api_server_count))]
 
 
-def is_former(me: Member, death: PeerDied) -> bool:
+def is_stale_death(me: ProcessId, death: PeerDied) -> bool:
     """Whether it tells of a member of our group before this incarnation.
 
     So does a death whose name is gone: somebody else has the place of the dead one by now, and who lives in a group in
     which somebody has died does not live until others come.
     """
-    who = Member.of(death.name)
+    who = ProcessId.of(death.name)
     return death.name == NAMELESS or (who is not None and who.group == me.group and who.incarnation < me.incarnation)
 
 
-def past_the_dead(me: Member, call: Callable[[], T], timeout: float) -> T:
+def retry_past_stale_deaths(me: ProcessId, call: Callable[[], T], timeout: float) -> T:
     """What the call gives. As long as it only tells that members of former incarnations died, it is made again: who
     takes their places has not come yet. Raises PeerDied of any other, and of those when the time is up."""
     deadline = time.monotonic() + timeout
@@ -170,6 +172,6 @@ def past_the_dead(me: Member, call: Callable[[], T], timeout: float) -> T:
         try:
             return call()
         except PeerDied as death:
-            if not is_former(me, death) or time.monotonic() >= deadline:
+            if not is_stale_death(me, death) or time.monotonic() >= deadline:
                 raise
             time.sleep(AGAIN)

@@ -18,15 +18,15 @@ from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
-from penstock.engine.cluster.status_board import Board, queue_times_of
-from penstock.engine.cluster.topology import AGAIN, Member, Tree, is_former, past_the_dead
-from penstock.engine.core.request import Refused
+from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
+from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, is_stale_death, retry_past_stale_deaths
+from penstock.engine.core.request import RequestRefused
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
-from penstock.engine.core.step_builder import Plan
-from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import (
-    MOST_REQUESTS,
+    MAX_REQUESTS,
     Abort,
     Announce,
     Begin,
@@ -41,7 +41,7 @@ from penstock.engine.protocol.messages import (
 
 T = TypeVar("T")
 STOP_TIMEOUT = 3.0  # seconds; for the last message to those who may be stuck
-MOST_TAKEN_IN = 256  # messages between two steps, so that a flood of requests does not hold up those that run
+MAX_TAKEN_IN = 256  # messages between two steps, so that a flood of requests does not hold up those that run
 
 
 class OutputBatch(Protocol):
@@ -66,10 +66,10 @@ class InlineOutput(Protocol):
     def done(self, result: StepDone) -> OutputBatch: ...
 
 
-def run(tree: Tree, me: Member, inline_output: Callable[[EngineConfig], InlineOutput] | None = None) -> None:
+def run(tree: Cluster, me: ProcessId, inline_output: Callable[[EngineConfig], InlineOutput] | None = None) -> None:
     """Runs a core until it is told to stop. It uses `inline_output` where the engine has no output processors."""
     with starting():
-        core = Core(tree, me, None if inline_output is None else inline_output(tree.config))
+        core = EngineCore(tree, me, None if inline_output is None else inline_output(tree.config))
         core.start()
     gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
     core.run()
@@ -88,12 +88,12 @@ def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConf
     )
 
 
-class Core:
-    def __init__(self, tree: Tree, me: Member, inline_output: InlineOutput | None = None) -> None:
+class EngineCore:
+    def __init__(self, tree: Cluster, me: ProcessId, inline_output: InlineOutput | None = None) -> None:
         self._config, group = tree.config, tree.groups[me.group]
         self._me = me
         self._tree = tree
-        self._row = Board(tree.board, writable=True).row(me.group)
+        self._row = StatusBoard(tree.board, writable=True).row(me.group)
         self._queue_times = queue_times_of(self._row)
         name = str(me)
         self._inbox = group.inbox.receiver(name=name)
@@ -113,30 +113,32 @@ class Core:
             return
         room = [one.blocks for one in ready]
         blocks = min(room if config.num_gpu_blocks_override is None else [*room, config.num_gpu_blocks_override])
-        schedule = Schedule(config.max_num_seqs, blocks, config.block_size, config.most_blocks)
+        schedule = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
         self._await_receivers()
         self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
         self._schedule = schedule
         self._sequence = SequenceSender(self._steps)
         self._begin(Begin(self._sequence.leader, 0, schedule.slots, schedule.blocks, schedule.block_size))
-        self._plan = Plan(schedule)
-        self._row[Board.BLOCKS] = schedule.blocks
-        self._row[Board.SERVING] = self._me.incarnation
+        self._plan = StepBuilder(schedule)
+        self._row[StatusBoard.BLOCKS] = schedule.blocks
+        self._row[StatusBoard.SERVING] = self._me.incarnation
         event("core serves", blocks=schedule.blocks, slots=schedule.slots)
 
     def run(self) -> None:
-        """Until the launcher says that it is time to stop."""
-        while not self._is_stopped and not self._is_told_to_stop():
-            while self._has_sent_step():
-                pass
+        """Runs steps until the launcher sends a Stop. A step is decided and sent while the one before it runs."""
+        self._receive_requests()
+        while not self._is_stopped:
+            while self._scheduler.schedule(self._plan):
+                self._broadcast_step()
             if self._scheduler.in_flight:
-                self._done(self._hear())
+                self._process_result(self._receive_result())
             else:
-                self._sleep()
-        past_the_dead(self._me, lambda: self._steps.send(Stop(), STOP_TIMEOUT), STOP_TIMEOUT)
+                self._wait_for_work()
+            self._receive_requests()
+        retry_past_stale_deaths(self._me, lambda: self._steps.send(Stop(), STOP_TIMEOUT), STOP_TIMEOUT)
 
     def close(self) -> None:
-        self._row[Board.SERVING] = 0
+        self._row[StatusBoard.SERVING] = 0
         for end in (self._inbox, self._results, self._steps, self._outbox):
             end.close()
 
@@ -154,7 +156,7 @@ class Core:
                 raise Timeout(f"workers {missing} are not ready within {config.start_timeout:g} s: {error}") from None
             except PeerDied as death:
                 if not self._is_server(death):  # of servers nothing is known yet
-                    self._hear_of(death)
+                    self._process_death(death)
             else:
                 if isinstance(message, Ready):
                     ready[message.rank] = message
@@ -174,35 +176,32 @@ class Core:
     def _are_ours(self, channel: penstock.MessageChannel) -> bool:
         seen = channel.snapshot()
         names = {peer["index"]: peer["name"] for peer in seen["peers"]}
-        owners = [Member.of(names.get(end["peer"], "")) for end in seen["receivers"] if end["state"] == "live"]
+        owners = [ProcessId.of(names.get(end["peer"], "")) for end in seen["receivers"] if end["state"] == "live"]
         here = [one for one in owners if one is not None and one.incarnation == self._me.incarnation]
         return len(here) == channel.receivers
 
     def _begin(self, begin: Begin) -> None:
         timeout = self._config.step_timeout
-        past_the_dead(self._me, lambda: self._sequence.send_whole(begin, timeout), timeout)
+        retry_past_stale_deaths(self._me, lambda: self._sequence.send_whole(begin, timeout), timeout)
         if self._inline_output is not None:
             self._inline_output.begin(begin)
 
     # ── the loop's parts ──
-    def _has_sent_step(self) -> bool:
-        """Decides the next step and sends it. False: enough are in flight, or there is nothing to do."""
+    def _broadcast_step(self) -> None:
+        """Sends the step that the scheduler has decided, and applies it here."""
         scheduler = self._scheduler
-        if not scheduler.plan(self._plan):
-            return False
-        step = self._plan.finish(self._sequence.leader, self._sequence.next_number)
+        step = self._plan.build(self._sequence.leader, self._sequence.next_number)
         timeout = self._config.step_timeout
-        past_the_dead(self._me, lambda: self._sequence.send(step, timeout), timeout)
+        retry_past_stale_deaths(self._me, lambda: self._sequence.send(step, timeout), timeout)
         self._schedule.apply(step)
-        scheduler.sent(step)
+        scheduler.on_sent(step)
         if scheduler.admitted_ns:
             self._count_queue_times()
         if self._inline_output is not None:
             self._inline_output.sent(step)
         if step.preempted is not None:
-            self._row[Board.PREEMPTIONS] += step.preempted.size
+            self._row[StatusBoard.PREEMPTIONS] += step.preempted.size
         self._publish()
-        return True
 
     def _count_queue_times(self) -> None:
         now = time.monotonic_ns()
@@ -210,33 +209,29 @@ class Core:
             self._queue_times.add((now - queued_ns) / 1e9)
         self._scheduler.admitted_ns.clear()
 
-    def _is_told_to_stop(self) -> bool:
-        self._take_in()
-        return self._is_stopped
-
-    def _take_in(self) -> None:
-        """All that has come, or much of it."""
-        for _ in range(MOST_TAKEN_IN):
+    def _receive_requests(self) -> None:
+        """Handles the messages in the inbox, up to MAX_TAKEN_IN of them."""
+        for _ in range(MAX_TAKEN_IN):
             try:
                 message = self._inbox.try_receive()
             except PeerDied as death:
-                self._hear_of(death)
+                self._process_death(death)
             except DecodeError as error:
-                self._pass_over(error)
+                self._drop_malformed(error)
             else:
                 if message is None:
                     return
                 self._receive(message)
 
-    def _pass_over(self, error: DecodeError) -> None:
+    def _drop_malformed(self, error: DecodeError) -> None:
         """What a server has sent and is no message costs that message alone. One of our group is out of order."""
         server = self._inbox.source
         if server >= self._config.api_server_count:
             raise error
         event("not a message", logging.ERROR, server=server, error=str(error))
         request = error.fields[1] if error.kind is Submit and len(error.fields) > 1 else None
-        if isinstance(request, int) and 0 <= request < MOST_REQUESTS:  # somebody waits for it
-            self._fail(server, request, Refused(400, f"the request is not what was expected: {error}"))
+        if isinstance(request, int) and 0 <= request < MAX_REQUESTS:  # somebody waits for it
+            self._fail(server, request, RequestRefused(400, f"the request is not what was expected: {error}"))
 
     def _is_of_another(self, message: Any) -> bool:
         """A server speaks for itself; an output, of all of them."""
@@ -251,14 +246,16 @@ class Core:
         server = self._inbox.source
         event("not its own", logging.ERROR, server=server, says=message.server, message=type(message).__name__)
         if isinstance(message, Submit):
-            self._fail(server, message.request, Refused(400, f"server {server} asked as server {message.server}"))
+            self._fail(
+                server, message.request, RequestRefused(400, f"server {server} asked as server {message.server}")
+            )
 
     def _take(self, message: Any) -> None:
         scheduler = self._scheduler
         if isinstance(message, Submit):
             try:
                 scheduler.submit(message, time.monotonic_ns())
-            except Refused as refusal:
+            except RequestRefused as refusal:
                 self._fail(message.server, message.request, refusal)
         elif isinstance(message, Abort):
             for request in message.requests.tolist():
@@ -271,14 +268,14 @@ class Core:
         elif isinstance(message, Stop):
             self._is_stopped = True
 
-    def _fail(self, server: int, request: int, refusal: Refused) -> None:
+    def _fail(self, server: int, request: int, refusal: RequestRefused) -> None:
         event("request refused", server=server, request=request, status=refusal.status, reason=str(refusal))
         if not self._outbox.send(server, Failed(request, refusal.status, str(refusal))):
             self._give_up(server)
 
-    def _hear(self) -> StepDone:
-        """What the oldest step in flight has sampled."""
-        self._outbox.send_kept()
+    def _receive_result(self) -> StepDone:
+        """Waits for the result of the oldest step in flight."""
+        self._outbox.flush()
         number = self._sequence.number - self._scheduler.in_flight + 1
         try:
             done: StepDone = self._waiting(lambda: self._results.receive(self._config.step_timeout))
@@ -288,8 +285,8 @@ class Core:
             raise RuntimeError(f"expected the StepDone of step {number}, got that of {done.number}")
         return done
 
-    def _done(self, done: StepDone) -> None:
-        self._scheduler.done(done)
+    def _process_result(self, done: StepDone) -> None:
+        self._scheduler.on_result(done)
         if self._inline_output is None:
             return
         batch = self._inline_output.done(done)
@@ -299,25 +296,25 @@ class Core:
         for server in slow:
             self._give_up(server)
 
-    def _sleep(self) -> None:
-        """Nothing is to be done, until somebody says something."""
+    def _wait_for_work(self) -> None:
+        """Sleeps until a message comes: no step is in flight, and none can be decided."""
         self._publish()
-        self._outbox.send_kept()
+        self._outbox.flush()
         try:
-            self._receive(self._waiting(lambda: self._inbox.receive(AGAIN if self._outbox.has_kept else None)))
+            self._receive(self._waiting(lambda: self._inbox.receive(AGAIN if self._outbox.has_backlog else None)))
         except Timeout:
             pass
         except PeerDied as death:
-            self._hear_of(death)
+            self._process_death(death)
         except DecodeError as error:
-            self._pass_over(error)
+            self._drop_malformed(error)
 
-    def _hear_of(self, death: PeerDied) -> None:
+    def _process_death(self, death: PeerDied) -> None:
         """A server's requests are forgotten. One of our group takes us with it; of those before us it is no news."""
         if self._is_server(death):
             self._outbox.forget(death.index)
             self._forget(death.index)
-        elif not is_former(self._me, death):
+        elif not is_stale_death(self._me, death):
             raise death
 
     def _is_server(self, death: PeerDied) -> bool:
@@ -347,11 +344,11 @@ class Core:
 
     def _publish(self) -> None:
         scheduler, row = self._scheduler, self._row
-        row[Board.OPEN] = scheduler.open_requests
-        row[Board.RUNNING] = running = scheduler.running
-        row[Board.WAITING] = max(0, scheduler.open_samples - running)
-        row[Board.PREFIX_QUERIES] = scheduler.prefix_queries
-        row[Board.PREFIX_HITS] = scheduler.prefix_hits
-        row[Board.FREE_BLOCKS] = scheduler.cache.num_free
-        row[Board.STEPS] = self._sequence.number
-        row[Board.OWN_NS] = self._own_ns
+        row[StatusBoard.OPEN] = scheduler.open_requests
+        row[StatusBoard.RUNNING] = running = scheduler.running
+        row[StatusBoard.WAITING] = max(0, scheduler.open_samples - running)
+        row[StatusBoard.PREFIX_QUERIES] = scheduler.prefix_queries
+        row[StatusBoard.PREFIX_HITS] = scheduler.prefix_hits
+        row[StatusBoard.FREE_BLOCKS] = scheduler.cache.num_free
+        row[StatusBoard.STEPS] = self._sequence.number
+        row[StatusBoard.OWN_NS] = self._own_ns

@@ -13,16 +13,16 @@ import numpy as np
 
 from penstock.engine._native import BlockCache, PrefixHasher
 from penstock.engine.core.request import Request, Sample
-from penstock.engine.core.request_queue import Queue
-from penstock.engine.protocol.batch_state import RUNNING, Index, Schedule
+from penstock.engine.core.request_queue import RequestQueue
+from penstock.engine.protocol.batch_state import RUNNING, BatchState, Index
 from penstock.engine.protocol.messages import Ints, Step, StepDone
-from penstock.engine.protocol.stop_conditions import NOBODY, Endings
+from penstock.engine.protocol.stop_conditions import NOBODY, StopConditions
 from penstock.errors import DecodeError
 
 NO_MOST = np.int32(np.iinfo(np.int32).max)  # of who is free, or has ended
 
 
-class Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """A step that has been sent and is not done."""
 
     number: int
@@ -31,14 +31,14 @@ class Flight(NamedTuple):
     computed: Ints  # after it
 
 
-class Progress:
+class InFlight:
     """Arrays are by slot. Publishes blocks in the cache, and charges clients in the queue for what is generated."""
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: BatchState,
         cache: BlockCache,
-        queue: Queue[Request],
+        queue: RequestQueue[Request],
         max_model_len: int,
         eos_ids: Collection[int],
     ) -> None:
@@ -47,11 +47,11 @@ class Progress:
         self._queue = queue
         self._size = schedule.block_size
         self._hasher = PrefixHasher(cache, slots, self._size)
-        self._endings = Endings(slots, max_model_len, eos_ids)
+        self._endings = StopConditions(slots, max_model_len, eos_ids)
         self._samples: list[Sample | None] = [None] * slots
         self._most = np.full(slots, NO_MOST)  # so many tokens are known of it when its last one is being sampled
         self._before_last = 0  # in so many steps, at least, nobody's last token is sampled
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightStep] = deque()
 
     @property
     def in_flight(self) -> int:
@@ -62,12 +62,12 @@ class Progress:
         assert sample is not None, "a row without a sample"
         return sample
 
-    def born(self, slot: int, birth: int) -> Sample | None:
+    def sample_at(self, slot: int, birth: int) -> Sample | None:
         """Who joined this slot with that step, and has not ended."""
         is_its = 0 <= slot < len(self._samples) and self._hasher.first_step(slot) == birth
         return self.sample(slot) if is_its else None
 
-    def has_come(self, slot: int, flight: Flight, tokens: int) -> bool:
+    def has_computed(self, slot: int, flight: InFlightStep, tokens: int) -> bool:
         """Whether so many tokens of who has the slot now are computed when this step is done."""
         return bool(self._hasher.first_step(slot) <= flight.number and flight.computed[slot] >= tokens)
 
@@ -79,7 +79,7 @@ class Progress:
         """Of the blocks that it has filled, those of the prompt included."""
         return self._hasher.hashes(slot)
 
-    def sampled_to_the_last(self) -> list[int]:
+    def fully_sampled_slots(self) -> list[int]:
         """Slots of those who have not ended, and will when their results are in: none of their tokens is missing."""
         if self._before_last > 0:
             return []
@@ -122,9 +122,9 @@ class Progress:
         for slot in comers:
             self._hasher.schedule(slot, step.number)
         self._before_last -= 1
-        self._flights.append(Flight(step.number, now.rows, now.sampled, now.computed.copy()))
+        self._flights.append(InFlightStep(step.number, now.rows, now.sampled, now.computed.copy()))
 
-    def land(self, done: StepDone) -> Flight:
+    def pop_oldest(self, done: StepDone) -> InFlightStep:
         """The oldest step in flight is done. Raises DecodeError, and changes nothing, where it is told of another."""
         if not self._flights or done.number != self._flights[0].number:
             awaited = f"step {self._flights[0].number}" if self._flights else "no step"
@@ -132,7 +132,7 @@ class Progress:
         done.require_fit(self._flights[0].sampled.size)
         return self._flights.popleft()
 
-    def failed(self, flight: Flight, done: StepDone) -> list[Sample]:
+    def failed(self, flight: InFlightStep, done: StepDone) -> list[Sample]:
         if done.failed is None:
             return []
         first_step, slots = self._hasher.first_step, len(self._samples)
@@ -140,7 +140,7 @@ class Progress:
             self.sample(slot) for slot in done.failed.tolist() if slot < slots and first_step(slot) <= flight.number
         ]
 
-    def publish(self, flight: Flight) -> None:
+    def publish(self, flight: InFlightStep) -> None:
         """The device has computed this far: full blocks can be found from now on.
 
         Whose blocks it are not any more, as it was preempted, will look for their likes.
@@ -154,7 +154,7 @@ class Progress:
             sample = self.sample(slot)
             self._queue.charge(sample.request.client, sample.serve(tokens))
 
-    def receive(self, flight: Flight, ids: Ints) -> list[Sample]:
+    def receive(self, flight: InFlightStep, ids: Ints) -> list[Sample]:
         """What a step has sampled. Returns who has ended by it."""
         slots = flight.sampled
         theirs = self._hasher.append(flight.number, slots, ids)

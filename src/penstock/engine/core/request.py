@@ -21,7 +21,7 @@ HASH_NBYTES = 32
 _ITEM = struct.Struct("<qqq")
 
 
-class Refused(PenstockError):
+class RequestRefused(PenstockError):
     """This request can never run. `status` is HTTP's."""
 
     def __init__(self, status: int, reason: str) -> None:
@@ -71,7 +71,7 @@ class Request:
         """What the first block of its prompt follows, and the hash of each that is full."""
         full = range(self.prompt.size // self.block_size)
         items = [self.items_of(block) for block in full] if self._keys else ()
-        return hash_blocks(root_of(self._salt), self.prompt, self.block_size, items)
+        return hash_blocks(root_hash(self._salt), self.prompt, self.block_size, items)
 
     @property
     def hashes(self) -> bytes:
@@ -82,13 +82,13 @@ class Request:
         """What else stands in it."""
         if not self._keys:
             return b""
-        return items_of(self._keys, block * self.block_size, (block + 1) * self.block_size)
+        return image_salt(self._keys, block * self.block_size, (block + 1) * self.block_size)
 
 
 class Sample:
     """One of the n of a request."""
 
-    __slots__ = ("index", "is_aside", "is_ended", "rank", "request", "served", "slot")
+    __slots__ = ("index", "is_ended", "is_preempted", "rank", "request", "served", "slot")
 
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
@@ -96,7 +96,7 @@ class Sample:
         self.rank = (request.priority, request.arrival, index)  # who has the smaller one is not put aside for the other
         self.slot: int | None = None
         self.is_ended = False
-        self.is_aside = False  # it has been let in, has no blocks, and wants some
+        self.is_preempted = False  # it has been let in, has no blocks, and wants some
         self.served: int = request.prompt.size  # tokens for which its client has been charged, or pays otherwise
 
     def serve(self, tokens: int) -> int:
@@ -105,12 +105,12 @@ class Sample:
         return tokens - served
 
 
-def root_of(salt: bytes) -> bytes:
+def root_hash(salt: bytes) -> bytes:
     """What the first block of a prompt follows."""
     return sha256(salt).digest()
 
 
-def items_of(inputs: Iterable[tuple[bytes, int, int]], begin: int, end: int) -> bytes:
+def image_salt(inputs: Iterable[tuple[bytes, int, int]], begin: int, end: int) -> bytes:
     """What stands between these positions instead of text (key, position, length each), and where in it they lie."""
     return b"".join(
         _ITEM.pack(position - begin, length, len(key)) + key
@@ -119,16 +119,18 @@ def items_of(inputs: Iterable[tuple[bytes, int, int]], begin: int, end: int) -> 
     )
 
 
-def inputs_of(inputs: Inputs | None, length: int, arrival: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
+def check_inputs(inputs: Inputs | None, length: int, arrival: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
     """As the schedule and as the hashes want them. Raises Refused where they do not lie in the prompt."""
     if inputs is None:
         return (), ()
     positions, lengths = inputs.positions.tolist(), inputs.lengths.tolist()
     if not len(inputs.items) == len(positions) == len(lengths) or inputs.counts.tolist() != [len(positions)]:
-        raise Refused(400, f"expected a place in the prompt for each of {len(inputs.items)} inputs")
+        raise RequestRefused(400, f"expected a place in the prompt for each of {len(inputs.items)} inputs")
     for position, count in zip(positions, lengths, strict=True):
         if position < 0 or count < 1 or position + count > length:
-            raise Refused(400, f"expected an input within a prompt of {length} tokens, got {count} at {position}")
+            raise RequestRefused(
+                400, f"expected an input within a prompt of {length} tokens, got {count} at {position}"
+            )
     # What has no key is like nothing else that comes; what has one is like all that have the same.
     keys = [b"%d.%d" % (arrival, at) if one.key is None else one.key for at, one in enumerate(inputs.items)]
     return tuple(zip(inputs.items, positions, lengths, strict=True)), tuple(zip(keys, positions, lengths, strict=True))

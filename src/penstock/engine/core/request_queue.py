@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
-MOST_ABSENT = 4096  # clients without a request whose counts are remembered
+MAX_ABSENT = 4096  # clients without a request whose counts are remembered
 
 
-class Waits(Protocol):
+class Queueable(Protocol):
     """What waits here."""
 
     priority: int
@@ -24,10 +24,10 @@ class Waits(Protocol):
     is_waiting: bool  # False: it was taken out, and what still points to it here is passed over
 
 
-OneT = TypeVar("OneT", bound=Waits)
+OneT = TypeVar("OneT", bound=Queueable)
 
 
-class Queue(Generic[OneT]):
+class RequestQueue(Generic[OneT]):
     def __init__(self) -> None:
         self._levels: dict[int, _Level[OneT]] = {}
         self._priorities: list[int] = []  # a heap of the keys of `_levels`
@@ -97,7 +97,7 @@ class Queue(Generic[OneT]):
         del self._open[client]
         if self._served[client] <= self._chosen:  # it would begin there anyway
             del self._served[client]
-        elif len(self._served) - len(self._open) > MOST_ABSENT:
+        elif len(self._served) - len(self._open) > MAX_ABSENT:
             self._served = {name: served for name, served in self._served.items() if name in self._open}
 
 

@@ -27,17 +27,17 @@ import msgspec
 import numpy as np
 
 from penstock.engine._native import BlockCache
-from penstock.engine.core.in_flight import Progress
-from penstock.engine.core.request import HASH_NBYTES, Refused, Request, Sample, inputs_of
-from penstock.engine.core.request_queue import Queue
-from penstock.engine.core.step_builder import Plan
-from penstock.engine.protocol.batch_state import RUNNING, Index, Schedule
+from penstock.engine.core.in_flight import InFlight
+from penstock.engine.core.request import HASH_NBYTES, Request, RequestRefused, Sample, check_inputs
+from penstock.engine.core.request_queue import RequestQueue
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import RUNNING, BatchState, Index
 from penstock.engine.protocol.messages import Ints, Step, StepDone, Submit
 from penstock.engine.protocol.stop_conditions import require_choice
 
 ELDER_EVERY = 8
 ELDER = -(1 << 40)  # a priority that no request has
-MOST_PRIORITY = 1 << 31
+MAX_PRIORITY = 1 << 31
 AHEAD = 2  # blocks are given up to a half of one before they are needed: to many at once, and not in every step
 SLOT_SHARE = 16  # a client with one slot in so many is large, and one in so many is kept for those that are not
 SPARE = 100  # a newcomer leaves one block in so many to those who run; it would soon be preempted for them
@@ -70,12 +70,12 @@ class Stats(NamedTuple):
 class Scheduler:
     """For each step: `plan`, send and apply it, `sent`; and when it is done, `done`. In between whatever else."""
 
-    def __init__(self, schedule: Schedule, config: SchedulerConfig) -> None:
+    def __init__(self, schedule: BatchState, config: SchedulerConfig) -> None:
         """Raises ValueError where not even one request of the longest kind would fit."""
         slots, size = schedule.slots, schedule.block_size
-        if not 2 <= config.max_model_len <= schedule.most_blocks * size:
+        if not 2 <= config.max_model_len <= schedule.max_blocks_per_request * size:
             raise ValueError(
-                f"max_model_len: expected 2 to {schedule.most_blocks * size}, as many as there is room for, "
+                f"max_model_len: expected 2 to {schedule.max_blocks_per_request * size}, as many as there is room for, "
                 f"got {config.max_model_len}"
             )
         if config.max_num_batched_tokens < slots:
@@ -91,7 +91,7 @@ class Scheduler:
         self._requests: dict[tuple[int, int], Request] = {}  # those that are open
         self._arrivals = 0
         # ── who waits ──
-        self._queue: Queue[Request] = Queue()
+        self._queue: RequestQueue[Request] = RequestQueue()
         self._aside: list[tuple[tuple[int, int, int], Sample]] = []  # a heap, by rank
         self._forking: dict[int, Request] = {}  # by slot of the first sample; the others wait for its prompt's blocks
         self._turns = 0  # how many were let in
@@ -100,14 +100,18 @@ class Scheduler:
         self._large: set[str] = set()  # those of them that are large
         self._refused: tuple[Sample, int, bool] | None = None  # who did not fit, and into what
         # ── who has a slot ──
-        self._progress = Progress(schedule, self.cache, self._queue, config.max_model_len, config.eos_ids)
+        self._progress = InFlight(schedule, self.cache, self._queue, config.max_model_len, config.eos_ids)
         self._priorities = np.zeros(slots, np.int64)  # by slot
         self._prefilling: set[int] = set()
         self._leaving: list[Sample] = []
         # ── steps ──
-        self._comers: list[int] = []  # slots that join with the step that is being planned, or get blocks again
-        self._gone: set[int] = set()  # rows that do not run in that step any more
-        self._resting: set[int] = set()  # rows that run and compute nothing in it, as all of their tokens are sampled
+        self._newly_scheduled: list[
+            int
+        ] = []  # slots that join with the step that is being planned, or get blocks again
+        self._removed_slots: set[int] = set()  # rows that do not run in that step any more
+        self._awaiting_result: set[int] = (
+            set()
+        )  # rows that run and compute nothing in it, as all of their tokens are sampled
         self._prompt_tokens = self._cached_tokens = self._preemptions = 0
         self._open_samples = 0
         self.prefix_queries = self.prefix_hits = 0  # tokens of prompts; a preempted sample counts once
@@ -118,17 +122,17 @@ class Scheduler:
         """`queued_ns`: when it came, for `admitted_ns`. Raises Refused where it can never run."""
         number, length, most = (submit.server, submit.request), submit.prompt.size, self._config.max_model_len
         if not 1 <= length < most:
-            raise Refused(400, f"expected a prompt of 1 to {most - 1} tokens, got {length}")
+            raise RequestRefused(400, f"expected a prompt of 1 to {most - 1} tokens, got {length}")
         if submit.prompt.ndim != 1 or submit.prompt.min() < 0 or submit.prompt.max() >= self._config.vocabulary:
-            raise Refused(400, f"expected ids from 0 to {self._config.vocabulary - 1} in the prompt")
+            raise RequestRefused(400, f"expected ids from 0 to {self._config.vocabulary - 1} in the prompt")
         try:
             require_choice(submit.params, self._config.eos_ids, self._config.vocabulary)
         except ValueError as error:
-            raise Refused(400, str(error)) from None
+            raise RequestRefused(400, str(error)) from None
         if number in self._requests:
-            raise Refused(409, f"request {number[1]} of server {number[0]} is open already")
+            raise RequestRefused(409, f"request {number[1]} of server {number[0]} is open already")
         self._arrivals += 1
-        inputs, keys = inputs_of(submit.inputs, length, self._arrivals)
+        inputs, keys = check_inputs(submit.inputs, length, self._arrivals)
         max_short_prompt = self._config.max_short_prompt
         kind = b"s" if max_short_prompt is None or length <= max_short_prompt else b"l"
         salt = kind + submit.salt if self._config.has_prefix_cache else b"%d" % self._arrivals
@@ -138,7 +142,7 @@ class Scheduler:
             submit.params,
             self._size,
             arrival=self._arrivals,
-            priority=max(-MOST_PRIORITY, min(submit.priority, MOST_PRIORITY)),
+            priority=max(-MAX_PRIORITY, min(submit.priority, MAX_PRIORITY)),
             client=submit.client,
             salt=salt,
             inputs=inputs,
@@ -158,7 +162,7 @@ class Scheduler:
 
     def halt(self, slot: int, birth: int) -> None:
         """The sample that joined this slot with that step has ended. If another has the slot now, it is not meant."""
-        sample = self._progress.born(slot, birth)
+        sample = self._progress.sample_at(slot, birth)
         if sample is not None:
             self._end(sample)
 
@@ -205,58 +209,64 @@ class Scheduler:
         )
 
     # ── the next step ──
-    def plan(self, plan: Plan) -> bool:
+    def schedule(self, plan: StepBuilder) -> bool:
         """Decides the next step. False, and nothing has been decided, where there is none now: results are missing."""
         if self._progress.in_flight == self._most_flights:
             return False
         if self._is_steady(plan):
             return True
-        self._gone.clear()
-        is_told = bool(self._leaving)
-        if is_told:
-            self._leave(plan)
+        self._removed_slots.clear()
+        has_finished = bool(self._leaving)
+        if has_finished:
+            self._free_finished(plan)
         is_waited_for = self._is_waited_for(plan)
         if is_waited_for:
             self._progress.charge()
-        put_aside = self._make_way(plan) if is_waited_for else []
-        made_way = len(put_aside)
-        self._rest()
-        stalled = self._extend(plan, put_aside)
-        rows = self._schedule.rows.size - len(self._gone)
-        advancing = rows - len(self._resting) - len(stalled)
+        preempted = self._preempt_for_priority(plan) if is_waited_for else []
+        made_way = len(preempted)
+        self._find_fully_sampled()
+        out_of_blocks = self._allocate_decode_blocks(plan, preempted)
+        rows = self._schedule.rows.size - len(self._removed_slots)
+        advancing = rows - len(self._awaiting_result) - len(out_of_blocks)
         budget = self._config.max_num_batched_tokens - (advancing - len(self._prefilling))
         if self._prefilling:
-            budget = self._prefill(plan, budget)
-        if is_waited_for and not stalled and len(put_aside) == made_way:  # else there is no room
-            self._let_in(plan, budget, rows)
-        for sample in put_aside:  # not before: their step is the next one at the earliest
+            budget = self._schedule_prefills(plan, budget)
+        if is_waited_for and not out_of_blocks and len(preempted) == made_way:  # else there is no room
+            self._admit_waiting(plan, budget, rows)
+        for sample in preempted:  # not before: their step is the next one at the earliest
             heapq.heappush(self._aside, (sample.rank, sample))
-        assert advancing or self._resting or not rows, "nobody comes on"
-        if not (is_told or put_aside or advancing or self._comers):
+        assert advancing or self._awaiting_result or not rows, "nobody comes on"
+        if not (has_finished or preempted or advancing or self._newly_scheduled):
             return False
-        for slot in (*self._resting, *stalled):
+        for slot in (*self._awaiting_result, *out_of_blocks):
             plan.advance(slot, 0)
         return True
 
-    def _is_steady(self, plan: Plan) -> bool:
+    def _is_steady(self, plan: StepBuilder) -> bool:
         """All who run come on by a token each, as in the step before, and nobody else could: nothing is to decide."""
-        if self._leaving or self._gone or self._resting or self._prefilling or self._is_waited_for(plan):
+        if (
+            self._leaving
+            or self._removed_slots
+            or self._awaiting_result
+            or self._prefilling
+            or self._is_waited_for(plan)
+        ):
             return False
         schedule = self._schedule
         return (
-            schedule.rows.size > 0 and not schedule.short_of_blocks().size and not self._progress.sampled_to_the_last()
+            schedule.rows.size > 0 and not schedule.short_of_blocks().size and not self._progress.fully_sampled_slots()
         )
 
-    def _is_waited_for(self, plan: Plan) -> bool:
+    def _is_waited_for(self, plan: StepBuilder) -> bool:
         """There is somebody to be let in, and a slot for it."""
         return bool(self._aside) or (plan.free_slots > 0 and bool(self._queue))
 
-    def _leave(self, plan: Plan) -> None:
+    def _free_finished(self, plan: StepBuilder) -> None:
         for sample in self._leaving:
             slot = sample.slot
             assert slot is not None
             if self._schedule.status[slot] == RUNNING:
-                self._gone.add(slot)
+                self._removed_slots.add(slot)
             self.cache.release(self._schedule.blocks_of(slot))
             plan.leave(slot)
             self._progress.leave(slot)
@@ -266,17 +276,17 @@ class Scheduler:
             self._count_slot(sample.request.client, -1)
         self._leaving.clear()
 
-    def _preempt(self, plan: Plan, sample: Sample) -> None:
+    def _preempt(self, plan: StepBuilder, sample: Sample) -> None:
         slot = sample.slot
         assert slot is not None
         self._preemptions += 1
-        self._gone.add(slot)
+        self._removed_slots.add(slot)
         self.cache.release(self._schedule.blocks_of(slot))
         plan.preempt(slot)
         self._prefilling.discard(slot)
-        sample.is_aside = True
+        sample.is_preempted = True
 
-    def _make_way(self, plan: Plan) -> list[Sample]:
+    def _preempt_for_priority(self, plan: StepBuilder) -> list[Sample]:
         """Preempts those of worse priority for the one to be let in next, if that helps."""
         sample = self._next(plan.free_slots)
         if sample is None or self._is_elders_turn or (sample.slot is None and not plan.free_slots):
@@ -286,25 +296,25 @@ class Scheduler:
             return []
         rows = self._schedule.rows
         worse = rows[self._priorities[rows] > sample.request.priority].tolist()
-        worse = [slot for slot in worse if slot not in self._gone]
+        worse = [slot for slot in worse if slot not in self._removed_slots]
         if int(self._schedule.block_counts[worse].sum()) < wanted:
             return []
-        put_aside = []
+        preempted = []
         for one in sorted(map(self._progress.sample, worse), key=_rank, reverse=True):
             if wanted <= 0:
                 break
             free = self.cache.num_free
             self._preempt(plan, one)
-            put_aside.append(one)
+            preempted.append(one)
             wanted -= self.cache.num_free - free
-        return put_aside
+        return preempted
 
-    def _rest(self) -> None:
-        slots, status = self._progress.sampled_to_the_last(), self._schedule.status
-        self._resting = {slot for slot in slots if status[slot] == RUNNING and slot not in self._gone}
-        self._prefilling -= self._resting
+    def _find_fully_sampled(self) -> None:
+        slots, status = self._progress.fully_sampled_slots(), self._schedule.status
+        self._awaiting_result = {slot for slot in slots if status[slot] == RUNNING and slot not in self._removed_slots}
+        self._prefilling -= self._awaiting_result
 
-    def _extend(self, plan: Plan, put_aside: list[Sample]) -> list[int]:
+    def _allocate_decode_blocks(self, plan: StepBuilder, preempted: list[Sample]) -> list[int]:
         """Gives a block to those who need one for their next token. The slots of those who must wait for it."""
         short = self._short_of_blocks(1)  # nobody who prefills: it has blocks for all that is known
         if not short.size:
@@ -312,38 +322,38 @@ class Scheduler:
         for some in (self._short_of_blocks(self._size // AHEAD), short):
             blocks = self.cache.take(some.size)
             if blocks is not None:
-                plan.append_each(some, blocks)
+                plan.append_one_each(some, blocks)
                 return []
-        stalled = []
-        still = self._gone | self._resting
+        out_of_blocks = []
+        still = self._removed_slots | self._awaiting_result
         rows = [slot for slot in self._schedule.rows.tolist() if slot not in still]
         victims = sorted(map(self._progress.sample, rows), key=_rank)  # the last one is the next
         for sample in sorted(map(self._progress.sample, short.tolist()), key=_rank):
             slot = sample.slot
             assert slot is not None
-            if slot in self._gone:
+            if slot in self._removed_slots:
                 continue
             while not self.cache.num_free and victims[-1] is not sample:
-                put_aside.append(victims.pop())
-                self._preempt(plan, put_aside[-1])
+                preempted.append(victims.pop())
+                self._preempt(plan, preempted[-1])
             block = self.cache.take(1)
             if block is not None:
                 plan.append(slot, block.tolist())
             else:
-                stalled.append(slot)
-        return stalled
+                out_of_blocks.append(slot)
+        return out_of_blocks
 
     def _short_of_blocks(self, by: int) -> Index:
         """Who comes on, and has no block for one of so many tokens that come next."""
         schedule = self._schedule
         short = schedule.short_of_blocks(by)
-        short = short[schedule.block_counts[short] < schedule.most_blocks]  # the others end before
-        if short.size and (self._gone or self._resting):
-            still = self._gone | self._resting
+        short = short[schedule.block_counts[short] < schedule.max_blocks_per_request]  # the others end before
+        if short.size and (self._removed_slots or self._awaiting_result):
+            still = self._removed_slots | self._awaiting_result
             short = np.array([slot for slot in short.tolist() if slot not in still], np.intp)
         return short
 
-    def _prefill(self, plan: Plan, budget: int) -> int:
+    def _schedule_prefills(self, plan: StepBuilder, budget: int) -> int:
         """The next chunks of those who have begun. What is left of the budget."""
         for sample in sorted(map(self._progress.sample, self._prefilling), key=_rank):
             slot = sample.slot
@@ -367,7 +377,7 @@ class Scheduler:
         """Who is to be let in next: nobody else is, before it fits."""
         small, large = self._first_aside()
         if self._is_elders_turn:
-            eldest = min((one for _, one in self._aside if one.is_aside), key=_age, default=None)
+            eldest = min((one for _, one in self._aside if one.is_preempted), key=_age, default=None)
             oldest = self._queue.oldest()
             if oldest is not None and (eldest is None or eldest.request.arrival >= oldest.arrival):
                 eldest = oldest.samples[0]
@@ -385,7 +395,7 @@ class Scheduler:
         small, large = None, []
         while self._aside and small is None:
             sample = self._aside[0][1]
-            if not sample.is_aside:
+            if not sample.is_preempted:
                 heapq.heappop(self._aside)
             elif self._is_large(sample):
                 large.append(heapq.heappop(self._aside))
@@ -418,7 +428,7 @@ class Scheduler:
     def _blocks_for(self, sample: Sample) -> int:
         return -(-self._known(sample) // self._size)
 
-    def _let_in(self, plan: Plan, budget: int, rows: int) -> None:
+    def _admit_waiting(self, plan: StepBuilder, budget: int, rows: int) -> None:
         while budget > 0:
             sample = self._next(plan.free_slots)
             if sample is None or (sample.slot is None and not plan.free_slots):
@@ -441,12 +451,12 @@ class Scheduler:
             budget -= chunk
             rows += 1
 
-    def _begin(self, plan: Plan, sample: Sample, blocks: Ints, computed: int, chunk: int) -> None:
+    def _begin(self, plan: StepBuilder, sample: Sample, blocks: Ints, computed: int, chunk: int) -> None:
         """It gets a slot if it has none, and its blocks, `computed` tokens of which are found in them."""
         request = sample.request
         if request.is_waiting:
             self._queue.take(request)
-        sample.is_aside = False
+        sample.is_preempted = False
         if self._is_elders_turn:
             sample.rank = (ELDER, *sample.rank[1:])
         self._turns += 1
@@ -477,7 +487,7 @@ class Scheduler:
         self._priorities[slot] = sample.rank[0]
         self._progress.begin(slot, computed // self._size)
         self._prefilling.add(slot)
-        self._comers.append(slot)
+        self._newly_scheduled.append(slot)
 
     def _take_slot(self, sample: Sample, slot: int) -> None:
         request = sample.request
@@ -500,23 +510,23 @@ class Scheduler:
         """The next of its samples, from this one on, waits for a slot; when it has one, the next after it does."""
         for sample in request.samples[index:]:
             if not sample.is_ended:
-                sample.is_aside = True
+                sample.is_preempted = True
                 heapq.heappush(self._aside, (sample.rank, sample))
                 return
 
     # ── what comes of it ──
-    def sent(self, step: Step) -> None:
+    def on_sent(self, step: Step) -> None:
         """What was planned has been sent, and the schedule has applied it."""
         now = self._schedule
-        self._progress.sent(step, self._comers)
-        self._comers.clear()
+        self._progress.sent(step, self._newly_scheduled)
+        self._newly_scheduled.clear()
         if self._prefilling:
             self._prefilling = {slot for slot in self._prefilling if now.known[slot] - now.computed[slot] > 1}
 
-    def done(self, done: StepDone) -> None:
+    def on_result(self, done: StepDone) -> None:
         """Raises DecodeError, and changes nothing, where it does not tell of the oldest step in flight."""
         progress = self._progress
-        flight = progress.land(done)
+        flight = progress.pop_oldest(done)
         for sample in progress.failed(flight, done):
             self._end(sample)  # before its blocks are published
         progress.publish(flight)
@@ -524,14 +534,14 @@ class Scheduler:
             self._end(sample)
         for slot, request in list(self._forking.items()):
             shared = (request.prompt.size - 1) // self._size * self._size
-            if progress.has_come(slot, flight, shared):
+            if progress.has_computed(slot, flight, shared):
                 self._fork(slot)
 
     def _end(self, sample: Sample) -> None:
         """Whatever it still computes is nobody's. It leaves with the next step."""
         if sample.is_ended:
             return
-        sample.is_ended, sample.is_aside = True, False
+        sample.is_ended, sample.is_preempted = True, False
         self._open_samples -= 1
         request, slot = sample.request, sample.slot
         if slot is not None:

@@ -14,9 +14,9 @@ import numpy as np
 from penstock.engine.protocol.batch_state import (
     FREE,
     NOTHING,
+    BatchState,
     Column,
     Input,
-    Schedule,
     columns_of_inputs,
     columns_of_params,
 )
@@ -25,17 +25,17 @@ from penstock.engine.protocol.messages import Advances, Appended, Ints, Joined, 
 Blocks = Sequence[int] | Ints
 
 
-class Plan:
+class StepBuilder:
     """The step that is being decided. `finish` makes it, and begins the next one."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: BatchState) -> None:
         self._free: list[int] = np.flatnonzero(schedule.status == FREE).tolist()  # a heap: low slots keep arrays dense
         self._begin()
 
     def _begin(self) -> None:
         self._left: list[int] = []
         self._preempted: list[int] = []
-        self._joined: dict[int, _Joining] = {}
+        self._joined: dict[int, _NewRow] = {}
         self._resumed: dict[int, tuple[Blocks, int]] = {}
         self._appended: dict[int, list[int]] = {}
         self._each: list[tuple[Column, Ints]] = []
@@ -67,7 +67,7 @@ class Plan:
         if not self._free:
             raise ValueError("no slot is free: `free_slots` says how many are")
         slot = heapq.heappop(self._free)
-        self._joined[slot] = _Joining(request, prompt, params, blocks, computed, parent, server, inputs, sample)
+        self._joined[slot] = _NewRow(request, prompt, params, blocks, computed, parent, server, inputs, sample)
         if chunk != 1:
             self.advance(slot, chunk)
         return slot
@@ -99,7 +99,7 @@ class Plan:
         """More blocks for one request."""
         self._appended.setdefault(slot, []).extend(blocks)
 
-    def append_each(self, slots: Column, blocks: Ints) -> None:
+    def append_one_each(self, slots: Column, blocks: Ints) -> None:
         """One more block for each of these; nothing else that is appended, leaves or is preempted in this step."""
         if slots.size:
             self._each.append((slots, blocks))
@@ -108,7 +108,7 @@ class Plan:
         """This step computes `count` tokens of the request; without this call, one."""
         self._advances[slot] = count
 
-    def finish(self, leader: int, number: int) -> Step:
+    def build(self, leader: int, number: int) -> Step:
         step = Step(
             leader,
             number,
@@ -166,7 +166,7 @@ class Plan:
         return Appended(np.concatenate(slots), np.concatenate(blocks), None if (together == 1).all() else together)
 
 
-class _Joining:
+class _NewRow:
     """One row of `Joined`."""
 
     __slots__ = ("blocks", "computed", "inputs", "params", "parent", "prompt", "request", "sample", "server")

@@ -14,12 +14,12 @@ from penstock.engine.protocol.messages import Delta, Finished, FinishReason, Int
 from penstock.errors import DecodeError
 
 
-class End(NamedTuple):
+class SampleEnd(NamedTuple):
     reason: FinishReason
     stop: int | str | None = None
 
 
-class Silent(NamedTuple):
+class FinishedWithoutToken(NamedTuple):
     """A sample that ended without another id."""
 
     server: int
@@ -73,7 +73,7 @@ class LogprobRows:
         return Logprobs(self._found.ids[where], self._found.values[where], self._ranks, counts)
 
 
-class Rows:
+class DeltaBuilder:
     """Of samples that got an id each. A row's text and end are said later."""
 
     def __init__(self, slots: Index, ids: Ints, logprobs: LogprobRows | None) -> None:
@@ -81,12 +81,12 @@ class Rows:
         self.ids = ids
         self.logprobs = logprobs
         self.texts: list[bytes] = []
-        self.ends: dict[int, End] = {}
+        self.ends: dict[int, SampleEnd] = {}
         self.wrapped: list[int] = []  # whose log-probabilities are in their texts
 
-    def of(self, rows: Index) -> Rows:
+    def of(self, rows: Index) -> DeltaBuilder:
         """These rows alone."""
-        its = Rows(self.slots[rows], self.ids[rows], None if self.logprobs is None else self.logprobs.of(rows))
+        its = DeltaBuilder(self.slots[rows], self.ids[rows], None if self.logprobs is None else self.logprobs.of(rows))
         numbers = rows.tolist()
         if self.texts:
             its.texts = [self.texts[row] for row in numbers]
@@ -96,7 +96,7 @@ class Rows:
             its.wrapped = [new[row] for row in self.wrapped if row in new]
         return its
 
-    def delta(self, requests: Requests, samples: Slots, cached: Ints, silent: list[Silent]) -> Delta:
+    def delta(self, requests: Requests, samples: Slots, cached: Ints, silent: list[FinishedWithoutToken]) -> Delta:
         """With the columns of these rows; those of the silent ones come after them."""
         size = self.slots.size
         lengths = np.fromiter(map(len, self.texts), np.int32, size)
@@ -117,7 +117,7 @@ class Rows:
             None if self.logprobs is None else self.logprobs.columns(self.wrapped),
         )
 
-    def _finished(self, cached: Ints, silent: list[Silent]) -> Finished:
+    def _finished(self, cached: Ints, silent: list[FinishedWithoutToken]) -> Finished:
         size, ended = self.slots.size, list(self.ends)
         reasons = [*(end.reason for end in self.ends.values()), *(row.reason for row in silent)]
         stops = (*(end.stop for end in self.ends.values()), *[None] * len(silent))

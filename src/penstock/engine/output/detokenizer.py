@@ -17,14 +17,14 @@ import msgspec
 import numpy as np
 
 from penstock.engine.cluster.logs import event
-from penstock.engine.model_dir import tokenizer_of, tokenizer_path
+from penstock.engine.model_dir import load_tokenizer, tokenizer_path
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Ints
 
 CONTEXT = 8  # ids of the prompt that a tokenizer is shown, to know how the text goes on
 
 
-class Stream(Protocol):
+class TokenDecoder(Protocol):
     """The text of one sample, so far as it is certain."""
 
     def take(self, one: int) -> str:
@@ -60,11 +60,13 @@ class Vocabulary:
         self.is_table = tokenizer is None
         self.is_whole = np.array([*(silent if self.is_table else whole), *whole, *[True] * self.stride], np.bool_)
         self.is_seen = np.array([len(text) > 0 for text in self.texts], np.bool_)
-        masks = [mask_of(text.decode(errors="replace")) for text in self._pieces]
+        masks = [char_bloom(text.decode(errors="replace")) for text in self._pieces]
         shown = [0 if one in self._special else mask for one, mask in enumerate(masks)]
         self.masks = np.array([*shown, *masks, *[0] * self.stride], np.uint64)  # of their characters: see `mask_of`
         # As they stand between the quotes of a JSON string.
-        self.quoted = [quoted(text.decode()) if ok else b"" for text, ok in zip(self.texts, self.is_whole.tolist())]
+        self.quoted = [
+            json_escape(text.decode()) if ok else b"" for text, ok in zip(self.texts, self.is_whole.tolist())
+        ]
 
     def rows(self, ids: Ints, bases: Ints) -> Ints:
         """Where in the tables these ids are, if each one's table begins at its `base`."""
@@ -75,10 +77,10 @@ class Vocabulary:
         """How an id looks by itself. It may be a part of a character."""
         return self._pieces[one] if 0 <= one < self.stride else b""
 
-    def stream(self, prompt: Ints, skip_special: bool) -> Stream:
+    def stream(self, prompt: Ints, skip_special: bool) -> TokenDecoder:
         if self._tokenizer is not None:
-            return TokenizerStream(self._tokenizer, prompt[-CONTEXT:].tolist(), skip_special)
-        return ByteStream(self, self._special if skip_special else frozenset())
+            return TokenizerDecoder(self._tokenizer, prompt[-CONTEXT:].tolist(), skip_special)
+        return ByteDecoder(self, self._special if skip_special else frozenset())
 
 
 def _is_whole(piece: bytes) -> bool:
@@ -89,7 +91,7 @@ def _is_whole(piece: bytes) -> bool:
     return True
 
 
-def mask_of(characters: str) -> int:
+def char_bloom(characters: str) -> int:
     """64 bits; each character sets one. Texts whose masks have none in common have no character in common."""
     mask = 0
     for character in characters:
@@ -97,11 +99,11 @@ def mask_of(characters: str) -> int:
     return mask
 
 
-def quoted(text: str) -> bytes:
+def json_escape(text: str) -> bytes:
     return msgspec.json.encode(text)[1:-1]
 
 
-class ByteStream:
+class ByteDecoder:
     """Bytes of ids, one after the other."""
 
     def __init__(self, vocabulary: Vocabulary, silent: Collection[int]) -> None:
@@ -120,7 +122,7 @@ class ByteStream:
         return bool(self._decoder.getstate()[0])
 
 
-class TokenizerStream:
+class TokenizerDecoder:
     """What a tokenizer says, whatever its decoder does."""
 
     def __init__(self, tokenizer: Any, context: list[int], skip_special: bool) -> None:
@@ -167,7 +169,7 @@ class TokenizerStream:
 
 
 # ── what a tokenizer's ids are in bytes ──────────────────────────────────────────────────────────────────────────────
-def vocabulary_of(tokenizer: Any) -> Vocabulary:
+def build_vocabulary(tokenizer: Any) -> Vocabulary:
     """Of a `tokenizers.Tokenizer`: in tables where its decoder is one of the two common ones that allow it."""
     added = tokenizer.get_added_tokens_decoder()
     special = [one for one, token in added.items() if token.special]
@@ -205,7 +207,7 @@ def _with_fallback(token: str) -> bytes:
 
 
 # ── stop strings ─────────────────────────────────────────────────────────────────────────────────────────────────────
-class Stops:
+class StopStrings:
     """Some stop strings, as the states of a machine that reads characters (Aho and Corasick's).
 
     A state is the longest end of the text that a stop string begins with.
@@ -245,15 +247,15 @@ class Stops:
         return self.next[state].get(character, 0)
 
 
-stops_of = functools.lru_cache(maxsize=1024)(Stops)
+stops_of = functools.lru_cache(maxsize=1024)(StopStrings)
 
 
-class Text:
+class StopStringFilter:
     """The text of one sample, as it may be shown."""
 
     __slots__ = ("_held", "_includes_stop", "_state", "_stops", "stop", "stream")
 
-    def __init__(self, stream: Stream, stops: tuple[str, ...] = (), includes_stop: bool = False) -> None:
+    def __init__(self, stream: TokenDecoder, stops: tuple[str, ...] = (), includes_stop: bool = False) -> None:
         self.stream = stream
         self.stop: str | None = None  # the one that has ended it; no more is to be given then
         self._stops = stops_of(stops) if stops else None
@@ -302,11 +304,11 @@ class Text:
         return text[:until]
 
 
-def vocabulary(config: EngineConfig, tokenizer: Any = None) -> Vocabulary:
+def load_vocabulary(config: EngineConfig, tokenizer: Any = None) -> Vocabulary:
     """A model without a tokenizer answers in ids alone. `tokenizer`: the model's, where it has been read already."""
     if config.simulated is not None and not config.model:
         return Vocabulary([b" %d" % one for one in range(config.simulated.vocabulary)])
     if tokenizer is None and not tokenizer_path(config).exists():
         event("model without a tokenizer", logging.WARNING, missing=tokenizer_path(config))
         return Vocabulary([])
-    return vocabulary_of(tokenizer_of(config) if tokenizer is None else tokenizer)
+    return build_vocabulary(load_tokenizer(config) if tokenizer is None else tokenizer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from penstock.engine.output.detokenizer import vocabulary
-from penstock.engine.output.output_state import Answers, OutputState
+from penstock.engine.output.detokenizer import load_vocabulary
+from penstock.engine.output.output_state import Outputs, OutputState
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Announce, Begin, Step, StepDone
 
@@ -14,7 +14,7 @@ class InlineOutput:
     """The launcher hands this class to the core, which imports nothing of output."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._state = OutputState(vocabulary(config), config.max_model_len, config.end_ids)
+        self._state = OutputState(load_vocabulary(config), config.max_model_len, config.end_ids)
         self._steps: deque[Step] = deque()  # sent, and not done: the state follows one result behind
 
     def begin(self, begin: Begin) -> None:
@@ -29,6 +29,6 @@ class InlineOutput:
     def sent(self, step: Step) -> None:
         self._steps.append(step)
 
-    def done(self, result: StepDone) -> Answers:
+    def done(self, result: StepDone) -> Outputs:
         self._state.apply(self._steps.popleft())
         return self._state.done(result)

@@ -14,25 +14,25 @@ import msgspec
 import numpy as np
 
 from penstock.engine.output.delta_builder import LogprobRows
-from penstock.engine.output.detokenizer import Vocabulary, quoted
-from penstock.engine.output.sse_chunks import LEAST_LOGPROB, Wrapping
+from penstock.engine.output.detokenizer import Vocabulary, json_escape
+from penstock.engine.output.sse_chunks import LEAST_LOGPROB, ChunkWriter
 from penstock.engine.protocol.messages import Logprobs
 
-MOST_READY = 1 << 15  # ids for which it stands ready, in some 10 MB: what is likely here is likely elsewhere
+MAX_READY = 1 << 15  # ids for which it stands ready, in some 10 MB: what is likely here is likely elsewhere
 ROW_END = b"\0"  # JSON writes it otherwise
 CHAT = b'{"content":['
 COMPLETION = b'{"text_offset":[%d],"token_logprobs":[%.6g],"tokens":['
 
 
-class Likely:
+class LogprobsWriter:
     """Of each row it takes the sampled token first, then the likeliest."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._name = functools.lru_cache(MOST_READY)(self._make_name)
-        self._object = functools.lru_cache(MOST_READY)(self._make_object)
+        self._name = functools.lru_cache(MAX_READY)(self._make_name)
+        self._object = functools.lru_cache(MAX_READY)(self._make_object)
 
-    def told(self, found: LogprobRows, wrappings: Sequence[Wrapping | None]) -> dict[int, bytes]:
+    def told(self, found: LogprobRows, wrappings: Sequence[ChunkWriter | None]) -> dict[int, bytes]:
         """By row, what stands in its line; who has none, or no line, is not there."""
         told: dict[int, bytes] = {}
         chats, completions, offsets = [], [], []
@@ -76,7 +76,7 @@ class Likely:
 
     def _make_name(self, one: int) -> bytes:
         """How an id looks by itself, as a string of JSON in a format."""
-        name = quoted(self._vocabulary.piece(one).decode(errors="replace"))
+        name = json_escape(self._vocabulary.piece(one).decode(errors="replace"))
         return b'"%b"' % name.replace(b"%", b"%%")
 
     def _make_object(self, one: int) -> bytes:

@@ -20,8 +20,8 @@ from penstock.codec.sequence import SequenceCheck
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
-from penstock.engine.cluster.topology import AGAIN, Member, Tree, past_the_dead
-from penstock.engine.output.detokenizer import Vocabulary, vocabulary
+from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, retry_past_stale_deaths
+from penstock.engine.output.detokenizer import Vocabulary, load_vocabulary
 from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.messages import Abort, Announce, Begin, Failed, Halt, Step, StepDone, Stop
 
@@ -31,9 +31,9 @@ LISTEN_AGAIN = 1.0  # seconds; to servers, while the core has nothing to say: it
 ToCore: TypeAlias = Halt | Abort
 
 
-def run(tree: Tree, me: Member) -> None:
+def run(tree: Cluster, me: ProcessId) -> None:
     with starting():
-        output = Output(tree, me, vocabulary(tree.config))
+        output = OutputProcessor(tree, me, load_vocabulary(tree.config))
     gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
     while output.turn():
         pass
@@ -85,8 +85,8 @@ class _Steps:
         self._receiver.close()
 
 
-class Output:
-    def __init__(self, tree: Tree, me: Member, vocabulary: Vocabulary) -> None:
+class OutputProcessor:
+    def __init__(self, tree: Cluster, me: ProcessId, vocabulary: Vocabulary) -> None:
         config, group, name = tree.config, tree.groups[me.group], str(me)
         self._me = me
         self._timeout = config.step_timeout
@@ -109,30 +109,30 @@ class Output:
 
         Raises PeerDied when the core or rank 0 has died, and Timeout for a result that does not come.
         """
-        is_kept = self._outbox.has_kept or bool(self._to_core)
+        is_kept = self._outbox.has_backlog or bool(self._to_core)
         try:
             if self._is_resting:
-                self._rest(AGAIN if is_kept else LISTEN_AGAIN)
+                self._wait_for_step(AGAIN if is_kept else LISTEN_AGAIN)
             wait = AGAIN if is_kept else LOOK_AGAIN
-            done: StepDone = past_the_dead(self._me, lambda: self._results.receive(wait), self._timeout)
+            done: StepDone = retry_past_stale_deaths(self._me, lambda: self._results.receive(wait), self._timeout)
         except Timeout as silence:
-            self._do_chores()
+            self._housekeeping()
             return self._is_resting or self._has_more(silence)
         except EndOfChannel as end:
             return self._has_more(end)
         self._answer(done)
         return True
 
-    def _rest(self, wait: float) -> None:
+    def _wait_for_step(self, wait: float) -> None:
         """Until the core has a step. Raises EndOfChannel when it has no more."""
-        past_the_dead(self._me, lambda: self._steps.wait(wait), self._start_timeout)
+        retry_past_stale_deaths(self._me, lambda: self._steps.wait(wait), self._start_timeout)
         self._is_resting = False
         self._deadline = time.monotonic() + self._timeout
 
     def _has_more(self, silence: Timeout | EndOfChannel) -> bool:
         """No result has come: what does the core say? Raises PeerDied where it has died, and `silence` where a result
         is missing that will not come."""
-        past_the_dead(self._me, self._steps.look, self._start_timeout)
+        retry_past_stale_deaths(self._me, self._steps.look, self._start_timeout)
         if not self._steps.has_step:
             self._is_resting = True
             return not self._steps.has_ended
@@ -143,13 +143,13 @@ class Output:
         return True
 
     def _answer(self, done: StepDone) -> None:
-        step = past_the_dead(self._me, self._next_step, self._timeout)
+        step = retry_past_stale_deaths(self._me, self._next_step, self._timeout)
         if (done.leader, done.number) != (step.leader, step.number):
             raise RuntimeError(f"expected the StepDone of step {step.number}, got that of {done.number}")
         if step.joined is not None:
             self._hear_announcements()
         answers = self._state.done(done)
-        self._outbox.send_kept()
+        self._outbox.flush()
         for server, delta in answers.deltas:
             if not self._outbox.send(server, delta):
                 event("server too slow", server=server)
@@ -174,17 +174,17 @@ class Output:
         self._state.apply(message)
         return message
 
-    def _do_chores(self) -> None:
+    def _housekeeping(self) -> None:
         """What may be done at any time, and at last when there is time."""
         self._hear_announcements()
-        self._outbox.send_kept()
+        self._outbox.flush()
         self._tell_core()
 
     def _tell_core(self) -> None:
         """As much as there is room for: the core may be waiting for us to take its steps."""
         while self._to_core:
             try:
-                past_the_dead(self._me, lambda: self._inbox.send_nowait(self._to_core[0]), self._timeout)
+                retry_past_stale_deaths(self._me, lambda: self._inbox.send_nowait(self._to_core[0]), self._timeout)
             except WouldBlock:
                 return
             self._to_core.popleft()

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.output.delta_builder import End, LogprobRows, Rows, Silent
-from penstock.engine.output.detokenizer import Text, Vocabulary, mask_of
-from penstock.engine.output.logprobs_json import Likely
-from penstock.engine.output.sse_chunks import MIDDLE, Wrapping
-from penstock.engine.protocol.batch_state import Index, Schedule
+from penstock.engine.output.delta_builder import DeltaBuilder, FinishedWithoutToken, LogprobRows, SampleEnd
+from penstock.engine.output.detokenizer import StopStringFilter, Vocabulary, char_bloom
+from penstock.engine.output.logprobs_json import LogprobsWriter
+from penstock.engine.output.sse_chunks import MIDDLE, ChunkWriter
+from penstock.engine.protocol.batch_state import BatchState, Index
 from penstock.engine.protocol.messages import (
     Announce,
     Delta,
@@ -29,12 +29,12 @@ from penstock.engine.protocol.messages import (
     StepDone,
     Style,
 )
-from penstock.engine.protocol.stop_conditions import Endings
+from penstock.engine.protocol.stop_conditions import StopConditions
 
 ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets its text: by itself; or with all the others, from the tables
 
 
-class Answers(NamedTuple):
+class Outputs(NamedTuple):
     """At most one Delta for each server; and the samples of which the core does not know that they have ended."""
 
     deltas: list[tuple[int, Delta]]
@@ -49,7 +49,7 @@ class OutputState:
     ) -> None:
         """Of so many `shares`, this is the one of the requests whose number leaves `share` when divided by that."""
         self._vocabulary = vocabulary
-        self._likely = Likely(vocabulary)
+        self._likely = LogprobsWriter(vocabulary)
         self._max_model_len, self._eos_ids = max_model_len, frozenset(eos_ids)
         self._share, self._shares = share, shares
         self._announced: dict[tuple[int, int], tuple[Announce, int]] = {}  # and how many of its samples have joined
@@ -57,17 +57,17 @@ class OutputState:
 
     def begin(self, slots: int, blocks: int, block_size: int = 16) -> None:
         """With an empty batch, as the core has it."""
-        self.schedule = Schedule(slots, blocks, block_size)
-        self._endings = Endings(slots, self._max_model_len, self._eos_ids)
+        self.schedule = BatchState(slots, blocks, block_size)
+        self._endings = StopConditions(slots, self._max_model_len, self._eos_ids)
         self._births = np.zeros(slots, np.int64)
         self._cached = np.zeros(slots, np.int32)
         self._bases = np.zeros(slots, np.int32)  # where the table begins in which its ids are looked up
         self._kinds = np.zeros(slots, np.uint8)
         self._firsts = np.zeros(slots, np.uint64)  # mask of the characters that a stop string of it begins with
         self._who = [(0, 0, 0)] * slots  # server, request, sample
-        self._texts: list[Text | None] = [None] * slots  # None: nothing is held back
-        self._wrappings: list[Wrapping | None] = [None] * slots
-        self._aborted: list[Silent] = []
+        self._texts: list[StopStringFilter | None] = [None] * slots  # None: nothing is held back
+        self._wrappings: list[ChunkWriter | None] = [None] * slots
+        self._aborted: list[FinishedWithoutToken] = []
 
     # ── what servers wish ──
     def announce(self, announce: Announce) -> None:
@@ -136,7 +136,7 @@ class OutputState:
         table = vocabulary.SKIP_SPECIAL if params.skip_special_tokens else vocabulary.KEEP_SPECIAL
         self._bases[slot] = (table if params.detokenize else vocabulary.NO_TEXT) * vocabulary.stride
         self._texts[slot] = self._wrappings[slot] = None
-        self._firsts[slot] = mask_of("".join(stop[0] for stop in params.stop))
+        self._firsts[slot] = char_bloom("".join(stop[0] for stop in params.stop))
         found = self._announced.get((server, request))
         if found is None:
             self._choose_kind(slot)
@@ -148,12 +148,12 @@ class OutputState:
         else:
             del self._announced[server, request]
 
-    def _text(self, slot: int, params: SamplingParams) -> Text:
+    def _text(self, slot: int, params: SamplingParams) -> StopStringFilter:
         stream = self._vocabulary.stream(self.schedule.prompts[slot], params.skip_special_tokens)
-        return Text(stream, params.stop, params.include_stop_str_in_output)
+        return StopStringFilter(stream, params.stop, params.include_stop_str_in_output)
 
     def _wrap(self, slot: int, announce: Announce) -> None:
-        self._wrappings[slot] = Wrapping(announce, self._who[slot][2])
+        self._wrappings[slot] = ChunkWriter(announce, self._who[slot][2])
         self._choose_kind(slot)
 
     def _choose_kind(self, slot: int) -> None:
@@ -171,22 +171,22 @@ class OutputState:
             self._announced.pop(self._who[slot][:2], None)
         self._endings.leave(slot)
 
-    def _silent(self, slot: int, reason: FinishReason) -> Silent:
+    def _silent(self, slot: int, reason: FinishReason) -> FinishedWithoutToken:
         self._end(slot)
         server, request, sample = self._who[slot]
-        return Silent(server, request, sample, int(self._cached[slot]), reason)
+        return FinishedWithoutToken(server, request, sample, int(self._cached[slot]), reason)
 
     def _end(self, slot: int) -> None:
         self._endings.end(slot)
         self._texts[slot] = self._wrappings[slot] = None
 
     # ── results ──
-    def done(self, done: StepDone) -> Answers:
+    def done(self, done: StepDone) -> Outputs:
         """Of the step that was applied last. Raises DecodeError where it does not fit that step."""
         schedule = self.schedule
         done.require_fit(schedule.sampled.size)
         slots = schedule.sampled
-        rows = Rows(slots, done.ids, LogprobRows.read(done.logprobs, slots.size))
+        rows = DeltaBuilder(slots, done.ids, LogprobRows.read(done.logprobs, slots.size))
         silent = [*self._aborted, *self._fail(done)]
         self._aborted = []
         is_open = self._is_open[slots]
@@ -194,16 +194,16 @@ class OutputState:
             rows = rows.of(np.flatnonzero(is_open))
         ended = self._endings.check(rows.slots, rows.ids)
         for row, reason, stop in zip(ended.rows.tolist(), ended.reasons.tolist(), ended.stops, strict=True):
-            rows.ends[row] = End(FinishReason(reason), stop)
+            rows.ends[row] = SampleEnd(FinishReason(reason), stop)
         halted = self._write(rows)
         deltas = self._deltas(rows, silent)
         for row in rows.ends:
             self._end(int(rows.slots[row]))
         if not halted:
-            return Answers(deltas, None)
-        return Answers(deltas, Halt(np.array(halted, np.uint16), self._births[halted]))
+            return Outputs(deltas, None)
+        return Outputs(deltas, Halt(np.array(halted, np.uint16), self._births[halted]))
 
-    def _fail(self, done: StepDone) -> list[Silent]:
+    def _fail(self, done: StepDone) -> list[FinishedWithoutToken]:
         """They end, and what was sampled for them means nothing."""
         rows = []
         for slot, why in done.failures():
@@ -211,7 +211,7 @@ class OutputState:
                 rows.append(self._silent(slot, why))
         return rows
 
-    def _write(self, rows: Rows) -> list[int]:
+    def _write(self, rows: DeltaBuilder) -> list[int]:
         """Every row's text. Returns the slots that end by it and by no id; whoever ends is in `rows.ends` then."""
         vocabulary, slots = self._vocabulary, rows.slots
         places = vocabulary.rows(rows.ids, self._bases[slots])
@@ -240,7 +240,7 @@ class OutputState:
             if stop is not None:
                 if end is None:
                     halted.append(slot)
-                end = rows.ends[row] = End(FinishReason.STOP, stop)
+                end = rows.ends[row] = SampleEnd(FinishReason.STOP, stop)
             wrapping = self._wrappings[slot]
             if wrapping is None:
                 rows.texts[row] = shown.encode()
@@ -273,7 +273,7 @@ class OutputState:
                 wrapping.offset += len(texts[place].decode())
         return written
 
-    def _write_one(self, slot: int, one: int, end: End | None) -> tuple[str, str | None]:
+    def _write_one(self, slot: int, one: int, end: SampleEnd | None) -> tuple[str, str | None]:
         """What of a sample's text may be shown now, and the stop string that has ended it."""
         params = self._params(slot)
         if not params.detokenize:
@@ -289,7 +289,7 @@ class OutputState:
         return shown, text.stop
 
     # ── columns ──
-    def _deltas(self, rows: Rows, silent: list[Silent]) -> list[tuple[int, Delta]]:
+    def _deltas(self, rows: DeltaBuilder, silent: list[FinishedWithoutToken]) -> list[tuple[int, Delta]]:
         schedule = self.schedule
         servers = schedule.servers[rows.slots]
         wanted = {row.server for row in silent}

@@ -5,7 +5,7 @@ Leaves to the server what each of them begins with (`Announce.head`), and how an
 
 from __future__ import annotations
 
-from penstock.engine.output.detokenizer import quoted
+from penstock.engine.output.detokenizer import json_escape
 from penstock.engine.protocol.messages import Announce, FinishReason, Style
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -28,7 +28,7 @@ def _end(reason: bytes) -> bytes:
 MIDDLE = _end(REASONS[None])
 
 
-class Wrapping:
+class ChunkWriter:
     """Of one sample. Text goes between `front` and `back`, quoted, where nothing else is to be said of it; or between
     `front` and `told`, which what is said of its log-probabilities follows, and MIDDLE."""
 
@@ -47,12 +47,12 @@ class Wrapping:
         if not (text or likely or reason):
             return b""
         if not self.is_chat:
-            body = b'"text":"%b"' % quoted(text)
+            body = b'"text":"%b"' % json_escape(text)
         elif not self.has_begun:
             self.has_begun = True
-            body = b'"delta":{"role":"assistant","content":"%b"}' % quoted(text)
+            body = b'"delta":{"role":"assistant","content":"%b"}' % json_escape(text)
         elif text or likely:
-            body = b'"delta":{"content":"%b"}' % quoted(text)
+            body = b'"delta":{"content":"%b"}' % json_escape(text)
         else:
             body = b'"delta":{}'
         self.offset += len(text)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.protocol.messages import (
-    MOST_SLOTS,
+    MAX_SLOTS,
     Advances,
     Appended,
     Inputs,
@@ -35,11 +35,11 @@ Index: TypeAlias = npt.NDArray[np.intp]
 Column: TypeAlias = npt.NDArray[Any]
 Input: TypeAlias = tuple[Item, int, int]  # and its position and length in the prompt
 
-MOST_POSITIONS = 1 << 30  # so that two of them can be added
+MAX_POSITIONS = 1 << 30  # so that two of them can be added
 NOTHING: Ints = np.zeros(0, np.int32)
 
 
-class Schedule:
+class BatchState:
     """The state. Arrays are by slot; what they hold for a free slot means nothing, unless said.
 
     A row samples in a step if what is computed of it reaches what is known of it: then one more token is known, or will
@@ -49,16 +49,18 @@ class Schedule:
     them: a reference to those of a step stays valid.
     """
 
-    def __init__(self, slots: int, blocks: int, block_size: int = 16, most_blocks: int | None = None) -> None:
-        """`blocks` is how many there are; `most_blocks`, how many one request can have (default: all)."""
-        if not 1 <= slots <= MOST_SLOTS:
-            raise ValueError(f"slots: expected 1 to {MOST_SLOTS}, got {slots}")
-        if blocks < 1 or block_size < 1 or blocks * block_size >= MOST_POSITIONS:
-            raise ValueError(f"expected fewer than {MOST_POSITIONS} positions, got {blocks} blocks of {block_size}")
+    def __init__(
+        self, slots: int, blocks: int, block_size: int = 16, max_blocks_per_request: int | None = None
+    ) -> None:
+        """`blocks` is how many there are; `max_blocks_per_request`, how many one request can have (default: all)."""
+        if not 1 <= slots <= MAX_SLOTS:
+            raise ValueError(f"slots: expected 1 to {MAX_SLOTS}, got {slots}")
+        if blocks < 1 or block_size < 1 or blocks * block_size >= MAX_POSITIONS:
+            raise ValueError(f"expected fewer than {MAX_POSITIONS} positions, got {blocks} blocks of {block_size}")
         self.slots = slots
         self.blocks = blocks
         self.block_size = block_size
-        self.most_blocks = blocks if most_blocks is None else min(blocks, most_blocks)
+        self.max_blocks_per_request = blocks if max_blocks_per_request is None else min(blocks, max_blocks_per_request)
         self.status = np.zeros(slots, np.uint8)
         self.requests = np.zeros(slots, np.int32)
         self.servers = np.zeros(slots, np.uint16)
@@ -69,7 +71,7 @@ class Schedule:
         self.computed = np.zeros(slots, np.int32)  # positions, those of the last step included; 0 for a free slot
         self.known = np.zeros(slots, np.int32)  # prompt and generated tokens, that being sampled included; 0 if free
         self.block_counts = np.zeros(slots, np.int32)  # 0 for a free slot
-        self.table = np.zeros((slots, min(16, self.most_blocks)), np.int32)  # grows to the right
+        self.table = np.zeros((slots, min(16, self.max_blocks_per_request)), np.int32)  # grows to the right
         self.rows: Index = np.zeros(0, np.intp)  # slots that run, ascending: the order of a step
         self.counts: Ints = np.zeros(slots, np.int32)  # how many tokens the last step computes; 0 for who does not run
         self.sampled: Index = self.rows  # those of `rows` that sample in the last step, in the same order
@@ -150,7 +152,7 @@ def _ragged(rows: Index, starts: Index | Ints, counts: Column) -> tuple[Index, I
 class _Draft:
     """The next state, of which nobody knows until it is committed: so a step that does not fit has changed nothing."""
 
-    def __init__(self, now: Schedule) -> None:
+    def __init__(self, now: BatchState) -> None:
         self._now = now
         self._status = now.status
         self._computed = now.computed
@@ -296,10 +298,10 @@ class _Draft:
                 where = _ragged(slots, starts, counts)
             after = starts + counts
         _column(blocks, total, f"{place}.blocks", now.blocks)
-        if slots.size and after.max() > now.most_blocks:
+        if slots.size and after.max() > now.max_blocks_per_request:
             at = int(after.argmax())
             raise DecodeError(
-                f"expected at most {now.most_blocks} blocks in all, got {after[at]} at $.{place}.slots[{at}]"
+                f"expected at most {now.max_blocks_per_request} blocks in all, got {after[at]} at $.{place}.slots[{at}]"
             )
         self._block_counts[slots] = after
         if total:
@@ -362,7 +364,7 @@ class _Draft:
         now = self._now
         most = int(np.maximum.reduce(self._block_counts)) if self._writes else 0
         if most > now.table.shape[1]:
-            table = np.zeros((now.slots, min(now.most_blocks, max(most, 2 * now.table.shape[1]))), np.int32)
+            table = np.zeros((now.slots, min(now.max_blocks_per_request, max(most, 2 * now.table.shape[1]))), np.int32)
             there = int(now.block_counts.max())
             table[:, :there] = now.table[:, :there]
             now.table = table

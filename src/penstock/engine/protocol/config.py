@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.protocol.messages import MOST_SLOTS, SamplingParams
+from penstock.engine.protocol.messages import MAX_SLOTS, SamplingParams
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SHIPPED = str(Path(__file__).parents[2] / "shipped" / "penstock-shapes")  # so that there is always a model to serve
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
-MOST_LANES = 64  # of an inbox; native/layout.h
+MAX_LANES = 64  # of an inbox; native/layout.h
 MAX_MODEL_LEN = 4096
 _MANY = (1 << 31) - 1
 
@@ -107,7 +107,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("data_parallel_size", 1, 16),
             ("tensor_parallel_size", 1, 16),
             ("output_processors", 0, 8),
-            ("max_num_seqs", 1, MOST_SLOTS - 1),
+            ("max_num_seqs", 1, MAX_SLOTS - 1),
             ("block_size", 1, 4096),
             ("max_num_batched_tokens", 1, _MANY),
             ("max_model_len", 1, 1 << 30),
@@ -142,9 +142,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"not {self.max_num_batched_tokens}"
             )
         lanes = self.data_parallel_size * (1 + self.output_processors) + 1
-        if lanes > MOST_LANES:
+        if lanes > MAX_LANES:
             raise ValueError(
-                f"data_parallel_size x (1 + output_processors) is at most {MOST_LANES - 1}, as each of them answers "
+                f"data_parallel_size x (1 + output_processors) is at most {MAX_LANES - 1}, as each of them answers "
                 f"each server: not {lanes - 1}"
             )
 
@@ -153,7 +153,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return f"cuda:{group * self.tensor_parallel_size + rank}" if self.device == "cuda" else self.device
 
     @property
-    def most_blocks(self) -> int:
+    def max_blocks_per_request(self) -> int:
         """Of one sample."""
         return -(-self.max_model_len // self.block_size)
 

@@ -26,8 +26,8 @@ Floats = npt.NDArray[np.float32]
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # one of Ints
-MOST_REQUESTS = 1 << 31  # numbers of a server's requests are less, and begin again
-MOST_SLOTS = 1 << 16
+MAX_REQUESTS = 1 << 31  # numbers of a server's requests are less, and begin again
+MAX_SLOTS = 1 << 16
 
 
 # ── server → core, by the core's inbox ───────────────────────────────────────────────────────────────────────────────
@@ -205,7 +205,7 @@ class Begin(Sequenced, array_like=True, frozen=True, eq=False):
 
 class Step(Sequenced, array_like=True, frozen=True, eq=False):
     """What the ranks do next, told as what is new. The fields happen in this order. All who run and are not in
-    `advances` compute one token. Who samples is not said: `Schedule.sampled` tells."""
+    `advances` compute one token. Who samples is not said: `BatchState.sampled` tells."""
 
     left: Slots | None = None
     preempted: Slots | None = None  # keep slot and prompt, lose their blocks
@@ -236,7 +236,7 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
     leader: int
     number: Natural  # of the step
-    ids: Ints  # one for each that samples in this step (`Schedule.sampled`), from the lowest slot to the highest
+    ids: Ints  # one for each that samples in this step (`BatchState.sampled`), from the lowest slot to the highest
     logprobs: Logprobs | None = None
     failed: Slots | None = None  # these samples end without an answer
     reasons: Bytes | None = None  # FinishReason of each of them; None: all ERROR

@@ -18,7 +18,7 @@ from penstock.engine.protocol.messages import Bytes, FinishReason, Ints, Samplin
 BUCKETS = 1 << 14  # ids that end somebody are looked for by their low bits first: few others share them
 
 
-class Ended(NamedTuple):
+class EndedSample(NamedTuple):
     """The samples that ended, one row each."""
 
     rows: Index  # where in the columns that were given, ascending
@@ -26,10 +26,10 @@ class Ended(NamedTuple):
     stops: list[int | None]  # the one of its `stop_token_ids` that ended it; None: the model's own end id, or a length
 
 
-NOBODY = Ended(np.zeros(0, np.intp), np.zeros(0, np.uint8), [])
+NOBODY = EndedSample(np.zeros(0, np.intp), np.zeros(0, np.uint8), [])
 
 
-class Endings:
+class StopConditions:
     """Of every slot, how many tokens it has generated, and when it ends. Arrays are by slot."""
 
     def __init__(self, slots: int, max_model_len: int, eos_ids: Collection[int]) -> None:
@@ -77,7 +77,7 @@ class Endings:
         """Whether it may end by the token that was counted last: `min_tokens` have come before."""
         return bool(self.generated[slot] > self._least[slot])
 
-    def check(self, slots: Index, ids: Ints) -> Ended:
+    def check(self, slots: Index, ids: Ints) -> EndedSample:
         """Counts one more token of each slot, none of them twice; says which samples end with it, and marks them.
 
         An id ends a sample only after `min_tokens` others; so the sampler does not choose it before. Slots that have
@@ -104,7 +104,7 @@ class Endings:
                 ended.append(row)
                 reasons.append(int(reason))
                 stops.append(stop)
-        return Ended(np.array(ended, np.intp), np.array(reasons, np.uint8), stops)
+        return EndedSample(np.array(ended, np.intp), np.array(reasons, np.uint8), stops)
 
     def _forget_stops(self, slot: int) -> None:
         for one in self._stops[slot]:

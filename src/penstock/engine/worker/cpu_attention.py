@@ -18,16 +18,16 @@ from torch import Tensor
 from penstock.engine import _native
 from penstock.engine.protocol.batch_state import Index
 from penstock.engine.protocol.messages import Ints
-from penstock.engine.worker.input_batch import Batch
+from penstock.engine.worker.input_batch import InputBatch
 
 if TYPE_CHECKING:
-    from penstock.engine.worker.paged_attention import Manner
+    from penstock.engine.worker.paged_attention import AttentionStyle
 
 DTYPES = (torch.float32, torch.bfloat16)
 WORTH_A_THREAD = 4_000_000  # products: a third of a millisecond, several times what it takes to wake somebody for them
 
 
-class Rows(NamedTuple):
+class CpuRows(NamedTuple):
     """What each one sees."""
 
     table: Ints  # [rows, width]
@@ -40,11 +40,11 @@ class Rows(NamedTuple):
         return int((self.lengths - self.firsts).sum())
 
 
-def rows_of(batch: Batch, window: int | None) -> Rows:
-    return Rows(batch.table, batch.firsts(window), batch.lengths)
+def rows_of(batch: InputBatch, window: int | None) -> CpuRows:
+    return CpuRows(batch.table, batch.firsts(window), batch.lengths)
 
 
-class Memory:
+class CpuKVCache:
     """What all layers keep, as the native core reads it."""
 
     def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], block_size: int) -> None:
@@ -52,7 +52,7 @@ class Memory:
         self._block_size = block_size
         self._others: ThreadPoolExecutor | None = None
 
-    def attend(self, layer: int, query: Tensor, attended: Tensor, rows: Rows, how: Manner) -> None:
+    def attend(self, layer: int, query: Tensor, attended: Tensor, rows: CpuRows, how: AttentionStyle) -> None:
         """The first rows of `query` [tokens, heads, size] attend, and so many of `attended` are what comes of it."""
         count = rows.lengths.size
         keys, values = self._layers[layer]

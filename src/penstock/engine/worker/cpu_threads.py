@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from penstock.engine.cluster.logs import event
-from penstock.engine.worker.tensor_parallel import Ranks
+from penstock.engine.worker.tensor_parallel import TPGroup
 
 SHORT = 64  # tokens: up to so many a step has its threads, beyond it has others
 TRIED = (16, 256)  # tokens of a short step and of a long one
@@ -28,7 +28,7 @@ def share(of: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // of)
 
 
-class Threads:
+class CpuThreads:
     """Of two kinds of steps, on all ranks alike."""
 
     def __init__(self, short: int, long: int) -> None:
@@ -42,16 +42,16 @@ class Threads:
             torch.set_num_threads(wanted)
 
 
-def found(most: int, compute: Callable[[int], object], ranks: Ranks) -> Threads:
+def tune_threads(most: int, compute: Callable[[int], object], ranks: TPGroup) -> CpuThreads:
     """`compute` a step of so many tokens, which all ranks do together."""
     most = ranks.least(most)
     short, long = (_least(most, partial(compute, tokens), ranks) for tokens in TRIED)
     if most > 1:
         event("threads", short_steps=short, long_steps=long, of=most)
-    return Threads(short, max(short, long))
+    return CpuThreads(short, max(short, long))
 
 
-def _least(most: int, compute: Callable[[], object], ranks: Ranks) -> int:
+def _least(most: int, compute: Callable[[], object], ranks: TPGroup) -> int:
     """From the most downwards, as long as fewer do as well."""
     best = most
     if most == 1:
@@ -66,7 +66,7 @@ def _least(most: int, compute: Callable[[], object], ranks: Ranks) -> int:
     return best
 
 
-def _microseconds(threads: int, compute: Callable[[], object], ranks: Ranks) -> int:
+def _microseconds(threads: int, compute: Callable[[], object], ranks: TPGroup) -> int:
     """Of the slowest rank, as the others wait for it."""
     torch.set_num_threads(threads)
     compute()  # the first time costs more

@@ -19,32 +19,32 @@ from torch import Tensor
 
 from penstock.engine.cluster.logs import event
 from penstock.engine.protocol.batch_state import Index
-from penstock.engine.worker.input_batch import Batch
-from penstock.engine.worker.model import Model
-from penstock.engine.worker.paged_attention import Decode, Memory
+from penstock.engine.worker.input_batch import InputBatch
+from penstock.engine.worker.model import LoadedModel
+from penstock.engine.worker.paged_attention import DecodeAttention, KVCache
 
 LEAST_POSITIONS = 256  # of a table: there are few forms, and short answers pay little for it
-MOST_POSITIONS = 1 << 18  # of all tables together: of more, attention itself takes its time, not that it is launched
+MAX_POSITIONS = 1 << 18  # of all tables together: of more, attention itself takes its time, not that it is launched
 
 Replay: TypeAlias = Callable[[], Tensor]
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     def record(self, compute: Callable[[], Tensor]) -> Replay:
         """What `compute` does with its tensors, to be done again with what is in them by then. It may be called several
         times for that. Raises where it cannot be recorded. What a replay answers is there until the next one."""
 
 
-class Form(NamedTuple):
+class GraphBucket(NamedTuple):
     rows: int
     width: int  # blocks of each
 
 
-class Forms:
+class GraphBuckets:
     """Which there are: their number is bounded, whatever the number of slots and the length of requests."""
 
     def __init__(self, slots: int, blocks: int, block_size: int) -> None:
-        self._most_blocks = MOST_POSITIONS // block_size
+        self._most_blocks = MAX_POSITIONS // block_size
         narrowest = min(-(-LEAST_POSITIONS // block_size), blocks)
         most = max(1, min(slots, self._most_blocks // narrowest))
         self.rows = sorted({*(count for count in (1, 2, 4) if count < most), *range(8, most, 8), most})
@@ -52,36 +52,38 @@ class Forms:
         while self.widths[-1] < min(blocks, self._most_blocks):
             self.widths.append(min(2 * self.widths[-1], blocks))
 
-    def least(self, rows: int, width: int) -> Form | None:
+    def least(self, rows: int, width: int) -> GraphBucket | None:
         """The least one with so much room, if there is one."""
         row, column = bisect_left(self.rows, rows), bisect_left(self.widths, width)
         if row == len(self.rows) or column == len(self.widths):
             return None
-        form = Form(self.rows[row], self.widths[column])
+        form = GraphBucket(self.rows[row], self.widths[column])
         return form if form.rows * form.width <= self._most_blocks else None
 
 
-class Told(NamedTuple):
+class GraphInputs(NamedTuple):
     """What a form is computed from, on the device. A column of the same memory for each row."""
 
     ids: Tensor
-    positions: Tensor  # [rows], or [planes, rows]
+    positions: Tensor  # [rows], or [num_position_axes, rows]
     lengths: Tensor
     table: Tensor  # [rows, width]
 
 
-class Decoding:
-    def __init__(self, model: Model, memory: Memory, recorder: Recorder, slots: int, planes: int = 1) -> None:
-        """The last block of `memory` is nobody's. `planes`: in how many positions are told (see `Images.positions`)."""
+class DecodeGraphs:
+    def __init__(
+        self, model: LoadedModel, memory: KVCache, recorder: GraphRecorder, slots: int, num_position_axes: int = 1
+    ) -> None:
+        """The last block of `memory` pads a batch. `num_position_axes`: see `EncoderCache.positions`."""
         self._model = model
         self._memory = memory
         self._recorder = recorder
-        self._planes = planes
-        self._nobodys = memory.blocks - 1
-        self.forms = Forms(slots, self._nobodys, memory.block_size)
-        most = MOST_POSITIONS // memory.block_size + self.forms.rows[-1] * (planes + 2)
+        self._planes = num_position_axes
+        self._padding_block = memory.blocks - 1
+        self.forms = GraphBuckets(slots, self._padding_block, memory.block_size)
+        most = MAX_POSITIONS // memory.block_size + self.forms.rows[-1] * (num_position_axes + 2)
         self._numbers = torch.zeros(most, dtype=torch.int64, device=model.device)
-        self._replays: dict[Form, Replay] = {}
+        self._replays: dict[GraphBucket, Replay] = {}
         self._is_recording = True  # until a form cannot be recorded
 
     @torch.inference_mode()
@@ -90,13 +92,13 @@ class Decoding:
         smaller ones share."""
         began = time.monotonic()
         for rows in reversed(self.forms.rows):
-            form = Form(rows, self.forms.widths[0])
+            form = GraphBucket(rows, self.forms.widths[0])
             self._tell(form)
             if self._replay_of(form) is None:
                 return
         event("decode steps recorded", forms=len(self._replays), seconds=time.monotonic() - began)
 
-    def hidden(self, batch: Batch, ids: Tensor, positions: Index) -> Tensor | None:
+    def hidden(self, batch: InputBatch, ids: Tensor, positions: Index) -> Tensor | None:
         """The hidden states of a step's tokens; None: it has no form. They stay there until the next step."""
         if batch.chunks or not self._is_recording:
             return None
@@ -107,36 +109,36 @@ class Decoding:
         replay = self._replay_of(form)
         return None if replay is None else replay()[: batch.lengths.size]
 
-    def _told(self, form: Form) -> Told:
-        numbers, planes = self._in_columns(self._numbers, form), self._planes
-        positions = numbers[1] if planes == 1 else numbers[1 : 1 + planes]
-        return Told(numbers[0], positions, numbers[1 + planes], numbers[2 + planes :].T)
+    def _told(self, form: GraphBucket) -> GraphInputs:
+        numbers, num_position_axes = self._in_columns(self._numbers, form), self._planes
+        positions = numbers[1] if num_position_axes == 1 else numbers[1 : 1 + num_position_axes]
+        return GraphInputs(numbers[0], positions, numbers[1 + num_position_axes], numbers[2 + num_position_axes :].T)
 
-    def _in_columns(self, numbers: Tensor, form: Form) -> Tensor:
+    def _in_columns(self, numbers: Tensor, form: GraphBucket) -> Tensor:
         lines = 2 + self._planes + form.width
         return numbers[: lines * form.rows].view(lines, form.rows)
 
     def _tell(
-        self, form: Form, batch: Batch | None = None, ids: Tensor | None = None, positions: Index | int = 0
+        self, form: GraphBucket, batch: InputBatch | None = None, ids: Tensor | None = None, positions: Index | int = 0
     ) -> None:
         """Writes all numbers of a form, those that pad it too: nothing of an earlier step is left in them."""
-        planes, on_device = self._planes, self._in_columns(self._numbers, form)
+        num_position_axes, on_device = self._planes, self._in_columns(self._numbers, form)
         # in memory that nobody writes to before the device has read it; what is pinned need not be waited for
         here = torch.empty(on_device.shape, dtype=torch.int64, pin_memory=on_device.is_cuda)
         numbers = here.numpy()
-        numbers[: 1 + planes] = 0
-        numbers[1 + planes] = 1
-        numbers[2 + planes :] = self._nobodys
+        numbers[: 1 + num_position_axes] = 0
+        numbers[1 + num_position_axes] = 1
+        numbers[2 + num_position_axes :] = self._padding_block
         if batch is not None:
             rows, width = batch.lengths.size, min(form.width, batch.table.shape[1])
-            numbers[1 : 1 + planes, :rows] = positions
-            numbers[1 + planes, :rows] = batch.lengths
-            numbers[2 + planes : 2 + planes + width, :rows] = batch.table[:, :width].T
+            numbers[1 : 1 + num_position_axes, :rows] = positions
+            numbers[1 + num_position_axes, :rows] = batch.lengths
+            numbers[2 + num_position_axes : 2 + num_position_axes + width, :rows] = batch.table[:, :width].T
         on_device.copy_(here, non_blocking=True)
         if ids is not None:
             on_device[0, : ids.shape[0]] = ids
 
-    def _replay_of(self, form: Form) -> Replay | None:
+    def _replay_of(self, form: GraphBucket) -> Replay | None:
         """None, from the first form on that cannot be recorded: what waits for the device in one, does so in all."""
         if form not in self._replays:
             failure, recorded = "another rank cannot", None
@@ -154,6 +156,6 @@ class Decoding:
             self._replays[form] = recorded
         return self._replays[form]
 
-    def _compute(self, form: Form) -> Tensor:
+    def _compute(self, form: GraphBucket) -> Tensor:
         told = self._told(form)
-        return self._model.hidden(Decode(self._memory, told.lengths, told.table), told.ids, told.positions)
+        return self._model.hidden(DecodeAttention(self._memory, told.lengths, told.table), told.ids, told.positions)

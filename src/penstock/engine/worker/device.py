@@ -11,29 +11,29 @@ from typing import Protocol
 
 import numpy as np
 
-from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import Bytes, FinishReason, Ints, Logprobs, Slots, Step
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SamplerOutput:
     """What a step has sampled."""
 
-    ids: Ints  # in the order of `Schedule.sampled`
+    ids: Ints  # in the order of `BatchState.sampled`
     logprobs: Logprobs | None = None
     failed: Slots | None = None
     reasons: Bytes | None = None  # FinishReason of each that has failed; None: all ERROR
 
 
 def failures(found: Mapping[int, FinishReason]) -> tuple[Slots | None, Bytes | None]:
-    """The last two of `Sampled`, of slots and why each has failed."""
+    """The last two of `SamplerOutput`, of slots and why each has failed."""
     if not found:
         return None, None
     slots = sorted(found)
     return np.array(slots, np.uint16), np.array([found[slot] for slot in slots], np.uint8)
 
 
-class Flight(Protocol):
+class PendingStep(Protocol):
     """A step that has been launched."""
 
     @property
@@ -42,7 +42,7 @@ class Flight(Protocol):
 
     def is_done(self) -> bool: ...
 
-    def result(self) -> Sampled:
+    def result(self) -> SamplerOutput:
         """Blocks until it is done."""
 
 
@@ -59,5 +59,5 @@ class Device(Protocol):
     def max_short_prompt(self) -> int | None:
         """Prompts of more tokens have other keys, from the first one on, than shorter ones (see `rope`); None: none."""
 
-    def launch(self, schedule: Schedule, step: Step) -> Flight:
+    def launch(self, schedule: BatchState, step: Step) -> PendingStep:
         """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 from collections import deque
 
-from penstock.engine.cluster.status_board import Board, Row
-from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.cluster.status_board import Row, StatusBoard
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import Step
-from penstock.engine.worker.device import Device, Sampled
-from penstock.engine.worker.simulated_device import Simulated
+from penstock.engine.worker.device import Device, SamplerOutput
+from penstock.engine.worker.simulated_device import SimulatedRunner
 
 
-class Meter:
+class DeviceStats:
     """For each step `launched`, and when its result is in, `done`."""
 
     def __init__(self, device: Device) -> None:
-        self._simulated = device if isinstance(device, Simulated) else None
+        self._simulated = device if isinstance(device, SimulatedRunner) else None
         self._begun: deque[int | None] = deque()  # of each step in flight, when it was launched; None: it is empty
         self._free_at = 0  # when the last one was seen to be done
         self._is_awaited = False  # somebody had a row in the last step
         self.busy_ns = self.idle_ns = 0
         self.computed = self.sampled = 0
 
-    def launched(self, schedule: Schedule, step: Step, began: int) -> None:
+    def launched(self, schedule: BatchState, step: Step, began: int) -> None:
         """`schedule` has just applied the step; at `began` it was handed to the device."""
         rows = schedule.rows.size
         if self._is_awaited and rows and not self._begun:
@@ -39,7 +39,7 @@ class Meter:
         # last token does.
         self.computed += tokens - schedule.sampled.size + joined
 
-    def done(self, sampled: Sampled, now: int) -> None:
+    def done(self, sampled: SamplerOutput, now: int) -> None:
         """The oldest one in flight."""
         began = self._begun.popleft()
         if began is not None:
@@ -49,7 +49,7 @@ class Meter:
 
     def publish(self, row: Row) -> None:
         device = self._simulated
-        row[Board.BUSY_NS] = self.busy_ns if device is None else int(device.busy * 1e9)
-        row[Board.IDLE_NS] = self.idle_ns if device is None else int(device.idle * 1e9)
-        row[Board.COMPUTED] = self.computed
-        row[Board.SAMPLED] = self.sampled
+        row[StatusBoard.BUSY_NS] = self.busy_ns if device is None else int(device.busy * 1e9)
+        row[StatusBoard.IDLE_NS] = self.idle_ns if device is None else int(device.idle * 1e9)
+        row[StatusBoard.COMPUTED] = self.computed
+        row[StatusBoard.SAMPLED] = self.sampled

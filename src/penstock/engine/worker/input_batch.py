@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.protocol.batch_state import Index, Schedule
+from penstock.engine.protocol.batch_state import BatchState, Index
 from penstock.engine.protocol.messages import Ints
 
 
-class Chunk(NamedTuple):
+class PrefillChunk(NamedTuple):
     """More than one token of one request."""
 
     first: int  # where they begin among the tokens of the step
@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
     blocks: Ints
 
 
-class Batch(NamedTuple):
+class InputBatch(NamedTuple):
     block_size: int
     slots: Index  # of each token's request
     positions: Index  # of each token in it
@@ -36,15 +36,15 @@ class Batch(NamedTuple):
     counts: Index
     lengths: Index  # of the rows that compute one token: what is computed of each, this one included
     table: Ints  # their blocks, padded
-    chunks: tuple[Chunk, ...]
-    last: Index  # the tokens whose outcome is sampled, in the order of `Schedule.sampled`
+    chunks: tuple[PrefillChunk, ...]
+    last: Index  # the tokens whose outcome is sampled, in the order of `BatchState.sampled`
 
     def firsts(self, window: int | None) -> Index:
         """Of the rows that compute one token: the first position that each sees, where it sees so many."""
         return np.zeros_like(self.lengths) if window is None else np.maximum(self.lengths - window, 0)
 
 
-def batch_of(schedule: Schedule) -> Batch:
+def build_batch(schedule: BatchState) -> InputBatch:
     """The step that the schedule has applied."""
     rows = schedule.rows
     short, long = schedule.counts[rows] == 1, schedule.counts[rows] > 1
@@ -61,7 +61,7 @@ def batch_of(schedule: Schedule) -> Batch:
     most = int(schedule.block_counts[rows[:singles]].max(initial=0))
     last = np.zeros(schedule.slots, np.intp)
     last[rows] = ends - 1
-    return Batch(
+    return InputBatch(
         block_size,
         slots,
         positions,
@@ -72,7 +72,9 @@ def batch_of(schedule: Schedule) -> Batch:
         lengths[:singles],
         schedule.table[rows[:singles], :most],
         tuple(
-            Chunk(int(starts[row]), int(counts[row]), int(lengths[row]), schedule.blocks_of(int(rows[row])).copy())
+            PrefillChunk(
+                int(starts[row]), int(counts[row]), int(lengths[row]), schedule.blocks_of(int(rows[row])).copy()
+            )
             for row in range(singles, rows.size)
         ),
         last[schedule.sampled],
@@ -85,7 +87,7 @@ def moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-class Tokens:
+class TokenTable:
     """Every token of every request, prompts and what was sampled, where the model needs them."""
 
     def __init__(self, slots: int, device: torch.device) -> None:

@@ -14,15 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from penstock.engine.model_dir import VISION, require_family
 from penstock.engine.worker import rope, weight_loader
-from penstock.engine.worker.paged_attention import NAME, Decode, Memory, Paged, Probe, Shape
-from penstock.engine.worker.tensor_parallel import Ranks, shard
-from penstock.engine.worker.weight_slices import Heads
+from penstock.engine.worker.paged_attention import NAME, DecodeAttention, KVCache, KVCacheShape, PagedAttention, Probe
+from penstock.engine.worker.tensor_parallel import TPGroup, shard
+from penstock.engine.worker.weight_slices import HeadSlices
 
 
-class Model:
+class LoadedModel:
     """What it takes to run a step. `stock` is the model of transformers; `max_short_prompt`: see `rope.by_row`."""
 
-    def __init__(self, stock: Any, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, stock: Any, ranks: TPGroup, device: torch.device) -> None:
         self.stock = stock
         self.ranks = ranks
         self.device = device
@@ -37,15 +37,15 @@ class Model:
         self.shapes = self._probe()
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
 
-    def _probe(self) -> dict[int, Shape]:
+    def _probe(self) -> dict[int, KVCacheShape]:
         """What its layers keep, which under any plan they know best."""
         probe = Probe()
         nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.hidden(probe, nothing, nothing)
         return probe.shapes
 
-    def memory(self, blocks: int, block_size: int) -> Memory:
-        return Memory(self.shapes, blocks, block_size, self.dtype, self.device)
+    def memory(self, blocks: int, block_size: int) -> KVCache:
+        return KVCache(self.shapes, blocks, block_size, self.dtype, self.device)
 
     @torch.inference_mode()
     def embeds(self, ids: Tensor) -> Tensor:
@@ -54,7 +54,11 @@ class Model:
 
     @torch.inference_mode()
     def hidden(
-        self, paged: Paged | Decode | Probe, ids: Tensor, positions: Tensor, embeds: Tensor | None = None
+        self,
+        paged: PagedAttention | DecodeAttention | Probe,
+        ids: Tensor,
+        positions: Tensor,
+        embeds: Tensor | None = None,
     ) -> Tensor:
         """One row of tokens [tokens], or what stands for them; positions [tokens] or [3, tokens], see `rope`."""
         given = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
@@ -71,7 +75,7 @@ class Model:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
-def load(path: Path, ranks: Ranks, device: torch.device, dtype: torch.dtype | None = None) -> Model:
+def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
     """Raises ValueError where this is no model that is known here, or cannot be cut for so many ranks.
 
     Without a type, it has that of its configuration.
@@ -81,7 +85,7 @@ def load(path: Path, ranks: Ranks, device: torch.device, dtype: torch.dtype | No
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     require_supported(config)
     text = config.get_text_config()
-    heads = Heads(text.num_attention_heads, text.num_key_value_heads)
+    heads = HeadSlices(text.num_attention_heads, text.num_key_value_heads)
     chosen = dtype or config.dtype or torch.float32
     kind: Any = AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
     own = {"text_config": NAME, "vision_config": "sdpa"} if config.model_type in VISION else NAME
@@ -91,7 +95,7 @@ def load(path: Path, ranks: Ranks, device: torch.device, dtype: torch.dtype | No
     slices = shard(stock, stock.tp_plan, ranks, heads)
     weight_loader.rebuild_buffers(stock, device)
     weight_loader.load(stock, path, slices, device)
-    return Model(stock, ranks, device)
+    return LoadedModel(stock, ranks, device)
 
 
 def require_supported(config: Any) -> None:

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from penstock._native import memory_available
-from penstock.engine.protocol.batch_state import Index, Schedule
+from penstock.engine.protocol.batch_state import BatchState, Index
 from penstock.engine.protocol.config import require_dtype
 from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
-from penstock.engine.worker.cpu_threads import Threads, found, share
-from penstock.engine.worker.decode_graphs import Decoding, Recorder
-from penstock.engine.worker.device import Sampled, failures
-from penstock.engine.worker.input_batch import Batch, Tokens, batch_of, moved
-from penstock.engine.worker.paged_attention import Memory, Paged, Probe
-from penstock.engine.worker.sampler import Chosen, Sampler
-from penstock.engine.worker.tensor_parallel import Ranks
-from penstock.engine.worker.vision_encoder import Images, Open
+from penstock.engine.worker.cpu_threads import CpuThreads, share, tune_threads
+from penstock.engine.worker.decode_graphs import DecodeGraphs, GraphRecorder
+from penstock.engine.worker.device import SamplerOutput, failures
+from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, moved
+from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
+from penstock.engine.worker.sampler import SampledTokens, Sampler
+from penstock.engine.worker.tensor_parallel import TPGroup
+from penstock.engine.worker.vision_encoder import EncoderCache, Open
 from penstock.tensor import Incoming
 
 CPU_SHARE = 0.3  # of the memory that is available
@@ -35,7 +35,7 @@ CUDA_SHARE = 0.9  # of what is free when the model is there
 _NOBODY = torch.zeros(0, dtype=torch.int32)
 
 
-class TorchDevice:
+class ModelRunner:
     """Launches one step after the other. All ranks of a model launch the same ones."""
 
     def __init__(
@@ -43,27 +43,27 @@ class TorchDevice:
         path: str | Path,
         *,
         slots: int,
-        ranks: Ranks | None = None,
+        ranks: TPGroup | None = None,
         device: str = "cpu",
         dtype: str = "auto",
         block_size: int = 16,
         blocks: int | None = None,
-        most_blocks: int | None = None,
+        max_blocks_per_request: int | None = None,
         token_budget: int = 2048,
         open_item: Open | None = None,
         threads: int | None = None,
         processes: int = 1,
         end_ids: Collection[int] = (),
-        recorder: Recorder | None = None,
+        recorder: GraphRecorder | None = None,
     ) -> None:
         """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks, but not more
-        than `most_blocks`. `threads`: that compute on a CPU; None: what proves best, up to the share of one of so many
-        `processes`. `open_item`: gives images; None: only those that travel inline. `recorder`: of steps in which
-        everybody computes one token; None: they are computed as any other.
+        than `max_blocks_per_request`. `threads`: that compute on a CPU; None: the fastest number, up to the share of
+        one of so many `processes`. `open_item`: gives images; None: only those that travel inline. `recorder`: of steps
+        in which each row computes one token; None: they are computed as any other.
 
         Raises ValueError where the model is none that is known here, or there is no room.
         """
-        self._ranks = ranks or Ranks()
+        self._ranks = ranks or TPGroup()
         most = threads or share(processes)
         torch.set_num_threads(most)
         where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
@@ -72,46 +72,46 @@ class TorchDevice:
         self.vocabulary: int = self._model.vocab_size
         self.max_short_prompt = self._model.max_short_prompt
         self._prompt_lengths = np.zeros(slots, np.intp)
-        self._threads = Threads(most, most) if threads or where.type != "cpu" else self._found_threads(most)
+        self._threads = CpuThreads(most, most) if threads or where.type != "cpu" else self._found_threads(most)
         self.block_size = block_size
         spare = 0 if recorder is None else 1  # the block that is nobody's
         if blocks is None:
             room = self._room(token_budget, spare)
-            blocks = room if most_blocks is None else min(room, most_blocks)
+            blocks = room if max_blocks_per_request is None else min(room, max_blocks_per_request)
         self.blocks = blocks
         self._memory = self._model.memory(self.blocks + spare, block_size)
-        self._tokens = Tokens(slots, where)
+        self._tokens = TokenTable(slots, where)
         # one rank chooses, as ranks that add up in another order may differ in the last bit
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._images = (
-            None if self._model.image_id is None else Images(self._model, open_item or Incoming(None).open, slots)
+            None if self._model.image_id is None else EncoderCache(self._model, open_item or Incoming(None).open, slots)
         )
         self._decoding = None
         if recorder is not None:
-            planes = 1 if self._images is None else self._images.planes
-            self._decoding = Decoding(self._model, self._memory, recorder, slots, planes)
+            num_position_axes = 1 if self._images is None else self._images.num_position_axes
+            self._decoding = DecodeGraphs(self._model, self._memory, recorder, slots, num_position_axes)
             self._decoding.prepare()
 
     @torch.inference_mode()  # all of it: a tensor that is made or grown here may be written nowhere else
-    def launch(self, schedule: Schedule, step: Step) -> TorchFlight:
+    def launch(self, schedule: BatchState, step: Step) -> TorchPendingStep:
         """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""
         self._follow(schedule, step)
-        batch = batch_of(schedule)
+        batch = build_batch(schedule)
         if not batch.slots.size:
-            return TorchFlight(_NOBODY, schedule.sampled, None, {})
+            return TorchPendingStep(_NOBODY, schedule.sampled, None, {})
         self._threads.use(batch.slots.size)
         hidden, failed = self._compute(batch)
         if not batch.last.size:
-            return TorchFlight(_NOBODY, schedule.sampled, None, failed)
+            return TorchPendingStep(_NOBODY, schedule.sampled, None, failed)
         logits = self._model.logits(hidden[moved(batch.last, self._device)])
         slots = schedule.sampled
         chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
         ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
-        self._ranks.from_first(ids)
+        self._ranks.broadcast(ids)
         self._tokens.write(slots, schedule.computed[slots], ids)
-        return TorchFlight(ids, slots, chosen, failed)
+        return TorchPendingStep(ids, slots, chosen, failed)
 
-    def _follow(self, schedule: Schedule, step: Step) -> None:
+    def _follow(self, schedule: BatchState, step: Step) -> None:
         """Who leaves, and who joins."""
         if step.left is not None:
             for slot in step.left.tolist():
@@ -134,7 +134,7 @@ class TorchDevice:
                 if self._images is not None:
                     self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
 
-    def _compute(self, batch: Batch) -> tuple[Tensor, dict[int, FinishReason]]:
+    def _compute(self, batch: InputBatch) -> tuple[Tensor, dict[int, FinishReason]]:
         """The hidden states of the step's tokens, and slots that fail, whatever these are, with the reasons."""
         where = moved(np.stack((batch.slots, batch.positions)), self._device)
         ids = self._tokens.read(where[0], where[1]).to(torch.int64)
@@ -149,7 +149,7 @@ class TorchDevice:
             hidden = self._decoding.hidden(batch, ids, positions)
             if hidden is not None:
                 return hidden, failed
-        paged = Paged(self._memory, batch, self._device)
+        paged = PagedAttention(self._memory, batch, self._device)
         return self._model.hidden(paged, ids, moved(positions, self._device), embeds), failed
 
     def _room(self, token_budget: int, spare: int) -> int:
@@ -157,21 +157,21 @@ class TorchDevice:
         if self._device.type == "cuda":
             free = CUDA_SHARE * torch.cuda.mem_get_info(self._device)[0] - self._nbytes_of_a_step(token_budget)
             if spare:  # what is recorded has memory of its own
-                free -= Memory.nbytes_of_gathering(self._model.shapes, self._model.dtype)
+                free -= KVCache.nbytes_of_gathering(self._model.shapes, self._model.dtype)
         else:
             free = CPU_SHARE * memory_available()[0] / self._ranks.size
-        each = Memory.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)
+        each = KVCache.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)
         blocks = self._ranks.least(int(free // each) - spare)
         if blocks < 1:
             raise ValueError(f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes")
         return blocks
 
-    def _found_threads(self, most: int) -> Threads:
+    def _found_threads(self, most: int) -> CpuThreads:
         def compute(tokens: int) -> None:
             numbers = torch.arange(tokens)
             self._model.logits(self._model.hidden(Probe(), torch.zeros_like(numbers), numbers))
 
-        return found(most, compute, self._ranks)
+        return tune_threads(most, compute, self._ranks)
 
     def _nbytes_of_a_step(self, token_budget: int) -> int:
         """What the largest step needs besides, and gives back."""
@@ -182,12 +182,14 @@ class TorchDevice:
         return torch.cuda.max_memory_allocated(self._device) - before
 
 
-class TorchFlight:
+class TorchPendingStep:
     """A step that has been launched. On a CPU it is done by then."""
 
     done_at: float | None = None
 
-    def __init__(self, ids: Tensor, slots: Index, chosen: Chosen | None, failed: dict[int, FinishReason]) -> None:
+    def __init__(
+        self, ids: Tensor, slots: Index, chosen: SampledTokens | None, failed: dict[int, FinishReason]
+    ) -> None:
         """`failed` are those besides whom the choice has found."""
         # copied now, as a copy that is asked for later waits for what was launched in between
         self._ids = ids.to("cpu", non_blocking=True)
@@ -202,19 +204,21 @@ class TorchFlight:
     def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def result(self) -> Sampled:
+    def result(self) -> SamplerOutput:
         """Blocks until the step is done."""
         if self._event is not None:
             self._event.synchronize()
         failed, logprobs = self._failed, None
         if self._chosen is not None:
-            found = self._chosen.failed(self._slots)
-            failed = failed if found is None else {**dict.fromkeys(found.tolist(), FinishReason.ERROR), **failed}
+            failed_rows = self._chosen.failed(self._slots)
+            failed = (
+                failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
+            )
             logprobs = self._chosen.logprobs()
-        return Sampled(self._ids.numpy(), logprobs, *failures(failed))
+        return SamplerOutput(self._ids.numpy(), logprobs, *failures(failed))
 
 
-def _params_of(schedule: Schedule, slot: int) -> SamplingParams:
+def _params_of(schedule: BatchState, slot: int) -> SamplingParams:
     params = schedule.params[slot]
     assert params is not None, "a slot that has joined, without parameters"
     return params

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from penstock.engine.worker import cpu_attention
-from penstock.engine.worker.input_batch import Batch, Chunk, moved
+from penstock.engine.worker.input_batch import InputBatch, PrefillChunk, moved
 
 NAME = "penstock"  # of this attention, among those of transformers; there is no mask of this name, so none is built
-MOST_GATHERED = 1 << 16  # positions whose keys are copied together: what is copied is short-lived, and not small
+MAX_GATHERED = 1 << 16  # positions whose keys are copied together: what is copied is short-lived, and not small
 
 
-class Shape(NamedTuple):
+class KVCacheShape(NamedTuple):
     """What one layer keeps of a token."""
 
     heads: int
@@ -33,21 +33,21 @@ class Shape(NamedTuple):
 
 
 class Probe:
-    """Stands where `Paged` does, and finds out what a model's layers keep. Attends to nothing."""
+    """Stands where `PagedAttention` does, and finds out what a model's layers keep. Attends to nothing."""
 
     def __init__(self) -> None:
-        self.shapes: dict[int, Shape] = {}
+        self.shapes: dict[int, KVCacheShape] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: Manner) -> Tensor:
-        self.shapes[layer] = Shape(key.shape[1], key.shape[2], value.shape[2])
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: AttentionStyle) -> Tensor:
+        self.shapes[layer] = KVCacheShape(key.shape[1], key.shape[2], value.shape[2])
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
-class Memory:
+class KVCache:
     """Keys and values of all layers, in blocks: what `BlockCache` gives numbers to."""
 
     def __init__(
-        self, shapes: dict[int, Shape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self, shapes: dict[int, KVCacheShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.blocks = blocks
         self.block_size = block_size
@@ -60,17 +60,17 @@ class Memory:
         }
         self.on_cpu = None
         if device.type == "cpu" and dtype in cpu_attention.DTYPES:
-            self.on_cpu = cpu_attention.Memory(self.layers, block_size)
+            self.on_cpu = cpu_attention.CpuKVCache(self.layers, block_size)
 
     @staticmethod
-    def nbytes_of_gathering(shapes: dict[int, Shape], dtype: torch.dtype) -> int:
+    def nbytes_of_gathering(shapes: dict[int, KVCacheShape], dtype: torch.dtype) -> int:
         """What one layer copies together, at most."""
         return max(shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values()) * (
-            MOST_GATHERED * dtype.itemsize
+            MAX_GATHERED * dtype.itemsize
         )
 
     @staticmethod
-    def nbytes_of_block(shapes: dict[int, Shape], block_size: int, dtype: torch.dtype) -> int:
+    def nbytes_of_block(shapes: dict[int, KVCacheShape], block_size: int, dtype: torch.dtype) -> int:
         sizes = (shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values())
         return sum(sizes) * block_size * dtype.itemsize
 
@@ -86,7 +86,7 @@ def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
-class Manner(NamedTuple):
+class AttentionStyle(NamedTuple):
     """How a layer attends."""
 
     scale: float
@@ -99,19 +99,19 @@ class Manner(NamedTuple):
         return self.softcap is None and self.sinks is None
 
 
-class Paged:
+class PagedAttention:
     """One step, as the layers see it."""
 
-    def __init__(self, memory: Memory, batch: Batch, device: torch.device) -> None:
+    def __init__(self, memory: KVCache, batch: InputBatch, device: torch.device) -> None:
         self._memory = memory
         self._batch = batch
         self._device = device
         self._places = moved(batch.places, device)
         self._decodes: dict[int | None, list[tuple[Tensor, Tensor, Tensor]]] = {}  # by window
         self._chunks: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
-        self._rows: dict[int | None, cpu_attention.Rows] = {}
+        self._rows: dict[int | None, cpu_attention.CpuRows] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Manner) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: AttentionStyle) -> Tensor:
         """Keeps keys and values [tokens, heads, size], and attends with the queries to all that came before them."""
         keys, values = self._memory.layers[layer]
         keys.index_copy_(0, self._places, key.to(keys.dtype))
@@ -152,11 +152,11 @@ class Paged:
         return tuple(moved(array, self._device) for array in arrays)
 
 
-class Decode:
+class DecodeAttention:
     """A step in which every row computes one token, from tensors alone: what it does depends on their shapes, and on no
     number in them. So it can be recorded, and done again with other numbers."""
 
-    def __init__(self, memory: Memory, lengths: Tensor, table: Tensor) -> None:
+    def __init__(self, memory: KVCache, lengths: Tensor, table: Tensor) -> None:
         """`lengths` [rows]: of what is computed of each, this token included. `table` [rows, width]: their blocks."""
         self._memory = memory
         self._lengths = lengths
@@ -165,15 +165,15 @@ class Decode:
         self._own = table.gather(1, last // block_size) * block_size + last % block_size
         self._reaches: dict[int | None, tuple[Tensor, Tensor]] = {}  # by window
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: Manner) -> Tensor:
-        """As `Paged.attend`."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: AttentionStyle) -> Tensor:
+        """As `PagedAttention.attend`."""
         keys, values = self._memory.layers[layer]
         keys.index_copy_(0, self._own[:, 0], key.to(keys.dtype))
         values.index_copy_(0, self._own[:, 0], value.to(values.dtype))
         if how.window not in self._reaches:
             self._reaches[how.window] = self._reach(how.window)
         places, is_seen = self._reaches[how.window]
-        together = max(1, MOST_GATHERED // places.shape[1])
+        together = max(1, MAX_GATHERED // places.shape[1])
         attended = [
             attention(query[part, None], keys[places[part]], values[places[part]], is_seen[part, None], how)[:, 0]
             for part in (slice(first, first + together) for first in range(0, places.shape[0], together))
@@ -195,7 +195,7 @@ class Decode:
         return torch.where(is_seen, places, self._own), is_seen
 
 
-def pieces(batch: Batch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
+def pieces(batch: InputBatch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
     """The rows that decode, those of about a length together: which rows, the places of what each one sees (padded),
     and which of these places are meant."""
     block_size = batch.block_size
@@ -206,7 +206,7 @@ def pieces(batch: Batch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
     order = np.argsort(block_counts, kind="stable")
     while order.size:  # from the longest to the shortest
         most = int(block_counts[order[-1]])
-        rows = order[-max(1, MOST_GATHERED // (most * block_size)) :]
+        rows = order[-max(1, MAX_GATHERED // (most * block_size)) :]
         order = order[: -rows.size]
         columns = first_block[rows, None] + np.arange(most)
         blocks = batch.table[rows[:, None], np.minimum(columns, batch.table.shape[1] - 1)]
@@ -218,7 +218,7 @@ def pieces(batch: Batch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
         yield rows, np.where(is_seen, places, own), is_seen
 
 
-def reach_of_chunk(chunk: Chunk, block_size: int, window: int | None) -> tuple[Any, Any]:
+def reach_of_chunk(chunk: PrefillChunk, block_size: int, window: int | None) -> tuple[Any, Any]:
     """The places of what the tokens of a chunk see together, and what each one sees of it."""
     queries = np.arange(chunk.length - chunk.tokens, chunk.length)
     first = 0 if window is None else max(0, int(queries[0]) + 1 - window)
@@ -230,7 +230,7 @@ def reach_of_chunk(chunk: Chunk, block_size: int, window: int | None) -> tuple[A
     return places, sees
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: Manner) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: AttentionStyle) -> Tensor:
     """Query [rows, tokens, heads, size] to key and value [rows, positions, fewer heads, size], where the mask [rows,
     tokens, positions] is true. Heads that share keys are put below each other, as if they were more tokens."""
     rows, tokens, heads, size = query.shape
@@ -269,7 +269,7 @@ def _attend(
     value: Tensor,
     attention_mask: None,
     *,
-    paged: Paged | Decode | Probe,
+    paged: PagedAttention | DecodeAttention | Probe,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -277,7 +277,7 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: [1, heads, tokens, size] each; the answer is [1, tokens, heads, size]."""
-    how = Manner(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    how = AttentionStyle(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     one, two, three = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return paged.attend(module.layer_idx, one, two, three, how)[None], None
 

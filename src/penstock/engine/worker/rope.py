@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.engine.protocol.batch_state import Index
-from penstock.engine.worker.input_batch import Batch
+from penstock.engine.worker.input_batch import InputBatch
 
 LONG = "longrope"
 
@@ -43,7 +43,7 @@ def by_row(decoder: nn.Module, config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def mark_long(positions: Index, batch: Batch, prompt_lengths: Index, most: int) -> Index:
+def mark_long(positions: Index, batch: InputBatch, prompt_lengths: Index, most: int) -> Index:
     """Positions [tokens], those with long frequencies inverted. `prompt_lengths` are of the batch's rows."""
     lengths = np.repeat(prompt_lengths, batch.counts)
     return np.where(np.maximum(lengths, positions + 1) > most, ~positions, positions)

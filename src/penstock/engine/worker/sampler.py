@@ -24,7 +24,7 @@ DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that s
 Pairs = tuple[torch.Tensor, torch.Tensor]  # rows of the batch, and ids
 
 
-class Likely(NamedTuple):
+class TopLogprobs(NamedTuple):
     """Of the rows that asked: the sampled id and the likeliest, as many for all, and what each one is due."""
 
     ids: torch.Tensor
@@ -34,15 +34,15 @@ class Likely(NamedTuple):
     counts: Ints
 
 
-class Chosen:
+class SampledTokens:
     """What a step has sampled. It may be on its way yet."""
 
-    def __init__(self, ids: torch.Tensor, is_failed: torch.Tensor, likely: Likely | None) -> None:
+    def __init__(self, ids: torch.Tensor, is_failed: torch.Tensor, likely: TopLogprobs | None) -> None:
         self.ids = ids  # int32, one a row
         self._is_failed = is_failed
         self._likely = likely
 
-    def on_host(self) -> Chosen:
+    def on_host(self) -> SampledTokens:
         """To be looked at when the device has done what it was told up to now."""
         likely = self._likely
         if likely is not None:
@@ -51,7 +51,9 @@ class Chosen:
                 values=likely.values.to("cpu", non_blocking=True),
                 ranks=likely.ranks.to("cpu", non_blocking=True),
             )
-        return Chosen(self.ids.to("cpu", non_blocking=True), self._is_failed.to("cpu", non_blocking=True), likely)
+        return SampledTokens(
+            self.ids.to("cpu", non_blocking=True), self._is_failed.to("cpu", non_blocking=True), likely
+        )
 
     def failed(self, slots: Index) -> Slots | None:
         """Those of the rows' slots whose logits were not numbers: their ids mean nothing."""
@@ -156,7 +158,7 @@ class Sampler:
         self._is_in_prompt[place] = False
         self._is_in_prompt[place, self._ids(self._known(prompt.tolist()))] = True
 
-    def sample(self, logits: torch.Tensor, slots: Index) -> Chosen:
+    def sample(self, logits: torch.Tensor, slots: Index) -> SampledTokens:
         """One token for each row. The rows are of these slots, none of them twice; each has one token more then.
 
         The same array of slots as in the step before, and nobody new in them, costs nothing for each row.
@@ -182,14 +184,14 @@ class Sampler:
             is_failed |= ~torch.isfinite(most)
         if batch.random.size:
             rows = batch.random_rows
-            draws = moved(_draws(self._seeds[slots[batch.random]], generated[batch.random]), self._device)
+            draws = moved(_uniforms(self._seeds[slots[batch.random]], generated[batch.random]), self._device)
             ids[rows] = batch.draw(logits[rows].float(), most[rows].float(), draws)
         ids = ids.masked_fill(is_failed, 0).to(torch.int32)
         self._generated[slots] = generated + 1
         if batch.has_penalties:
             one = torch.ones((), dtype=torch.int32, device=self._device)
             self._counts.index_put_((batch.places, ids[batch.penalized].long()), one, accumulate=True)
-        return Chosen(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None)
+        return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None)
 
     def _pairs(self, slots: Index, ids: list[Ints], is_wanted: npt.NDArray[np.bool_]) -> Pairs:
         """Where these ids of these rows are in the logits."""
@@ -289,14 +291,14 @@ class _Batch:
         last = is_left.sum(-1, keepdim=True).clamp_(min=1) - 1
         return best.gather(1, last)
 
-    def likely(self, logits: torch.Tensor, ids: torch.Tensor) -> Likely:
+    def likely(self, logits: torch.Tensor, ids: torch.Tensor) -> TopLogprobs:
         logprobs = torch.log_softmax(logits[self.asking_rows].float(), dim=-1)
         sampled = ids[self.asking_rows].long()[:, None]
         values = logprobs.gather(1, sampled)
         ranks = (logprobs > values).sum(-1) + 1
         best, best_ids = torch.topk(logprobs, int(self.due.max()) - 1, dim=-1)
         together = torch.cat([sampled, best_ids], 1).to(torch.int32)
-        return Likely(together, torch.cat([values, best], 1), ranks.to(torch.int32), self.asking, self.due)
+        return TopLogprobs(together, torch.cat([values, best], 1), ranks.to(torch.int32), self.asking, self.due)
 
 
 # ── randomness ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -305,7 +307,7 @@ def _seed(seed: int, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {sample}".encode(), digest_size=8).digest(), "little")
 
 
-def _draws(seeds: npt.NDArray[np.uint64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+def _uniforms(seeds: npt.NDArray[np.uint64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """One number of [0, 1) for each seed and count (the mixing of splitmix64)."""
     mixed = seeds + (counts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import DecodeError, Missing
-from penstock.engine.protocol.batch_state import NOTHING, Schedule
+from penstock.engine.protocol.batch_state import NOTHING, BatchState
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, Ints, Step
-from penstock.engine.worker.device import Sampled, failures
+from penstock.engine.worker.device import SamplerOutput, failures
 from penstock.tensor import Incoming, Item
 from penstock.tensor.transport import Held
 
@@ -28,7 +28,7 @@ PAGE_NBYTES = 4096
 _SHIFTS = tuple(np.uint64(one) for one in (30, 27, 31))
 
 
-class Rule:
+class TokenRule:
     """Which token stands where: a function of the prompt, the sample and the place alone.
 
     So neither the batch, nor preemption, nor overlap, nor who else asks can change it, and a test can foretell it.
@@ -64,10 +64,10 @@ class Rule:
         return ids[: ids.index(end_id) + 1] if end_id is not None and end_id in ids else ids
 
 
-class SimulatedFlight:
+class SimulatedPendingStep:
     """A step that runs until `done_at`, on the clock."""
 
-    def __init__(self, done_at: float, sampled: Sampled, clock: Callable[[], float]) -> None:
+    def __init__(self, done_at: float, sampled: SamplerOutput, clock: Callable[[], float]) -> None:
         self.done_at: float | None = done_at
         self._sampled = sampled
         self._clock = clock
@@ -75,14 +75,14 @@ class SimulatedFlight:
     def is_done(self) -> bool:
         return self.done_at is not None and self._clock() >= self.done_at
 
-    def result(self) -> Sampled:
+    def result(self) -> SamplerOutput:
         """Blocks until the step is done."""
         while self.done_at is not None and (left := self.done_at - self._clock()) > 0:
             time.sleep(left)
         return self._sampled
 
 
-class Simulated:
+class SimulatedRunner:
     """The device. `busy` and `idle` are in seconds, and exact on its clock.
 
     Idle is the time from the end of a step to the launch of the next, where the one before left somebody to be
@@ -103,7 +103,7 @@ class Simulated:
         self.busy = 0.0
         self.idle = 0.0
         self._told = told
-        self._rule = Rule(told)
+        self._rule = TokenRule(told)
         self._keys: Words = np.zeros(slots, np.uint64)  # by slot
         self._clock = clock
         self._open_item = open_item or Incoming(None).open
@@ -115,17 +115,17 @@ class Simulated:
         """Of the time in which there was somebody to compute for."""
         return self.idle / (self.idle + self.busy) if self.busy else 0.0
 
-    def launch(self, schedule: Schedule, step: Step) -> SimulatedFlight:
+    def launch(self, schedule: BatchState, step: Step) -> SimulatedPendingStep:
         if step.joined is not None:
             samples = schedule.samples
             for slot in step.joined.slots.tolist():
                 self._keys[slot] = self._rule.key(schedule.prompts[slot], int(samples[slot]))
-        failed = failures(self._look_at_images(schedule, step) if self._told.opens_images else {})
+        failed = failures(self._open_images(schedule, step) if self._told.opens_images else {})
         now = self._clock()
         tokens = int(schedule.counts.sum())
         if not tokens:  # nothing is computed: somebody left, perhaps
             self._is_awaited = self._is_awaited and schedule.rows.size > 0
-            return SimulatedFlight(max(now, self._free_at), Sampled(NOTHING, None, *failed), self._clock)
+            return SimulatedPendingStep(max(now, self._free_at), SamplerOutput(NOTHING, None, *failed), self._clock)
         if self._is_awaited and now > self._free_at:
             self.idle += now - self._free_at
         self._is_awaited = True
@@ -134,9 +134,9 @@ class Simulated:
         self.busy += duration
         sampled = schedule.sampled
         ids = self._rule.tokens(self._keys[sampled], schedule.computed[sampled]) if sampled.size else NOTHING
-        return SimulatedFlight(self._free_at, Sampled(ids, None, *failed), self._clock)
+        return SimulatedPendingStep(self._free_at, SamplerOutput(ids, None, *failed), self._clock)
 
-    def _look_at_images(self, schedule: Schedule, step: Step) -> dict[int, FinishReason]:
+    def _open_images(self, schedule: BatchState, step: Step) -> dict[int, FinishReason]:
         """Of those who join and bring images: each one that the cache has not got the whole of. Who fails by it."""
         joined = step.joined
         if joined is None or joined.inputs is None:

@@ -16,17 +16,17 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from penstock.engine.worker.weight_slices import FIRST_ONLY, Heads, Slice, share, within
+from penstock.engine.worker.weight_slices import FIRST_ONLY, HeadSlices, WeightSlice, share, within
 
 ALIGNED = 8  # columns, or rows: the arithmetic of some devices and of experts wants 16 bytes, of two-byte numbers
 KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")  # layers whose outputs are heads, or, of the last, inputs
 
 
-class Ranks:
+class TPGroup:
     """The processes that share a model. With one alone, nothing is said to anybody."""
 
-    def __init__(self, rank: int = 0, size: int = 1, meeting: str = "", device: str = "cpu") -> None:
-        """Blocks until all have come. `meeting` is where: `tcp://127.0.0.1:PORT`, or `file://PATH`.
+    def __init__(self, rank: int = 0, size: int = 1, init_method: str = "", device: str = "cpu") -> None:
+        """Blocks until all have come. `init_method` is where: `tcp://127.0.0.1:PORT`, or `file://PATH`.
 
         `device` is this rank's own; "cuda" is that of its number.
         """
@@ -38,7 +38,7 @@ class Ranks:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or it asks what this machine is called, and believes it
             torch.distributed.init_process_group(
                 "nccl" if device.startswith("cuda") else "gloo",
-                init_method=meeting,
+                init_method=init_method,
                 rank=rank,
                 world_size=size,
                 timeout=datetime.timedelta(minutes=5),
@@ -48,7 +48,7 @@ class Ranks:
         if self.size > 1:
             torch.distributed.destroy_process_group()
 
-    def add_up(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of what all ranks have, in place."""
         if self.size > 1:
             torch.distributed.all_reduce(tensor)
@@ -62,7 +62,7 @@ class Ranks:
         torch.distributed.all_gather(parts, tensor.contiguous())
         return torch.cat(parts, dim=-1)
 
-    def from_first(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """What rank 0 has, in place."""
         if self.size > 1:
             torch.distributed.broadcast(tensor, 0)
@@ -77,13 +77,13 @@ class Ranks:
         return int(tensor)
 
 
-def shard(model: nn.Module, plan: dict[str, str], ranks: Ranks, heads: Heads) -> dict[str, Slice]:
+def shard(model: nn.Module, plan: dict[str, str], ranks: TPGroup, heads: HeadSlices) -> dict[str, WeightSlice]:
     """Cuts a model that is on the meta device. Returns the slice of each parameter that has one.
 
     Raises ValueError where the plan has a style that is not known here, or there are too few heads.
     """
     heads.require(ranks.size)
-    slices: dict[str, Slice] = {}
+    slices: dict[str, WeightSlice] = {}
     if ranks.size == 1:
         return slices
     modules = dict(model.named_modules())
@@ -106,9 +106,9 @@ class _Cut(NamedTuple):
 
     model: nn.Module
     modules: dict[str, nn.Module]
-    ranks: Ranks
-    heads: Heads
-    slices: dict[str, Slice]
+    ranks: TPGroup
+    heads: HeadSlices
+    slices: dict[str, WeightSlice]
 
     def parameter(self, name: str, dimension: int, parts: int = 1) -> None:
         """`parts` stand one after the other in this dimension, each to be cut."""
@@ -120,7 +120,7 @@ class _Cut(NamedTuple):
             module._parameters[own] = nn.Parameter(whole.new_empty(cut.shape(whole.shape)), requires_grad=False)
             self.slices[name] = cut
 
-    def _slice(self, layer: str, dimension: int, length: int, parts: int) -> Slice:
+    def _slice(self, layer: str, dimension: int, length: int, parts: int) -> WeightSlice:
         rank, size = self.ranks.rank, self.ranks.size
         if layer in KEYS:
             return self.heads.of_keys(dimension, length, rank, size)
@@ -130,13 +130,13 @@ class _Cut(NamedTuple):
         begin, width = share(part, rank, size, ALIGNED)
         begin, end = within(begin, width, part)
         ranges = tuple((number * part + begin, number * part + end) for number in range(parts))
-        return Slice(dimension, length, ranges, width)
+        return WeightSlice(dimension, length, ranges, width)
 
     def after(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
         self.modules[name].register_forward_hook(lambda _module, _inputs, outcome: change(outcome))
 
     def add_up_after(self, name: str) -> None:
-        self.after(name, self.ranks.add_up)
+        self.after(name, self.ranks.all_reduce)
 
 
 def _colwise(cut: _Cut, name: str, parts: int = 1) -> None:
@@ -190,7 +190,7 @@ def _embedding_rowwise(cut: _Cut, name: str) -> None:
         here = ids - cut.ranks.rank * each
         elsewhere = (here < 0) | (here >= each)
         found = look_up(here.clamp(0, each - 1))
-        return cut.ranks.add_up(found.masked_fill(elsewhere[..., None], 0))
+        return cut.ranks.all_reduce(found.masked_fill(elsewhere[..., None], 0))
 
     embedding.forward = forward
 

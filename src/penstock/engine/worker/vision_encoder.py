@@ -20,15 +20,15 @@ from penstock import DecodeError, Missing
 from penstock.engine.cluster.logs import event
 from penstock.engine.protocol.batch_state import Index, Input
 from penstock.engine.protocol.messages import FinishReason, Ints
-from penstock.engine.worker.input_batch import Batch, moved
-from penstock.engine.worker.model import Model
+from penstock.engine.worker.input_batch import InputBatch, moved
+from penstock.engine.worker.model import LoadedModel
 from penstock.tensor import Item
 from penstock.tensor.transport import Held
 
 Open = Callable[[Item], Held]  # raises Missing
 Name: TypeAlias = "bytes | int"  # of an image: its key; of one without, who its item is, as long as a slot has it
-MOST_NBYTES = 1 << 28  # of encoded images that nobody needs at the moment
-MOST_GRIDS = 1 << 14  # of images whose shape is remembered
+MAX_NBYTES = 1 << 28  # of encoded images that nobody needs at the moment
+MAX_GRIDS = 1 << 14  # of images whose shape is remembered
 
 MISSING, MISFIT, THERE = range(3)  # what a rank says of an image; the least counts
 WHY = {MISSING: FinishReason.MISSING, MISFIT: FinishReason.MISFIT}
@@ -43,10 +43,10 @@ class Unusable(Exception):
         self.why = why
 
 
-class Images:
+class EncoderCache:
     """Of all requests, by slot."""
 
-    def __init__(self, model: Model, open_item: Open, slots: int) -> None:
+    def __init__(self, model: LoadedModel, open_item: Open, slots: int) -> None:
         self._model = model
         self._open_item = open_item
         self._image_id = model.image_id or 0
@@ -56,7 +56,7 @@ class Images:
         self._inputs: dict[int, list[tuple[Input, Index]]] = {}  # with the positions at which the image stands
         self._ends = np.zeros(slots, np.intp)  # from here on there is only text
         self._offsets = np.zeros(slots, np.intp)  # of rope positions, from there on
-        self._ropes: dict[int, Index] = {}  # and up to there [3, end]
+        self._mrope_positions: dict[int, Index] = {}  # and up to there [3, end]
         self._broken: dict[int, FinishReason] = {}  # slots of which nobody knows where their tokens stand
         self._has_ropes = hasattr(model.stock.base_model, "get_rope_index")
 
@@ -78,7 +78,7 @@ class Images:
         for (item, _, _), _ in self._inputs.pop(slot, ()):
             if item.key is None and not self._is_wanted(item):
                 self._forget(id(item))
-        self._ropes.pop(slot, None)
+        self._mrope_positions.pop(slot, None)
         self._broken.pop(slot, None)
         self._ends[slot] = self._offsets[slot] = 0
 
@@ -93,7 +93,7 @@ class Images:
 
     # ── where tokens stand ──
     @property
-    def planes(self) -> int:
+    def num_position_axes(self) -> int:
         """In how many positions the model is told where a token stands."""
         return 3 if self._has_ropes else 1
 
@@ -107,7 +107,7 @@ class Images:
         except Exception as error:
             raise self._misfit(error) from None
         ropes = positions[:, 0].numpy().astype(np.intp)
-        self._ropes[slot] = ropes[:, : self._ends[slot]]
+        self._mrope_positions[slot] = ropes[:, : self._ends[slot]]
         self._offsets[slot] = ropes.max() + 1 - prompt.size
 
     def _grid(self, item: Item) -> Tensor:
@@ -117,25 +117,25 @@ class Images:
             if grid is None or grid.numel() != 3:
                 raise self._misfit(ValueError("expected an image_grid_thw of three numbers"))
             self._grids[name] = grid.reshape(1, 3).clone()
-            if len(self._grids) > MOST_GRIDS:
+            if len(self._grids) > MAX_GRIDS:
                 self._grids.popitem(last=False)
         else:
             self._grids.move_to_end(name)
         return self._grids[name]
 
-    def positions(self, batch: Batch) -> Index:
-        """What the model is told of where tokens stand: [tokens], or [3, tokens] where it sees pictures as planes."""
+    def positions(self, batch: InputBatch) -> Index:
+        """Returns the positions of tokens: [tokens], or [3, tokens] where a position has three axes."""
         if not self._has_ropes:
             return batch.positions
-        positions = np.tile(batch.positions + self._offsets[batch.slots], (self.planes, 1))
+        positions = np.tile(batch.positions + self._offsets[batch.slots], (self.num_position_axes, 1))
         for slot, first, begin, end in self._rows_before_their_ends(batch):
-            if slot in self._ropes:
-                there = self._ropes[slot][:, begin:end]
+            if slot in self._mrope_positions:
+                there = self._mrope_positions[slot][:, begin:end]
                 positions[:, first : first + there.shape[1]] = there
         return positions
 
     # ── what stands there ──
-    def embeds(self, batch: Batch, ids: Tensor) -> tuple[Tensor | None, dict[int, FinishReason]]:
+    def embeds(self, batch: InputBatch, ids: Tensor) -> tuple[Tensor | None, dict[int, FinishReason]]:
         """What stands for the tokens of the step (None: only they themselves); and slots that want an image that is
         not there, or is another than their prompt has room for."""
         failed = {slot: self._broken[slot] for slot in self._broken.keys() & set(batch.rows.tolist())}
@@ -164,7 +164,7 @@ class Images:
         embeds[where] = torch.cat(pieces).to(embeds.dtype)
         return embeds, failed
 
-    def _rows_before_their_ends(self, batch: Batch) -> list[tuple[int, int, int, int]]:
+    def _rows_before_their_ends(self, batch: InputBatch) -> list[tuple[int, int, int, int]]:
         """Slot, first token in the step, first position, and the position after the last, of rows with images yet."""
         begins = batch.positions[batch.starts]
         rows = np.flatnonzero(begins < self._ends[batch.rows])
@@ -200,7 +200,7 @@ class Images:
         return torch.cat([one.flatten(0, -2) for one in features])
 
     def _make_room(self) -> None:
-        while self._nbytes > MOST_NBYTES and len(self._encoded) > 1:
+        while self._nbytes > MAX_NBYTES and len(self._encoded) > 1:
             self._nbytes -= self._encoded.popitem(last=False)[1].nbytes
 
     # ── opening ──

@@ -26,10 +26,10 @@ from transformers.core_model_loading import (
 )
 
 from penstock.engine.model_dir import ALONE, INDEX
-from penstock.engine.worker.weight_slices import FIRST_ONLY, Slice
+from penstock.engine.worker.weight_slices import FIRST_ONLY, WeightSlice
 
 
-class Files:
+class WeightFiles:
     """The tensors of a directory, by name, none of them read yet. Raises ValueError where there are none."""
 
     def __init__(self, path: Path) -> None:
@@ -47,18 +47,18 @@ class Files:
     def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
 
-    def read(self, name: str, part: Slice | None) -> Tensor:
+    def read(self, name: str, part: WeightSlice | None) -> Tensor:
         source = self._files[self._file_of[name]].get_slice(name)
         whole: Tensor = source[...] if part is None else part.of(source, source.get_shape(), name)
         return whole
 
 
-def load(model: Any, path: Path, slices: dict[str, Slice], device: torch.device) -> None:
+def load(model: Any, path: Path, slices: dict[str, WeightSlice], device: torch.device) -> None:
     """Gives a model on the meta device its parameters, in the types that they have there.
 
     Raises ValueError where one is not in the files, or has another shape.
     """
-    files = Files(path)
+    files = WeightFiles(path)
     wanted = {
         name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
     }
@@ -75,7 +75,7 @@ def load(model: Any, path: Path, slices: dict[str, Slice], device: torch.device)
 
 
 def _converted(
-    model: Any, files: Files, wanted: dict[str, Tensor], slices: dict[str, Slice]
+    model: Any, files: WeightFiles, wanted: dict[str, Tensor], slices: dict[str, WeightSlice]
 ) -> Iterator[tuple[str, Tensor]]:
     """Each parameter that is in the files, by the model's name for it."""
     known = get_model_conversion_mapping(model)
@@ -100,7 +100,12 @@ def _converted(
 
 
 def _merged(
-    model: Any, files: Files, name: str, keys: dict[str, list[str]], converter: Any, slices: dict[str, Slice]
+    model: Any,
+    files: WeightFiles,
+    name: str,
+    keys: dict[str, list[str]],
+    converter: Any,
+    slices: dict[str, WeightSlice],
 ) -> Iterator[tuple[str, Tensor]]:
     """A parameter of which the file has the pieces: experts, most often, each of them to be cut as the whole."""
     part = slices.get(name)
@@ -115,7 +120,7 @@ def _merged(
         yield target, tensor if cut is None or cut_first else cut.of(tensor, tensor.shape, target)
 
 
-def _tied(model: Any, name: str, source: str, slices: dict[str, Slice]) -> Tensor:
+def _tied(model: Any, name: str, source: str, slices: dict[str, WeightSlice]) -> Tensor:
     """What one parameter has of another's memory."""
     tensor: Tensor = model.get_parameter(source)
     mine, theirs = slices.get(name), slices.get(source)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # heads are counted without torch, before a process starts
     from torch import Tensor
 
 
-class Slice(NamedTuple):
+class WeightSlice(NamedTuple):
     """A rank's part of a parameter, in one dimension, counted from the last: ranges of it, one after the other, each
     of them filled with zeros up to the width that it has on all ranks."""
 
@@ -27,7 +27,7 @@ class Slice(NamedTuple):
         cut[self.dimension] = len(self.ranges) * self.width
         return cut
 
-    def first(self) -> Slice:
+    def first(self) -> WeightSlice:
         """The same, of what has only the first of as many equal parts as there are ranges."""
         return self._replace(length=self.length // len(self.ranges), ranges=self.ranges[:1])
 
@@ -49,7 +49,7 @@ class Slice(NamedTuple):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.dimension)
 
 
-FIRST_ONLY = Slice(-1, 0, (), 0)  # the bias of a sum: one rank adds it, the others add zeros
+FIRST_ONLY = WeightSlice(-1, 0, (), 0)  # the bias of a sum: one rank adds it, the others add zeros
 
 
 def share(length: int, rank: int, size: int, unit: int = 1) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def within(begin: int, width: int, length: int) -> tuple[int, int]:
     return min(begin, length), min(begin + width, length)
 
 
-class Heads(NamedTuple):
+class HeadSlices(NamedTuple):
     """Of attention: a rank has heads of queries, and beside them those of the keys and values that these look at.
 
     With more ranks than heads of keys, several ranks have the same one. Heads that fill a share up are zeros.
@@ -92,13 +92,13 @@ class Heads(NamedTuple):
         """How many ranks have the same keys."""
         return max(1, size // self.keys)
 
-    def of_keys(self, dimension: int, length: int, rank: int, size: int) -> Slice:
+    def of_keys(self, dimension: int, length: int, rank: int, size: int) -> WeightSlice:
         alike = self._alike(size)
         begin, width = share(length, rank // alike, size // alike, length // self.keys)
-        return Slice(dimension, length, (within(begin, width, length),), width)
+        return WeightSlice(dimension, length, (within(begin, width, length),), width)
 
-    def of_queries(self, dimension: int, length: int, rank: int, size: int) -> Slice:
+    def of_queries(self, dimension: int, length: int, rank: int, size: int) -> WeightSlice:
         alike = self._alike(size)
         begin, together = share(length, rank // alike, size // alike, length // self.keys)
         own, width = share(together, rank % alike, alike, length // self.queries)
-        return Slice(dimension, length, (within(begin + own, width, min(begin + together, length)),), width)
+        return WeightSlice(dimension, length, (within(begin + own, width, min(begin + together, length)),), width)

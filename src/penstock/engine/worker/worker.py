@@ -16,50 +16,50 @@ from penstock import EndOfChannel, Timeout
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process import starting
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Member, Tree, past_the_dead
-from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId, retry_past_stale_deaths
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop
-from penstock.engine.worker.device import Device, Flight
-from penstock.engine.worker.device_stats import Meter
-from penstock.engine.worker.simulated_device import Simulated
+from penstock.engine.worker.device import Device, PendingStep
+from penstock.engine.worker.device_stats import DeviceStats
+from penstock.engine.worker.simulated_device import SimulatedRunner
 from penstock.tensor import Incoming
 
 if TYPE_CHECKING:  # who needs torch
-    from penstock.engine.worker.decode_graphs import Recorder
+    from penstock.engine.worker.decode_graphs import GraphRecorder
 
-MOST_IN_FLIGHT = 2  # one runs, one waits: the device need not wait for us between them
+MAX_IN_FLIGHT = 2  # one runs, one waits: the device need not wait for us between them
 LOOKS = 10_000  # of a thread for the others of its product: about 0.1 ms. With none, a short step takes twice as long
 LOOK_AGAIN = 0.0002  # seconds; at a flight of which nobody knows when it will end
 
 
-def run(tree: Tree, me: Member) -> None:
+def run(tree: Cluster, me: ProcessId) -> None:
     with starting():
         device = device_of(tree, me)
     worker = Worker(tree, me, device)
     gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
     worker.run()
-    if isinstance(device, Simulated):
+    if isinstance(device, SimulatedRunner):
         event("device stopped", busy=device.busy, idle=device.idle, idle_share=device.idle_share)
 
 
-def device_of(tree: Tree, me: Member) -> Device:
+def device_of(tree: Cluster, me: ProcessId) -> Device:
     """Blocks until all ranks have come, and the model is loaded."""
     config = tree.config
     if config.simulated is not None:
-        return Simulated(config.simulated, config.max_num_seqs, open_item=Incoming(tree.store).open)
+        return SimulatedRunner(config.simulated, config.max_num_seqs, open_item=Incoming(tree.store).open)
     # Read when torch is loaded. Threads of a product that wait for each other look for about as long as it takes to
     # wake somebody, then give their processor away: core and servers need it, and bring the next step.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", str(LOOKS))
     # Imported here: torch is not needed by anybody else.
-    from penstock.engine.worker.model_runner import TorchDevice
-    from penstock.engine.worker.tensor_parallel import Ranks
+    from penstock.engine.worker.model_runner import ModelRunner
+    from penstock.engine.worker.tensor_parallel import TPGroup
 
     device = config.device_of(me.group, me.index)
-    ranks = Ranks(me.index, config.tensor_parallel_size, tree.meetings[me.group], device)
-    return TorchDevice(
+    ranks = TPGroup(me.index, config.tensor_parallel_size, tree.init_methods[me.group], device)
+    return ModelRunner(
         config.model,
         slots=config.max_num_seqs,
         ranks=ranks,
@@ -67,7 +67,8 @@ def device_of(tree: Tree, me: Member) -> Device:
         dtype=config.dtype,
         block_size=config.block_size,
         blocks=config.num_gpu_blocks_override,
-        most_blocks=config.max_num_seqs * config.most_blocks,  # which is what all of them can fill
+        max_blocks_per_request=config.max_num_seqs
+        * config.max_blocks_per_request,  # which is what all of them can fill
         token_budget=config.max_num_batched_tokens,
         open_item=Incoming(tree.store).open,
         threads=config.threads,
@@ -77,7 +78,7 @@ def device_of(tree: Tree, me: Member) -> Device:
     )
 
 
-def recorder_of(config: EngineConfig) -> Recorder | None:
+def recorder_of(config: EngineConfig) -> GraphRecorder | None:
     """Of what this process's current device does; only CUDA's can be recorded, and a sum of its ranks with it."""
     if not config.device.startswith("cuda"):
         return None
@@ -90,28 +91,28 @@ def recorder_of(config: EngineConfig) -> Recorder | None:
 
 
 class Worker:
-    def __init__(self, tree: Tree, me: Member, device: Device) -> None:
+    def __init__(self, tree: Cluster, me: ProcessId, device: Device) -> None:
         config, group = tree.config, tree.groups[me.group]
         self._me = me
         self._device = device
-        self._flights: deque[tuple[Step, Flight]] = deque()
+        self._flights: deque[tuple[Step, PendingStep]] = deque()
         self._timeout = config.step_timeout
-        self._row = Board(tree.board, writable=True).row(me.group)
-        self._meter = Meter(device) if me.index == 0 else None
+        self._row = StatusBoard(tree.board, writable=True).row(me.group)
+        self._meter = DeviceStats(device) if me.index == 0 else None
         name = str(me)
         self._steps = group.steps.receiver(me.index, name=name)
         self._inbox = group.inbox.sender(tree.worker_lane(me.index), name=name)
         self._results = group.results.sender(name=name) if me.index == 0 else None
         ready = Ready(me.index, device.blocks, device.vocabulary, device.max_short_prompt)
-        past_the_dead(me, lambda: self._inbox.send(ready, config.start_timeout), config.start_timeout)
+        retry_past_stale_deaths(me, lambda: self._inbox.send(ready, config.start_timeout), config.start_timeout)
         event("worker ready", blocks=device.blocks)
-        first = past_the_dead(me, self._steps.receive, config.start_timeout)
+        first = retry_past_stale_deaths(me, self._steps.receive, config.start_timeout)
         self._is_stopped = isinstance(first, Stop)
         if self._is_stopped:
             return
         if not isinstance(first, Begin):
             raise RuntimeError(f"expected Begin as the core's first message, got {type(first).__name__}")
-        self._schedule = Schedule(first.slots, first.blocks, first.block_size, config.most_blocks)
+        self._schedule = BatchState(first.slots, first.blocks, first.block_size, config.max_blocks_per_request)
         self._sequence = SequenceCheck()
         self._sequence.begin(first)
 
@@ -127,7 +128,7 @@ class Worker:
 
     def _turn(self) -> None:
         """Launches a step, or answers for one that is done."""
-        if self._flights and (len(self._flights) == MOST_IN_FLIGHT or self._flights[0][1].is_done()):
+        if self._flights and (len(self._flights) == MAX_IN_FLIGHT or self._flights[0][1].is_done()):
             return self._answer()
         try:
             step = self._steps.receive(self._patience())
@@ -169,7 +170,7 @@ class Worker:
         )
         done_at = time.monotonic_ns()
         results = self._results
-        past_the_dead(self._me, lambda: results.send(done, self._timeout), self._timeout)
+        retry_past_stale_deaths(self._me, lambda: results.send(done, self._timeout), self._timeout)
         assert self._meter is not None, "whoever tells results counts them"
         self._meter.done(sampled, done_at)  # nobody waits for that
         self._meter.publish(self._row)

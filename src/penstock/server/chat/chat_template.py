@@ -25,7 +25,7 @@ def in_one(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "\n".join(one["text"] for one in content if "text" in one)
 
 
-class Template:
+class ChatTemplate:
     """Of the model in a directory; it may have none."""
 
     def __init__(self, directory: Path) -> None:
@@ -48,7 +48,7 @@ class Template:
             message = f"{sorted(reserved)[0]} is not for clients to say"
             raise ApiError(400, message, param=f"chat_template_kwargs.{sorted(reserved)[0]}")
         try:
-            return self._rendered(self._suited(messages), is_answered, options)
+            return self._rendered(self._to_template_format(messages), is_answered, options)
         except Exception as error:  # whatever a template does with what a client has sent
             raise ApiError(400, f"the model's chat template: {error}", param="messages") from None
 
@@ -66,7 +66,7 @@ class Template:
             return False
         return MARK in prompt and "'text'" not in prompt and '"text"' not in prompt
 
-    def _suited(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _to_template_format(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """With contents as the template takes them: texts, parts, or both."""
         return [{**one, "content": self._content(one["content"])} for one in messages]
 

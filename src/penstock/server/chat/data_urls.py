@@ -14,7 +14,7 @@ PIECE = 1 << 20  # bytes that are searched in one go
 LONG = 64 << 10  # bytes of an image as it stands there: shorter ones are decoded in less than 0.1 ms
 
 
-def cut(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, str]]:
+def extract_data_urls(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, str]]:
     """The body with a mark for each long data URL, and these by their marks, which no client can know.
 
     What is no URL without doubt stays where it is; of what is cut out, nothing but an image's URL has any meaning.

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from penstock.server.errors import ApiError
 
-MOST_NBYTES = 8 << 20  # besides long images: two million tokens of text
-MOST_THINGS = 1 << 16  # strings (names, too), lists and objects: a message of one text is five of them
-MOST_VALUES = 1 << 19  # of any kind, but for the first of each list or object: ids, mostly
+MAX_NBYTES = 8 << 20  # besides long images: two million tokens of text
+MAX_THINGS = 1 << 16  # strings (names, too), lists and objects: a message of one text is five of them
+MAX_VALUES = 1 << 19  # of any kind, but for the first of each list or object: ids, mostly
 PIECE = 64 << 10
 
 
-def require_little(body: bytes | bytearray) -> None:
+def check_json_size(body: bytes | bytearray) -> None:
     """Raises ApiError where decoding it would hold others up."""
-    if len(body) > MOST_NBYTES:
-        raise ApiError(413, f"a body has at most {MOST_NBYTES} bytes besides images in data URLs, this one has more")
+    if len(body) > MAX_NBYTES:
+        raise ApiError(413, f"a body has at most {MAX_NBYTES} bytes besides images in data URLs, this one has more")
     quotes = opened = commas = at = 0
     while at < len(body):
         piece = body[at : at + PIECE]
@@ -31,10 +31,10 @@ def require_little(body: bytes | bytearray) -> None:
         quotes += len(parts) - 1
         opened += outside.count(b"[") + outside.count(b"{")
         commas += outside.count(b",")
-        if (quotes + 1) // 2 + opened > MOST_THINGS:
-            raise _too_many(f"{MOST_THINGS} strings, lists and objects")
-        if commas > MOST_VALUES:
-            raise _too_many(f"{MOST_VALUES} values")
+        if (quotes + 1) // 2 + opened > MAX_THINGS:
+            raise _too_many(f"{MAX_THINGS} strings, lists and objects")
+        if commas > MAX_VALUES:
+            raise _too_many(f"{MAX_VALUES} values")
 
 
 def _too_many(what: str) -> ApiError:

@@ -13,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from penstock.engine.model_dir import parts, tokenizer_of
-from penstock.engine.output.detokenizer import Vocabulary, vocabulary
+from penstock.engine.model_dir import load_tokenizer, read_config
+from penstock.engine.output.detokenizer import Vocabulary, load_vocabulary
 from penstock.engine.protocol.config import EngineConfig
-from penstock.server.chat.chat_template import Template, in_one
+from penstock.server.chat.chat_template import ChatTemplate, in_one
 from penstock.server.chat.length_bound import length_bound
 from penstock.server.chat.request_schema import Conversation
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
-from penstock.server.images.image_prompts import ImageReader, Prompt
+from penstock.server.images.image_prompts import ImagePrompts, Prompt
 
 T = TypeVar("T")
 
@@ -29,10 +29,10 @@ MANY = 128  # parts of messages: about 0.5 ms of a template
 THREADS = 2  # for both. The tokenizer lets the interpreter go
 
 
-class Words(Protocol):
+class Tokenizer(Protocol):
     """Of a model, or of a simulated device. Made once in a process."""
 
-    most_ids: int  # there are no ids from this one on
+    vocab_size: int  # there are no ids from this one on
     tokenizer: Any  # of `tokenizers`; None: a text is its bytes
 
     def encode(self, text: str, add_special: bool) -> list[int]: ...
@@ -44,21 +44,21 @@ class Words(Protocol):
         """The prompt that a conversation is. Raises ApiError."""
 
 
-def words_of(config: EngineConfig) -> Words:
+def build_tokenizer(config: EngineConfig) -> Tokenizer:
     """Of a simulated device, the bytes of a text are its ids, unless a directory with a tokenizer is named."""
     if config.simulated is not None and not (Path(config.model) / "tokenizer.json").exists():
-        return BytesWords(config.simulated.vocabulary)
-    return ModelWords(config)
+        return NumberTokenizer(config.simulated.vocabulary)
+    return ModelTokenizer(config)
 
 
-class BytesWords:
+class NumberTokenizer:
     tokenizer = None
 
     def __init__(self, vocabulary: int) -> None:
-        self.most_ids = vocabulary
+        self.vocab_size = vocabulary
 
     def encode(self, text: str, add_special: bool) -> list[int]:
-        return [one % self.most_ids for one in text.encode()]
+        return [one % self.vocab_size for one in text.encode()]
 
     def min_tokens(self, text: str) -> int:
         return len(text)
@@ -68,13 +68,13 @@ class BytesWords:
         return f"{said}assistant:" if is_answered else said
 
 
-class ModelWords:
+class ModelTokenizer:
     def __init__(self, config: EngineConfig) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is not cut among threads
-        self.tokenizer = tokenizer_of(config)
+        self.tokenizer = load_tokenizer(config)
         self._bound = length_bound(Path(config.model) / "tokenizer.json")
-        self._template = Template(Path(config.model))
-        self.most_ids = _most_ids(config)
+        self._template = ChatTemplate(Path(config.model))
+        self.vocab_size = _most_ids(config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
         # As a batch, though of one: only for a batch the interpreter is let go meanwhile.
@@ -93,15 +93,15 @@ def _most_ids(config: EngineConfig) -> int:
     """An id that the model has no place for would be the end of its worker."""
     if config.simulated is not None:
         return 1 << 31
-    whole, text = parts(Path(config.model) / "config.json")
+    whole, text = read_config(Path(config.model) / "config.json")
     most: int = (text or whole)["vocab_size"]
     return most
 
 
-class Reader:
+class PromptBuilder:
     """Makes prompts without holding up the loop."""
 
-    def __init__(self, config: EngineConfig, words: Words, images: ImageReader | None = None) -> None:
+    def __init__(self, config: EngineConfig, words: Tokenizer, images: ImagePrompts | None = None) -> None:
         """`images`: None where the model takes none."""
         self._config = config
         self.words = words
@@ -138,8 +138,8 @@ class Reader:
         if not isinstance(prompt, str):
             # A longer one is refused for its length, unless it is cut: then its end is as good as its beginning.
             looked_at = prompt if limit is None else prompt[: limit.tokens + 1]
-            if looked_at and max(looked_at) >= self.words.most_ids:
-                message = f"expected ids below {self.words.most_ids}, got {max(looked_at)} at $.prompt"
+            if looked_at and max(looked_at) >= self.words.vocab_size:
+                message = f"expected ids below {self.words.vocab_size}, got {max(looked_at)} at $.prompt"
                 raise ApiError(400, message, param="prompt")
             return prompt
         if len(prompt) <= LONG:
@@ -153,7 +153,7 @@ class Reader:
     async def vocabulary(self) -> Vocabulary:
         """Made when it is first asked for: few want to know how ids look."""
         if self._vocabulary is None:
-            make = functools.partial(vocabulary, self._config, self.words.tokenizer)
+            make = functools.partial(load_vocabulary, self._config, self.words.tokenizer)
             self._vocabulary = asyncio.ensure_future(self.in_a_thread(make))
         return await asyncio.shield(self._vocabulary)
 

@@ -14,34 +14,34 @@ import msgspec.inspect
 
 from penstock.engine.protocol.config import SamplingDefaults
 from penstock.engine.protocol.messages import SamplingParams
-from penstock.server.chat.data_urls import LONG, cut
-from penstock.server.chat.json_limits import MOST_NBYTES, MOST_VALUES, require_little
+from penstock.server.chat.data_urls import LONG, extract_data_urls
+from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_size
 from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
 from penstock.server.errors import ApiError, of_a_body
-from penstock.server.images.image_prompts import Named
+from penstock.server.images.image_prompts import ImageRef
 from penstock.server.request_ids import PATTERN
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-MOST_SAMPLES = 128  # of one prompt
-MOST_PARTS, MOST_MESSAGES = MOST_VALUES, 1 << 14  # more are no prompt of any model, and are not looked at
-MOST_PROMPTS = 128
-MOST_STOPS = 64
-MOST_CHARACTERS = 1024  # of one of them, and of what a client is called
-MOST_IDS = 1024  # with a bias, or that stop
-MOST_LOGPROBS = 20  # besides the sampled token
+MAX_SAMPLES = 128  # of one prompt
+MAX_PARTS, MAX_MESSAGES = MAX_VALUES, 1 << 14  # more are no prompt of any model, and are not looked at
+MAX_PROMPTS = 128
+MAX_STOPS = 64
+MAX_CHARACTERS = 1024  # of one of them, and of what a client is called
+MAX_IDS = 1024  # with a bias, or that stop
+MAX_LOGPROBS = 20  # besides the sampled token
 NEUTRAL = SamplingDefaults()
 TOKENS_OF_A_COMPLETION = 16  # where none are said; a chat may go on as long as the model can
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Short = Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)]
+Short = Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)]
 Word = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_CHARACTERS)]
+Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CHARACTERS)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]  # as a key; a pattern would be a call of `re` for each
 NUMBERS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
-Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_CHARACTERS)]
+Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CHARACTERS)]
 RequestId = Annotated[str, msgspec.Meta(pattern=PATTERN)]
 # In a message, where a value would change the prompt.
 Unsupported = Annotated[Any, msgspec.Meta(extra_json_schema={"enum": [None, False, 0, "", [], {}]})]
@@ -59,17 +59,15 @@ class Sampling(msgspec.Struct, kw_only=True):
     """What chats and completions have in common; from `top_k` on, what OpenAI has not, and others have."""
 
     model: str | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Word | None = None
-    stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MOST_STOPS)] | None = None
-    logit_bias: Annotated[dict[Number, Bias], msgspec.Meta(max_length=MOST_IDS, extra_json_schema=NUMBERS)] | None = (
-        None
-    )
+    stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    logit_bias: Annotated[dict[Number, Bias], msgspec.Meta(max_length=MAX_IDS, extra_json_schema=NUMBERS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Short | None = None
@@ -77,8 +75,8 @@ class Sampling(msgspec.Struct, kw_only=True):
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)] | None = None
     min_tokens: Id | None = None
-    stop_token_ids: Annotated[list[Id], msgspec.Meta(max_length=MOST_IDS)] | None = None
-    allowed_token_ids: Annotated[list[Id], msgspec.Meta(min_length=1, max_length=MOST_IDS)] | None = None
+    stop_token_ids: Annotated[list[Id], msgspec.Meta(max_length=MAX_IDS)] | None = None
+    allowed_token_ids: Annotated[list[Id], msgspec.Meta(min_length=1, max_length=MAX_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -99,7 +97,7 @@ class Sampling(msgspec.Struct, kw_only=True):
         if self.response_format is not None and self.response_format.type != "text":
             message = f"expected 'text', got {self.response_format.type!r} at $.response_format.type"
             raise ApiError(400, message, param="response_format.type")
-        given = {name: getattr(self, name) for name in _ALIKE if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in _PASSED_THROUGH if getattr(self, name) is not None}
         given = {**defaults.given, **given, "max_tokens": max_tokens, "logprobs": logprobs}
         if given.get("top_k") == -1:  # as others say it
             given["top_k"] = 0
@@ -118,7 +116,7 @@ class Sampling(msgspec.Struct, kw_only=True):
             raise ApiError(400, str(error), param=known[0]) from None
 
 
-_ALIKE = (
+_PASSED_THROUGH = (
     *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p"),
     *("repetition_penalty", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
     *("skip_special_tokens", "include_stop_str_in_output"),
@@ -126,9 +124,9 @@ _ALIKE = (
 
 
 # ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
-class Completion(Sampling, kw_only=True):
-    prompt: str | Annotated[list[str | Id | list[Id]], msgspec.Meta(max_length=MOST_PARTS)]
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+class CompletionRequest(Sampling, kw_only=True):
+    prompt: str | Annotated[list[str | Id | list[Id]], msgspec.Meta(max_length=MAX_PARTS)]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
 
     def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
@@ -141,8 +139,8 @@ class Completion(Sampling, kw_only=True):
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = {type(one) for one in self.prompt}
-        if kinds != {int} and len(self.prompt) > MOST_PROMPTS:
-            raise ApiError(400, f"expected at most {MOST_PROMPTS} prompts, got {len(self.prompt)}", param="prompt")
+        if kinds != {int} and len(self.prompt) > MAX_PROMPTS:
+            raise ApiError(400, f"expected at most {MAX_PROMPTS} prompts, got {len(self.prompt)}", param="prompt")
         if len(kinds) != 1:
             raise ApiError(400, "expected texts, or lists of numbers, and not both or none at $.prompt", param="prompt")
         if kinds == {int}:
@@ -173,11 +171,11 @@ class Message(msgspec.Struct):
     audio: Unsupported = None
 
 
-class Chat(Sampling, kw_only=True):
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+class ChatRequest(Sampling, kw_only=True):
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -202,7 +200,7 @@ class Conversation(NamedTuple):
     """Messages as templates want them, which are told only where images stand; and these, in their order."""
 
     messages: list[dict[str, Any]]
-    images: list[Named]
+    images: list[ImageRef]
 
     @property
     def parts(self) -> int:
@@ -227,12 +225,12 @@ class Conversation(NamedTuple):
     def _plain(self, where: str, part: TextPart | ImagePart) -> dict[str, str]:
         if isinstance(part, TextPart):
             return {"type": "text", "text": part.text}
-        self.images.append(Named(where, part.image_url.url))
+        self.images.append(ImageRef(where, part.image_url.url))
         return {"type": "image"}
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Tokenize(msgspec.Struct, kw_only=True):
+class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Either a prompt or messages."""
 
     model: str | None = None
@@ -250,7 +248,7 @@ class Tokenize(msgspec.Struct, kw_only=True):
 
 
 DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (Completion, Chat, Tokenize)
+    kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest)
 }
 STRICT: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(strict(kind, StreamOptions)) for kind in DECODERS
@@ -269,7 +267,7 @@ def decoded(body: bytes | bytearray, kind: type[T], unknown: list[str] | None = 
         found = _decoded_in_parts(body, kind, unknown)
         if found is not None:
             return found
-        require_little(body)
+        check_json_size(body)
     try:
         return _decode(body, kind, unknown)
     except WRONG as error:
@@ -278,14 +276,14 @@ def decoded(body: bytes | bytearray, kind: type[T], unknown: list[str] | None = 
 
 def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T | None:
     """None: it is to be decoded in one, as there is nothing to cut out, or as what is wrong is told with its place."""
-    short, urls = cut(body)
+    short, urls = extract_data_urls(body)
     if not urls:
         return None
-    require_little(short)
+    check_json_size(short)
     try:
         found = _decode(short, kind, unknown)
     except WRONG as error:
-        if len(body) <= MOST_NBYTES:
+        if len(body) <= MAX_NBYTES:
             return None
         raise of_a_body(error, "long images not counted") from None
     return found if _is_whole_with(found, urls) else None

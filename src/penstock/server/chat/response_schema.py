@@ -12,138 +12,138 @@ import msgspec
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Shape(msgspec.Struct, forbid_unknown_fields=True):
+class ResponseModel(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
-class Wrong(Shape):
+class ErrorDetail(ResponseModel):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class Error(Shape):
-    error: Wrong
+class ErrorResponse(ResponseModel):
+    error: ErrorDetail
 
 
 # ── what was generated ───────────────────────────────────────────────────────────────────────────────────────────────
-class PromptTokensDetails(Shape):
+class PromptTokensDetails(ResponseModel):
     cached_tokens: Natural
 
 
-class Usage(Shape):
+class Usage(ResponseModel):
     prompt_tokens: Natural
     completion_tokens: Natural
     total_tokens: Natural
     prompt_tokens_details: PromptTokensDetails
 
 
-class Choice(Shape):
+class FinishedChoice(ResponseModel):
     index: Natural
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None
 
 
-class Likely(Shape):
+class TokenLogprob(ResponseModel):
     token: str
     logprob: float
     bytes: list[Annotated[int, msgspec.Meta(ge=0, le=255)]]
 
 
-class Token(Likely):
-    top_logprobs: list[Likely]
+class Token(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobs(Shape):
+class ChatLogprobs(ResponseModel):
     content: list[Token]
 
 
-class AnswerMessage(Shape):
+class AnswerMessage(ResponseModel):
     role: Literal["assistant"]
     content: str
 
 
-class ChatChoice(Choice):
+class ChatChoice(FinishedChoice):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
 
 
-class CompletionLogprobs(Shape):
+class CompletionLogprobs(ResponseModel):
     text_offset: list[Natural]
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
 
 
-class CompletionChoice(Choice):
+class CompletionChoice(FinishedChoice):
     text: str
     logprobs: CompletionLogprobs | None
 
 
-class Answer(Shape):
+class CompletionBase(ResponseModel):
     id: str
     created: Natural
     model: str
     usage: Usage
 
 
-class ChatAnswer(Answer):
+class ChatCompletion(CompletionBase):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
 
 
-class CompletionAnswer(Answer):
+class TextCompletion(CompletionBase):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
 # ── what is being generated: an event each ───────────────────────────────────────────────────────────────────────────
-class Chunk(Shape, kw_only=True):
+class ChunkBase(ResponseModel, kw_only=True):
     id: str
     created: Natural
     model: str
     usage: Usage | None = None
 
 
-class Step(Shape, kw_only=True):
+class ChoiceBase(ResponseModel, kw_only=True):
     index: Natural
     finish_reason: Literal["stop", "length"] | None
 
 
-class Delta(Shape, kw_only=True):
+class ChatDelta(ResponseModel, kw_only=True):
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatStep(Step, kw_only=True):
-    delta: Delta
+class ChatStep(ChoiceBase, kw_only=True):
+    delta: ChatDelta
     logprobs: ChatLogprobs | None
 
 
-class ChatChunk(Chunk, kw_only=True):
+class ChatChunk(ChunkBase, kw_only=True):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatStep]
 
 
-class CompletionStep(Step, kw_only=True):
+class CompletionStep(ChoiceBase, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
 
 
-class CompletionChunk(Chunk, kw_only=True):
+class CompletionChunk(ChunkBase, kw_only=True):
     object: Literal["text_completion"]
     choices: list[CompletionStep]
 
 
 # ── what is known ────────────────────────────────────────────────────────────────────────────────────────────────────
-class Tokens(Shape):
+class TokenizeResponse(ResponseModel):
     count: Natural
     max_model_len: Natural
     tokens: list[Natural]
 
 
-class Model(Shape):
+class ModelCard(ResponseModel):
     id: str
     object: Literal["model"]
     created: Natural
@@ -151,22 +151,22 @@ class Model(Shape):
     max_model_len: Natural
 
 
-class Models(Shape):
+class ModelList(ResponseModel):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
-class Live(Shape):
+class Live(ResponseModel):
     status: Literal["live"]
     server: Natural
     pid: Natural
 
 
-class Readiness(Shape):
+class Readiness(ResponseModel):
     status: Literal["ready", "draining", "starting"]
 
 
-class Server(Shape):
+class ServerHealth(ResponseModel):
     server: Natural
     pid: Natural
     serves: bool
@@ -174,23 +174,24 @@ class Server(Shape):
     failed_starts: Natural
 
 
-class Group(Shape):
+class EngineHealth(ResponseModel):
     group: Natural
     incarnation: Natural
     serves: bool
     open: Natural
+    running: Natural
     waiting: Natural
     free_blocks: Natural
     steps: Natural
     failed_starts: Natural
 
 
-class Health(Readiness):
-    servers: list[Server]
-    groups: list[Group]
+class HealthResponse(Readiness):
+    servers: list[ServerHealth]
+    groups: list[EngineHealth]
 
 
 ALL = (
-    *(Error, ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk, Tokens),
-    *(Model, Models, Live, Readiness, Health),
+    *(ErrorResponse, ChatCompletion, ChatChunk, TextCompletion, CompletionChunk, TokenizeResponse),
+    *(ModelCard, ModelList, Live, Readiness, HealthResponse),
 )

@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from penstock.engine.client.stream import EngineError, Piece, Stream
+from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
 from penstock.engine.cluster.logs import event
 from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.output.sse_chunks import LEAST_LOGPROB
 from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.server.errors import ApiError, Gone
-from penstock.server.status.counters import Row, Served
+from penstock.server.status.counters import ProcessCounters, Served
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def engine_failed(error: EngineError, request_id: str) -> ApiError:
     return ApiError.of(error, request_id)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What the work gives. It is cancelled, and Gone raised, as soon as the client has gone.
 
     The work must not end the response: from then on, `receive` says of every client that it has gone.
@@ -80,19 +80,19 @@ class _Times:
         return (self.last - self.first) / max(self.later_tokens, 1)
 
 
-class Pace:
+class LatencyRecorder:
     """Counts tokens, times and ends of an answer, for each sequence of it and by the engine that has it, as vLLM does.
 
     Times are those at which pieces are passed on: a client that reads slowly is seen in them.
     """
 
-    def __init__(self, row: Row, began: float) -> None:
+    def __init__(self, row: ProcessCounters, began: float) -> None:
         self._row = row
         self._began = began
-        self._times: dict[tuple[Stream, int], _Times] = {}  # by sample of a stream
-        self._ended: Counter[Stream] = Counter()  # samples of each stream
+        self._times: dict[tuple[OutputStream, int], _Times] = {}  # by sample of a stream
+        self._ended: Counter[OutputStream] = Counter()  # samples of each stream
 
-    def piece(self, stream: Stream, piece: Piece) -> None:
+    def piece(self, stream: OutputStream, piece: OutputChunk) -> None:
         now, many = time.monotonic(), len(piece.ids)
         key = stream, piece.sample
         times = self._times.get(key)
@@ -115,7 +115,7 @@ class Pace:
             engine.finish(piece.reason.name.lower())
 
     @contextlib.contextmanager
-    def watching(self, batch: Batch) -> Iterator[None]:
+    def watching(self, batch: RequestStreams) -> Iterator[None]:
         """Counts the sequences that do not end in the block: by an error of the engine, or as the client has gone."""
         try:
             yield
@@ -127,12 +127,12 @@ class Pace:
             self._give_up(batch, "abort")
             raise
 
-    def _give_up(self, batch: Batch, reason: str) -> None:
+    def _give_up(self, batch: RequestStreams, reason: str) -> None:
         for stream in batch.streams.values():
             self._row.engines[stream.group].finish(reason, stream.samples - self._ended[stream])
 
 
-def usage_of(*streams: Stream) -> dict[str, Any]:
+def usage_of(*streams: OutputStream) -> dict[str, Any]:
     prompt = sum(one.prompt_tokens for one in streams)
     completion = sum(one.completion_tokens for one in streams)
     cached = sum(one.cached_tokens for one in streams)
@@ -145,19 +145,19 @@ def usage_of(*streams: Stream) -> dict[str, Any]:
 
 
 # ── the prompts of a request ─────────────────────────────────────────────────────────────────────────────────────────
-class Batch:
+class RequestStreams:
     """The prompts of one request in the engine, at most `max_open` of them at a time: what is left is for others."""
 
     def __init__(
-        self, submits: Sequence[Callable[[], Awaitable[Stream]]], max_open: int, release: Callable[[], None]
+        self, submits: Sequence[Callable[[], Awaitable[OutputStream]]], max_open: int, release: Callable[[], None]
     ) -> None:
         """`release` lets go of what stands in the prompts instead of text, also of those that are never submitted."""
-        self.streams: dict[int, Stream] = {}  # of the prompts that have been submitted, by their numbers
+        self.streams: dict[int, OutputStream] = {}  # of the prompts that have been submitted, by their numbers
         self.release = release
         self._submits = submits
         self._room = asyncio.Semaphore(max_open)
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
         """The number of a prompt, and what is new of its answer. All are aborted when this ends, in whatever way.
 
         Raises EngineError.
@@ -168,7 +168,7 @@ class Batch:
                 async for piece in stream:
                     yield 0, piece
             return
-        queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(1)
+        queue: asyncio.Queue[tuple[int, OutputChunk | Exception | None]] = asyncio.Queue(1)
         pumps = [asyncio.ensure_future(self._pump(prompt, queue)) for prompt in range(len(self._submits))]
         left = len(pumps)
         try:
@@ -185,13 +185,13 @@ class Batch:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _answer(self, prompt: int) -> AsyncGenerator[Piece, None]:
+    async def _answer(self, prompt: int) -> AsyncGenerator[OutputChunk, None]:
         async with self._room, await self._submits[prompt]() as stream:
             self.streams[prompt] = stream
             async for piece in stream:
                 yield piece
 
-    async def _pump(self, prompt: int, queue: asyncio.Queue[tuple[int, Piece | Exception | None]]) -> None:
+    async def _pump(self, prompt: int, queue: asyncio.Queue[tuple[int, OutputChunk | Exception | None]]) -> None:
         try:
             async with contextlib.aclosing(self._answer(prompt)) as pieces:
                 async for piece in pieces:
@@ -202,13 +202,15 @@ class Batch:
 
 
 # ── as it comes ──────────────────────────────────────────────────────────────────────────────────────────────────────
-class Events:
+class SSEResponse:
     """An answer whose pieces are finished lines. What goes wrong before the first one is raised; later it is an event.
 
     A client that reads slowly holds up its own answer only: the stream keeps what it has not taken, up to a bound.
     """
 
-    def __init__(self, batch: Batch, head: bytes, includes_usage: bool, pace: Pace, request_id: str) -> None:
+    def __init__(
+        self, batch: RequestStreams, head: bytes, includes_usage: bool, pace: LatencyRecorder, request_id: str
+    ) -> None:
         self.status_code = 200  # of the answer as a whole: it may go wrong after this has been said
         self._batch = batch
         self._head = head
@@ -218,7 +220,7 @@ class Events:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            last = await unless_gone(receive, self._tell(send))
+            last = await cancel_on_disconnect(receive, self._tell(send))
         finally:
             self._batch.release()
         await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -248,7 +250,7 @@ class Events:
 
 
 # ── whole ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Choice:
+class StreamedChoice:
     """One sample, as far as it has come."""
 
     def __init__(self) -> None:
@@ -258,7 +260,7 @@ class Choice:
         self.reason: FinishReason | None = None
         self.stop: int | str | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputChunk) -> None:
         if piece.logprobs is not None:
             self._logprobs += [(self._length, row) for row in likely(piece.logprobs)]
         text = piece.text
@@ -318,9 +320,9 @@ def likely(found: Logprobs) -> Iterator[list[tuple[int, float]]]:
         at += count
 
 
-async def gathered(batch: Batch, prompts: int, samples: int, pace: Pace) -> list[Choice]:
+async def collect(batch: RequestStreams, prompts: int, samples: int, pace: LatencyRecorder) -> list[StreamedChoice]:
     """Those of the first prompt, then those of the next. Raises EngineError where one does not come to its end."""
-    choices = [Choice() for _ in range(prompts * samples)]
+    choices = [StreamedChoice() for _ in range(prompts * samples)]
     with pace.watching(batch):
         async with contextlib.aclosing(batch.pieces()) as pieces:
             async for prompt, piece in pieces:

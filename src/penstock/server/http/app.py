@@ -27,29 +27,45 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.client.client import Client
-from penstock.engine.client.stream import EngineError, Stream
+from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams, Style
 from penstock.engine.protocol.stop_conditions import require_choice
 from penstock.server.chat import request_schema
-from penstock.server.chat.prompt_builder import Reader
+from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.chat.request_fields import HEADER as IGNORED_FIELDS
 from penstock.server.chat.request_fields import UnknownFields
-from penstock.server.chat.request_schema import Chat, Completion, Conversation, Sampling, Tokenize, decoded
-from penstock.server.chat.streaming import Batch, Choice, Events, Pace, engine_failed, gathered, unless_gone, usage_of
+from penstock.server.chat.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    Sampling,
+    TokenizeRequest,
+    decoded,
+)
+from penstock.server.chat.streaming import (
+    LatencyRecorder,
+    RequestStreams,
+    SSEResponse,
+    StreamedChoice,
+    cancel_on_disconnect,
+    collect,
+    engine_failed,
+    usage_of,
+)
 from penstock.server.errors import ApiError, Gone, Limit, context_length_exceeded
 from penstock.server.heap import Heap
 from penstock.server.http import openapi
 from penstock.server.http.dashboard import Dashboard
-from penstock.server.http.health import Health
+from penstock.server.http.health import HealthReport
 from penstock.server.http.metrics import Metrics
 from penstock.server.images.image_prompts import Prompt
 from penstock.server.options import ServerOptions
 from penstock.server.request_ids import HEADER as REQUEST_ID
 from penstock.server.request_ids import RequestIds, is_valid
-from penstock.server.status.counters import ROUTES, Row, Tally
+from penstock.server.status.counters import ROUTES, ProcessCounters, ServerCounters
 from penstock.server.status.server_info import served_name
 
 LONG = 64 << 10  # bytes of a body: most are decoded in a fraction of 1 ms; longer ones by a thread, as the loop goes on
@@ -60,12 +76,12 @@ LIKE = 0.75  # how much of it the nearest one shares; other routes of OpenAI's A
 CLIENT_GONE = 499  # in the tally: nobody is told
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
 
-Answer: TypeAlias = Response | Events
+Answer: TypeAlias = Response | SSEResponse
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
-class Api:
+class ApiServer:
     """Of one server process."""
 
     def __init__(
@@ -73,9 +89,9 @@ class Api:
         config: EngineConfig,
         options: ServerOptions,
         client: Client,
-        reader: Reader,
-        tally: Tally,
-        board: Board,
+        reader: PromptBuilder,
+        tally: ServerCounters,
+        board: StatusBoard,
         me: int,
     ) -> None:
         self._config = config
@@ -85,7 +101,7 @@ class Api:
         self._row = tally.rows[me]
         self._keys = [key.encode() for key in options.api_keys]
         self._metrics = Metrics(tally, board, served_name(config, options))
-        self._health = Health(tally, board, me)
+        self._health = HealthReport(tally, board, me)
         self._dashboard = Dashboard()
         self._unknown_fields = UnknownFields(name for names in request_schema.FIELDS.values() for name in names)
         self._name = served_name(config, options)
@@ -139,13 +155,13 @@ class Api:
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
         """While it is answered, a request is open. Raises ApiError where there are too many."""
-        if self._row[Row.OPEN] >= self._options.max_open_requests:
+        if self._row[ProcessCounters.OPEN] >= self._options.max_open_requests:
             raise ApiError(429, f"{self._options.max_open_requests} requests are open already")
-        self._row[Row.OPEN] += 1
+        self._row[ProcessCounters.OPEN] += 1
         try:
             yield
         finally:
-            self._row[Row.OPEN] -= 1
+            self._row[ProcessCounters.OPEN] -= 1
 
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
@@ -172,7 +188,7 @@ class Api:
         """What is made of a body: of a long one by a thread, unless the client goes meanwhile."""
         if len(body) <= LONG:
             return work()
-        return await unless_gone(request.receive, self._reader.in_a_thread(work))
+        return await cancel_on_disconnect(request.receive, self._reader.in_a_thread(work))
 
     async def _decoded(self, request: Request, body: bytearray, kind: type[BodyT]) -> BodyT:
         unknown: list[str] = []
@@ -191,7 +207,7 @@ class Api:
     # ── what is generated ──
     async def _chat(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._decoded(request, body, Chat)
+            asked = await self._decoded(request, body, ChatRequest)
             self._require_model(asked.model)
             params = asked.sampling(self._config.sampling_defaults)
             said = await self._aside(request, body, lambda: Conversation.of(asked.messages))
@@ -209,7 +225,7 @@ class Api:
         request: Request,
         said: Conversation,
         options: dict[str, Any],
-        asked: Chat | Tokenize,
+        asked: ChatRequest | TokenizeRequest,
         limit: Limit | None = None,
     ) -> Prompt:
         """To be released, unless a request gets it."""
@@ -218,13 +234,13 @@ class Api:
         if not said.images:
             return await reading
         try:
-            return await unless_gone(request.receive, reading)
+            return await cancel_on_disconnect(request.receive, reading)
         finally:
             self._heap.was_used()
 
     async def _completions(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._decoded(request, body, Completion)
+            asked = await self._decoded(request, body, CompletionRequest)
             self._require_model(asked.model)
             params = asked.sampling(self._config.sampling_defaults)
             said = await self._aside(request, body, asked.prompts)
@@ -247,10 +263,10 @@ class Api:
         for prompt in prompts:
             self._require_room(prompt.ids, params, param)
         try:
-            require_choice(params, self._config.end_ids, self._reader.words.most_ids)
+            require_choice(params, self._config.end_ids, self._reader.words.vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), param="allowed_token_ids") from None
-        pace = Pace(self._row, request.state.began)
+        pace = LatencyRecorder(self._row, request.state.began)
         short, name = NAMES[style]
         if asked.request_id is not None and not request.state.is_named:
             if not is_valid(asked.request_id):  # a line's end after it, which its pattern lets pass
@@ -261,13 +277,15 @@ class Api:
         said["model"] = asked.model or self._name
         if not asked.stream:
             batch = self._batch(asked, params, prompts)
-            return await unless_gone(request.receive, self._whole(style, batch, params, len(prompts), said, pace))
+            return await cancel_on_disconnect(
+                request.receive, self._whole(style, batch, params, len(prompts), said, pace)
+            )
         if style == Style.CHAT:
             said["object"] += ".chunk"
         head = msgspec.json.encode(said)[:-1]
         nothing_yet = b',"usage":null' if asked.includes_usage else b""
         batch = self._batch(asked, params, prompts, (style, head + nothing_yet))
-        return Events(batch, head, asked.includes_usage, pace, request_id)
+        return SSEResponse(batch, head, asked.includes_usage, pace, request_id)
 
     def _batch(
         self,
@@ -275,7 +293,7 @@ class Api:
         params: SamplingParams,
         prompts: Sequence[Prompt],
         announce: tuple[Style, bytes] | None = None,
-    ) -> Batch:
+    ) -> RequestStreams:
         slots = self._config.max_num_seqs * self._config.data_parallel_size
         submits = [
             functools.partial(
@@ -288,7 +306,7 @@ class Api:
             for prompt in prompts:
                 prompt.release()
 
-        return Batch(submits, max(1, slots // MAX_SHARE // params.n), release)
+        return RequestStreams(submits, max(1, slots // MAX_SHARE // params.n), release)
 
     def _truncated(self, prompt: Prompt, asked: Sampling, params: SamplingParams) -> Prompt:
         """With as many of its ids as `truncate_prompt_tokens` leaves: the last ones, unless `truncation_side` is right.
@@ -331,7 +349,7 @@ class Api:
 
     async def _submit(
         self, asked: Sampling, params: SamplingParams, prompt: Prompt, announce: tuple[Style, bytes, int] | None
-    ) -> Stream:
+    ) -> OutputStream:
         return await self._client.submit(
             prompt.ids,
             params,
@@ -346,15 +364,15 @@ class Api:
     async def _whole(
         self,
         style: Style,
-        batch: Batch,
+        batch: RequestStreams,
         params: SamplingParams,
         prompts: int,
         said: dict[str, Any],
-        pace: Pace,
+        pace: LatencyRecorder,
     ) -> Response:
-        choices = await gathered(batch, prompts, params.n, pace)
+        choices = await collect(batch, prompts, params.n, pace)
         vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
-        tell = Choice.of_chat if style == Style.CHAT else Choice.of_completion
+        tell = StreamedChoice.of_chat if style == Style.CHAT else StreamedChoice.of_completion
         said["choices"] = []
         for index, choice in enumerate(choices):
             if index:
@@ -366,7 +384,7 @@ class Api:
     # ── what is known ──
     async def _tokenize(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._decoded(request, body, Tokenize)
+            asked = await self._decoded(request, body, TokenizeRequest)
             self._require_model(asked.model)
             what = await self._aside(request, body, asked.what)
             if isinstance(what, str):
@@ -405,7 +423,7 @@ class Api:
 class Endpoint:
     """A route. Whoever has no key, asks too much or what makes no sense is told so in OpenAI's form."""
 
-    def __init__(self, api: Api, route: str, answer: Callable[[Request], Awaitable[Answer]]) -> None:
+    def __init__(self, api: ApiServer, route: str, answer: Callable[[Request], Awaitable[Answer]]) -> None:
         self._api = api
         self._route = route
         self._answer = answer

@@ -13,17 +13,17 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from penstock.server.errors import ApiError
 
-MOST_BESIDES_NBYTES = 64 << 10  # of a request: its head, and what follows its body
+MAX_BESIDES_NBYTES = 64 << 10  # of a request: its head, and what follows its body
 FRAMING = 8  # and so much more for each byte of a body: chunks may be of one byte each
-MOST_AHEAD = 16  # requests that a client may send before the one that is being answered is …
-MOST_AHEAD_NBYTES = 256 << 10  # … and bytes of them, while it is not
+MAX_AHEAD = 16  # requests that a client may send before the one that is being answered is …
+MAX_AHEAD_NBYTES = 256 << 10  # … and bytes of them, while it is not
 SLOWEST = 16 << 10  # bytes per second of a body; slower ones have been given up when the patience has ended
-MOST_LINGERING = 64  # connections that are too many, and whose refusal is waited for
+MAX_LINGERING = 64  # connections that are too many, and whose refusal is waited for
 LINGER = 2.0  # seconds without more of what is thrown away so that the refusal of it arrives …
-MOST_THROWN_NBYTES = 64 << 20  # … and bytes of it: the longest of usual bodies
+MAX_THROWN_NBYTES = 64 << 20  # … and bytes of it: the longest of usual bodies
 
 
-class Connection(HttpToolsProtocol):
+class LimitedConnection(HttpToolsProtocol):
     """uvicorn makes one for each connection that it takes."""
 
     def __init__(self, most: int, patience: float, **given: Any) -> None:
@@ -49,7 +49,7 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self._most:
             self._write(ApiError(503, f"{self._most} connections are open already"))
             # The request lies there unread, and an end at once would take the answer with it. But there is an end.
-            if len(self.connections) <= self._most + MOST_LINGERING:
+            if len(self.connections) <= self._most + MAX_LINGERING:
                 self._end_slowly()
             else:
                 self.transport.close()
@@ -66,7 +66,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_over:
             self._thrown_nbytes += len(data)
-            if self._thrown_nbytes > MOST_THROWN_NBYTES:
+            if self._thrown_nbytes > MAX_THROWN_NBYTES:
                 self.transport.close()
             return
         self._raw_nbytes += len(data)
@@ -76,12 +76,12 @@ class Connection(HttpToolsProtocol):
         self._ahead_nbytes = self._ahead_nbytes + len(data) if self.pipeline else 0
         if self.pipeline:  # uvicorn would read no more until an answer has ended, and not see its client go meanwhile
             self.flow.resume_reading()
-        if len(self.pipeline) > MOST_AHEAD or self._ahead_nbytes > MOST_AHEAD_NBYTES:
+        if len(self.pipeline) > MAX_AHEAD or self._ahead_nbytes > MAX_AHEAD_NBYTES:
             self.transport.abort()  # it would be told amid another answer
         elif not self._is_in_message:
             self._rest()
-        elif self._raw_nbytes > MOST_BESIDES_NBYTES + (1 + FRAMING) * self._body_nbytes:
-            self.refuse(ApiError(431, f"a request has at most {MOST_BESIDES_NBYTES} bytes besides its body"))
+        elif self._raw_nbytes > MAX_BESIDES_NBYTES + (1 + FRAMING) * self._body_nbytes:
+            self.refuse(ApiError(431, f"a request has at most {MAX_BESIDES_NBYTES} bytes besides its body"))
         elif self._alarm is None:
             self._watch()
 
@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        if self._is_over or len(self.pipeline) > MOST_AHEAD:  # then the connection ends when this piece has been read
+        if self._is_over or len(self.pipeline) > MAX_AHEAD:  # then the connection ends when this piece has been read
             return
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts != 1 and self.parser.get_http_version() == "1.1":

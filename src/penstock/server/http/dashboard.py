@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.server.errors import ApiError
-from penstock.server.status.snapshot import Moment
-from penstock.server.status.snapshot_rates import Seen
-from penstock.server.status.snapshot_reader import NoServer, Watch
+from penstock.server.status.snapshot import ServerSnapshot
+from penstock.server.status.snapshot_rates import View
+from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 
 PAGE = Path(__file__).with_name("dashboard.html")
 FRESH = 0.95  # seconds for which a moment is told again: pages ask once a second
@@ -35,10 +35,10 @@ class Dashboard:
     def __init__(self) -> None:
         self._page = PAGE.read_bytes()
         self._headers = {**HEADERS, "Content-Security-Policy": _policy(self._page.decode())}
-        self._watch: Watch | None = None
+        self._watch: SnapshotReader | None = None
         self._looking = asyncio.Lock()
         self._at = -FRESH
-        self._before: Moment | None = None
+        self._before: ServerSnapshot | None = None
         self._said = b""
 
     async def page(self, request: Request) -> Response:
@@ -58,9 +58,9 @@ class Dashboard:
 
     def _look(self) -> bytes:
         if self._watch is None:
-            self._watch = Watch(os.getpid())
+            self._watch = SnapshotReader(os.getpid())
         moment = self._watch.take()
-        seen = Seen.after(self._before, moment, LONGEST)
+        seen = View.after(self._before, moment, LONGEST)
         self._before = moment
         return msgspec.json.encode(seen)
 

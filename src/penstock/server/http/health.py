@@ -12,12 +12,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.engine.cluster.status_board import Board
-from penstock.server.status.counters import Row, Tally
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.server.status.counters import ProcessCounters, ServerCounters
 
 
-class Health:
-    def __init__(self, tally: Tally, board: Board, me: int) -> None:
+class HealthReport:
+    def __init__(self, tally: ServerCounters, board: StatusBoard, me: int) -> None:
         self._tally = tally
         self._board = board
         self._groups = board.rows
@@ -25,7 +25,7 @@ class Health:
 
     @property
     def _is_ready(self) -> bool:
-        return not self._board.is_draining and any(row[Board.SERVING] for row in self._groups)
+        return not self._board.is_draining and any(row[StatusBoard.SERVING] for row in self._groups)
 
     async def live(self, request: Request) -> Response:
         return _told({"status": "live", "server": self._me, "pid": os.getpid()}, 200)
@@ -38,24 +38,24 @@ class Health:
         servers = [
             {
                 "server": number,
-                "pid": row[Row.PID],
-                "serves": row[Row.SERVING] == 1,
-                "open": row[Row.OPEN],
-                "failed_starts": 0 if row[Row.SERVING] else row[Row.FAILED_STARTS],
+                "pid": row[ProcessCounters.PID],
+                "serves": row[ProcessCounters.SERVING] == 1,
+                "open": row[ProcessCounters.OPEN],
+                "failed_starts": 0 if row[ProcessCounters.SERVING] else row[ProcessCounters.FAILED_STARTS],
             }
             for number, row in enumerate(self._tally.rows)
         ]
         groups = [
             {
                 "group": number,
-                "incarnation": row[Board.SERVING],
-                "serves": row[Board.SERVING] > 0,
-                "open": row[Board.OPEN],
-                "running": row[Board.RUNNING],
-                "waiting": row[Board.WAITING],
-                "free_blocks": row[Board.FREE_BLOCKS],
-                "steps": row[Board.STEPS],
-                "failed_starts": 0 if row[Board.SERVING] else row[Board.FAILED_STARTS],
+                "incarnation": row[StatusBoard.SERVING],
+                "serves": row[StatusBoard.SERVING] > 0,
+                "open": row[StatusBoard.OPEN],
+                "running": row[StatusBoard.RUNNING],
+                "waiting": row[StatusBoard.WAITING],
+                "free_blocks": row[StatusBoard.FREE_BLOCKS],
+                "steps": row[StatusBoard.STEPS],
+                "failed_starts": 0 if row[StatusBoard.SERVING] else row[StatusBoard.FAILED_STARTS],
             }
             for number, row in enumerate(self._groups)
         ]

@@ -14,9 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Bounds, Histogram
-from penstock.engine.cluster.status_board import Board, queue_times_of
 from penstock.engine.cluster.status_board import Row as EngineRow
-from penstock.server.status.counters import FINISHED_REASONS, ROUTES, STATUSES, Row, Served, Tally
+from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
+from penstock.server.status.counters import FINISHED_REASONS, ROUTES, STATUSES, ProcessCounters, Served, ServerCounters
 
 LABELS = ("model_name", "engine")  # as vLLM has them
 HISTOGRAMS = (
@@ -35,22 +35,22 @@ COUNTED_BY_SERVERS = (
     ("generation_tokens", "Generated tokens", Served.GENERATION_TOKENS),
 )
 COUNTED_BY_CORES = (
-    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", Board.PREFIX_QUERIES),
-    ("prefix_cache_hits", "Prompt tokens that the prefix cache had", Board.PREFIX_HITS),
-    ("num_preemptions", "Preemptions", Board.PREEMPTIONS),
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", StatusBoard.PREFIX_QUERIES),
+    ("prefix_cache_hits", "Prompt tokens that the prefix cache had", StatusBoard.PREFIX_HITS),
+    ("num_preemptions", "Preemptions", StatusBoard.PREEMPTIONS),
 )
 OF_AN_ENGINE = (
-    ("steps", "Steps since the engine was started", Board.STEPS, 1.0),
-    ("core_seconds", "Seconds that the core itself spent on them", Board.OWN_NS, 1e9),
-    ("busy_seconds", "Seconds in which the device ran", Board.BUSY_NS, 1e9),
-    ("idle_seconds", "Seconds in which the device did not run though a request was open", Board.IDLE_NS, 1e9),
+    ("steps", "Steps since the engine was started", StatusBoard.STEPS, 1.0),
+    ("core_seconds", "Seconds that the core itself spent on them", StatusBoard.OWN_NS, 1e9),
+    ("busy_seconds", "Seconds in which the device ran", StatusBoard.BUSY_NS, 1e9),
+    ("idle_seconds", "Seconds in which the device did not run though a request was open", StatusBoard.IDLE_NS, 1e9),
 )
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class Metrics(Collector):
-    def __init__(self, tally: Tally, board: Board, model_name: str) -> None:
+    def __init__(self, tally: ServerCounters, board: StatusBoard, model_name: str) -> None:
         """`model_name`: by which clients call the model."""
         self._servers = tally.rows
         self._engines = board.rows
@@ -79,8 +79,8 @@ class Metrics(Collector):
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 is all", labels=LABELS)
         for engine, row in enumerate(self._engines):
             labels = self._labels(engine)
-            running.add_metric(labels, row[Board.RUNNING])
-            waiting.add_metric(labels, row[Board.WAITING])
+            running.add_metric(labels, row[StatusBoard.RUNNING])
+            waiting.add_metric(labels, row[StatusBoard.WAITING])
             usage.add_metric(labels, _share_in_use(row))
         yield from (running, waiting, usage)
         for name, text, word in COUNTED_BY_CORES:
@@ -126,7 +126,7 @@ class Metrics(Collector):
         )
         is_open = GaugeMetricFamily("penstock_open_requests", "HTTP requests being answered", labels=["server"])
         for server, row in enumerate(self._servers):
-            is_open.add_metric([str(server)], row[Row.OPEN])
+            is_open.add_metric([str(server)], row[ProcessCounters.OPEN])
             for route in ROUTES:
                 for status in STATUSES:
                     many = row[row.answered(route, status)]
@@ -139,7 +139,7 @@ class Metrics(Collector):
             "penstock_engine_incarnation", "How often the engine was started; 0: it does not serve", labels=["engine"]
         )
         for engine, row in enumerate(self._engines):
-            incarnation.add_metric([str(engine)], row[Board.SERVING])
+            incarnation.add_metric([str(engine)], row[StatusBoard.SERVING])
         yield incarnation
         for name, text, word, unit in OF_AN_ENGINE:
             counter = CounterMetricFamily(f"penstock_engine_{name}", text, labels=["engine"])
@@ -150,8 +150,8 @@ class Metrics(Collector):
 
 def _share_in_use(row: EngineRow) -> float:
     """0 where the engine does not serve: it has no cache then."""
-    blocks = row[Board.BLOCKS]
-    return 1 - row[Board.FREE_BLOCKS] / blocks if blocks else 0.0
+    blocks = row[StatusBoard.BLOCKS]
+    return 1 - row[StatusBoard.FREE_BLOCKS] / blocks if blocks else 0.0
 
 
 def _add(family: HistogramMetricFamily, labels: list[str], parts: Sequence[Histogram], bounds: Bounds) -> None:

@@ -17,9 +17,9 @@ from starlette.routing import Route
 
 import penstock
 from penstock.server.chat import request_fields, response_schema
-from penstock.server.chat.request_schema import DECODERS, Chat, Completion, Tokenize
+from penstock.server.chat.request_schema import DECODERS, ChatRequest, CompletionRequest, TokenizeRequest
 from penstock.server.errors import RETRIED
-from penstock.server.status.snapshot_rates import Seen
+from penstock.server.status.snapshot_rates import View
 
 PATH = "/openapi.json"
 SCHEMAS = "#/components/schemas/"
@@ -51,7 +51,7 @@ def route(has_keys: bool) -> Route:
 
 
 def documented(has_keys: bool) -> dict[str, Any]:
-    kinds = (Chat, Completion, Tokenize, Seen, *response_schema.ALL)
+    kinds = (ChatRequest, CompletionRequest, TokenizeRequest, View, *response_schema.ALL)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     for kind in DECODERS:
         schemas[kind.__name__]["properties"].update(request_fields.properties())
@@ -99,19 +99,21 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         return {**said, "responses": {**said["responses"], "503": unready}}
 
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    model = told("One model", response_schema.Model, 404, *OF_A_QUESTION)
-    chat = asked("Continue a conversation", Chat, response_schema.ChatAnswer, response_schema.ChatChunk)
-    completion = asked("Continue a text", Completion, response_schema.CompletionAnswer, response_schema.CompletionChunk)
+    model = told("One model", response_schema.ModelCard, 404, *OF_A_QUESTION)
+    chat = asked("Continue a conversation", ChatRequest, response_schema.ChatCompletion, response_schema.ChatChunk)
+    completion = asked(
+        "Continue a text", CompletionRequest, response_schema.TextCompletion, response_schema.CompletionChunk
+    )
     return {
         "/v1/chat/completions": {"post": chat},
         "/v1/completions": {"post": completion},
-        "/tokenize": {"post": asked("The ids of a text", Tokenize, response_schema.Tokens)},
-        "/v1/models": {"get": told("All models", response_schema.Models, *OF_A_QUESTION)},
+        "/tokenize": {"post": asked("The ids of a text", TokenizeRequest, response_schema.TokenizeResponse)},
+        "/v1/models": {"get": told("All models", response_schema.ModelList, *OF_A_QUESTION)},
         "/v1/models/{name}": {"get": {**model, "parameters": [name]}},
         "/metrics": {"get": told("Counters, as Prometheus reads them", METRICS, *OF_A_QUESTION)},
         "/dashboard": {"get": told("A page that shows what the server does", PAGE, is_open=True)},
-        "/dashboard/data": {"get": told("What that page shows", Seen, *OF_A_QUESTION, 503)},
-        "/health": {"get": health("How every process is", response_schema.Health)},
+        "/dashboard/data": {"get": told("What that page shows", View, *OF_A_QUESTION, 503)},
+        "/health": {"get": health("How every process is", response_schema.HealthResponse)},
         "/health/live": {"get": told("Whether this process lives", response_schema.Live, is_open=True)},
         "/health/ready": {"get": health("Whether a request would be answered now", response_schema.Readiness)},
     }
@@ -123,7 +125,7 @@ def _schema(kind: type) -> dict[str, Any]:
 
 def _events(chunk: type) -> dict[str, Any]:
     """Each of them; what goes wrong after the first one is an event too."""
-    said = {"anyOf": [_schema(kind)["schema"] for kind in (chunk, response_schema.Error)]}
+    said = {"anyOf": [_schema(kind)["schema"] for kind in (chunk, response_schema.ErrorResponse)]}
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": said}
     events = [{"properties": {"data": one}} for one in (data, {"const": "[DONE]"})]
     return {"schema": {"type": "object", "required": ["data"], "anyOf": events}}
@@ -134,7 +136,7 @@ def _refusals(*statuses: int) -> dict[str, Any]:
     return {
         str(status): {
             "description": REFUSALS[status],
-            "content": {JSON: _schema(response_schema.Error)},
+            "content": {JSON: _schema(response_schema.ErrorResponse)},
             **({"headers": again} if status in RETRIED else {}),
         }
         for status in statuses

@@ -27,8 +27,8 @@ from penstock.server.images.image_urls import TYPES, kind_of
 
 AT_ONCE = 8  # fetches of a server process; others wait for one of them to end
 SECONDS = 10.0  # of one, with the wait for its turn, for its host's name, and all that the host sends
-MOST_SAID = 200  # characters in the log of what went wrong: the host's own words may be in it
-MOST_ADDRESSES = 4  # of a host, that are tried
+MAX_SAID = 200  # characters in the log of what went wrong: the host's own words may be in it
+MAX_ADDRESSES = 4  # of a host, that are tried
 PORTS = {"http": 80, "https": 443}
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 HEADERS = {"User-Agent": "penstock", "Accept": "image/*", "Accept-Encoding": "identity", "Connection": "close"}
@@ -37,12 +37,12 @@ FAILED = "the image could not be fetched from its host"
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
-class Host(NamedTuple):
+class AllowedHost(NamedTuple):
     name: str
     port: int | None  # None: that of the scheme
 
     @classmethod
-    def of(cls, said: str) -> Host:
+    def of(cls, said: str) -> AllowedHost:
         """'example.org', '10.0.0.7:8080', '[::1]'. Raises ValueError."""
         parts = urlsplit(f"//{said}")
         if not parts.hostname or parts.netloc != said or "@" in said or not _is_plain(said) or parts.port == 0:
@@ -50,7 +50,7 @@ class Host(NamedTuple):
         return cls(parts.hostname.lower(), parts.port)
 
 
-def is_elsewhere(url: str) -> bool:
+def is_remote(url: str) -> bool:
     return url[:8].lower().startswith(("http://", "https://"))
 
 
@@ -66,7 +66,7 @@ def is_public(address: Address) -> bool:
     return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
-class Fetcher:
+class ImageFetcher:
     """Of one server process."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Fetcher:
 
         Raises ValueError.
         """
-        self._hosts = frozenset(map(Host.of, hosts))
+        self._hosts = frozenset(map(AllowedHost.of, hosts))
         self._seconds = seconds
         self._resolve = resolve
         self._is_open = is_open
@@ -105,7 +105,7 @@ class Fetcher:
         finally:
             fetch.end()
 
-    def _asked(self, url: str) -> Asked:
+    def _asked(self, url: str) -> Target:
         try:
             parts = urlsplit(url)
             name, port = (parts.hostname or "").lower(), parts.port
@@ -115,11 +115,11 @@ class Fetcher:
             raise ImageRefused(400, f"expected a URL like https://HOST/PATH, percent-encoded, got {url[:80]!r}")
         usual = PORTS[parts.scheme]
         port = usual if port is None else port
-        if Host(name, port) not in self._hosts and (port != usual or Host(name, None) not in self._hosts):
+        if AllowedHost(name, port) not in self._hosts and (port != usual or AllowedHost(name, None) not in self._hosts):
             raise ImageRefused(400, "images are not fetched from this host: send this one as data:image/png;base64,…")
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         said = f"[{name}]" if ":" in name else name
-        return Asked(parts.scheme == "https", name, port, said if port == usual else f"{said}:{port}", target)
+        return Target(parts.scheme == "https", name, port, said if port == usual else f"{said}:{port}", target)
 
     def _run(self, fetch: _Fetch) -> bytes:
         """In a thread."""
@@ -132,11 +132,11 @@ class Fetcher:
         except (OSError, http.client.HTTPException, ValueError) as error:
             if not fetch.is_over:
                 what = f"{type(error).__name__}: {error}"
-                event("image not fetched", logging.WARNING, host=asked.said, error=what[:MOST_SAID])
+                event("image not fetched", logging.WARNING, host=asked.said, error=what[:MAX_SAID])
             raise ImageRefused(400, FAILED) from None
 
 
-class Asked(NamedTuple):
+class Target(NamedTuple):
     is_tls: bool
     name: str
     port: int
@@ -147,26 +147,26 @@ class Asked(NamedTuple):
 class _Fetch:
     """One, by a thread. The loop may end it at any moment."""
 
-    def __init__(self, asked: Asked, most_nbytes: int, seconds: float) -> None:
+    def __init__(self, asked: Target, most_nbytes: int, seconds: float) -> None:
         self.asked = asked
         self.is_over = False
         self._most_nbytes = most_nbytes
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._line: socket.socket | None = None  # the same connection once more: what TLS is made of cannot be ended
+        self._dup: socket.socket | None = None  # the same connection once more: what TLS is made of cannot be ended
 
     def end(self) -> None:
         """Whoever waits for something in it waits no longer."""
         with self._lock:
             self.is_over = True
-            if self._line is not None:
+            if self._dup is not None:
                 with contextlib.suppress(OSError):  # it has been ended from there
-                    self._line.shutdown(socket.SHUT_RDWR)
+                    self._dup.shutdown(socket.SHUT_RDWR)
 
     def run(self, places: Sequence[tuple[int, Any]], tls: ssl.SSLContext | None) -> bytes:
         """`places`: families and addresses, all of which may be asked. Raises OSError, HTTPException, ImageRefused."""
         failed = OSError("it has no address that may be asked")
-        for family, address in places[:MOST_ADDRESSES]:
+        for family, address in places[:MAX_ADDRESSES]:
             with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as plain, self._watched(plain):
                 try:
                     plain.settimeout(self._seconds / 2)  # the next one has a chance
@@ -186,13 +186,13 @@ class _Fetch:
         with self._lock:
             if self.is_over:
                 raise ConnectionAbortedError("nobody waits for it")
-            self._line = line = plain.dup()
+            self._dup = line = plain.dup()
         try:
             yield
         finally:
             with self._lock:
                 line.close()
-                self._line = None
+                self._dup = None
 
     def _ask(self, line: socket.socket) -> bytes:
         connection = http.client.HTTPConnection(self.asked.name, self.asked.port)

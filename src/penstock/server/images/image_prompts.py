@@ -17,22 +17,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.engine.client.image_placeholders import Places
-from penstock.engine.client.image_processor import ImageRefused, Images, Loaded
+from penstock.engine.client.image_placeholders import ImagePlaceholders
+from penstock.engine.client.image_processor import ImageProcessor, ImageRefused, ProcessedImage
 from penstock.engine.cluster.logs import event
-from penstock.engine.model_dir import takes_images, tokenizer_of
+from penstock.engine.model_dir import load_tokenizer, takes_images
 from penstock.engine.protocol.batch_state import Input
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.images import image_urls
-from penstock.server.images.image_fetcher import Fetcher, is_elsewhere
+from penstock.server.images.image_fetcher import ImageFetcher, is_remote
 from penstock.server.options import ServerOptions
 from penstock.tensor import Outgoing, Scope, Store
 
 THREADS = 8  # at most: each may hold some copies of an image of as many pixels as are allowed
 
 
-class Named(NamedTuple):
+class ImageRef(NamedTuple):
     """An image of a conversation."""
 
     where: str  # in the body: "messages[0].content[1]"
@@ -51,7 +51,7 @@ class Prompt(NamedTuple):
             self.scope.release()
 
 
-class ImageReader:
+class ImagePrompts:
     """Of one server process, for a model that takes images."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any) -> None:
@@ -60,23 +60,23 @@ class ImageReader:
         self._outgoing = Outgoing(store, inline_nbytes=0)
         threads = min(THREADS, len(os.sched_getaffinity(0)))
         self._most_tokens = config.max_model_len
-        self._images = Images(
+        self._images = ImageProcessor(
             config.model,
             self._outgoing,
             limits=options.image_limits,
             threads=threads,
             most_tokens=self._most_tokens,
         )
-        self._places = Places(self._images, tokenizer_of(config) if tokenizer is None else tokenizer)
+        self._places = ImagePlaceholders(self._images, load_tokenizer(config) if tokenizer is None else tokenizer)
         self._folders = [Path(one).resolve(strict=True) for one in options.allowed_local_media_path]
-        self._fetcher = Fetcher(options.allowed_media_domains) if options.allowed_media_domains else None
+        self._fetcher = ImageFetcher(options.allowed_media_domains) if options.allowed_media_domains else None
 
     def close(self) -> None:
         if self._fetcher is not None:
             self._fetcher.close()
         self._images.close()
 
-    async def prompt(self, ids: list[int], named: Sequence[Named]) -> Prompt:
+    async def prompt(self, ids: list[int], named: Sequence[ImageRef]) -> Prompt:
         """With these images for the placeholders in it. Raises ApiError, which names the one that is wrong."""
         most = self._images.limits.count
         if len(named) > most:
@@ -96,7 +96,7 @@ class ImageReader:
         ids, places = self._places.spread(ids, loaded)
         return Prompt(ids, tuple((one.item, *place) for one, place in zip(loaded, places, strict=True)), scope)
 
-    async def _load_all(self, named: Sequence[Named], scope: Scope) -> list[Loaded]:
+    async def _load_all(self, named: Sequence[ImageRef], scope: Scope) -> list[ProcessedImage]:
         """Side by side. The first that is refused, or too many of them, end it for all."""
         tasks = [asyncio.ensure_future(self._load(one, scope)) for one in named]
         tokens = 0
@@ -112,20 +112,20 @@ class ImageReader:
             for task in tasks:
                 task.cancel()
 
-    async def _load(self, named: Named, scope: Scope) -> Loaded:
+    async def _load(self, named: ImageRef, scope: Scope) -> ProcessedImage:
         most = self._images.limits.nbytes
         raw: bytes | Callable[[], bytes] = functools.partial(image_urls.read, named.url, most, self._folders)
         try:
-            if self._fetcher is not None and is_elsewhere(named.url):
+            if self._fetcher is not None and is_remote(named.url):
                 raw = await self._fetcher.fetch(named.url, most)
             return await self._images.load(raw, scope)
         except ImageRefused as refused:
             raise ApiError(refused.status, f"{refused.reason} at $.{named.where}", param=named.where) from None
 
 
-def image_reader(
+def build_image_prompts(
     config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any = None
-) -> ImageReader | None:
+) -> ImagePrompts | None:
     """None: the model takes no images, or lacks what it takes to make anything of them, and answers text alone.
 
     `tokenizer`: the model's, where somebody has it already: reading it takes long.
@@ -133,7 +133,7 @@ def image_reader(
     if not takes_images(config):
         return None
     try:
-        return ImageReader(config, options, store, tokenizer)
+        return ImagePrompts(config, options, store, tokenizer)
     except ValueError as error:
         event("images are not taken", logging.WARNING, reason=error)
         return None

@@ -24,7 +24,7 @@ def read(url: str, most_nbytes: int, folders: Sequence[Path]) -> bytes:
     """In this thread. `folders`: open to clients, without symbolic links in their own paths. Raises ImageRefused."""
     scheme = url.partition(":")[0].lower() if ":" in url[:16] else ""
     if scheme == "data":
-        return _carried(url, most_nbytes)
+        return _decode_data_url(url, most_nbytes)
     if scheme == "file":
         return _in_a_file(url, most_nbytes, folders)
     if scheme in ("http", "https"):
@@ -33,7 +33,7 @@ def read(url: str, most_nbytes: int, folders: Sequence[Path]) -> bytes:
 
 
 # ── carried in the URL ───────────────────────────────────────────────────────────────────────────────────────────────
-def _carried(url: str, most_nbytes: int) -> bytes:
+def _decode_data_url(url: str, most_nbytes: int) -> bytes:
     comma = url.find(",", 0, LONGEST_HEAD)
     kind, *parameters = url[len("data:") : max(comma, 0)].lower().split(";")
     if comma < 0 or parameters[-1:] != ["base64"]:

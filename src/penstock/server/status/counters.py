@@ -49,7 +49,7 @@ class Served:
         self._words[self.FINISHED + FINISHED_REASONS.index(reason)] += sequences
 
 
-class Row:
+class ProcessCounters:
     """Of one server process: `row[Row.OPEN] += 1`."""
 
     PID = 0
@@ -66,7 +66,7 @@ class Row:
 
     @staticmethod
     def words(engines: int) -> int:
-        return Row.ENGINES + engines * Served.WORDS
+        return ProcessCounters.ENGINES + engines * Served.WORDS
 
     def __getitem__(self, word: int) -> int:
         number: int = self._words[word]
@@ -81,12 +81,12 @@ class Row:
         return self.ANSWERED + ROUTES.index(route) * len(STATUSES) + STATUSES.index(known)
 
 
-class Tally:
+class ServerCounters:
     def __init__(self, segment: penstock.Segment, servers: int, *, writable: bool = False) -> None:
         words: Any = segment.view(writable=writable).cast("Q")
         size = len(words) // servers
-        self.rows = [Row(words[begin : begin + size]) for begin in range(0, servers * size, size)]
+        self.rows = [ProcessCounters(words[begin : begin + size]) for begin in range(0, servers * size, size)]
 
     @staticmethod
     def lay(servers: int, engines: int = 1) -> penstock.Segment:
-        return penstock.Segment.create(servers * Row.words(engines) * WORD_NBYTES, name="tally")
+        return penstock.Segment.create(servers * ProcessCounters.words(engines) * WORD_NBYTES, name="tally")

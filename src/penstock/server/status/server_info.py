@@ -11,7 +11,7 @@ import time
 import msgspec
 
 import penstock
-from penstock.engine.cluster.topology import Member, places
+from penstock.engine.cluster.topology import ProcessId, all_processes
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.options import ServerOptions
 from penstock.tools.inspect.segments import harmless
@@ -19,26 +19,26 @@ from penstock.tools.inspect.segments import harmless
 NAME = "notice"
 
 
-class Notice(msgspec.Struct, frozen=True, kw_only=True):
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     pid: int  # the launcher's
     name: str  # of the model, as clients call it
     url: str
     started: float  # seconds since 1970
-    places: tuple[Member, ...]  # of processes, in the order of the board's `members`
+    processes: tuple[ProcessId, ...]  # of processes, in the order of the board's `members`
     max_num_seqs: int
     max_num_batched_tokens: int
     is_simulated: bool
 
     @staticmethod
     def lay(config: EngineConfig, options: ServerOptions, url: str) -> penstock.Segment:
-        notice = Notice(
+        notice = ServerInfo(
             version=penstock.__version__,
             pid=os.getpid(),
             name=served_name(config, options),
             url=url,
             started=time.time(),
-            places=tuple(places(config)),
+            processes=tuple(all_processes(config)),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             is_simulated=config.simulated is not None,
@@ -49,9 +49,9 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True):
         return page
 
     @staticmethod
-    def read(page: penstock.Segment) -> Notice:
+    def read(page: penstock.Segment) -> ServerInfo:
         """Raises msgspec.DecodeError where another version has laid it."""
-        return msgspec.convert(harmless(msgspec.json.decode(page.view())), Notice)
+        return msgspec.convert(harmless(msgspec.json.decode(page.view())), ServerInfo)
 
 
 def served_name(config: EngineConfig, options: ServerOptions) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.server.status.server_info import Notice
+from penstock.server.status.server_info import ServerInfo
 
 
-class Process(msgspec.Struct, frozen=True):
+class ProcessView(msgspec.Struct, frozen=True):
     role: str  # launcher, core, worker, output, server
     group: int  # means something for core, worker and output
     index: int
@@ -30,7 +30,7 @@ class Process(msgspec.Struct, frozen=True):
         return self.role + place.get(self.role, f" {self.group}.{self.index}")
 
 
-class Channel(msgspec.Struct, frozen=True):
+class ChannelView(msgspec.Struct, frozen=True):
     name: str
     kind: str  # ring, broadcast, inbox
     records: int  # sent, by all senders
@@ -43,13 +43,13 @@ class Channel(msgspec.Struct, frozen=True):
     longest_blocked: float  # and for which one ever did
 
 
-class Holder(msgspec.Struct, frozen=True):
+class HolderView(msgspec.Struct, frozen=True):
     name: str
     blocks: int
     nbytes: int
 
 
-class Store(msgspec.Struct, frozen=True):
+class StoreView(msgspec.Struct, frozen=True):
     name: str
     nbytes: int  # that fit
     kept_nbytes: int  # under keys
@@ -61,10 +61,10 @@ class Store(msgspec.Struct, frozen=True):
     puts: int
     evictions: int
     evicted_nbytes: int
-    holders: tuple[Holder, ...]
+    holders: tuple[HolderView, ...]
 
 
-class Group(msgspec.Struct, frozen=True):
+class EngineView(msgspec.Struct, frozen=True):
     incarnation: int  # of its core; 0: it does not serve
     open: int  # requests
     running: int  # sequences in the batch
@@ -80,7 +80,7 @@ class Group(msgspec.Struct, frozen=True):
     preemptions: int
 
 
-class Server(msgspec.Struct, frozen=True):
+class ServerView(msgspec.Struct, frozen=True):
     open: int  # requests
     answered: int
     refused: int  # those of them that were answered with an error, or by nobody, as the client had gone
@@ -92,14 +92,14 @@ class Server(msgspec.Struct, frozen=True):
     gap_seconds: float  # all together
 
 
-class Moment(msgspec.Struct, frozen=True):
+class ServerSnapshot(msgspec.Struct, frozen=True):
     at: float  # seconds on the clock of that machine, which only goes forward
     time: float  # seconds since 1970
-    notice: Notice
+    notice: ServerInfo
     is_draining: bool
     shared_nbytes: int  # memory of all segments, which is there once, however many processes have it
-    processes: tuple[Process, ...]
-    channels: tuple[Channel, ...]
-    stores: tuple[Store, ...]
-    groups: tuple[Group, ...]
-    servers: tuple[Server, ...]
+    processes: tuple[ProcessView, ...]
+    channels: tuple[ChannelView, ...]
+    stores: tuple[StoreView, ...]
+    groups: tuple[EngineView, ...]
+    servers: tuple[ServerView, ...]

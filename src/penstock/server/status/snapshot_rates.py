@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from penstock.server.status.snapshot import Channel, Group, Moment, Store
+from penstock.server.status.snapshot import ChannelView, EngineView, ServerSnapshot, StoreView
 
 
 class ChannelRates(msgspec.Struct, frozen=True):
@@ -52,21 +52,21 @@ class Rates(msgspec.Struct, frozen=True):
     gap: float | None  # seconds from token to token, the mean
 
 
-class Seen(msgspec.Struct, frozen=True):
+class View(msgspec.Struct, frozen=True):
     """What both views show."""
 
-    moment: Moment
+    moment: ServerSnapshot
     rates: Rates | None  # None: it is the first, or the one before is too long ago
 
     @classmethod
-    def after(cls, before: Moment | None, moment: Moment, most: float) -> Seen:
+    def after(cls, before: ServerSnapshot | None, moment: ServerSnapshot, most: float) -> View:
         """`most`: seconds between the two, for rates that tell of now."""
         if before is None or before.notice != moment.notice or not 0 < moment.at - before.at <= most:
             return cls(moment, None)
         return cls(moment, rates_of(before, moment))
 
 
-def rates_of(before: Moment, now: Moment) -> Rates:
+def rates_of(before: ServerSnapshot, now: ServerSnapshot) -> Rates:
     """Of the same server; `now` is later."""
     seconds = now.at - before.at
     groups = [_of_group(old, new, seconds) for old, new in zip(before.groups, now.groups, strict=True)]
@@ -94,7 +94,7 @@ def rates_of(before: Moment, now: Moment) -> Rates:
     )
 
 
-def _of_group(old: Group, new: Group, seconds: float) -> GroupRates:
+def _of_group(old: EngineView, new: EngineView, seconds: float) -> GroupRates:
     """It begins anew with each incarnation; a group that has ended has no numbers."""
     is_same = old.incarnation == new.incarnation
 
@@ -115,11 +115,11 @@ def _of_group(old: Group, new: Group, seconds: float) -> GroupRates:
     )
 
 
-def _of_channel(old: Channel | None, new: Channel, seconds: float) -> ChannelRates:
+def _of_channel(old: ChannelView | None, new: ChannelView, seconds: float) -> ChannelRates:
     return ChannelRates(*(_grown(old, new, name) / seconds for name in ("records", "nbytes", "sleeps")))
 
 
-def _of_store(old: Store | None, new: Store, seconds: float) -> StoreRates:
+def _of_store(old: StoreView | None, new: StoreView, seconds: float) -> StoreRates:
     hits, misses, evictions = (_grown(old, new, name) for name in ("hits", "misses", "evictions"))
     return StoreRates(hits / seconds, misses / seconds, evictions / seconds, _mean(hits, hits + misses))
 

@@ -13,12 +13,20 @@ from collections.abc import Iterator
 import msgspec
 
 from penstock import PenstockError
-from penstock.engine.cluster.status_board import Board, Life
+from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.status_board import Row as GroupRow
-from penstock.engine.cluster.topology import Member
-from penstock.server.status.counters import ROUTES, STATUSES, Row, Served, Tally
-from penstock.server.status.server_info import NAME, Notice
-from penstock.server.status.snapshot import Channel, Group, Holder, Moment, Process, Server, Store
+from penstock.engine.cluster.topology import ProcessId
+from penstock.server.status.counters import ROUTES, STATUSES, ProcessCounters, Served, ServerCounters
+from penstock.server.status.server_info import NAME, ServerInfo
+from penstock.server.status.snapshot import (
+    ChannelView,
+    EngineView,
+    HolderView,
+    ProcessView,
+    ServerSnapshot,
+    ServerView,
+    StoreView,
+)
 from penstock.tools.inspect import Json, private_nbytes_of, process_of
 from penstock.tools.inspect.segments import Place, descriptors_of, page_at, snapshot_of
 
@@ -31,7 +39,7 @@ class NoServer(Exception):
     """There is no server to look at; the text is one line that says why."""
 
 
-class Watch:
+class SnapshotReader:
     """Of one server, by a process that has its segments: the launcher, or a server process itself."""
 
     def __init__(self, pid: int) -> None:
@@ -62,7 +70,7 @@ class Watch:
         if set(self._pages) != set(PAGES):
             raise NoServer(f"process {pid} is no penstock server")
 
-    def take(self) -> Moment:
+    def take(self) -> ServerSnapshot:
         """Raises NoServer, when it has ended."""
         if _start_of(self._pid) != self._start:
             raise NoServer(f"process {self._pid} has ended")
@@ -73,13 +81,13 @@ class Watch:
         except (msgspec.DecodeError, IndexError) as error:
             raise NoServer(f"process {self._pid} is of another version of penstock: {error}") from None
 
-    def _moment(self) -> Moment:
+    def _moment(self) -> ServerSnapshot:
         notice_page, board_page, tally_page = (page_at(self._pid, *self._pages[name]) for name in PAGES)
-        notice = Notice.read(notice_page)
-        servers = sum(one.kind == "server" for one in notice.places)
-        board, tally = Board(board_page), Tally(tally_page, servers)
+        notice = ServerInfo.read(notice_page)
+        servers = sum(one.kind == "server" for one in notice.processes)
+        board, tally = StatusBoard(board_page), ServerCounters(tally_page, servers)
         told = [snapshot_of(self._pid, number, place) for number, place in self._others]
-        return Moment(
+        return ServerSnapshot(
             at=time.monotonic(),
             time=time.time(),
             notice=notice,
@@ -101,36 +109,36 @@ def _start_of(pid: int) -> int:
 
 
 # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _processes(notice: Notice, board: Board, tally: Tally) -> Iterator[Process]:
+def _processes(notice: ServerInfo, board: StatusBoard, tally: ServerCounters) -> Iterator[ProcessView]:
     rows, is_draining = board.rows, board.is_draining
-    yield _process(Member("launcher", 0, 0, 1), Life(1, notice.pid), "draining" if is_draining else "serves")
-    for member, life in zip(notice.places, board.members, strict=True):
+    yield _process(ProcessId("launcher", 0, 0, 1), ProcessEntry(1, notice.pid), "draining" if is_draining else "serves")
+    for member, life in zip(notice.processes, board.members, strict=True):
         if member.kind == "server":
             row = tally.rows[member.index]
-            serves = row[Row.SERVING] == 1 and row[Row.PID] == life.pid
+            serves = row[ProcessCounters.SERVING] == 1 and row[ProcessCounters.PID] == life.pid
         else:
-            serves = rows[member.group][Board.SERVING] == life.incarnation
+            serves = rows[member.group][StatusBoard.SERVING] == life.incarnation
         yield _process(member, life, "draining" if is_draining else "serves" if serves else "starting")
 
 
-def _process(member: Member, life: Life, otherwise: str) -> Process:
+def _process(member: ProcessId, life: ProcessEntry, otherwise: str) -> ProcessView:
     """`otherwise`: its state, if it lives and has not been stopped."""
     found = process_of(life.pid) if life.pid else None
     if found is None or found.state == "Z":
         state = "gone" if life.incarnation else "starting"
-        return Process(member.kind, member.group, member.index, 0, life.incarnation, state, 0.0, None)
+        return ProcessView(member.kind, member.group, member.index, 0, life.incarnation, state, 0.0, None)
     state = "stopped" if found.state in "Tt" else otherwise
     used, private = found.cpu_seconds, private_nbytes_of(life.pid)
-    return Process(member.kind, member.group, member.index, life.pid, life.incarnation, state, used, private)
+    return ProcessView(member.kind, member.group, member.index, life.pid, life.incarnation, state, used, private)
 
 
 # ── segments ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _channel(told: Json) -> Channel:
+def _channel(told: Json) -> ChannelView:
     senders, receivers = told["senders"], told["receivers"]
     live = [one for one in receivers if one["state"] == "live"]
     slowest = max(live, key=lambda one: (one["records_behind"], one["nbytes_behind"]), default=None)
     behind = 0 if slowest is None else slowest["records_behind"]
-    return Channel(
+    return ChannelView(
         name=told["name"],
         kind=told["kind"],
         records=sum(one["records"] for one in senders),
@@ -144,44 +152,44 @@ def _channel(told: Json) -> Channel:
     )
 
 
-def _store(told: Json) -> Store:
+def _store(told: Json) -> StoreView:
     pool, kept = told["pool"][0], told["store"][0]
     holders = sorted(pool["holders"], key=lambda one: -one["nbytes"])[:HOLDERS]
-    return Store(
+    return StoreView(
         name=told["name"],
         nbytes=pool["nbytes"],
         kept_nbytes=kept["nbytes"],
         taken_nbytes=pool["taken_nbytes"],
         keys=kept["keys"],
         held_keys=sum(one["holders"] > 0 for one in kept["items"]),
-        holders=tuple(Holder(one["name"], one["blocks"], one["nbytes"]) for one in holders),
+        holders=tuple(HolderView(one["name"], one["blocks"], one["nbytes"]) for one in holders),
         **{name: kept[name] for name in ("hits", "misses", "puts", "evictions", "evicted_nbytes")},
     )
 
 
 # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _group(row: GroupRow) -> Group:
-    return Group(
-        incarnation=row[Board.SERVING],
-        open=row[Board.OPEN],
-        running=row[Board.RUNNING],
-        waiting=row[Board.WAITING],
-        blocks=row[Board.BLOCKS],
-        free_blocks=row[Board.FREE_BLOCKS],
-        steps=row[Board.STEPS],
-        core_ns=row[Board.OWN_NS],
-        device_ns=row[Board.BUSY_NS],
-        idle_ns=row[Board.IDLE_NS],
-        prompt_tokens=row[Board.COMPUTED],
-        generated_tokens=row[Board.SAMPLED],
-        preemptions=row[Board.PREEMPTIONS],
+def _group(row: GroupRow) -> EngineView:
+    return EngineView(
+        incarnation=row[StatusBoard.SERVING],
+        open=row[StatusBoard.OPEN],
+        running=row[StatusBoard.RUNNING],
+        waiting=row[StatusBoard.WAITING],
+        blocks=row[StatusBoard.BLOCKS],
+        free_blocks=row[StatusBoard.FREE_BLOCKS],
+        steps=row[StatusBoard.STEPS],
+        core_ns=row[StatusBoard.OWN_NS],
+        device_ns=row[StatusBoard.BUSY_NS],
+        idle_ns=row[StatusBoard.IDLE_NS],
+        prompt_tokens=row[StatusBoard.COMPUTED],
+        generated_tokens=row[StatusBoard.SAMPLED],
+        preemptions=row[StatusBoard.PREEMPTIONS],
     )
 
 
-def _server(row: Row) -> Server:
+def _server(row: ProcessCounters) -> ServerView:
     by_status = {status: sum(row[row.answered(route, status)] for route in ROUTES) for status in STATUSES}
-    return Server(
-        open=row[Row.OPEN],
+    return ServerView(
+        open=row[ProcessCounters.OPEN],
         answered=sum(by_status.values()),
         refused=sum(many for status, many in by_status.items() if status >= 400),
         prompt_tokens=sum(one[Served.PROMPT_TOKENS] for one in row.engines),

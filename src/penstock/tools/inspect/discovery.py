@@ -13,7 +13,7 @@ from penstock.tools.inspect.diagnosis import verdict_of
 from penstock.tools.inspect.processes import Process, all_processes, owner_of, process_of, with_descendants
 from penstock.tools.inspect.segments import Json, Place, descriptors_of, snapshot_of
 
-MOST_FOLLOWED = 1024  # processes; a corrupt segment names as many as it likes
+MAX_FOLLOWED = 1024  # processes; a corrupt segment names as many as it likes
 
 
 class NotFound(Exception):
@@ -55,7 +55,7 @@ def look(target: int | Ticket) -> Json:
             segments[place] = snapshot
             for peer in snapshot["peers"]:
                 is_there = peer["state"] not in ("dead", "left") and peer["pid"] in everybody
-                if is_there and peer["pid"] not in queue and len(queue) < MOST_FOLLOWED:
+                if is_there and peer["pid"] not in queue and len(queue) < MAX_FOLLOWED:
                     queue.append(peer["pid"])
     if not any(segment["asked"] for segment in segments.values()):
         reasons = [*closed_to_us, *unreadable.values()]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from penstock.tools.inspect.numbers import counted, in_seconds, in_units
 from penstock.tools.inspect.segments import Json, peer_at, short_key, state_of, title_of
 
-MOST_NAMES = 8  # of messages, in a title
-MOST_ITEMS = 16  # of a store; --json has all
+MAX_NAMES = 8  # of messages, in a title
+MAX_ITEMS = 16  # of a store; --json has all
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def carried(segment: Json) -> str:
     names = segment.get("messages", [])
     if not names:
         return ""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f", carries {', '.join(names[:MOST_NAMES])}{more}"
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f", carries {', '.join(names[:MAX_NAMES])}{more}"
 
 
 def table_of_store(segment: Json, store: Json) -> Table:
@@ -87,10 +87,10 @@ def table_of_store(segment: Json, store: Json) -> Table:
         f"({in_units(store['evicted_nbytes'])}), {store['fills_awaited']} fills awaited, {store['abandoned']} abandoned"
     )
     items = sorted(store["items"], key=lambda one: (one["state"] != "filling", -one["holders"], -one["hits"]))
-    if len(items) > MOST_ITEMS:
-        title += f"; {MOST_ITEMS} of them"
+    if len(items) > MAX_ITEMS:
+        title += f"; {MAX_ITEMS} of them"
     rows = []
-    for one in items[:MOST_ITEMS]:
+    for one in items[:MAX_ITEMS]:
         state = f"being written by {peer_at(segment, one['writer'])}" if one["state"] == "filling" else "ready"
         age, idle = (in_seconds(max(one[which], 0)) for which in ("age_ns", "idle_ns"))
         rows.append((short_key(one), in_units(one["nbytes"]), str(one["hits"]), str(one["holders"]), age, idle, state))

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-MOST_PIXELS = 1 << 14  # of a side
+MAX_PIXELS = 1 << 14  # of a side
 KEY_VARIABLE = "OPENAI_API_KEY"  # as OpenAI's own client
 BACKENDS = ("openai", "openai-chat")
 
@@ -152,7 +152,7 @@ def between(text: str) -> Any:
 
 
 def image_size(text: str) -> tuple[int, int]:
-    sides = [int(part) for part in text.split("x") if part.isdecimal() and 1 <= int(part) <= MOST_PIXELS]
+    sides = [int(part) for part in text.split("x") if part.isdecimal() and 1 <= int(part) <= MAX_PIXELS]
     if len(sides) != 2 or text.count("x") != 1:
         raise argparse.ArgumentTypeError(f"pixels like 640x480, not {text!r}")
     return sides[0], sides[1]

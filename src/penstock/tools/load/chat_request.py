@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from penstock.tools.load.http_client import Failure, Wire
 from penstock.tools.load.sse_events import Data, error_of, event_of, shown
 
-MOST_WHOLE = 1 << 22  # bytes of an answer that is to be no stream
-MOST_REFUSAL = 1 << 16  # bytes of an answer that is no stream; who says more says nothing
+MAX_WHOLE = 1 << 22  # bytes of an answer that is to be no stream
+MAX_REFUSAL = 1 << 16  # bytes of an answer that is no stream; who says more says nothing
 
 
 @dataclass
@@ -44,8 +44,8 @@ class Stream:
 
     def take(self, data: bytes, at: float) -> bool:
         if not self._is_stream:
-            self._whole += data[: MOST_REFUSAL - len(self._whole)]
-            return len(self._whole) < MOST_REFUSAL
+            self._whole += data[: MAX_REFUSAL - len(self._whole)]
+            return len(self._whole) < MAX_REFUSAL
         try:
             found = self._data.feed(data)
         except ValueError as error:
@@ -107,8 +107,8 @@ class Whole:
         self.status = status
 
     def take(self, data: bytes, at: float) -> bool:
-        self.body += data[: MOST_WHOLE - len(self.body)]
-        return len(self.body) < MOST_WHOLE
+        self.body += data[: MAX_WHOLE - len(self.body)]
+        return len(self.body) < MAX_WHOLE
 
 
 async def ask(wire: Wire, path: str, body: bytes, outcome: Outcome) -> None:

@@ -17,7 +17,7 @@ import httptools
 LOOKS = 20  # for the silent, in the time that they may be silent
 KEPT = 2.0  # seconds for which a connection may be idle, and be used again: servers close theirs after 5 or more
 CROSSED = 0.05  # seconds; after which a connection that closes was closed over the request
-MOST_HEAD = 1 << 16  # bytes of an answer before its body
+MAX_HEAD = 1 << 16  # bytes of an answer before its body
 
 
 class Failure(Exception):
@@ -112,8 +112,8 @@ class Connection(asyncio.Protocol):
             self._head_nbytes += len(data)
         try:
             self._parser.feed_data(data)
-            if not self._is_body and self._head_nbytes > MOST_HEAD:
-                raise Failure("not HTTP", f"the answer's head is longer than {MOST_HEAD} bytes")
+            if not self._is_body and self._head_nbytes > MAX_HEAD:
+                raise Failure("not HTTP", f"the answer's head is longer than {MAX_HEAD} bytes")
         except Failure as failure:
             self.fail(failure)
         except httptools.HttpParserCallbackError as error:

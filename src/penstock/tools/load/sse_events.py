@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-MOST_EVENT = 1 << 20  # bytes
+MAX_EVENT = 1 << 20  # bytes
 SHOWN = 160  # characters of what was said, in an error
 
 
@@ -69,8 +69,8 @@ class Data:
                 found.append(self._lines[0] if len(self._lines) == 1 else b"\n".join(self._lines))
                 self._lines.clear()
                 self._nbytes = 0
-        if self._nbytes + len(self._rest) > MOST_EVENT:
-            raise ValueError(f"an event is longer than {MOST_EVENT} bytes: {shown(self._rest[:SHOWN])}")
+        if self._nbytes + len(self._rest) > MAX_EVENT:
+            raise ValueError(f"an event is longer than {MAX_EVENT} bytes: {shown(self._rest[:SHOWN])}")
         return found
 
 

@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from penstock.server.status.snapshot_rates import Seen
+from penstock.server.status.snapshot_rates import View
 from penstock.server.status.snapshot_reader import NoServer
 from penstock.tools.top import keys
 from penstock.tools.top.source import Local, Refused, Remote, Source, choose, servers_here
@@ -94,7 +94,7 @@ def show(options: Options, source: Source) -> int:
     return 0
 
 
-def looks(options: Options, source: Source) -> Iterator[tuple[Seen, str]]:
+def looks(options: Options, source: Source) -> Iterator[tuple[View, str]]:
     """What was seen last, and why there is nothing new. Raises NoServer if it is not there at the beginning."""
     end = None if options.seconds is None else time.monotonic() + options.seconds
     seen = source.look()
@@ -109,7 +109,7 @@ def looks(options: Options, source: Source) -> Iterator[tuple[Seen, str]]:
             gone = str(error)
 
 
-def keep(options: Options, seen: Seen, history: History) -> None:
+def keep(options: Options, seen: View, history: History) -> None:
     if options.svg is None:
         return
     width, height = PICTURE

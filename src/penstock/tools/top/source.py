@@ -13,16 +13,16 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock import PenstockError
-from penstock.server.status.server_info import NAME, Notice
-from penstock.server.status.snapshot import Moment
-from penstock.server.status.snapshot_rates import Seen
-from penstock.server.status.snapshot_reader import NoServer, Watch
+from penstock.server.status.server_info import NAME, ServerInfo
+from penstock.server.status.snapshot import ServerSnapshot
+from penstock.server.status.snapshot_rates import View
+from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 from penstock.tools.inspect import all_processes
 from penstock.tools.inspect.segments import descriptors_of, harmless, page_at
 
 LINK = f"/memfd:penstock:{NAME} "  # as /proc shows it, before the "(deleted)" that every anonymous file has
 TIMEOUT = 5.0  # seconds; for an answer of a server elsewhere
-MOST_NBYTES = 16 << 20  # of it
+MAX_NBYTES = 16 << 20  # of it
 
 
 class Refused(Exception):
@@ -30,19 +30,19 @@ class Refused(Exception):
 
 
 class Source(Protocol):
-    def look(self) -> Seen:
+    def look(self) -> View:
         """Raises NoServer as long as it is gone, Refused."""
 
 
 # ── on this machine ──────────────────────────────────────────────────────────────────────────────────────────────────
-def servers_here() -> dict[int, Notice]:
+def servers_here() -> dict[int, ServerInfo]:
     """Those that we may look into, by the pid of their launcher."""
     found = {}
     for pid in all_processes():
         try:
             for number, place in descriptors_of(pid):
                 if os.readlink(f"/proc/{pid}/fd/{number}").startswith(LINK):
-                    notice = Notice.read(page_at(pid, number, place))
+                    notice = ServerInfo.read(page_at(pid, number, place))
                     if notice.pid == pid:  # others of its tree have it open too
                         found[pid] = notice
         except (OSError, PenstockError, msgspec.DecodeError):
@@ -50,7 +50,7 @@ def servers_here() -> dict[int, Notice]:
     return found
 
 
-def choose(target: int | str | None, among: dict[int, Notice]) -> int:
+def choose(target: int | str | None, among: dict[int, ServerInfo]) -> int:
     """The launcher's pid. `target`: one of its processes is not enough; None: the only one. Raises NoServer."""
     if isinstance(target, int):
         meant = [pid for pid in among if pid == target]
@@ -69,11 +69,11 @@ def choose(target: int | str | None, among: dict[int, Notice]) -> int:
 class Local:
     def __init__(self, pid: int, most: float) -> None:
         """`most`: seconds between two looks, for rates that tell of now. Raises NoServer."""
-        self._watch: Watch | None = Watch(pid)
+        self._watch: SnapshotReader | None = SnapshotReader(pid)
         self._most = most
-        self._before: Moment | None = None
+        self._before: ServerSnapshot | None = None
 
-    def look(self) -> Seen:
+    def look(self) -> View:
         if self._watch is None:
             self._watch = self._again()
         try:
@@ -81,14 +81,14 @@ class Local:
         except NoServer:
             self._watch = None
             raise
-        seen = Seen.after(self._before, moment, self._most)
+        seen = View.after(self._before, moment, self._most)
         self._before = moment
         return seen
 
-    def _again(self) -> Watch:
+    def _again(self) -> SnapshotReader:
         assert self._before is not None, "whoever is looked for has been seen"
         url = self._before.notice.url
-        return Watch(choose(url, {pid: one for pid, one in servers_here().items() if one.url == url}))
+        return SnapshotReader(choose(url, {pid: one for pid, one in servers_here().items() if one.url == url}))
 
 
 # ── elsewhere ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -98,7 +98,7 @@ class Remote:
     def __init__(self, url: str, key: str, most: float) -> None:
         """`most`: seconds between two looks that have rates. Raises ValueError where it is no URL of a server."""
         self._most = most
-        self._before: Moment | None = None
+        self._before: ServerSnapshot | None = None
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected http://HOST:PORT, not {url!r}")
@@ -108,12 +108,12 @@ class Remote:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._url = url
 
-    def look(self) -> Seen:
+    def look(self) -> View:
         connection = self._kind(self._host, self._port, timeout=TIMEOUT)
         try:
             connection.request("GET", self._path, headers=self._headers)
             answer = connection.getresponse()
-            said = answer.read(MOST_NBYTES)
+            said = answer.read(MAX_NBYTES)
         except (OSError, http.client.HTTPException) as error:
             raise NoServer(f"{self._url} does not answer: {error}") from None
         finally:
@@ -125,10 +125,10 @@ class Remote:
         try:
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}")
-            moment = msgspec.convert(harmless(msgspec.json.decode(said)), Seen).moment
+            moment = msgspec.convert(harmless(msgspec.json.decode(said)), View).moment
         except ValueError as error:  # msgspec's are, too
             raise Refused(f"{self._url} is no penstock server of this version: {error}") from None
         # Rates of our own: those in it are from that process's last look to this one, and the next may be another's.
-        seen = Seen.after(self._before, moment, self._most)
+        seen = View.after(self._before, moment, self._most)
         self._before = moment
         return seen

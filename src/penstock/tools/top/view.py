@@ -14,8 +14,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.server.status.snapshot import Moment, Process
-from penstock.server.status.snapshot_rates import Rates, Seen
+from penstock.server.status.snapshot import ProcessView, ServerSnapshot
+from penstock.server.status.snapshot_rates import Rates, View
 from penstock.tools.inspect import in_seconds, in_units
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -40,7 +40,7 @@ class History:
             self.steps.append(max((one.step or 0.0 for one in rates.groups), default=0.0))
 
 
-def drawn(seen: Seen, history: History, console: Console, gone: str = "") -> RenderableType:
+def drawn(seen: View, history: History, console: Console, gone: str = "") -> RenderableType:
     """`gone`: why it is not there now; what is shown is the last that was seen."""
     width, moment, rates = console.width, seen.moment, seen.rates
     above: list[RenderableType] = [head(moment, width, gone), Text()]
@@ -74,7 +74,7 @@ def drawn(seen: Seen, history: History, console: Console, gone: str = "") -> Ren
 
 
 # ── above the tables ─────────────────────────────────────────────────────────────────────────────────────────────────
-def head(moment: Moment, width: int, gone: str) -> Text:
+def head(moment: ServerSnapshot, width: int, gone: str) -> Text:
     notice = moment.notice
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f" {notice.name} ", style="bold reverse")
@@ -88,7 +88,7 @@ def head(moment: Moment, width: int, gone: str) -> Text:
     return line
 
 
-def requests(moment: Moment, rates: Rates | None) -> Text:
+def requests(moment: ServerSnapshot, rates: Rates | None) -> Text:
     groups = moment.groups
     line = label("requests")
     running, waiting = sum(one.running for one in groups), sum(one.waiting for one in groups)
@@ -109,7 +109,7 @@ def latency(rates: Rates | None) -> Text:
     return line
 
 
-def tokens(moment: Moment, rates: Rates | None) -> Text:
+def tokens(moment: ServerSnapshot, rates: Rates | None) -> Text:
     groups = moment.groups
     blocks = sum(one.blocks for one in groups)
     used = sum(one.blocks - one.free_blocks for one in groups)
@@ -175,7 +175,7 @@ def figure(line: Text, number: str, what: str, style: str = "") -> None:
 
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def processes(seen: Seen) -> list[tuple[Text, ...]]:
+def processes(seen: View) -> list[tuple[Text, ...]]:
     """The first row is what all of them share: it is shown also where there is no room for the last."""
     cpu = seen.rates.cpu if seen.rates is not None else [None] * len(seen.moment.processes)
     shared = (Text("shared", style=DIM), *(Text() for _ in range(4)), Text(in_units(seen.moment.shared_nbytes)))
@@ -193,12 +193,12 @@ def processes(seen: Seen) -> list[tuple[Text, ...]]:
     return [shared, *rows]
 
 
-def restarts(process: Process) -> Text:
+def restarts(process: ProcessView) -> Text:
     many = max(process.incarnation - 1, 0)
     return Text(str(many), style="yellow" if many else DIM)
 
 
-def channels(seen: Seen) -> list[tuple[Text, ...]]:
+def channels(seen: View) -> list[tuple[Text, ...]]:
     rates = seen.rates.channels if seen.rates is not None else [None] * len(seen.moment.channels)
     rows: list[tuple[Text, ...]] = []
     for one, rate in zip(seen.moment.channels, rates, strict=True):
@@ -219,7 +219,7 @@ def channels(seen: Seen) -> list[tuple[Text, ...]]:
     return rows
 
 
-def stores(seen: Seen) -> list[tuple[Text, ...]]:
+def stores(seen: View) -> list[tuple[Text, ...]]:
     rates = seen.rates.stores if seen.rates is not None else [None] * len(seen.moment.stores)
     rows: list[tuple[Text, ...]] = []
     for one, rate in zip(seen.moment.stores, rates, strict=True):

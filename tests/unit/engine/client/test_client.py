@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.client.delta_splitter import pieces_of
-from penstock.engine.client.router import BEGINNING, SLACK, Balance, traces
-from penstock.engine.client.stream import MOST_KEPT_NBYTES, EngineError, Piece, Stream
+from penstock.engine.client.delta_splitter import split_delta
+from penstock.engine.client.router import BEGINNING, SLACK, Router, traces
+from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream
 from penstock.engine.protocol.messages import Delta, Finished, FinishReason, Logprobs
 
 
@@ -24,14 +24,14 @@ def slots(*values: int) -> np.ndarray:
 
 # ── who gets a request ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_group_with_the_least_to_do_gets_a_request_and_chance_decides_among_equals() -> None:
-    balance = Balance(seed=1)
+    balance = Router(seed=1)
     assert balance.choose({0: 5, 1: 3, 2: 9}, []) == 1
     chosen = Counter(balance.choose({0: 3, 1: 3, 2: 9}, []) for _ in range(200))
     assert set(chosen) == {0, 1} and min(chosen.values()) > 60
 
 
 def test_who_has_had_the_beginning_gets_it_again_unless_it_has_much_more_to_do() -> None:
-    balance = Balance(seed=1)
+    balance = Router(seed=1)
     first = balance.choose({0: 0, 1: 1}, [b"a"])
     assert first == 0
     assert balance.choose({0: SLACK, 1: 0}, [b"a"]) == 0
@@ -60,7 +60,7 @@ def test_each_row_of_a_delta_gets_its_own() -> None:
             ints(*range(10)), np.arange(10, dtype=np.float32), ints(1, 1, 1, 1, 1), counts=ints(2, 1, 3, 2, 2)
         ),
     )
-    (first, one), (second, other), (third, last) = pieces_of(delta)
+    (first, one), (second, other), (third, last) = split_delta(delta)
     assert (first, second, third) == (10, 11, 10)
     assert (one.text, one.ids, one.sample, one.reason) == ("é", [1, 2], 0, None)
     assert (other.text, other.ids, other.reason, other.stop) == ("", [], FinishReason.LENGTH, None)
@@ -73,7 +73,7 @@ def test_each_row_of_a_delta_gets_its_own() -> None:
 def test_log_probabilities_of_equal_number_are_cut_too() -> None:
     values = np.arange(6, dtype=np.float32)
     pieces = list(
-        pieces_of(Delta(2, ints(1, 2, 0, 0, 7, 8), b"", logprobs=Logprobs(ints(*range(6)), values, ints(4, 5))))
+        split_delta(Delta(2, ints(1, 2, 0, 0, 7, 8), b"", logprobs=Logprobs(ints(*range(6)), values, ints(4, 5))))
     )
     cut = [piece.logprobs for _, piece in pieces]
     assert [one.ids.tolist() for one in cut if one] == [[0, 1, 2], [3, 4, 5]]
@@ -89,9 +89,9 @@ def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], No
     return test
 
 
-def stream_of(samples: int = 1) -> tuple[Stream, list[Stream]]:
-    aborted: list[Stream] = []
-    stream = Stream(1, 0, 1, 5, samples)
+def stream_of(samples: int = 1) -> tuple[OutputStream, list[OutputStream]]:
+    aborted: list[OutputStream] = []
+    stream = OutputStream(1, 0, 1, 5, samples)
     stream.begin(aborted.append, None)
     return stream, aborted
 
@@ -100,8 +100,8 @@ def stream_of(samples: int = 1) -> tuple[Stream, list[Stream]]:
 async def test_pieces_that_nobody_has_taken_become_one_for_each_sample() -> None:
     stream, _ = stream_of(2)
     for sample, text, end in ((0, b"a", None), (0, b"b", None), (1, b"c", FinishReason.STOP), (1, b"no", None)):
-        stream.add(Piece(sample, text, [len(text)], end))
-    stream.add(Piece(0, b"d", [9], FinishReason.LENGTH, None, 3))
+        stream.add(OutputChunk(sample, text, [len(text)], end))
+    stream.add(OutputChunk(0, b"d", [9], FinishReason.LENGTH, None, 3))
     assert [(one.text, one.ids, one.reason) for one in [await anext(stream)]] == [("ab", [1, 1], None)]
     rest = [piece async for piece in stream]
     assert rest[-1].reason == FinishReason.LENGTH and stream.cached_tokens == 3
@@ -111,9 +111,9 @@ async def test_pieces_that_nobody_has_taken_become_one_for_each_sample() -> None
 @in_a_loop
 async def test_an_error_comes_after_what_has_come_before_it() -> None:
     stream, _ = stream_of()
-    stream.add(Piece(0, b"a", [1]))
+    stream.add(OutputChunk(0, b"a", [1]))
     stream.fail(EngineError(503, "it died"))
-    stream.add(Piece(0, b"late", [2]))
+    stream.add(OutputChunk(0, b"late", [2]))
     assert (await anext(stream)).text == "a"
     for _ in range(2):
         with pytest.raises(EngineError, match="it died"):
@@ -123,7 +123,7 @@ async def test_an_error_comes_after_what_has_come_before_it() -> None:
 @in_a_loop
 async def test_who_waits_is_woken_by_a_piece_an_error_and_an_abort() -> None:
     for wake in (
-        lambda stream: stream.add(Piece(0, b"a", [1], FinishReason.STOP)),
+        lambda stream: stream.add(OutputChunk(0, b"a", [1], FinishReason.STOP)),
         lambda stream: stream.fail(EngineError(503, "it died")),
         lambda stream: stream.abort(),
     ):
@@ -140,12 +140,12 @@ async def test_who_waits_is_woken_by_a_piece_an_error_and_an_abort() -> None:
 async def test_who_leaves_the_block_aborts_what_is_open_once() -> None:
     stream, aborted = stream_of()
     async with stream:
-        stream.add(Piece(0, b"a", [1]))
+        stream.add(OutputChunk(0, b"a", [1]))
     stream.abort()
     assert aborted == [stream]
     stream, aborted = stream_of()
     async with stream:
-        stream.add(Piece(0, b"a", [1], FinishReason.STOP))
+        stream.add(OutputChunk(0, b"a", [1], FinishReason.STOP))
     assert aborted == []
 
 
@@ -153,7 +153,7 @@ async def test_who_leaves_the_block_aborts_what_is_open_once() -> None:
 async def test_an_answer_that_nobody_reads_is_given_up() -> None:
     stream, aborted = stream_of()
     for _ in range(5):
-        stream.add(Piece(0, bytes(MOST_KEPT_NBYTES // 4), []))
+        stream.add(OutputChunk(0, bytes(MAX_KEPT_NBYTES // 4), []))
     assert aborted == [stream]
     with pytest.raises(EngineError, match="nobody has read"):
         await anext(stream)
@@ -161,8 +161,8 @@ async def test_an_answer_that_nobody_reads_is_given_up() -> None:
 
 @in_a_loop
 async def test_an_answer_that_does_not_come_in_time_is_given_up() -> None:
-    aborted: list[Stream] = []
-    stream = Stream(1, 0, 1, 5, 1)
+    aborted: list[OutputStream] = []
+    stream = OutputStream(1, 0, 1, 5, 1)
     stream.begin(aborted.append, 0.01)
     with pytest.raises(EngineError, match=r"within 0\.01 s") as caught:
         await anext(stream)

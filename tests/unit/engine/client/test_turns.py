@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from penstock.engine.client.turns import HEAD_START, Turns
+from penstock.engine.client.turns import HEAD_START, FairThreadPool
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[tuple[Turns, threading.Event]]:
+def one_thread() -> Iterator[tuple[FairThreadPool, threading.Event]]:
     """It is busy until the event is set."""
     goes_on = threading.Event()
-    with contextlib.closing(Turns(1, "turns")) as turns:
+    with contextlib.closing(FairThreadPool(1, "turns")) as turns:
         try:
             yield turns, goes_on
         finally:
@@ -100,7 +100,7 @@ def fail(much: Much) -> Callable[[], None]:
 
 def test_what_failed_is_raised_and_nothing_of_it_is_kept() -> None:
     async def run() -> weakref.ref[Much]:
-        with contextlib.closing(Turns(1, "turns")) as turns:
+        with contextlib.closing(FairThreadPool(1, "turns")) as turns:
             much = Much()
             with pytest.raises(ValueError, match="not with Much"):
                 await turns.run("a", fail(much))

@@ -3,8 +3,8 @@
 import itertools
 
 import penstock
-from penstock.engine.cluster.status_board import ROW_WORDS, WORD_NBYTES, Board, Life
-from penstock.engine.cluster.topology import places
+from penstock.engine.cluster.status_board import ROW_WORDS, WORD_NBYTES, ProcessEntry, StatusBoard
+from penstock.engine.cluster.topology import all_processes
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from tests.conftest import eventually, spawn
 
@@ -12,8 +12,8 @@ OF_A_GROUP = (("core", 0), ("worker", 0), ("worker", 1), ("output", 0))
 
 
 def test_what_one_writes_the_others_read_and_rows_do_not_touch_each_other() -> None:
-    page = Board.lay(3)
-    writing, reading = Board(page, writable=True), Board(page)
+    page = StatusBoard.lay(3)
+    writing, reading = StatusBoard(page, writable=True), StatusBoard(page)
     row = writing.row(1)
     for word in range(ROW_WORDS):
         row[word] = (1 << 63) + word
@@ -27,18 +27,18 @@ def test_what_one_writes_the_others_read_and_rows_do_not_touch_each_other() -> N
 
 
 def test_each_number_is_an_aligned_word_and_the_core_and_rank_0_write_to_different_cache_lines() -> None:
-    page = Board.lay(2)
-    Board(page, writable=True).row(0)[Board.SERVING] = 7
-    Board(page, writable=True).row(0)[Board.BUSY_NS] = 9
+    page = StatusBoard.lay(2)
+    StatusBoard(page, writable=True).row(0)[StatusBoard.SERVING] = 7
+    StatusBoard(page, writable=True).row(0)[StatusBoard.BUSY_NS] = 9
     words = page.view().cast("Q")
-    assert words[ROW_WORDS] == 7 and words[ROW_WORDS + Board.BUSY_NS] == 9
-    assert Board.BUSY_NS * WORD_NBYTES == 64 and page.nbytes == 3 * 384
+    assert words[ROW_WORDS] == 7 and words[ROW_WORDS + StatusBoard.BUSY_NS] == 9
+    assert StatusBoard.BUSY_NS * WORD_NBYTES == 64 and page.nbytes == 3 * 384
 
 
 def test_who_only_reads_cannot_write() -> None:
-    page = Board.lay(1)
+    page = StatusBoard.lay(1)
     try:
-        Board(page).row(0)[0] = 1
+        StatusBoard(page).row(0)[0] = 1
     except TypeError as error:
         assert "read-only" in str(error)
     else:
@@ -46,29 +46,29 @@ def test_who_only_reads_cannot_write() -> None:
 
 
 def count(page: penstock.Segment) -> None:
-    row = Board(page, writable=True).row(0)
+    row = StatusBoard(page, writable=True).row(0)
     for number in itertools.cycle(range(1, 1 << 16)):
-        row[Board.STEPS] = number * 0x0001_0001_0001_0001  # all four quarters are alike
+        row[StatusBoard.STEPS] = number * 0x0001_0001_0001_0001  # all four quarters are alike
 
 
 def test_a_number_that_another_process_writes_is_never_seen_half() -> None:
-    page = Board.lay(1)
-    row = Board(page).row(0)
+    page = StatusBoard.lay(1)
+    row = StatusBoard(page).row(0)
     with spawn(count, page):
-        eventually(lambda: row[Board.STEPS], within=30)
+        eventually(lambda: row[StatusBoard.STEPS], within=30)
         for _ in range(100_000):
-            number = row[Board.STEPS]
+            number = row[StatusBoard.STEPS]
             quarters = {(number >> shift) & 0xFFFF for shift in (0, 16, 32, 48)}
             assert len(quarters) == 1, hex(number)
 
 
 def test_who_has_a_place_is_one_word_and_lies_behind_the_groups() -> None:
-    page = Board.lay(2, 3)
-    writing, reading = Board(page, writable=True), Board(page)
-    assert reading.members == [Life(0, 0)] * 3
-    writing.live(1, Life(7, 4711))
-    writing.live(2, Life((1 << 32) - 1, (1 << 22) - 1))
-    assert reading.members == [Life(0, 0), Life(7, 4711), Life((1 << 32) - 1, (1 << 22) - 1)]
+    page = StatusBoard.lay(2, 3)
+    writing, reading = StatusBoard(page, writable=True), StatusBoard(page)
+    assert reading.members == [ProcessEntry(0, 0)] * 3
+    writing.live(1, ProcessEntry(7, 4711))
+    writing.live(2, ProcessEntry((1 << 32) - 1, (1 << 22) - 1))
+    assert reading.members == [ProcessEntry(0, 0), ProcessEntry(7, 4711), ProcessEntry((1 << 32) - 1, (1 << 22) - 1)]
     assert len(reading.rows) == 2 and not any(row[word] for row in reading.rows for word in range(ROW_WORDS))
 
 
@@ -80,7 +80,7 @@ def test_places_are_those_that_the_tree_starts() -> None:
         output_processors=1,
         api_server_count=2,
     )
-    assert [(one.kind, one.group, one.index) for one in places(config)] == [
+    assert [(one.kind, one.group, one.index) for one in all_processes(config)] == [
         *[(kind, group, index) for group in (0, 1) for kind, index in OF_A_GROUP],
         *[("server", 0, 0), ("server", 0, 1)],
     ]

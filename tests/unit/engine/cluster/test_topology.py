@@ -14,11 +14,11 @@ import pytest
 
 from penstock import PeerDied
 from penstock.engine.cluster import logs
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.cluster.topology import Member, Tree, past_the_dead
-from penstock.engine.core.engine_core import Core
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId, retry_past_stale_deaths
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.launcher import STOP_TIMEOUT, Launcher, Run
-from penstock.engine.model_dir import completed
+from penstock.engine.model_dir import with_model_defaults
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import Stop
 
@@ -28,7 +28,7 @@ CONFIG = EngineConfig(
 
 
 def test_no_two_processes_have_one_lane_and_one_lane_of_each_inbox_is_nobodys() -> None:
-    tree = Tree.lay(CONFIG)
+    tree = Cluster.lay(CONFIG)
     lanes = [*range(3), *map(tree.worker_lane, range(2)), *map(tree.output_lane, range(2)), tree.launcher_lane]
     assert lanes == list(range(tree.groups[0].inbox.senders))
     deltas = [tree.delta_lane(group, output) for group in range(2) for output in (None, 0, 1)]
@@ -38,10 +38,10 @@ def test_no_two_processes_have_one_lane_and_one_lane_of_each_inbox_is_nobodys() 
 
 
 def test_a_name_says_who_it_is_and_others_say_nothing() -> None:
-    member = Member("worker", 15, 7, 1_000_000)
-    assert Member.of(str(member)) == member and len(str(member)) <= 31
+    member = ProcessId("worker", 15, 7, 1_000_000)
+    assert ProcessId.of(str(member)) == member and len(str(member)) <= 31
     for name in ("", "core", "core 1 2", "core 1.x #1", "python3.11"):
-        assert Member.of(name) is None
+        assert ProcessId.of(name) is None
 
 
 def death_of(name: str) -> PeerDied:
@@ -51,7 +51,7 @@ def death_of(name: str) -> PeerDied:
 
 
 def test_the_deaths_of_those_before_us_are_passed_over_and_no_others() -> None:
-    me = Member("worker", 1, 0, 3)
+    me = ProcessId("worker", 1, 0, 3)
     told = [death_of("core 1.0 #1"), death_of("core 1.0 #2")]
 
     def call() -> str:
@@ -59,14 +59,14 @@ def test_the_deaths_of_those_before_us_are_passed_over_and_no_others() -> None:
             raise told.pop()
         return "done"
 
-    assert past_the_dead(me, call, 10) == "done"
+    assert retry_past_stale_deaths(me, call, 10) == "done"
     for name in ("core 1.0 #3", "core 0.0 #2", "launcher"):
         told.append(death_of(name))
         with pytest.raises(PeerDied):
-            past_the_dead(me, call, 10)
+            retry_past_stale_deaths(me, call, 10)
     told += [death_of("core 1.0 #2")]
     with pytest.raises(PeerDied):
-        past_the_dead(me, call, 0)
+        retry_past_stale_deaths(me, call, 0)
 
 
 def record(**fields: object) -> logging.LogRecord:
@@ -76,25 +76,25 @@ def record(**fields: object) -> logging.LogRecord:
 
 
 def test_a_line_has_the_process_and_the_event_as_text_and_as_json() -> None:
-    text = logs.Text("core 0.0 #1").format(record(group=0, why='a "b"\nc', share=1 / 3, empty=""))
+    text = logs.TextFormatter("core 0.0 #1").format(record(group=0, why='a "b"\nc', share=1 / 3, empty=""))
     assert "\n" not in text and 'process="core 0.0 #1" pid=' in text
     assert text.endswith('event="it happened" group=0 why="a \\"b\\"\\nc" share=0.333333 empty=""')
-    said = json.loads(logs.Json("core 0.0 #1").format(record(group=0, error=ValueError("x"))))
+    said = json.loads(logs.JsonFormatter("core 0.0 #1").format(record(group=0, error=ValueError("x"))))
     assert (said["event"], said["level"], said["group"], said["error"]) == ("it happened", "warning", 0, "x")
 
 
 @pytest.mark.parametrize(("level", "names"), [("debug", ["a", "b", "c"]), ("info", ["b", "c"]), ("error", ["c"])])
 def test_events_below_the_level_are_not_logged(level: str, names: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    logs.begin("launcher", "json", level)
+    logs.configure("launcher", "json", level)
     for name, number in (("a", logging.DEBUG), ("b", logging.INFO), ("c", logging.ERROR)):
         logs.event(name, number)
-    logs.begin("launcher", "json")
+    logs.configure("launcher", "json")
     assert [json.loads(line)["event"] for line in capfd.readouterr().err.splitlines()] == names
 
 
 def test_end_ids_are_those_that_the_model_names_and_those_that_were_given(tmp_path: object) -> None:
     config = EngineConfig(simulated=SimulatedDevice(end_id=5), end_ids=(9,))
-    assert completed(config).end_ids == (5, 9) == completed(completed(config)).end_ids
+    assert with_model_defaults(config).end_ids == (5, 9) == with_model_defaults(with_model_defaults(config)).end_ids
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_end_ids_are_those_that_the_model_names_and_those_that_were_given(tmp_pa
 def test_end_ids_stand_in_the_models_files(tmp_path, files: dict[str, str], end_ids: tuple[int, ...]) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert completed(EngineConfig(model=str(tmp_path))).end_ids == end_ids
+    assert with_model_defaults(EngineConfig(model=str(tmp_path))).end_ids == end_ids
 
 
 @pytest.mark.parametrize(
@@ -127,36 +127,36 @@ def test_end_ids_stand_in_the_models_files(tmp_path, files: dict[str, str], end_
 def test_a_models_file_that_says_something_else_is_refused_by_its_path(tmp_path, text: str, why: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json is not what was expected: .*" + re.escape(why)):
-        completed(EngineConfig(model=str(tmp_path)))
+        with_model_defaults(EngineConfig(model=str(tmp_path)))
 
 
 def test_nothing_is_longer_than_the_model_knows(tmp_path) -> None:
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 1024}}')
     config = EngineConfig(model=str(tmp_path))
-    assert completed(config).max_model_len == 1024
-    assert completed(msgspec.structs.replace(config, max_model_len=100)).max_model_len == 100
+    assert with_model_defaults(config).max_model_len == 1024
+    assert with_model_defaults(msgspec.structs.replace(config, max_model_len=100)).max_model_len == 100
     (tmp_path / "config.json").write_text("{}")
-    assert completed(config).max_model_len == config.max_model_len
+    assert with_model_defaults(config).max_model_len == config.max_model_len
 
 
 def test_a_model_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="model is the directory of a model, not '/nowhere'"):
-        completed(EngineConfig(model="/nowhere"))
+        with_model_defaults(EngineConfig(model="/nowhere"))
 
 
 def test_a_core_that_is_told_to_stop_before_its_workers_are_ready_ends_and_does_not_fail() -> None:
-    tree = Tree.lay(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
+    tree = Cluster.lay(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
     with contextlib.closing(tree), tree.groups[0].inbox.sender(tree.launcher_lane, name="launcher") as launcher:
-        core = Core(tree, Member("core", 0, 0, 1))
+        core = EngineCore(tree, ProcessId("core", 0, 0, 1))
         launcher.send(Stop("the tree ends"), 1)
         core.start()
         core.run()
-        assert Board(tree.board).row(0)[Board.SERVING] == 0
+        assert StatusBoard(tree.board).row(0)[StatusBoard.SERVING] == 0
         core.close()
 
 
 # ── ended while it loads ─────────────────────────────────────────────────────────────────────────────────────────────
-def load(tree: Tree, me: Member) -> None:
+def load(tree: Cluster, me: ProcessId) -> None:
     """A worker whose model takes long."""
     time.sleep(600)
 
@@ -180,7 +180,7 @@ def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd:
         launcher = Loading(config, served=1)
         launcher.start()
         pids = [child.pid for unit in launcher.units for child in unit.children.values()]
-        while not launcher.board.row(0)[Board.SERVING]:
+        while not launcher.board.row(0)[StatusBoard.SERVING]:
             await asyncio.sleep(0.01)
         began = time.monotonic()
         assert await launcher.stop() == []  # who had to be killed after all
@@ -189,7 +189,7 @@ def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
 
-    logs.begin("launcher", "json")
+    logs.configure("launcher", "json")
     asyncio.run(scene())
     lines = map(json.loads, capfd.readouterr().err.splitlines())
     ends = [one for one in lines if one["event"] == "process ended"]

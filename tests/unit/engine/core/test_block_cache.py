@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from penstock.engine._native import BlockCache
-from penstock.engine.core.request import items_of, root_of
+from penstock.engine.core.request import image_salt, root_hash
 from tests.property.plain_cache import hash_of
 
-A, B, C = (hash_of(root_of(b""), bytes([n])) for n in range(3))
+A, B, C = (hash_of(root_hash(b""), bytes([n])) for n in range(3))
 
 
 def filled(*hashes: bytes, blocks: int = 4) -> tuple[BlockCache, list[int]]:
@@ -111,9 +111,9 @@ def test_releasing_too_often_is_a_bug_of_ours_and_says_so() -> None:
 def test_a_hash_is_of_all_that_is_before_of_the_ids_and_of_what_else_stands_there() -> None:
     image, other = b"k" * 32, b"l" * 32
     begins = [
-        root_of(b""),
-        root_of(b"salt"),
-        hash_of(root_of(b""), b"1111"),
+        root_hash(b""),
+        root_hash(b"salt"),
+        hash_of(root_hash(b""), b"1111"),
     ]
     items = [
         [],
@@ -125,11 +125,11 @@ def test_a_hash_is_of_all_that_is_before_of_the_ids_and_of_what_else_stands_ther
         [(image, 16, 4), (image, 20, 4)],
     ]
     hashes = {
-        hash_of(begin, ids, items_of(its, 16, 32)) for begin in begins for ids in (b"2222", b"2223") for its in items
+        hash_of(begin, ids, image_salt(its, 16, 32)) for begin in begins for ids in (b"2222", b"2223") for its in items
     }
     assert len(hashes) == len(begins) * 2 * len(items)
 
 
 def test_what_lies_in_other_blocks_does_not_count() -> None:
-    assert items_of([(b"k" * 32, 8, 8), (b"k" * 32, 32, 1)], 16, 32) == b""
-    assert items_of([(b"k" * 32, 0, 17)], 16, 32) and items_of([(b"k" * 32, 31, 9)], 16, 32)
+    assert image_salt([(b"k" * 32, 8, 8), (b"k" * 32, 32, 1)], 16, 32) == b""
+    assert image_salt([(b"k" * 32, 0, 17)], 16, 32) and image_salt([(b"k" * 32, 31, 9)], 16, 32)

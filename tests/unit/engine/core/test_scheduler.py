@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from penstock import DecodeError
-from penstock.engine.core.request import Refused, Request
-from penstock.engine.core.request_queue import Queue
+from penstock.engine.core.request import Request, RequestRefused
+from penstock.engine.core.request_queue import RequestQueue
 from penstock.engine.core.scheduler import ELDER_EVERY, Scheduler, SchedulerConfig
-from penstock.engine.core.step_builder import Plan
-from penstock.engine.protocol.batch_state import PREEMPTED, RUNNING, Schedule
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import PREEMPTED, RUNNING, BatchState
 from penstock.engine.protocol.messages import SamplingParams, StepDone, Submit
 from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer, image
 
@@ -111,12 +111,12 @@ def test_a_result_of_another_step_is_refused_and_changes_nothing() -> None:
     one.submit(patient(1))
     one.begin()
     with pytest.raises(DecodeError, match=r"expected step 1 to be done, got 2 at \$\.number"):
-        one.scheduler.done(StepDone(1, 2, np.zeros(1, np.int32)))
+        one.scheduler.on_result(StepDone(1, 2, np.zeros(1, np.int32)))
     with pytest.raises(DecodeError, match=r"expected 1 numbers, got .* at \$\.ids"):
-        one.scheduler.done(StepDone(1, 1, np.zeros(2, np.int32)))
+        one.scheduler.on_result(StepDone(1, 1, np.zeros(2, np.int32)))
     one.drain()
     with pytest.raises(DecodeError, match="expected no step to be done"):
-        one.scheduler.done(StepDone(1, 2, np.zeros(1, np.int32)))
+        one.scheduler.on_result(StepDone(1, 2, np.zeros(1, np.int32)))
 
 
 def test_blocks_are_given_to_several_at_once_and_most_steps_say_nothing_of_blocks() -> None:
@@ -217,7 +217,7 @@ def test_each_sample_that_gets_a_slot_says_when_its_request_came() -> None:
     one.scheduler.submit(patient(1, 16), 70)
     one.scheduler.submit(patient(2, 16, n=2), 80)
     assert (one.scheduler.open_samples, one.scheduler.running, one.scheduler.admitted_ns) == (3, 0, [])
-    assert one.scheduler.plan(one.plan)
+    assert one.scheduler.schedule(one.plan)
     assert one.scheduler.admitted_ns == [70, 80]
 
 
@@ -318,7 +318,7 @@ def test_a_client_of_many_requests_does_not_keep_another_waiting() -> None:
 
 
 def test_clients_get_alike_many_tokens_and_not_alike_many_requests() -> None:
-    queue: Queue[Request] = Queue()
+    queue: RequestQueue[Request] = RequestQueue()
     prompt, params = np.ones(4, np.int32), submit(1).params
     for number in range(400):
         queue.push(Request(0, number, prompt, params, 4, arrival=number, client="long" if number < 200 else "short"))
@@ -336,7 +336,7 @@ def test_clients_get_alike_many_tokens_and_not_alike_many_requests() -> None:
 
 
 def test_nobody_saves_up_by_staying_away() -> None:
-    queue: Queue[Request] = Queue()
+    queue: RequestQueue[Request] = RequestQueue()
     prompt, params = np.ones(4, np.int32), submit(1).params
 
     def turn(number: int) -> str:
@@ -442,11 +442,11 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
             "allowed_token_ids that does not end the answer, as min_tokens is 1",
         ),
     ):
-        with pytest.raises(Refused, match=why) as refused:
+        with pytest.raises(RequestRefused, match=why) as refused:
             one.scheduler.submit(wrong)
         assert refused.value.status == status
     one.submit(submit(1))
-    with pytest.raises(Refused, match="is open already") as refused:
+    with pytest.raises(RequestRefused, match="is open already") as refused:
         one.scheduler.submit(submit(1))
     assert refused.value.status == 409 and one.scheduler.waiting == 1
     one.drain()
@@ -454,24 +454,24 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
 
 def test_a_configuration_with_which_some_request_could_never_run_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 2 to 60, as many as there is room for, got 61"):
-        Scheduler(Schedule(4, 15, 4), SchedulerConfig(max_model_len=61))
+        Scheduler(BatchState(4, 15, 4), SchedulerConfig(max_model_len=61))
     with pytest.raises(ValueError, match="a token for each of 64 slots, got 63"):
-        Scheduler(Schedule(64, 15, 4), SchedulerConfig(max_model_len=60, max_num_batched_tokens=63))
+        Scheduler(BatchState(64, 15, 4), SchedulerConfig(max_model_len=60, max_num_batched_tokens=63))
 
 
 def test_a_scheduler_with_a_plan_of_its_own_runs_a_request_to_its_end() -> None:
-    schedule = Schedule(4, 15, 4)
+    schedule = BatchState(4, 15, 4)
     scheduler, plan = (
         Scheduler(schedule, SchedulerConfig(max_model_len=60, max_num_batched_tokens=8, eos_ids=(EOS,))),
-        Plan(schedule),
+        StepBuilder(schedule),
     )
     scheduler.submit(submit(1, 10, 5))
     number, ids = 0, []
-    while scheduler.plan(plan):
+    while scheduler.schedule(plan):
         number += 1
-        step = plan.finish(1, number)
+        step = plan.build(1, number)
         schedule.apply(step)
-        scheduler.sent(step)
+        scheduler.on_sent(step)
         ids.append(schedule.sampled.size)
-        scheduler.done(StepDone(1, number, np.full(schedule.sampled.size, 9, np.int32)))
+        scheduler.on_result(StepDone(1, number, np.full(schedule.sampled.size, 9, np.int32)))
     assert ids == [0, 1, 1, 1, 1, 1, 0] and RUNNING not in schedule.status and scheduler.open_requests == 0

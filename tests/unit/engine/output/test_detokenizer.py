@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.output.detokenizer import Text, Vocabulary, vocabulary_of
+from penstock.engine.output.detokenizer import StopStringFilter, Vocabulary, build_vocabulary
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -59,7 +59,7 @@ def ints(*values: int) -> Any:
     return np.array(values, np.int32)
 
 
-def written(text: Text, ids: Any, least: int = 0) -> tuple[list[str], str | None]:
+def written(text: StopStringFilter, ids: Any, least: int = 0) -> tuple[list[str], str | None]:
     """What is shown with each id, what is shown at the end, and the stop string."""
     shown = []
     for count, one in enumerate(ids, 1):
@@ -69,16 +69,16 @@ def written(text: Text, ids: Any, least: int = 0) -> tuple[list[str], str | None
     return [*shown, text.end(len(ids) > least)], text.stop
 
 
-def of(*stops: str, includes: bool = False) -> Text:
-    return Text(BYTES.stream(ints(), True), stops, includes)
+def of(*stops: str, includes: bool = False) -> StopStringFilter:
+    return StopStringFilter(BYTES.stream(ints(), True), stops, includes)
 
 
 # ── characters ──
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_a_text_comes_out_as_it_was_and_never_half_a_character(sentence: str) -> None:
     tokenizer = byte_level()
-    vocabulary = vocabulary_of(tokenizer)
-    shown, _ = written(Text(vocabulary.stream(ints(), True)), tokenizer.encode(sentence).ids)
+    vocabulary = build_vocabulary(tokenizer)
+    shown, _ = written(StopStringFilter(vocabulary.stream(ints(), True)), tokenizer.encode(sentence).ids)
     assert "".join(shown) == sentence and len(shown) > 2
     assert all("\ufffd" not in one for one in shown)
 
@@ -87,10 +87,10 @@ def test_a_text_comes_out_as_it_was_and_never_half_a_character(sentence: str) ->
 @pytest.mark.parametrize("skip_special", [True, False])
 def test_any_ids_give_the_text_that_the_tokenizer_gives_for_all_at_once(seed: int, skip_special: bool) -> None:
     tokenizer = byte_level()
-    vocabulary = vocabulary_of(tokenizer)
+    vocabulary = build_vocabulary(tokenizer)
     chance = random.Random(seed)
     ids = [chance.randrange(tokenizer.get_vocab_size() + 3) for _ in range(200)]
-    shown, _ = written(Text(vocabulary.stream(ints(), skip_special)), ids)
+    shown, _ = written(StopStringFilter(vocabulary.stream(ints(), skip_special)), ids)
     assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=skip_special)
 
 
@@ -103,19 +103,19 @@ def test_bytes_at_the_end_that_are_no_character_are_shown_as_such() -> None:
 
 def test_bytes_for_want_of_a_piece_become_characters() -> None:
     tokenizer = with_fallback()
-    vocabulary = vocabulary_of(tokenizer)
+    vocabulary = build_vocabulary(tokenizer)
     ids = [tokenizer.token_to_id(one) for one in ("▁the", "▁cat", "<0xE2>", "<0x82>", "<0xAC>", "s", "</s>")]
-    shown, _ = written(Text(vocabulary.stream(ints(0, 4), True)), ids)
+    shown, _ = written(StopStringFilter(vocabulary.stream(ints(0, 4), True)), ids)
     assert shown == [" the", " cat", "", "", "€", "s", "", ""]
-    shown, _ = written(Text(vocabulary.stream(ints(0, 4), False)), ids)
+    shown, _ = written(StopStringFilter(vocabulary.stream(ints(0, 4), False)), ids)
     assert "".join(shown) == " the cat€s</s>"
 
 
 def test_a_tokenizer_of_another_kind_is_asked_itself() -> None:
     tokenizer = word_piece()
-    vocabulary = vocabulary_of(tokenizer)
+    vocabulary = build_vocabulary(tokenizer)
     assert not vocabulary.is_whole[: vocabulary.stride].any()
-    shown, _ = written(Text(vocabulary.stream(ints(1), True)), [2, 3, 4, 6, 7, 5, 1])
+    shown, _ = written(StopStringFilter(vocabulary.stream(ints(1), True)), [2, 3, 4, 6, 7, 5, 1])
     assert "".join(shown) == " cats sat on, the"
 
 
@@ -124,13 +124,13 @@ def test_a_tokenizers_own_stream_is_flushed_as_well() -> None:
     pieces = [b""] * tokenizer.get_vocab_size()
     vocabulary = Vocabulary(pieces, (), tokenizer)
     ids = tokenizer.encode("a€").ids
-    shown, _ = written(Text(vocabulary.stream(ints(*ids), True)), ids[:-1])
+    shown, _ = written(StopStringFilter(vocabulary.stream(ints(*ids), True)), ids[:-1])
     assert "".join(shown) == "a\ufffd" and "\ufffd" not in "".join(shown[:-1])
 
 
 def test_the_tables_tell_what_an_id_is_alone_and_quoted() -> None:
     tokenizer = byte_level()
-    vocabulary = vocabulary_of(tokenizer)
+    vocabulary = build_vocabulary(tokenizer)
     quote, eos = tokenizer.token_to_id('"'), tokenizer.token_to_id("</s>")
     skip, keep, none = (table * vocabulary.stride for table in range(3))
     rows = vocabulary.rows(ints(quote, eos, eos, quote, 1 << 30, -1), ints(skip, skip, keep, none, skip, keep))
@@ -163,7 +163,7 @@ def test_the_stop_string_that_is_complete_first_wins_and_of_those_the_longest() 
 
 def test_one_id_may_hold_several_stop_strings_and_more() -> None:
     words = Vocabulary([b"one two three", b" tw"])
-    text = Text(words.stream(ints(), True), ("three", "two"))
+    text = StopStringFilter(words.stream(ints(), True), ("three", "two"))
     assert text.take(0) == "one " and text.stop == "two"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.output.detokenizer import Vocabulary
-from penstock.engine.output.logprobs_json import Likely
+from penstock.engine.output.logprobs_json import LogprobsWriter
 from penstock.engine.protocol.messages import Logprobs
 
 PIECES = [
@@ -73,7 +73,7 @@ def test_rows_say_together_what_each_says_alone(seed: int) -> None:
     chance = random.Random(seed)
     rows = [random_row(chance) for _ in range(chance.choice([1, 2, 40]))]
     offsets = [chance.choice([0, 7, 1 << 40]) for _ in rows]
-    likely = Likely(VOCABULARY)
+    likely = LogprobsWriter(VOCABULARY)
     for _ in range(2):  # the second time from what stands ready
         assert likely.of_chats(columns(rows)) == [chat_plainly(ids, least(values)) for ids, values in rows]
         assert likely.of_completions(columns(rows), offsets) == [
@@ -82,13 +82,13 @@ def test_rows_say_together_what_each_says_alone(seed: int) -> None:
 
 
 def test_a_token_is_told_with_its_name_and_its_bytes() -> None:
-    (told,) = map(json.loads, Likely(VOCABULARY).of_chats(columns([([1, 6], [-0.5, -2.0])])))
+    (told,) = map(json.loads, LogprobsWriter(VOCABULARY).of_chats(columns([([1, 6], [-0.5, -2.0])])))
     second: dict[str, Any] = {"token": "100%", "bytes": list(b"100%"), "logprob": -2}
     assert told == {"content": [{"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5, "top_logprobs": [second]}]}
 
 
 def test_of_tokens_that_look_alike_a_completion_tells_the_last_in_the_place_of_the_first() -> None:
-    (told,) = Likely(VOCABULARY).of_completions(columns([([0, 1, 0, 10], [-1.0, -2.0, -3.0, -4.0])]), [5])
+    (told,) = LogprobsWriter(VOCABULARY).of_completions(columns([([0, 1, 0, 10], [-1.0, -2.0, -3.0, -4.0])]), [5])
     assert told.decode() == (
         '{"text_offset":[5],"token_logprobs":[-1],"tokens":["a"],"top_logprobs":[{"\ufffd":-4,"a":-3}]}'
     )

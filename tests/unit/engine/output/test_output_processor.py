@@ -19,12 +19,12 @@ from penstock import EndOfChannel, OutOfStep, PeerDied, Timeout, WouldBlock
 from penstock.codec import MessageReceiver, MessageSender
 from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster import outbox
-from penstock.engine.cluster.topology import Member, Tree
-from penstock.engine.core.step_builder import Plan
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.output import output_processor
 from penstock.engine.output.detokenizer import Vocabulary
-from penstock.engine.output.output_processor import Output
-from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.output.output_processor import OutputProcessor
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import (
     Abort,
@@ -47,7 +47,7 @@ FLOOD = 200  # steps of 20 KB
 
 
 class Scene:
-    def __init__(self, tree: Tree, held: contextlib.ExitStack) -> None:
+    def __init__(self, tree: Cluster, held: contextlib.ExitStack) -> None:
         group = tree.groups[0]
         self.inbox: MessageReceiver = held.enter_context(group.inbox.receiver(name="core 0.0 #1"))
         self.steps: MessageSender = held.enter_context(group.steps.sender(name="core 0.0 #1"))
@@ -63,9 +63,9 @@ class Scene:
         self.output = an_output(tree)
         held.callback(self.output.close)
         self.group = group
-        self.schedule = Schedule(8, 1024, 4)
+        self.schedule = BatchState(8, 1024, 4)
         self.sequence = begun(self.steps, self.schedule)
-        self.plan = Plan(self.schedule)
+        self.plan = StepBuilder(self.schedule)
 
     def join(self, request: int, server: int = 0, prompt: int = 2, **params: Any) -> int:
         asked = SamplingParams(**{"max_tokens": None, **params})
@@ -73,7 +73,7 @@ class Scene:
         return self.plan.join(request, ids, asked, range(max(10, prompt // 4 + 1)), chunk=prompt, server=server)
 
     def send_step(self) -> None:
-        step = self.plan.finish(77, self.sequence.next_number)
+        step = self.plan.build(77, self.sequence.next_number)
         self.sequence.send(step, 1)
         self.schedule.apply(step)
 
@@ -87,15 +87,15 @@ class Scene:
         assert self.output.turn()
 
 
-def begun(steps: MessageSender, schedule: Schedule) -> SequenceSender:
+def begun(steps: MessageSender, schedule: BatchState) -> SequenceSender:
     sequence = SequenceSender(steps, 77)
     sequence.send_whole(Begin(77, 0, schedule.slots, schedule.blocks, schedule.block_size), 1)
     return sequence
 
 
 @contextlib.contextmanager
-def laid() -> Iterator[Tree]:
-    tree = Tree.lay(
+def laid() -> Iterator[Cluster]:
+    tree = Cluster.lay(
         EngineConfig(simulated=SimulatedDevice(), api_server_count=2, max_num_seqs=8, block_size=4, step_timeout=1.0)
     )
     with contextlib.closing(tree):
@@ -108,11 +108,11 @@ def playing() -> Iterator[Scene]:
         yield Scene(tree, held)
 
 
-def an_output(tree: Tree) -> Output:
-    return Output(tree, Member("output", 0, 0, 1), WORDS)
+def an_output(tree: Cluster) -> OutputProcessor:
+    return OutputProcessor(tree, ProcessId("output", 0, 0, 1), WORDS)
 
 
-def turns(of: Output) -> None:
+def turns(of: OutputProcessor) -> None:
     while of.turn():
         pass
 
@@ -157,7 +157,7 @@ def test_a_server_that_takes_nothing_holds_up_nobody_and_its_requests_are_aborte
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with playing() as scene:
-        monkeypatch.setattr(outbox, "MOST_KEPT", 3)
+        monkeypatch.setattr(outbox, "MAX_KEPT", 3)
         head = b'{"id":"' + b"x" * 20_000 + b'"'  # so that little fits its lane
         for request in (5, 6):
             scene.announced[1].send(Announce(1, request, Style.COMPLETION, head), 1)
@@ -310,11 +310,11 @@ def test_steps_without_results_hold_up_nobody_and_are_answered_in_the_end() -> N
 
 # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def send_first_step(steps: MessageSender) -> None:
-    schedule = Schedule(8, 100, 4)
-    begun(steps, schedule).send(Plan(schedule).finish(77, 1), 5)
+    schedule = BatchState(8, 100, 4)
+    begun(steps, schedule).send(StepBuilder(schedule).finish(77, 1), 5)
 
 
-def core(tree: Tree, words: Connection) -> None:
+def core(tree: Cluster, words: Connection) -> None:
     """Sends a step, and lives on."""
     group = tree.groups[0]
     with group.results.receiver(0, name="core 0.0 #1"), group.steps.sender(name="core 0.0 #1") as steps:
@@ -323,13 +323,13 @@ def core(tree: Tree, words: Connection) -> None:
         words.recv()
 
 
-def rank_0(tree: Tree, words: Connection) -> None:
+def rank_0(tree: Cluster, words: Connection) -> None:
     with tree.groups[0].results.sender(name="worker 0.0 #1"):
         words.send("there")
         words.recv()
 
 
-def told_after(process: SpawnProcess, of: Output, asleep_on: penstock.MessageChannel, name: str) -> float:
+def told_after(process: SpawnProcess, of: OutputProcessor, asleep_on: penstock.MessageChannel, name: str) -> float:
     """Seconds from the end of a process of that name until the output, asleep there, knows of it."""
     with thread(lambda: turns(of)) as turning:
         eventually(lambda: waits(asleep_on)["waiting_ns"])

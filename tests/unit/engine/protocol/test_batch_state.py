@@ -9,8 +9,8 @@ import pytest
 from penstock import DecodeError, Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.codec.sequence import SequenceCheck
-from penstock.engine.core.step_builder import Plan
-from penstock.engine.protocol.batch_state import FREE, PREEMPTED, Schedule
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import FREE, PREEMPTED, BatchState
 from penstock.engine.protocol.messages import (
     STEPS,
     Advances,
@@ -34,21 +34,21 @@ def slots(*values: int) -> np.ndarray:
     return np.array(values, np.uint16)
 
 
-def running(count: int, blocks_each: int = 4, preempted: tuple[int, ...] = ()) -> Schedule:
+def running(count: int, blocks_each: int = 4, preempted: tuple[int, ...] = ()) -> BatchState:
     """So many requests, each with a prompt of 20 that is computed, block size 16; there are 8 slots and 100 blocks."""
-    schedule = Schedule(8, 100, 16, most_blocks=6)
-    plan = Plan(schedule)
+    schedule = BatchState(8, 100, 16, max_blocks_per_request=6)
+    plan = StepBuilder(schedule)
     for n in range(count):
         plan.join(n, np.arange(20, dtype=np.int32), PARAMS, range(n * blocks_each, (n + 1) * blocks_each), chunk=20)
-    schedule.apply(plan.finish(1, 1))
+    schedule.apply(plan.build(1, 1))
     for slot in preempted:
         plan.preempt(slot)
     if preempted:
-        schedule.apply(plan.finish(1, 2))
+        schedule.apply(plan.build(1, 2))
     return schedule
 
 
-def told(schedule: Schedule) -> list[object]:
+def told(schedule: BatchState) -> list[object]:
     return [
         schedule.status.tolist(),
         schedule.computed.tolist(),
@@ -92,12 +92,12 @@ def test_everybody_advances_by_one_of_whom_nothing_else_is_said() -> None:
     assert schedule.computed[:4].tolist() == [21, 22, 22, 0] and schedule.counts[:4].tolist() == [0, 1, 1, 0]
 
 
-def joining(prompt: int, chunk: int, computed: int = 0, sample: int = 0) -> Schedule:
+def joining(prompt: int, chunk: int, computed: int = 0, sample: int = 0) -> BatchState:
     """Slot 0 decodes; slot 1 has so long a prompt and computes a chunk of it, next to a decode of slot 0."""
     schedule = running(1)
-    plan = Plan(schedule)
+    plan = StepBuilder(schedule)
     plan.join(7, np.arange(prompt, dtype=np.int32), PARAMS, range(6), computed=computed, chunk=chunk, sample=sample)
-    schedule.apply(plan.finish(1, 2))
+    schedule.apply(plan.build(1, 2))
     return schedule
 
 
@@ -189,10 +189,10 @@ def test_who_is_preempted_keeps_slot_and_prompt_and_runs_again_with_other_blocks
 
 def test_samples_of_one_prompt_share_it() -> None:
     schedule = running(1)
-    plan = Plan(schedule)
+    plan = StepBuilder(schedule)
     for _ in range(3):
         plan.join(0, schedule.prompts[0], PARAMS, [0, 1], computed=19, parent=0)
-    step = plan.finish(1, 2)
+    step = plan.build(1, 2)
     assert step.joined is not None and step.joined.ids.size == 0
     schedule.apply(step)
     assert all(schedule.prompts[slot] is schedule.prompts[0] for slot in range(4)) and schedule.computed[3] == 20
@@ -200,11 +200,11 @@ def test_samples_of_one_prompt_share_it() -> None:
 
 def test_an_image_is_sent_once_for_all_samples_of_its_prompt() -> None:
     image = Item(b"k" * 32, b"", Part(np.zeros(50_000)))
-    schedule = Schedule(8, 100, 16, most_blocks=6)
-    plan = Plan(schedule)
+    schedule = BatchState(8, 100, 16, max_blocks_per_request=6)
+    plan = StepBuilder(schedule)
     for sample in range(4):
         plan.join(0, ints(5, 6, 7), PARAMS, [0], parent=0 if sample else None, inputs=((image, 1, 2),))
-    step = plan.finish(1, 2)
+    step = plan.build(1, 2)
     schedule.apply(step)
     assert step.joined is not None and step.joined.inputs is not None and len(step.joined.inputs.items) == 1
     assert [schedule.inputs[slot] for slot in range(4)] == [((image, 1, 2),)] * 4
@@ -314,13 +314,13 @@ def test_the_last_column_that_is_wrong_undoes_all_that_were_right() -> None:
 
 
 def test_tables_grow_as_far_as_one_request_may_have_blocks() -> None:
-    schedule = Schedule(4, 10_000, 16)
-    plan = Plan(schedule)
+    schedule = BatchState(4, 10_000, 16)
+    plan = StepBuilder(schedule)
     plan.join(1, ints(1), PARAMS, [5])
-    schedule.apply(plan.finish(1, 1))
+    schedule.apply(plan.build(1, 1))
     for number in range(2, 12):
         plan.append(0, range(900))
-        schedule.apply(plan.finish(1, number))
+        schedule.apply(plan.build(1, number))
     assert schedule.blocks_of(0).tolist() == [5, *(list(range(900)) * 10)]
     assert schedule.table.shape[1] <= 10_000
 
@@ -328,7 +328,7 @@ def test_tables_grow_as_far_as_one_request_may_have_blocks() -> None:
 # ── a plan ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_plan_takes_back_what_was_decided_for_who_is_preempted_or_leaves_after_all() -> None:
     schedule = running(3, preempted=(2,))
-    plan = Plan(schedule)
+    plan = StepBuilder(schedule)
     plan.append(0, [7])
     plan.advance(0, 5)
     plan.preempt(0)
@@ -339,7 +339,7 @@ def test_a_plan_takes_back_what_was_decided_for_who_is_preempted_or_leaves_after
     joined = plan.join(1, ints(1), PARAMS, [5])
     assert joined == 1
     plan.leave(joined)
-    step = plan.finish(1, 2)
+    step = plan.build(1, 2)
     assert step.appended is step.advances is step.resumed is step.joined is None
     schedule.apply(step)
     assert schedule.status.tolist() == [PREEMPTED, FREE, PREEMPTED] + [FREE] * 5
@@ -347,15 +347,15 @@ def test_a_plan_takes_back_what_was_decided_for_who_is_preempted_or_leaves_after
 
 
 def test_a_plan_without_a_free_slot_says_so() -> None:
-    plan = Plan(running(8))
+    plan = StepBuilder(running(8))
     with pytest.raises(ValueError, match="no slot is free"):
         plan.join(1, ints(1), PARAMS, [5])
 
 
 def test_a_plan_that_is_finished_begins_again_with_nothing() -> None:
-    plan = Plan(running(2))
+    plan = StepBuilder(running(2))
     plan.advance(1, 2)
-    first, second = plan.finish(1, 2), plan.finish(1, 3)
+    first, second = plan.build(1, 2), plan.build(1, 3)
     assert first.advances is not None and second.advances is None
 
 
@@ -368,10 +368,10 @@ class Pair:
     """A core and a worker, and the bytes of each frame between them."""
 
     def __init__(self, requests: int) -> None:
-        self.schedule = Schedule(1024, 1 << 20)
-        self.plan = Plan(self.schedule)
+        self.schedule = BatchState(1024, 1 << 20)
+        self.plan = StepBuilder(self.schedule)
         self.number = 1 << 31  # it has run for a month
-        self.worker, self.sequence = Schedule(1024, 1 << 20), SequenceCheck()
+        self.worker, self.sequence = BatchState(1024, 1 << 20), SequenceCheck()
         self.sequence.begin(Begin(LEADER, self.number, 1024, 1 << 20, 16))
         self.encoder, self.decoder = FrameEncoder(CATALOGUE), FrameDecoder(CATALOGUE)
         for n in range(requests):
@@ -381,7 +381,7 @@ class Pair:
 
     def send(self) -> int:
         """The step that is planned. Returns the length of its frame."""
-        step = self.plan.finish(LEADER, self.number + 1)
+        step = self.plan.build(LEADER, self.number + 1)
         self.number += 1
         frame = self.encoder.encode(step)
         pieces = frame if isinstance(frame, list) else [frame]
@@ -394,7 +394,7 @@ class Pair:
 
     def step(self) -> int:
         short = self.schedule.short_of_blocks()
-        self.plan.append_each(short, short.astype(np.int32))
+        self.plan.append_one_each(short, short.astype(np.int32))
         return self.send()
 
 

@@ -12,7 +12,7 @@ SIMULATED = SimulatedDevice()
 def test_what_is_not_said_has_a_default_that_works() -> None:
     config = EngineConfig(simulated=SIMULATED)
     assert (config.data_parallel_size, config.tensor_parallel_size, config.output_processors) == (1, 1, 1)
-    assert EngineConfig(simulated=SIMULATED, max_model_len=33, block_size=16).most_blocks == 3
+    assert EngineConfig(simulated=SIMULATED, max_model_len=33, block_size=16).max_blocks_per_request == 3
 
 
 def test_what_is_said_stays_as_it_is() -> None:

@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
-from penstock.engine.protocol.stop_conditions import BUCKETS, Ended, Endings, require_choice
+from penstock.engine.protocol.stop_conditions import BUCKETS, EndedSample, StopConditions, require_choice
 
 EOS, OTHER_EOS = 2, 7
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
 
 
-def endings(slots: int = 4, max_model_len: int = 100) -> Endings:
-    return Endings(slots, max_model_len, (EOS, OTHER_EOS))
+def endings(slots: int = 4, max_model_len: int = 100) -> StopConditions:
+    return StopConditions(slots, max_model_len, (EOS, OTHER_EOS))
 
 
-def given(of: Endings, slots: list[int], ids: list[int]) -> Ended:
+def given(of: StopConditions, slots: list[int], ids: list[int]) -> EndedSample:
     return of.check(np.array(slots, np.intp), np.array(ids, np.int32))
 
 
-def told(ended: Ended) -> list[tuple[int, int, int | None]]:
+def told(ended: EndedSample) -> list[tuple[int, int, int | None]]:
     return list(zip(ended.rows.tolist(), ended.reasons.tolist(), ended.stops, strict=True))
 
 

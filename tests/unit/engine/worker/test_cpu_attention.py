@@ -12,8 +12,8 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'pen
 
 from penstock.engine import _native  # noqa: E402
 from penstock.engine.worker import cpu_attention  # noqa: E402
-from penstock.engine.worker.cpu_attention import Rows  # noqa: E402
-from penstock.engine.worker.paged_attention import Manner, Memory, Shape, attention  # noqa: E402
+from penstock.engine.worker.cpu_attention import CpuRows  # noqa: E402
+from penstock.engine.worker.paged_attention import AttentionStyle, KVCache, KVCacheShape, attention  # noqa: E402
 
 BLOCK_SIZE, BLOCKS = 4, 40
 
@@ -24,25 +24,25 @@ class Given:
     def __init__(self, seed: int, dtype: Any, heads: int = 6, groups: int = 2, size: int = 16) -> None:
         torch.manual_seed(seed)
         chance = np.random.default_rng(seed)
-        self.memory = Memory({0: Shape(groups, size, size)}, BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu"))
+        self.memory = KVCache({0: KVCacheShape(groups, size, size)}, BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu"))
         for tensor in self.memory.layers[0]:
             tensor.copy_(torch.randn(tensor.shape))
         table = chance.permutation(BLOCKS).reshape(4, 10).astype(np.int32)
         lengths = chance.integers(1, 10 * BLOCK_SIZE + 1, 4)
-        self.rows = Rows(table, np.maximum(lengths - chance.integers(1, 60), 0), lengths)
+        self.rows = CpuRows(table, np.maximum(lengths - chance.integers(1, 60), 0), lengths)
         self.query = (
             torch.randn(heads, 5, size).to(dtype).transpose(0, 1)
         )  # one more than there are rows, and not whole
         self.sinks = torch.randn(heads)
 
-    def ours(self, how: Manner) -> Any:
+    def ours(self, how: AttentionStyle) -> Any:
         attended = torch.full((5, *self.query.shape[1:]), 7.0, dtype=self.query.dtype)
         assert self.memory.on_cpu is not None
         self.memory.on_cpu.attend(0, self.query, attended, self.rows, how)
         assert bool((attended[4] == 7).all()), "whose row is not among them is left alone"
         return attended[:4].flatten(1)
 
-    def theirs(self, how: Manner) -> Any:
+    def theirs(self, how: AttentionStyle) -> Any:
         positions = np.arange(10 * BLOCK_SIZE)
         places = torch.from_numpy(
             self.rows.table[:, positions // BLOCK_SIZE].astype(np.intp) * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -62,7 +62,7 @@ class Given:
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_see_what_is_gathered_for_them_elsewhere(dtype: Any, manner: dict[str, Any], seed: int) -> None:
     given = Given(seed, dtype)
-    how = Manner(0.25, softcap=manner.get("softcap"), sinks=given.sinks if "sinks" in manner else None)
+    how = AttentionStyle(0.25, softcap=manner.get("softcap"), sinks=given.sinks if "sinks" in manner else None)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(given.ours(how), given.theirs(how), **near)
 
@@ -70,12 +70,12 @@ def test_rows_see_what_is_gathered_for_them_elsewhere(dtype: Any, manner: dict[s
 def test_what_is_no_number_stays_none() -> None:
     given = Given(0, torch.float32)
     given.memory.layers[0][0].fill_(float("nan"))
-    assert bool(given.ours(Manner(0.25)).isnan().all())
+    assert bool(given.ours(AttentionStyle(0.25)).isnan().all())
 
 
 def test_work_that_is_worth_it_is_divided_and_comes_out_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    given, how = Given(1, torch.float32), Manner(0.25)
+    given, how = Given(1, torch.float32), AttentionStyle(0.25)
     alone = given.ours(how)
     parts: list[tuple[int, ...]] = []
     attend = _native.paged_attention

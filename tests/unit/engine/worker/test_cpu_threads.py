@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
 from penstock.engine.worker import cpu_threads  # noqa: E402
-from penstock.engine.worker.cpu_threads import LONG, SHORT, Threads, found  # noqa: E402
-from penstock.engine.worker.tensor_parallel import Ranks  # noqa: E402
+from penstock.engine.worker.cpu_threads import LONG, SHORT, CpuThreads, tune_threads  # noqa: E402
+from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -35,44 +35,44 @@ class Machine:
         self._now += 1000 * self._microseconds[count][tokens > SHORT]
 
 
-def used(chosen: Threads, tokens: int) -> int:
+def used(chosen: CpuThreads, tokens: int) -> int:
     chosen.use(tokens)
     return int(torch.get_num_threads())
 
 
 def test_short_and_long_steps_have_as_many_threads_as_gain_something(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {8: [900, 1000], 4: [500, 1900], 2: [400, 3700], 1: [600, 7000]})
-    chosen = found(8, machine.compute, Ranks())
+    chosen = tune_threads(8, machine.compute, TPGroup())
     assert [used(chosen, tokens) for tokens in (1, SHORT, SHORT + 1, 1, 5000)] == [2, 2, 8, 2, 8]
 
 
 def test_a_second_thread_that_gains_little_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {2: [1000, 1000], 1: [1290, 1310]})
-    chosen = found(2, machine.compute, Ranks())
+    chosen = tune_threads(2, machine.compute, TPGroup())
     assert (used(chosen, 1), used(chosen, 1000)) == (1, 2)
 
 
 def test_a_step_that_takes_long_is_not_tried_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {4: [LONG, 20 * LONG]})
-    chosen = found(4, machine.compute, Ranks())
+    chosen = tune_threads(4, machine.compute, TPGroup())
     assert (used(chosen, 1), used(chosen, 1000)) == (4, 4)
     assert len(machine.tried) == 4, "each once to be warm, and once to be seen"
 
 
 def test_one_processor_leaves_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {})
-    assert used(found(1, machine.compute, Ranks()), 1000) == 1
+    assert used(tune_threads(1, machine.compute, TPGroup()), 1000) == 1
     assert not machine.tried
 
 
 def test_the_slowest_rank_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {2: [100, 100], 1: [100, 100]})
 
-    class Slower(Ranks):
+    class Slower(TPGroup):
         """Another one takes ten times as long with one thread."""
 
         def least(self, number: int) -> int:
             is_time = number < 0  # of which the most is wanted
             return 10 * number if is_time and torch.get_num_threads() == 1 else number
 
-    assert used(found(2, machine.compute, Slower()), 1) == 2
+    assert used(tune_threads(2, machine.compute, Slower()), 1) == 2

@@ -14,7 +14,7 @@ from tests.support.models import Family, ask, device
 import torch
 
 from penstock.engine.worker.cuda_graphs import CudaGraphs
-from penstock.engine.worker.model_runner import TorchFlight
+from penstock.engine.worker.model_runner import TorchPendingStep
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: a graph is recorded there")
 
@@ -119,7 +119,7 @@ def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: Ca
 @NEEDS_CUDA
 def test_a_result_does_not_wait_for_what_was_launched_after_it() -> None:
     ids = torch.arange(3, dtype=torch.int32, device="cuda")
-    flight = TorchFlight(ids, np.arange(3), None, {})
+    flight = TorchPendingStep(ids, np.arange(3), None, {})
     torch.cuda._sleep(10**10)
     assert flight.result().ids.tolist() == [0, 1, 2]
     assert not torch.cuda.current_stream().query()

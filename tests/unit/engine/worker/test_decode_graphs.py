@@ -17,11 +17,17 @@ import torch
 from penstock.cli import parser
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.worker import cuda_graphs, decode_graphs, model_runner, paged_attention
-from penstock.engine.worker.decode_graphs import Decoding, Form, Forms
-from penstock.engine.worker.input_batch import Batch
+from penstock.engine.worker.decode_graphs import DecodeGraphs, GraphBucket, GraphBuckets
+from penstock.engine.worker.input_batch import InputBatch
 from penstock.engine.worker.model import load
-from penstock.engine.worker.paged_attention import Decode, Manner, Memory, Paged, Shape
-from penstock.engine.worker.tensor_parallel import Ranks
+from penstock.engine.worker.paged_attention import (
+    AttentionStyle,
+    DecodeAttention,
+    KVCache,
+    KVCacheShape,
+    PagedAttention,
+)
+from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.worker import recorder_of
 from tests.support.ranks import ranks_must_answer
 from tests.support.tape import Eager, Tape
@@ -47,8 +53,8 @@ def test_tables_that_grow_wider_are_answered_alike(
 ) -> None:
     """From form to form, and where there is none, back to steps that are not recorded."""
     monkeypatch.setattr(decode_graphs, "LEAST_POSITIONS", BLOCK_SIZE)
-    monkeypatch.setattr(decode_graphs, "MOST_POSITIONS", 16 * BLOCK_SIZE)
-    monkeypatch.setattr(paged_attention, "MOST_GATHERED", 5 * BLOCK_SIZE)
+    monkeypatch.setattr(decode_graphs, "MAX_POSITIONS", 16 * BLOCK_SIZE)
+    monkeypatch.setattr(paged_attention, "MAX_GATHERED", 5 * BLOCK_SIZE)
     of, tape = family("gemma2"), Tape()
     ours = device(of, blocks=64, recorder=tape)
     unrecorded = counting_eager(monkeypatch)
@@ -58,15 +64,15 @@ def test_tables_that_grow_wider_are_answered_alike(
     assert any(not batch.chunks for batch in unrecorded), "all steps of decoding were recorded"
 
 
-def counting_eager(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
-    found: list[Batch] = []
+def counting_eager(monkeypatch: pytest.MonkeyPatch) -> list[InputBatch]:
+    found: list[InputBatch] = []
 
-    class Counted(Paged):
-        def __init__(self, memory: Memory, batch: Batch, where: Any) -> None:
+    class Counted(PagedAttention):
+        def __init__(self, memory: KVCache, batch: InputBatch, where: Any) -> None:
             super().__init__(memory, batch, where)
             found.append(batch)
 
-    monkeypatch.setattr(model_runner, "Paged", Counted)
+    monkeypatch.setattr(model_runner, "PagedAttention", Counted)
     return found
 
 
@@ -81,7 +87,7 @@ def test_two_ranks_with_recorded_steps_answer_like_one(family: Callable[[str], F
 
 # ── forms ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_step_has_the_least_form_that_holds_it() -> None:
-    forms = Forms(slots=30, blocks=1000, block_size=16)
+    forms = GraphBuckets(slots=30, blocks=1000, block_size=16)
     assert forms.rows == [1, 2, 4, 8, 16, 24, 30]
     assert forms.widths == [16, 32, 64, 128, 256, 512, 1000]
     assert [forms.least(*of) for of in [(1, 1), (3, 16), (5, 17), (25, 129)]] == [(1, 16), (4, 16), (8, 32), (30, 256)]
@@ -93,17 +99,17 @@ def test_a_step_has_the_least_form_that_holds_it() -> None:
 def test_there_are_not_many_forms_and_each_fits_the_numbers_it_is_told_by(
     slots: int, blocks: int, block_size: int
 ) -> None:
-    forms = Forms(slots, blocks, block_size)
+    forms = GraphBuckets(slots, blocks, block_size)
     found = {form for rows in forms.rows for width in forms.widths if (form := forms.least(rows, width)) is not None}
-    assert Form(forms.rows[-1], forms.widths[0]) in found
+    assert GraphBucket(forms.rows[-1], forms.widths[0]) in found
     assert len(found) <= 300
-    most = decode_graphs.MOST_POSITIONS // block_size
+    most = decode_graphs.MAX_POSITIONS // block_size
     assert all(form.rows * form.width <= most and form.width <= blocks for form in found)
     assert forms.rows[-1] <= slots
 
 
 # ── what a form is computed from ─────────────────────────────────────────────────────────────────────────────────────
-def batch_of_lengths(*lengths: int, seed: int = 1) -> Batch:
+def batch_of_lengths(*lengths: int, seed: int = 1) -> InputBatch:
     """Of requests of which a step computes the last token."""
     return batch_of_rows([(length, 1) for length in lengths], blocks=40, seed=seed)
 
@@ -115,10 +121,10 @@ def test_attention_from_tensors_alone_is_attention(
     window: int | None, softcap: float | None, most_gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However wide the table is, and whatever stands beyond what is a row's own."""
-    monkeypatch.setattr(paged_attention, "MOST_GATHERED", most_gathered)
+    monkeypatch.setattr(paged_attention, "MAX_GATHERED", most_gathered)
     batch = batch_of_lengths(7, 1, 20, 4, 13)
     torch.manual_seed(3)
-    memories = [Memory({0: Shape(2, 8, 8)}, 40, BLOCK_SIZE, torch.float32, CPU) for _ in range(2)]
+    memories = [KVCache({0: KVCacheShape(2, 8, 8)}, 40, BLOCK_SIZE, torch.float32, CPU) for _ in range(2)]
     kept = [torch.randn_like(tensor) for tensor in memories[0].layers[0]]
     seen = np.concatenate([own_places(batch, row) for row in range(5)])
     for memory in memories:
@@ -126,31 +132,31 @@ def test_attention_from_tensors_alone_is_attention(
             tensor.fill_(float("nan"))  # whatever others have left there is not seen
             tensor[seen] = its[seen]
     query, key, value = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
-    how = Manner(0.9, window, softcap)
+    how = AttentionStyle(0.9, window, softcap)
     table = torch.tensor(np.pad(batch.table, ((0, 0), (0, 3)), constant_values=39)).long()
-    fixed = Decode(memories[0], torch.from_numpy(batch.lengths), table)
+    fixed = DecodeAttention(memories[0], torch.from_numpy(batch.lengths), table)
     found = fixed.attend(0, query, key, value, how)
-    torch.testing.assert_close(found, Paged(memories[1], batch, CPU).attend(0, query, key, value, how))
+    torch.testing.assert_close(found, PagedAttention(memories[1], batch, CPU).attend(0, query, key, value, how))
     for ours, theirs in zip(memories[0].layers[0], memories[1].layers[0], strict=True):
         assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9))
 
 
-def own_places(batch: Batch, row: int) -> Any:
+def own_places(batch: InputBatch, row: int) -> Any:
     positions = np.arange(batch.lengths[row] - 1)
     return batch.table[row, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 def test_nothing_of_an_earlier_step_pads_a_later_one(family: Callable[[str], Family]) -> None:
     """Rows that are nobody's write where nobody reads, and only there."""
-    model = load(family("llama").path, Ranks(), CPU)
+    model = load(family("llama").path, TPGroup(), CPU)
     memory = model.memory(41, BLOCK_SIZE)
-    decoding = Decoding(model, memory, Eager(), slots=8)
+    decoding = DecodeGraphs(model, memory, Eager(), slots=8)
     many, few = batch_of_lengths(5, 9, 2, 30, 7, 1, 3, seed=2), batch_of_lengths(6, 3, 11, seed=3)
     decoding.hidden(many, torch.arange(7), many.positions)
     before = {layer: [tensor.clone() for tensor in both] for layer, both in memory.layers.items()}
     outcome = decoding.hidden(few, torch.tensor([4, 5, 6]), few.positions)
     assert outcome is not None and outcome.shape[0] == 3
-    told = decoding._told(Form(4, decoding.forms.widths[0]))
+    told = decoding._told(GraphBucket(4, decoding.forms.widths[0]))
     assert told.ids.tolist() == [4, 5, 6, 0]
     assert told.positions.tolist() == [5, 2, 10, 0] and told.lengths.tolist() == [6, 3, 11, 1]
     assert told.table[3].eq(40).all() and told.table[:, few.table.shape[1] :].eq(40).all()
@@ -166,7 +172,7 @@ def test_the_block_that_is_nobodys_is_known_to_nobody(family: Callable[[str], Fa
     assert ours.blocks == of.blocks
     assert ours._memory.blocks == of.blocks + 1
     assert device(of)._memory.blocks == of.blocks
-    limited = device(of, recorder=Eager(), blocks=None, most_blocks=9)
+    limited = device(of, recorder=Eager(), blocks=None, max_blocks_per_request=9)
     assert (limited.blocks, limited._memory.blocks) == (9, 10)
 
 
@@ -174,12 +180,12 @@ def test_the_block_that_is_nobodys_is_known_to_nobody(family: Callable[[str], Fa
 def test_no_form_asks_what_a_number_is(name: str, tmp_path: Path) -> None:
     """On a device that has none: whoever asks fails there, and so does whoever brings numbers along."""
     stock_of(name).save_pretrained(tmp_path)
-    model = load(tmp_path, Ranks(), CPU, torch.bfloat16)
+    model = load(tmp_path, TPGroup(), CPU, torch.bfloat16)
     model.stock.to(META)
     model.device = META
-    planes = 3 if hasattr(model.stock.base_model, "get_rope_index") else 1
-    decoding = Decoding(model, model.memory(65, 16), Eager(), 64, planes)
-    assert decoding._compute(Form(8, 32)).shape == (8, 64)
+    num_position_axes = 3 if hasattr(model.stock.base_model, "get_rope_index") else 1
+    decoding = DecodeGraphs(model, model.memory(65, 16), Eager(), 64, num_position_axes)
+    assert decoding._compute(GraphBucket(8, 32)).shape == (8, 64)
 
 
 # ── what cannot be recorded ──────────────────────────────────────────────────────────────────────────────────────────

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from penstock.engine.cluster.status_board import Board
-from penstock.engine.core.step_builder import Plan
-from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
-from penstock.engine.worker.device import Sampled
-from penstock.engine.worker.device_stats import Meter
-from penstock.engine.worker.simulated_device import Simulated
+from penstock.engine.worker.device import SamplerOutput
+from penstock.engine.worker.device_stats import DeviceStats
+from penstock.engine.worker.simulated_device import SimulatedRunner
 
 PARAMS = SamplingParams()
 
@@ -19,9 +19,9 @@ class Bench:
     """A meter, and a core and a device that are not there."""
 
     def __init__(self) -> None:
-        self.meter = Meter(None)  # type: ignore[arg-type]  # it is only asked whether it is simulated
-        self.schedule = Schedule(8, 1000)
-        self.plan = Plan(self.schedule)
+        self.meter = DeviceStats(None)  # type: ignore[arg-type]  # it is only asked whether it is simulated
+        self.schedule = BatchState(8, 1000)
+        self.plan = StepBuilder(self.schedule)
         self.number = 0
 
     def join(self, length: int, **options: int) -> int:
@@ -30,12 +30,12 @@ class Bench:
 
     def launch(self, at: int) -> None:
         self.number += 1
-        step = self.plan.finish(1, self.number)
+        step = self.plan.build(1, self.number)
         self.schedule.apply(step)
         self.meter.launched(self.schedule, step, at)
 
     def done(self, at: int) -> None:
-        self.meter.done(Sampled(np.zeros(self.schedule.sampled.size, np.int32)), at)
+        self.meter.done(SamplerOutput(np.zeros(self.schedule.sampled.size, np.int32)), at)
 
     def step(self, launched: int, done: int) -> None:
         self.launch(launched)
@@ -90,9 +90,9 @@ def test_the_last_token_of_a_prompt_alone_is_one_of_a_prompt(bench: Bench) -> No
 
 def test_a_simulated_device_says_its_time_itself() -> None:
     now = 128.0
-    device = Simulated(SimulatedDevice(step_seconds=2**-6), 8, clock=lambda: now)
-    meter, page = Meter(device), Board.lay(1)
+    device = SimulatedRunner(SimulatedDevice(step_seconds=2**-6), 8, clock=lambda: now)
+    meter, page = DeviceStats(device), StatusBoard.lay(1)
     device.busy, device.idle = 3.0, 0.5
-    row = Board(page, writable=True).row(0)
+    row = StatusBoard(page, writable=True).row(0)
     meter.publish(row)
-    assert (row[Board.BUSY_NS], row[Board.IDLE_NS]) == (3_000_000_000, 500_000_000)
+    assert (row[StatusBoard.BUSY_NS], row[StatusBoard.IDLE_NS]) == (3_000_000_000, 500_000_000)

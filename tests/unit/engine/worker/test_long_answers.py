@@ -10,7 +10,7 @@ from tests.support.models import BLOCK_SIZE, WORDS, Asked, Family, ask, device, 
 
 # isort: split
 from penstock.engine.worker import cpu_attention
-from penstock.engine.worker.decode_graphs import Recorder
+from penstock.engine.worker.decode_graphs import GraphRecorder
 from tests.support.ranks import answers_of_threads
 from tests.support.tape import Eager, Tape
 
@@ -46,7 +46,7 @@ def test_random_lengths_are_answered_as_by_transformers(
     """With joins, preemption and prefix hits in between; however the rows that compute one token attend."""
     if kind == "gathered":
         monkeypatch.setattr(cpu_attention, "DTYPES", ())
-    recorder: Recorder | None = {"eager": Eager, "tape": Tape}.get(kind, lambda: None)()
+    recorder: GraphRecorder | None = {"eager": Eager, "tape": Tape}.get(kind, lambda: None)()
     of = family("llama", max_position_embeddings=MAX_LENGTH)
     limit = {"native": MAX_LENGTH, "tape": 300}.get(kind, 600)
     requests = random_requests(seed, limit)

@@ -19,12 +19,12 @@ import transformers
 
 from penstock.engine.model_dir import FAMILIES
 from penstock.engine.worker import paged_attention, tensor_parallel
-from penstock.engine.worker.input_batch import Tokens
+from penstock.engine.worker.input_batch import TokenTable
 from penstock.engine.worker.model import load
-from penstock.engine.worker.model_runner import CPU_SHARE, TorchDevice
-from penstock.engine.worker.paged_attention import Manner, Memory, Paged, Shape
-from penstock.engine.worker.tensor_parallel import Ranks, shard
-from penstock.engine.worker.weight_slices import Heads
+from penstock.engine.worker.model_runner import CPU_SHARE, ModelRunner
+from penstock.engine.worker.paged_attention import AttentionStyle, KVCache, KVCacheShape, PagedAttention
+from penstock.engine.worker.tensor_parallel import TPGroup, shard
+from penstock.engine.worker.weight_slices import HeadSlices
 
 CPU = torch.device("cpu")
 SIZE, HEADS, SHARED = 8, 6, 2  # of a head, of queries, of keys
@@ -37,7 +37,7 @@ def test_memory_that_nobody_has_written_to_is_not_there_yet() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     before = resident()
-    memory = Memory({0: Shape(8, 64, 64)}, blocks=16384, block_size=16, dtype=torch.bfloat16, device=CPU)
+    memory = KVCache({0: KVCacheShape(8, 64, 64)}, blocks=16384, block_size=16, dtype=torch.bfloat16, device=CPU)
     keys, values = memory.layers[0]
     assert keys.shape == values.shape == (16384 * 16, 8, 64)
     assert not keys[::4096].any() and not values[-1].any()
@@ -45,7 +45,7 @@ def test_memory_that_nobody_has_written_to_is_not_there_yet() -> None:
 
 
 # ── attention ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def dense(query: Any, key: Any, value: Any, how: Manner) -> Any:
+def dense(query: Any, key: Any, value: Any, how: AttentionStyle) -> Any:
     """One request, one token and one head after the other. The queries are of the last tokens."""
     found = torch.zeros(query.shape)
     for row in range(query.shape[0]):
@@ -70,14 +70,14 @@ def dense(query: Any, key: Any, value: Any, how: Manner) -> Any:
 def test_a_token_sees_what_came_before_it_and_nothing_else(
     window: int | None, softcap: float | None, sinks: Any, most_gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paged_attention, "MOST_GATHERED", most_gathered)
+    monkeypatch.setattr(paged_attention, "MAX_GATHERED", most_gathered)
     rows = [(7, 1), (1, 1), (20, 1), (9, 9), (13, 4), (4, 4), (2, 1), (18, 11)]
     batch = batch_of_rows(rows)
     torch.manual_seed(3)
-    memory = Memory({0: Shape(SHARED, SIZE, SIZE)}, 64, 4, torch.float32, CPU)
+    memory = KVCache({0: KVCacheShape(SHARED, SIZE, SIZE)}, 64, 4, torch.float32, CPU)
     for tensor in memory.layers[0]:
         tensor.fill_(float("nan"))  # whatever others have left there is not seen
-    how = Manner(1.3, window, softcap, sinks)
+    how = AttentionStyle(1.3, window, softcap, sinks)
     keys = {slot: torch.randn(length, SHARED, SIZE) for slot, (length, _) in enumerate(rows)}
     values = {slot: torch.randn(length, SHARED, SIZE) for slot, (length, _) in enumerate(rows)}
     before = batch_of_rows([(length, length) for length, _ in rows])
@@ -87,14 +87,14 @@ def test_a_token_sees_what_came_before_it_and_nothing_else(
     query = torch.randn(batch.slots.size, HEADS, SIZE)
     at = list(zip(batch.slots.tolist(), batch.positions.tolist(), strict=True))
     key, value = (torch.stack([of[slot][position] for slot, position in at]) for of in (keys, values))
-    found = Paged(memory, batch, CPU).attend(0, query, key, value, how)
+    found = PagedAttention(memory, batch, CPU).attend(0, query, key, value, how)
     for slot, start, count in zip(batch.rows.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True):
         part = slice(start, start + count)
         torch.testing.assert_close(found[part], dense(query[part], keys[slot], values[slot], how))
 
 
 def test_tokens_are_remembered_however_many_they_become() -> None:
-    tokens = Tokens(3, CPU)
+    tokens = TokenTable(3, CPU)
     tokens.join(1, np.arange(5, dtype=np.int32))
     tokens.join(2, np.arange(100, 400, dtype=np.int32))
     tokens.write(np.array([1]), np.array([5], np.int32), torch.tensor([77]))
@@ -105,13 +105,13 @@ def test_tokens_are_remembered_however_many_they_become() -> None:
 
 # ── plans ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_plan_that_wants_what_nobody_knows_is_refused() -> None:
-    ranks = Ranks()
+    ranks = TPGroup()
     ranks.size = 2
     with torch.device("meta"):
         model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(4, 4)])})
     with pytest.raises(ValueError, match=r"layers\.\*: .* wants 'diagonal'; known are all_reduce, colwise"):
-        shard(model, {"layers.*": "diagonal"}, ranks, Heads(2, 2))
-    assert shard(model, {"elsewhere": "diagonal"}, ranks, Heads(2, 2)) == {}
+        shard(model, {"layers.*": "diagonal"}, ranks, HeadSlices(2, 2))
+    assert shard(model, {"elsewhere": "diagonal"}, ranks, HeadSlices(2, 2)) == {}
 
 
 def test_every_style_of_the_plans_of_these_families_is_known() -> None:
@@ -141,22 +141,22 @@ def test_another_architecture_is_refused_with_those_that_are_supported(broken: P
     change_config(broken, model_type="gpt2", architectures=["GPT2LMHeadModel"])
     supported = "are not supported; supported are Gemma2ForCausalLM, .*; with images Idefics3ForConditionalGeneration, "
     with pytest.raises(ValueError, match=rf"\['GPT2LMHeadModel'\] \(model_type 'gpt2'\) {supported}"):
-        load(broken, Ranks(), CPU)
+        load(broken, TPGroup(), CPU)
 
 
 def test_quantized_weights_are_refused(broken: Path) -> None:
     change_config(broken, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ValueError, match="quantized weights are not supported"):
-        load(broken, Ranks(), CPU)
+        load(broken, TPGroup(), CPU)
 
 
 def test_a_name_that_is_no_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected a local directory"):
-        load(tmp_path / "meta-llama", Ranks(), CPU)
+        load(tmp_path / "meta-llama", TPGroup(), CPU)
 
 
 def test_heads_that_cannot_be_shared_are_refused(llama: Path) -> None:
-    ranks = Ranks()
+    ranks = TPGroup()
     ranks.size = 3
     wrong = "num_attention_heads is 4 and num_key_value_heads 2, which cannot be cut for 3 ranks: use 2"
     with pytest.raises(ValueError, match=wrong):
@@ -167,11 +167,11 @@ def test_heads_that_cannot_be_shared_are_refused(llama: Path) -> None:
 def test_a_rank_keeps_one_head_where_there_are_fewer_than_ranks(
     rank: int, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ranks, "add_up", lambda _, tensor: tensor)  # the others are not there
-    ranks = Ranks()
+    monkeypatch.setattr(TPGroup, "all_reduce", lambda _, tensor: tensor)  # the others are not there
+    ranks = TPGroup()
     ranks.size, ranks.rank = 4, rank
     ours = load(llama, ranks, CPU)
-    assert set(ours.shapes.values()) == {Shape(1, 16, 16)}
+    assert set(ours.shapes.values()) == {KVCacheShape(1, 16, 16)}
 
 
 def test_parameters_that_are_missing_or_have_another_shape_are_named(broken: Path) -> None:
@@ -181,27 +181,29 @@ def test_parameters_that_are_missing_or_have_another_shape_are_named(broken: Pat
     moved = tensors.pop("model.norm.weight")
     save_file(tensors, broken / "model.safetensors")
     with pytest.raises(ValueError, match=r"1 parameters of LlamaForCausalLM are not there: model\.norm\.weight"):
-        load(broken, Ranks(), CPU)
+        load(broken, TPGroup(), CPU)
     save_file({**tensors, "model.norm.weight": moved[:-1].clone()}, broken / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.norm\.weight: expected a shape of \(64,\), got \(63,\)"):
-        load(broken, Ranks(), CPU)
+        load(broken, TPGroup(), CPU)
 
 
 def test_a_model_has_the_type_that_is_wanted_or_that_of_its_configuration(llama: Path) -> None:
-    assert load(llama, Ranks(), CPU).dtype == torch.float32
-    narrow = load(llama, Ranks(), CPU, torch.bfloat16)
+    assert load(llama, TPGroup(), CPU).dtype == torch.float32
+    narrow = load(llama, TPGroup(), CPU, torch.bfloat16)
     assert {one.dtype for one in narrow.stock.parameters()} == {torch.bfloat16}
     assert narrow.stock.get_buffer("model.rotary_emb.inv_freq").dtype == torch.float32
     with pytest.raises(ValueError, match="dtype is auto, float32, bfloat16, float16, not 'int8'"):
-        TorchDevice(llama, slots=1, dtype="int8")
+        ModelRunner(llama, slots=1, dtype="int8")
 
 
 def test_the_cache_has_its_share_of_the_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.worker.model_runner.memory_available", lambda: (10_000_000, "this test"))
     each = 4 * 2 * 2 * (16 + 16) * 4  # tokens, layers, heads, key and value, bytes
-    ours = TorchDevice(llama, slots=1, block_size=4, threads=1)
+    ours = ModelRunner(llama, slots=1, block_size=4, threads=1)
     assert ours.blocks == math.floor(CPU_SHARE * 10_000_000 / each)
-    assert TorchDevice(llama, slots=1, block_size=4, threads=1, most_blocks=7).blocks == 7  # if no more can be filled
+    assert (
+        ModelRunner(llama, slots=1, block_size=4, threads=1, max_blocks_per_request=7).blocks == 7
+    )  # if no more can be filled
     monkeypatch.setattr("penstock.engine.worker.model_runner.memory_available", lambda: (1, "this test"))
     with pytest.raises(ValueError, match="no room for keys and values"):
-        TorchDevice(llama, slots=1, block_size=4, threads=1)
+        ModelRunner(llama, slots=1, block_size=4, threads=1)

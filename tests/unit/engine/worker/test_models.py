@@ -8,10 +8,10 @@ are those of transformers. `make test-all` has all of them.
 | llama | rope, grouped heads, untied heads | qwen2, qwen3 (norms of heads), mistral (a window in every layer) |
 | gemma2 | windows in some layers, capped scores and logits, scaled embeddings, tied heads | gemma3_text (two ropes) |
 | mixtral | experts | qwen2_moe, qwen3_moe |
-| qwen2_vl | images, three planes of positions, shapes that are looked at before a step | qwen2_5_vl |
+| qwen2_vl | images, three num_position_axes of positions, shapes that are looked at before a step | qwen2_5_vl |
 
-Images without planes of positions (llava; idefics3 and smolvlm, which have tiles) are in the tests of images below, in
-every tier.
+Images whose tokens have one position (llava; idefics3 and smolvlm, which have tiles) are in the tests of images below,
+in every tier.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from penstock import Missing
 from penstock.engine.protocol.messages import FinishReason
 from penstock.engine.worker import cpu_attention, vision_encoder
 from penstock.engine.worker.model import load
-from penstock.engine.worker.tensor_parallel import Ranks
+from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.tensor import Item
 
 
@@ -72,7 +72,7 @@ def test_logits_are_those_of_transformers(name: str, family: Callable[[str], Fam
     theirs = transformers.AutoModelForCausalLM.from_pretrained(of.path)
     with torch.inference_mode():
         found = theirs(torch.tensor([of.asked[3].prompt]), output_hidden_states=True)
-    ours = load(of.path, Ranks(), torch.device("cpu"))
+    ours = load(of.path, TPGroup(), torch.device("cpu"))
     torch.testing.assert_close(ours.logits(found.hidden_states[-1][0]), found.logits[0])
 
 
@@ -83,7 +83,7 @@ def test_an_image_is_encoded_once_and_is_seen(
 ) -> None:
     of = family(name)
     fetched: list[bytes] = []
-    monkeypatch.setattr(vision_encoder.Images, "_encode", _counting(vision_encoder.Images._encode, fetched))
+    monkeypatch.setattr(vision_encoder.EncoderCache, "_encode", _counting(vision_encoder.EncoderCache._encode, fetched))
     with_image = of.asked[1]
     changed = {key: {**one, "pixel_values": -one["pixel_values"]} for key, one in of.images.items()}
     ours = device(of, blocks=64)
@@ -105,7 +105,7 @@ def _counting(encode: Any, calls: list[Any]) -> Any:
 def test_what_was_encoded_makes_room_for_what_is_needed(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vision_encoder, "MOST_NBYTES", 1)
+    monkeypatch.setattr(vision_encoder, "MAX_NBYTES", 1)
     of = family("llava")
     ours = device(of)
     assert ask(ours, of.asked).answers == of.answers

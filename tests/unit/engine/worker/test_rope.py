@@ -12,7 +12,7 @@ from tests.support.models import TEXT, VISION, Family, ask, device, made, stock_
 import torch
 
 from penstock.engine.worker.model import load
-from penstock.engine.worker.tensor_parallel import Ranks
+from penstock.engine.worker.tensor_parallel import TPGroup
 from tests import tiers
 from tests.support.ranks import answers_of_threads
 from tests.support.tape import Tape
@@ -91,7 +91,7 @@ def test_a_prompt_of_another_kind_finds_none_of_its_blocks(tmp_path: Path) -> No
 def test_longrope_with_positions_on_planes_is_refused_by_name(name: str, tmp_path: Path) -> None:
     stock_of(name, **changes(name, "longrope")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"'{name}' with rope_type longrope is not supported"):
-        load(tmp_path, Ranks(), torch.device("cpu"))
+        load(tmp_path, TPGroup(), torch.device("cpu"))
 
 
 def test_longrope_that_begins_at_several_lengths_is_refused_by_name(tmp_path: Path) -> None:
@@ -100,4 +100,4 @@ def test_longrope_that_begins_at_several_lengths_is_refused_by_name(tmp_path: Pa
     both = {"full_attention": rope, "sliding_attention": later}
     stock_of("gemma3_text", rope_parameters=both).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"several original_max_position_embeddings \(\[20, 40\]\)"):
-        load(tmp_path, Ranks(), torch.device("cpu"))
+        load(tmp_path, TPGroup(), torch.device("cpu"))

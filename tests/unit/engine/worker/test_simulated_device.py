@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from penstock.engine.core.step_builder import Plan
-from penstock.engine.protocol.batch_state import Schedule
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
-from penstock.engine.worker.simulated_device import Rule, Simulated, SimulatedFlight
+from penstock.engine.worker.simulated_device import SimulatedPendingStep, SimulatedRunner, TokenRule
 
 PARAMS = SamplingParams()
 TOLD = SimulatedDevice(step_seconds=2**-6, vocabulary=1000, seed=5)
@@ -17,18 +17,18 @@ class Bench:
 
     def __init__(self, told: SimulatedDevice = TOLD) -> None:
         self.now = 128.0
-        self.device = Simulated(told, 8, clock=lambda: self.now)
-        self.schedule = Schedule(8, 1000)
-        self.plan = Plan(self.schedule)
+        self.device = SimulatedRunner(told, 8, clock=lambda: self.now)
+        self.schedule = BatchState(8, 1000)
+        self.plan = StepBuilder(self.schedule)
         self.number = 0
 
     def join(self, prompt: np.ndarray, **options: int) -> int:
         blocks = range(20 * self.number, 20 * self.number + 20)
         return self.plan.join(self.number, prompt, PARAMS, blocks, chunk=prompt.size, **options)
 
-    def launch(self) -> SimulatedFlight:
+    def launch(self) -> SimulatedPendingStep:
         self.number += 1
-        step = self.plan.finish(1, self.number)
+        step = self.plan.build(1, self.number)
         self.schedule.apply(step)
         return self.device.launch(self.schedule, step)
 
@@ -83,7 +83,7 @@ def test_time_in_which_nobody_is_there_is_not_idle() -> None:
 
 
 def test_tokens_are_those_of_the_rule_whatever_else_is_in_the_batch() -> None:
-    rule, bench = Rule(TOLD), Bench()
+    rule, bench = TokenRule(TOLD), Bench()
     first, second = ids(1, 2, 3), ids(9, 8)
     bench.join(first)
     got: dict[int, list[int]] = {0: [], 1: []}
@@ -100,15 +100,15 @@ def test_tokens_are_those_of_the_rule_whatever_else_is_in_the_batch() -> None:
 
 def test_samples_of_one_prompt_differ_and_seeds_do_too() -> None:
     prompt = ids(1, 2, 3)
-    answers = {tuple(Rule(TOLD).answer(prompt, 8, sample)) for sample in range(5)}
-    answers.add(tuple(Rule(SimulatedDevice(vocabulary=1000, seed=6)).answer(prompt, 8)))
+    answers = {tuple(TokenRule(TOLD).answer(prompt, 8, sample)) for sample in range(5)}
+    answers.add(tuple(TokenRule(SimulatedDevice(vocabulary=1000, seed=6)).answer(prompt, 8)))
     assert len(answers) == 6
 
 
 def test_the_end_comes_now_and_then_and_only_where_the_rule_says_so() -> None:
     told = SimulatedDevice(vocabulary=1000, end_id=7, end_one_in=16)
-    lengths = [len(Rule(told).answer(ids(number), 1000)) for number in range(500)]
+    lengths = [len(TokenRule(told).answer(ids(number), 1000)) for number in range(500)]
     assert 12 < sum(lengths) / len(lengths) < 20
     for number in range(50):
-        answer = Rule(told).answer(ids(number), 1000)
+        answer = TokenRule(told).answer(ids(number), 1000)
         assert answer[-1] == 7 and answer.index(7) == len(answer) - 1

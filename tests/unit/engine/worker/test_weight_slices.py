@@ -6,19 +6,19 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 
-from penstock.engine.worker.tensor_parallel import Ranks, shard  # noqa: E402
-from penstock.engine.worker.weight_slices import Heads, Slice  # noqa: E402
+from penstock.engine.worker.tensor_parallel import TPGroup, shard  # noqa: E402
+from penstock.engine.worker.weight_slices import HeadSlices, WeightSlice  # noqa: E402
 
 HEAD = 4  # columns of one
 
 
-def cut(rank: int, size: int, plan: str, length: int) -> Slice:
+def cut(rank: int, size: int, plan: str, length: int) -> WeightSlice:
     """Of a layer that has so many outputs, or, row-wise, inputs."""
-    ranks = Ranks()
+    ranks = TPGroup()
     ranks.rank, ranks.size = rank, size
     with torch.device("meta"):
         layer = torch.nn.Linear(length, 3) if plan == "rowwise" else torch.nn.Linear(3, length)
-    return shard(torch.nn.ModuleDict({"up": layer}), {"up": plan}, ranks, Heads(size, size))["up.weight"]
+    return shard(torch.nn.ModuleDict({"up": layer}), {"up": plan}, ranks, HeadSlices(size, size))["up.weight"]
 
 
 @pytest.mark.parametrize("length", [48, 50, 2])
@@ -52,12 +52,14 @@ def test_another_length_is_refused_by_name() -> None:
 
 SHARED = [
     (heads, size)
-    for heads in (Heads(*one) for one in [(4, 4), (4, 2), (4, 1), (9, 3), (14, 2), (15, 5), (16, 8), (32, 8), (7, 1)])
+    for heads in (
+        HeadSlices(*one) for one in [(4, 4), (4, 2), (4, 1), (9, 3), (14, 2), (15, 5), (16, 8), (32, 8), (7, 1)]
+    )
     for size in (1, 2, 3, 4, 5, 6, 7, 8, 14, 16)
 ]
 
 
-def are_enough(heads: Heads, size: int) -> bool:
+def are_enough(heads: HeadSlices, size: int) -> bool:
     try:
         heads.require(size)
     except ValueError:
@@ -66,7 +68,7 @@ def are_enough(heads: Heads, size: int) -> bool:
 
 
 @pytest.mark.parametrize(("heads", "size"), [one for one in SHARED if are_enough(*one)])
-def test_each_head_is_on_one_rank_beside_the_keys_that_it_looks_at(heads: Heads, size: int) -> None:
+def test_each_head_is_on_one_rank_beside_the_keys_that_it_looks_at(heads: HeadSlices, size: int) -> None:
     found = []
     for rank in range(size):
         queries, keys = (
@@ -88,12 +90,12 @@ def test_each_head_is_on_one_rank_beside_the_keys_that_it_looks_at(heads: Heads,
 
 def test_as_many_ranks_as_have_a_head_each_are_enough() -> None:
     def most(*of: int) -> list[int]:
-        return [size for size in range(1, 17) if are_enough(Heads(*of), size)]
+        return [size for size in range(1, 17) if are_enough(HeadSlices(*of), size)]
 
     assert most(8, 4) == [1, 2, 4, 8]
     assert most(8, 1) == [1, 2, 3, 4, 8]  # 3, 3 and 2 heads
     assert most(9, 3) == [1, 2, 3, 6, 9]
     assert most(14, 2) == [1, 2, 4, 6, 8, 14]
-    for heads, size in itertools.product([Heads(8, 4), Heads(9, 3)], range(10, 17)):
+    for heads, size in itertools.product([HeadSlices(8, 4), HeadSlices(9, 3)], range(10, 17)):
         with pytest.raises(ValueError, match=f"which cannot be cut for {size} ranks: use {most(*heads)[-1]}"):
             heads.require(size)

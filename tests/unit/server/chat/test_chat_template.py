@@ -9,18 +9,18 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 
-from penstock.server.chat.chat_template import RESERVED, Template
+from penstock.server.chat.chat_template import RESERVED, ChatTemplate
 from penstock.server.errors import ApiError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if add_generation_prompt %}>{% endif %}{{ tone }}"
 
 
-def template(path: Path, **files: Any) -> Template:
+def template(path: Path, **files: Any) -> ChatTemplate:
     for name, said in files.items():
         kind = ".jinja" if isinstance(said, str) else ".json"
         (path / f"{name}{kind}").write_text(said if isinstance(said, str) else json.dumps(said))
-    return Template(path)
+    return ChatTemplate(path)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("starlette")
 
 from penstock.server.chat import request_schema
-from penstock.server.chat.data_urls import LONG, cut
-from penstock.server.chat.request_schema import Chat, Tokenize, decoded
+from penstock.server.chat.data_urls import LONG, extract_data_urls
+from penstock.server.chat.request_schema import ChatRequest, TokenizeRequest, decoded
 from penstock.server.errors import ApiError
 
 URL = "data:image/png;base64," + "iVBORw0KGgo/" * (LONG // 8)
@@ -30,13 +30,13 @@ def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
-STRICT, LENIENT = request_schema.STRICT[Chat], request_schema.DECODERS[Chat]
+STRICT, LENIENT = request_schema.STRICT[ChatRequest], request_schema.DECODERS[ChatRequest]
 
 
-def whole(body: bytes) -> Chat:
+def whole(body: bytes) -> ChatRequest:
     """Decoded in one go."""
     try:
-        found: Chat = STRICT.decode(body)
+        found: ChatRequest = STRICT.decode(body)
     except msgspec.ValidationError:  # there may be unknown fields
         found = LENIENT.decode(body)
     return found
@@ -55,24 +55,26 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             seen.append(len(body))
             return self._decode(body)
 
-    monkeypatch.setattr(request_schema, "DECODERS", {kind: Decoder(kind) for kind in (Chat, Tokenize)})
+    monkeypatch.setattr(request_schema, "DECODERS", {kind: Decoder(kind) for kind in (ChatRequest, TokenizeRequest)})
     monkeypatch.setattr(
-        request_schema, "STRICT", {kind: Decoder(request_schema.STRICT[kind].type) for kind in (Chat, Tokenize)}
+        request_schema,
+        "STRICT",
+        {kind: Decoder(request_schema.STRICT[kind].type) for kind in (ChatRequest, TokenizeRequest)},
     )
     return seen
 
 
 def test_the_decoder_sees_nothing_of_long_images(lengths: list[int]) -> None:
     body = said(text("what is"), image(), image(SHORT), image(URL + "AAAA"), text("?"), max_tokens=3)
-    assert decoded(body, Chat) == whole(body)
-    assert decoded(bytearray(body), Chat) == whole(body)
-    decoded(body, Tokenize)
+    assert decoded(body, ChatRequest) == whole(body)
+    assert decoded(bytearray(body), ChatRequest) == whole(body)
+    decoded(body, TokenizeRequest)
     assert max(lengths) < 2000
 
 
 def test_a_slash_may_be_written_with_a_backslash(lengths: list[int]) -> None:
     body = said(image(), text("/")).replace(b"/", b"\\/").replace(b"data:image\\/", b"data:image/")
-    assert decoded(body, Chat) == whole(body) == whole(said(image(), text("/")))
+    assert decoded(body, ChatRequest) == whole(body) == whole(said(image(), text("/")))
     assert max(lengths) < 2000
 
 
@@ -90,7 +92,7 @@ def test_a_slash_may_be_written_with_a_backslash(lengths: list[int]) -> None:
     ],
 )
 def test_what_looks_like_an_image_elsewhere_stays_what_it_is(body: bytes) -> None:
-    assert decoded(body, Chat) == whole(body)
+    assert decoded(body, ChatRequest) == whole(body)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +111,12 @@ def test_what_is_wrong_is_told_with_the_places_of_the_whole(body: bytes) -> None
     with pytest.raises(msgspec.DecodeError) as want:
         whole(body)
     with pytest.raises(ApiError) as found:
-        decoded(body, Chat)
+        decoded(body, ChatRequest)
     assert found.value.message == request_schema.of_a_body(want.value).message
 
 
 def test_no_client_can_write_a_mark() -> None:
-    (first,), (second,) = (cut(said(image()))[1] for _ in range(2))
+    (first,), (second,) = (extract_data_urls(said(image()))[1] for _ in range(2))
     assert first != second and len(first) > 32
 
 
@@ -130,4 +132,4 @@ def test_bodies_of_all_kinds_are_decoded_as_if_in_one() -> None:
     for _ in range(100):
         body = said(*(chance.choice(makers)() for _ in range(chance.randrange(1, 8))))
         body = body.replace(b'"url": "', chance.choice([b'"url": "', b'"url":"', b'"url" :\n"']))
-        assert decoded(body, Chat) == whole(body), seed
+        assert decoded(body, ChatRequest) == whole(body), seed

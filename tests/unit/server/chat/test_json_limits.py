@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("starlette")
 
 from penstock.server.chat import json_limits, request_schema
-from penstock.server.chat.data_urls import BEGIN, LONG, cut
+from penstock.server.chat.data_urls import BEGIN, LONG, extract_data_urls
 from penstock.server.chat.data_urls import PIECE as SEARCHED
-from penstock.server.chat.json_limits import MOST_NBYTES, MOST_THINGS, MOST_VALUES, PIECE, require_little
-from penstock.server.chat.request_schema import Chat, Completion, decoded
+from penstock.server.chat.json_limits import MAX_NBYTES, MAX_THINGS, MAX_VALUES, PIECE, check_json_size
+from penstock.server.chat.request_schema import ChatRequest, CompletionRequest, decoded
 from penstock.server.errors import ApiError
 
 CHAT = '{"messages":[{"role":"user","content":"a"}],'
@@ -35,55 +35,55 @@ def undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("kind", "head", "one", "tail"),
     [
-        (Chat, '{"messages":[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}"),
-        (Chat, '{"messages":[', '{"role":"user","content":"a"}', "]}"),
-        (Chat, CHAT + '"chat_template_kwargs":{"a":[', "[]", "]}}"),
-        (Chat, CHAT + '"tools":[', "{}", "]}"),
-        (Chat, CHAT + '"unknown":[', "1", "]}"),
-        (Chat, CHAT, '"a":1', "}"),
-        (Completion, '{"prompt":"a","stop":[', '"a"', "]}"),
-        (Completion, '{"prompt":"a","logit_bias":{', '"1":1', "}}"),
-        (Completion, '{"prompt":"a","stop_token_ids":[', "1", "]}"),
-        (Completion, '{"prompt":[', "1", "]}"),
-        (Completion, '{"prompt":[[', "1", "]]}"),
-        (Completion, '{"prompt":[', "[]", "]}"),
-        (Completion, '{"prompt":[', '"\\\\"', "]}"),
-        (Completion, '{"prompt":[', '"\\""', "]}"),
+        (ChatRequest, '{"messages":[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}"),
+        (ChatRequest, '{"messages":[', '{"role":"user","content":"a"}', "]}"),
+        (ChatRequest, CHAT + '"chat_template_kwargs":{"a":[', "[]", "]}}"),
+        (ChatRequest, CHAT + '"tools":[', "{}", "]}"),
+        (ChatRequest, CHAT + '"unknown":[', "1", "]}"),
+        (ChatRequest, CHAT, '"a":1', "}"),
+        (CompletionRequest, '{"prompt":"a","stop":[', '"a"', "]}"),
+        (CompletionRequest, '{"prompt":"a","logit_bias":{', '"1":1', "}}"),
+        (CompletionRequest, '{"prompt":"a","stop_token_ids":[', "1", "]}"),
+        (CompletionRequest, '{"prompt":[', "1", "]}"),
+        (CompletionRequest, '{"prompt":[[', "1", "]]}"),
+        (CompletionRequest, '{"prompt":[', "[]", "]}"),
+        (CompletionRequest, '{"prompt":[', '"\\\\"', "]}"),
+        (CompletionRequest, '{"prompt":[', '"\\""', "]}"),
     ],
 )
 def test_a_body_of_very_many_pieces_is_refused_before_it_is_decoded(
     kind: type[msgspec.Struct], head: str, one: str, tail: str
 ) -> None:
     with pytest.raises(ApiError, match=r"a body has at most \d+ (strings|values)") as caught:
-        decoded(filled(head, one, tail, MOST_NBYTES), kind)
+        decoded(filled(head, one, tail, MAX_NBYTES), kind)
     assert caught.value.status == 400
     with pytest.raises(ApiError, match="a body has at most 8388608 bytes besides images") as caught:
-        decoded(filled(head, one, tail, 2 * MOST_NBYTES), kind)
+        decoded(filled(head, one, tail, 2 * MAX_NBYTES), kind)
     assert caught.value.status == 413
 
 
 def test_what_is_long_and_not_much_is_taken() -> None:
     ids = list(range(200_000))
-    assert decoded(json.dumps({"prompt": ids}).encode(), Completion).prompts() == [ids]
+    assert decoded(json.dumps({"prompt": ids}).encode(), CompletionRequest).prompts() == [ids]
     text = 'He said: "[{1, 2, 3}, \\]"\n' * 200_000
-    assert decoded(json.dumps({"prompt": text}).encode(), Completion).prompts() == [text]
+    assert decoded(json.dumps({"prompt": text}).encode(), CompletionRequest).prompts() == [text]
     messages = [{"role": "user", "content": "a"}] * 10_000
-    assert len(decoded(json.dumps({"messages": messages}).encode(), Chat).messages) == 10_000
+    assert len(decoded(json.dumps({"messages": messages}).encode(), ChatRequest).messages) == 10_000
     url = "data:image/png;base64," + "iVBORw0KGgo/" * 133_000  # 1.2 MB of it
     parts = [{"type": "image_url", "image_url": {"url": url}}] * 16
-    (said,) = decoded(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode(), Chat).messages
+    (said,) = decoded(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode(), ChatRequest).messages
     assert isinstance(said.content, list) and len(said.content) == 16
 
 
-@pytest.mark.parametrize(("one", "most"), [("[]", MOST_THINGS - 3), ('"a"', MOST_THINGS - 3), ("1", MOST_VALUES + 1)])
+@pytest.mark.parametrize(("one", "most"), [("[]", MAX_THINGS - 3), ('"a"', MAX_THINGS - 3), ("1", MAX_VALUES + 1)])
 def test_exactly_as_much_may_be_said_as_the_limit_says(one: str, most: int) -> None:
     head, tail = '{"a":[', "]}"  # an object, its name and a list
-    require_little((head + ",".join([one] * most) + tail).encode())
+    check_json_size((head + ",".join([one] * most) + tail).encode())
     with pytest.raises(ApiError):
-        require_little((head + ",".join([one] * (most + 1)) + tail).encode())
-    require_little(b'"' + b"a" * (MOST_NBYTES - 2) + b'"')
+        check_json_size((head + ",".join([one] * (most + 1)) + tail).encode())
+    check_json_size(b'"' + b"a" * (MAX_NBYTES - 2) + b'"')
     with pytest.raises(ApiError):
-        require_little(b'"' + b"a" * (MOST_NBYTES - 1) + b'"')
+        check_json_size(b'"' + b"a" * (MAX_NBYTES - 1) + b'"')
 
 
 def things_in(said: Any) -> int:
@@ -117,33 +117,33 @@ def test_what_is_counted_is_what_a_decoder_finds(seed: int, monkeypatch: pytest.
         said = some(4)
         body = json.dumps(said, ensure_ascii=chance.random() < 0.5).encode()
         monkeypatch.setattr(json_limits, "PIECE", chance.randrange(2, 20))
-        monkeypatch.setattr(json_limits, "MOST_THINGS", things_in(said))
-        monkeypatch.setattr(json_limits, "MOST_VALUES", values_in(said))
-        require_little(body)
-        for name, most in (("MOST_THINGS", things_in(said)), ("MOST_VALUES", values_in(said))):
+        monkeypatch.setattr(json_limits, "MAX_THINGS", things_in(said))
+        monkeypatch.setattr(json_limits, "MAX_VALUES", values_in(said))
+        check_json_size(body)
+        for name, most in (("MAX_THINGS", things_in(said)), ("MAX_VALUES", values_in(said))):
             with monkeypatch.context() as less, pytest.raises(ApiError):
                 less.setattr(json_limits, name, most - 1)
-                require_little(body)
+                check_json_size(body)
 
 
 @pytest.mark.parametrize("body", [b"\\" * (3 * PIECE + 1), b'"' + b"\\" * (2 * PIECE), b'{"a":"\\', b"\\"])
 def test_what_is_no_json_is_counted_too(body: bytes) -> None:
-    require_little(body)
+    check_json_size(body)
 
 
 @pytest.mark.parametrize("shift", range(-len(BEGIN) - 1, 2))
 def test_an_image_is_found_wherever_a_search_ends(shift: int) -> None:
     url = BEGIN + b"png;base64," + b"A" * LONG
     body = b" " * (SEARCHED + shift) + url + b'"'
-    assert list(cut(body)[1].values()) == [url[1:].decode()]
+    assert list(extract_data_urls(body)[1].values()) == [url[1:].decode()]
 
 
 def test_a_place_in_a_body_that_is_too_long_to_be_decoded_whole_says_how_it_is_counted() -> None:
-    url = "data:image/png;base64," + "A" * MOST_NBYTES
+    url = "data:image/png;base64," + "A" * MAX_NBYTES
     body = json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]})
     with pytest.raises(ApiError, match=r"\(byte \d+\), long images not counted"):
-        decoded(f"{body[:-1]}x".encode(), Chat)
+        decoded(f"{body[:-1]}x".encode(), ChatRequest)
     with pytest.raises(ApiError, match=r"expected int \| null, got str at \$\.n"):
-        decoded(f'{body[:-1]},"n":"x"}}'.encode(), Chat)
+        decoded(f'{body[:-1]},"n":"x"}}'.encode(), ChatRequest)
     with pytest.raises(ApiError, match="besides images"):
-        decoded(json.dumps({"prompt": url}).encode(), Completion)
+        decoded(json.dumps({"prompt": url}).encode(), CompletionRequest)

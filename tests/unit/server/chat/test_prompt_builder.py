@@ -17,14 +17,14 @@ from penstock.engine import model_dir
 from penstock.engine.cli_args import SAID
 from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.server import cli_args as arguments
-from penstock.server.chat.prompt_builder import LONG, BytesWords, Reader, _most_ids, words_of
+from penstock.server.chat.prompt_builder import LONG, NumberTokenizer, PromptBuilder, _most_ids, build_tokenizer
 from penstock.server.errors import ApiError, Limit
 from penstock.server.options import ServerOptions
 
 SIMULATED = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
 
 
-class Slow(BytesWords):
+class Slow(NumberTokenizer):
     """Done when the loop has had a turn."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Slow(BytesWords):
 def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
     async def scene() -> None:
         words = Slow()
-        with contextlib.closing(Reader(SIMULATED, words)) as reader:
+        with contextlib.closing(PromptBuilder(SIMULATED, words)) as reader:
             asking = asyncio.ensure_future(reader.ids("x" * (LONG + 1)))
             asyncio.get_running_loop().call_later(0.01, words.loop_goes_on.set)
             assert len(await asking) == LONG + 1
@@ -49,11 +49,11 @@ def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
 
 
 def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized() -> None:
-    class Untouched(BytesWords):
+    class Untouched(NumberTokenizer):
         encode = pytest.fail
 
     async def scene() -> None:
-        with contextlib.closing(Reader(SIMULATED, Untouched(200))) as reader:
+        with contextlib.closing(PromptBuilder(SIMULATED, Untouched(200))) as reader:
             for completion, words in (
                 (16, "you requested at least 7000016 tokens (at least 7000000 in the prompt, 16 in the completion)"),
                 (None, "your prompt resulted in at least 7000000 tokens"),
@@ -63,7 +63,7 @@ def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized() -> Non
                 assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
                 assert caught.value.message.startswith("This model's maximum context length is 4096 tokens. However, ")
                 assert words in caught.value.message
-        with contextlib.closing(Reader(SIMULATED, BytesWords(200))) as reader:
+        with contextlib.closing(PromptBuilder(SIMULATED, NumberTokenizer(200))) as reader:
             assert len(await reader.ids("x" * 5000, limit=Limit(5000, "prompt", 16))) == 5000
             assert len(await reader.ids("x" * 5000)) == 5000
 
@@ -72,7 +72,7 @@ def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized() -> Non
 
 def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
     async def scene() -> None:
-        with contextlib.closing(Reader(SIMULATED, BytesWords(200))) as reader:
+        with contextlib.closing(PromptBuilder(SIMULATED, NumberTokenizer(200))) as reader:
             assert await reader.ids([0, 199]) == [0, 199]
             with pytest.raises(ApiError, match="below 200, got 200"):
                 await reader.ids([1, 200, 3])
@@ -89,8 +89,8 @@ def test_a_tokenizer_is_read_once_also_by_who_wants_to_know_how_ids_look(monkeyp
     config = EngineConfig(model=SHIPPED)
 
     async def scene() -> None:
-        with contextlib.closing(Reader(config, words_of(config))) as reader:
-            monkeypatch.setattr(model_dir, "tokenizer_of", pytest.fail)
+        with contextlib.closing(PromptBuilder(config, build_tokenizer(config))) as reader:
+            monkeypatch.setattr(model_dir, "load_tokenizer", pytest.fail)
             found = await reader.vocabulary()
             assert b"".join(map(found.piece, await reader.ids("a red circle", add_special=False))) == b"a red circle"
 

@@ -18,7 +18,14 @@ from penstock.server.chat.request_fields import (
     UnknownFields,
     is_neutral,
 )
-from penstock.server.chat.request_schema import DECODERS, FIELDS, Chat, Completion, Tokenize, decoded
+from penstock.server.chat.request_schema import (
+    DECODERS,
+    FIELDS,
+    ChatRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    decoded,
+)
 from penstock.server.errors import ApiError
 from penstock.server.http import openapi
 
@@ -47,15 +54,19 @@ OF_VLLM = {
 
 
 def body_of(kind: type, **fields: Any) -> bytes:
-    needed = {Chat: {"messages": MESSAGES}, Completion: {"prompt": "x"}, Tokenize: {"prompt": "x"}}[kind]
+    needed = {
+        ChatRequest: {"messages": MESSAGES},
+        CompletionRequest: {"prompt": "x"},
+        TokenizeRequest: {"prompt": "x"},
+    }[kind]
     return json.dumps({**needed, **fields}).encode()
 
 
 def test_every_field_of_openai_and_of_vllm_has_one_place() -> None:
-    honoured = FIELDS[Chat] | FIELDS[Completion]
+    honoured = FIELDS[ChatRequest] | FIELDS[CompletionRequest]
     for name in " ".join(OF_OPENAI | OF_VLLM).split():
         assert (name in honoured) + (name in NEUTRAL_ONLY) + (name in IGNORED) == 1, name
-    assert not FIELDS[Tokenize] & (NEUTRAL_ONLY.keys() | IGNORED)
+    assert not FIELDS[TokenizeRequest] & (NEUTRAL_ONLY.keys() | IGNORED)
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -78,7 +89,7 @@ def test_the_refusal_says_which_values_would_pass() -> None:
         ({"regex": "a+"}, "regex is not supported"),
     ):
         with pytest.raises(ApiError) as caught:
-            decoded(body_of(Chat, **fields), Chat)
+            decoded(body_of(ChatRequest, **fields), ChatRequest)
         assert words in caught.value.message
 
 
@@ -87,7 +98,7 @@ def test_a_field_that_changes_nothing_is_ignored_whatever_its_value(name: str) -
     outer, _, inner = name.partition(".")
     for value in (None, True, 7, "x", {"a": [1]}):
         unknown: list[str] = []
-        decoded(body_of(Chat, **{outer: {inner: value} if inner else value}), Chat, unknown)
+        decoded(body_of(ChatRequest, **{outer: {inner: value} if inner else value}), ChatRequest, unknown)
         assert unknown == []
 
 
@@ -101,15 +112,15 @@ def test_unknown_fields_are_returned_also_of_a_body_with_long_images() -> None:
         unknown: list[str] = []
         image = {"type": "image_url", "image_url": {"url": url}}
         messages = [{"role": "user", "content": [image]}]
-        body = body_of(Chat, messages=messages, max_token=3, stream_options={"include_usge": True}, stream=False)
-        found = decoded(body, Chat, unknown)
+        body = body_of(ChatRequest, messages=messages, max_token=3, stream_options={"include_usge": True}, stream=False)
+        found = decoded(body, ChatRequest, unknown)
         assert found.messages[0].content[0].image_url.url == url  # type: ignore[index,union-attr]
         assert unknown == ["max_token", "stream_options.include_usge"]
 
 
 def test_an_unknown_field_is_named_with_the_nearest_one_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "penstock.engine")
-    fields = UnknownFields(FIELDS[Chat])
+    fields = UnknownFields(FIELDS[ChatRequest])
     for _ in range(3):
         assert fields.describe(["max_token", "zzz"], path="/v1/x") == "max_token (did you mean max_tokens?), zzz"
     lines = [record.fields for record in caplog.records]  # type: ignore[attr-defined]
@@ -142,8 +153,8 @@ def test_the_document_lists_every_field_with_what_passes() -> None:
 def test_the_page_on_serving_lists_every_field() -> None:
     rows = dict(re.findall(r"^\| ([a-z ,]+) \| (`.+`) \|$", SERVE.read_text(), re.MULTILINE))
     listed = {title: set(re.findall(r"`([a-z_.]+)`", names)) for title, names in rows.items()}
-    assert listed["honoured by both"] == FIELDS[Chat] & FIELDS[Completion]
-    assert listed["honoured by chats"] == FIELDS[Chat] - FIELDS[Completion]
-    assert listed["honoured by completions"] == FIELDS[Completion] - FIELDS[Chat]
+    assert listed["honoured by both"] == FIELDS[ChatRequest] & FIELDS[CompletionRequest]
+    assert listed["honoured by chats"] == FIELDS[ChatRequest] - FIELDS[CompletionRequest]
+    assert listed["honoured by completions"] == FIELDS[CompletionRequest] - FIELDS[ChatRequest]
     assert listed["refused"] == NEUTRAL_ONLY.keys()
     assert listed["ignored"] == IGNORED

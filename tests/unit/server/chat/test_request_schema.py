@@ -13,18 +13,25 @@ pytest.importorskip("starlette")
 from penstock.engine.client.stream import EngineError
 from penstock.engine.protocol.config import SamplingDefaults
 from penstock.engine.protocol.messages import SamplingParams
-from penstock.server.chat.request_schema import DECODERS, Chat, Completion, Conversation, Tokenize, decoded
+from penstock.server.chat.request_schema import (
+    DECODERS,
+    ChatRequest,
+    CompletionRequest,
+    Conversation,
+    TokenizeRequest,
+    decoded,
+)
 from penstock.server.errors import ApiError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def completion(**said: Any) -> Completion:
-    return decoded(json.dumps({"prompt": "x", **said}).encode(), Completion)
+def completion(**said: Any) -> CompletionRequest:
+    return decoded(json.dumps({"prompt": "x", **said}).encode(), CompletionRequest)
 
 
-def chat(**said: Any) -> Chat:
-    return decoded(json.dumps({**CHAT, **said}).encode(), Chat)
+def chat(**said: Any) -> ChatRequest:
+    return decoded(json.dumps({**CHAT, **said}).encode(), ChatRequest)
 
 
 def test_what_is_not_said_is_what_openai_says_it_is() -> None:
@@ -46,7 +53,7 @@ def test_defaults_of_the_model_are_used_where_a_request_gives_none() -> None:
 
 
 def test_null_is_not_said_and_what_is_not_known_is_passed_over() -> None:
-    names = [name for name in Completion.__struct_fields__ if name != "prompt"]
+    names = [name for name in CompletionRequest.__struct_fields__ if name != "prompt"]
     assert completion(**dict.fromkeys(names), metadata={"a": 1}, store=True).sampling() == SamplingParams()
 
 
@@ -179,11 +186,11 @@ def test_templates_are_told_where_images_stand_and_these_go_a_way_of_their_own()
 
 
 def test_tokens_are_of_a_text_or_of_messages_and_not_of_both() -> None:
-    assert decoded(b'{"prompt": "a"}', Tokenize).what() == "a"
-    assert decoded(json.dumps(CHAT).encode(), Tokenize).what() == ([{"role": "user", "content": "hi"}], [])
+    assert decoded(b'{"prompt": "a"}', TokenizeRequest).what() == "a"
+    assert decoded(json.dumps(CHAT).encode(), TokenizeRequest).what() == ([{"role": "user", "content": "hi"}], [])
     for body in (b"{}", json.dumps({**CHAT, "prompt": "a"}).encode()):
         with pytest.raises(ApiError):
-            decoded(body, Tokenize).what()
+            decoded(body, TokenizeRequest).what()
 
 
 @given(
@@ -203,14 +210,14 @@ def test_any_bytes_are_understood_or_refused_with_400(body: bytes) -> None:
         {"prompt": st.text() | st.lists(st.integers() | st.text() | st.lists(st.integers()))},
         optional={
             name: st.none() | st.integers() | st.floats(allow_nan=False) | st.booleans() | st.text()
-            for name in Completion.__struct_fields__
+            for name in CompletionRequest.__struct_fields__
             if name != "prompt"
         },
     )
 )
 def test_any_values_are_understood_or_refused_with_400(said: dict[str, Any]) -> None:
     try:
-        asked = decoded(msgspec.json.encode(said), Completion)
+        asked = decoded(msgspec.json.encode(said), CompletionRequest)
         asked.sampling()
         asked.prompts()
     except ApiError as error:

@@ -12,13 +12,20 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from penstock.engine.client.stream import EngineError, Piece, Stream
+from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
 from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.protocol.messages import FinishReason, Logprobs
-from penstock.server.chat.streaming import Batch, Choice, Events, Pace, gathered, unless_gone
+from penstock.server.chat.streaming import (
+    LatencyRecorder,
+    RequestStreams,
+    SSEResponse,
+    StreamedChoice,
+    cancel_on_disconnect,
+    collect,
+)
 from penstock.server.errors import Gone
 from penstock.server.options import ServerOptions
-from penstock.server.status.counters import Row, Served
+from penstock.server.status.counters import ProcessCounters, Served
 
 
 def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -29,8 +36,8 @@ def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], No
     return test
 
 
-def row(engines: int = 1) -> Row:
-    return Row(memoryview(bytearray(8 * Row.words(engines))).cast("Q"))
+def row(engines: int = 1) -> ProcessCounters:
+    return ProcessCounters(memoryview(bytearray(8 * ProcessCounters.words(engines))).cast("Q"))
 
 
 class Connection:
@@ -52,9 +59,11 @@ class Connection:
         return b"".join(one.get("body", b"") for one in self.sent)
 
 
-def answer(*pieces: Piece, error: EngineError | None = None, samples: int = 1) -> tuple[Stream, list[Stream]]:
-    aborted: list[Stream] = []
-    stream = Stream(1, 0, 1, 5, samples)
+def answer(
+    *pieces: OutputChunk, error: EngineError | None = None, samples: int = 1
+) -> tuple[OutputStream, list[OutputStream]]:
+    aborted: list[OutputStream] = []
+    stream = OutputStream(1, 0, 1, 5, samples)
     stream.begin(aborted.append, None)
     for piece in pieces:
         stream.add(piece)
@@ -63,11 +72,11 @@ def answer(*pieces: Piece, error: EngineError | None = None, samples: int = 1) -
     return stream, aborted
 
 
-def batch_of(*streams: Stream, max_open: int = 8) -> Batch:
-    async def submitted(stream: Stream) -> Stream:
+def batch_of(*streams: OutputStream, max_open: int = 8) -> RequestStreams:
+    async def submitted(stream: OutputStream) -> OutputStream:
         return stream
 
-    return Batch([functools.partial(submitted, stream) for stream in streams], max_open, lambda: None)
+    return RequestStreams([functools.partial(submitted, stream) for stream in streams], max_open, lambda: None)
 
 
 # ── a client that goes ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -83,7 +92,7 @@ async def test_work_is_cancelled_when_the_client_goes_and_nobody_is_left() -> No
 
     asyncio.get_running_loop().call_later(0.01, connection.gone.set)
     with pytest.raises(Gone):
-        await unless_gone(connection.receive, work())
+        await cancel_on_disconnect(connection.receive, work())
     assert was_cancelled.is_set() and len(asyncio.all_tasks()) <= 2
 
 
@@ -97,9 +106,9 @@ async def test_work_that_is_done_gives_what_it_gives_and_its_error_is_its_own() 
             raise EngineError(503, "it died")
         return "well"
 
-    assert await unless_gone(connection.receive, work(True)) == "well"
+    assert await cancel_on_disconnect(connection.receive, work(True)) == "well"
     with pytest.raises(EngineError, match="it died"):
-        await unless_gone(connection.receive, work(False))
+        await cancel_on_disconnect(connection.receive, work(False))
     assert len(asyncio.all_tasks()) <= 2
 
 
@@ -107,8 +116,10 @@ async def test_work_that_is_done_gives_what_it_gives_and_its_error_is_its_own() 
 @in_a_loop
 async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> None:
     connection = Connection()
-    stream, _ = answer(Piece(0, b"data: 1\n\n", [1], FinishReason.STOP, None, 3))
-    await Events(batch_of(stream), b'{"id":"x"', True, Pace(row(), 0.0), "abc")({}, connection.receive, connection.send)
+    stream, _ = answer(OutputChunk(0, b"data: 1\n\n", [1], FinishReason.STOP, None, 3))
+    await SSEResponse(batch_of(stream), b'{"id":"x"', True, LatencyRecorder(row(), 0.0), "abc")(
+        {}, connection.receive, connection.send
+    )
     first, usage, done, rest = connection.body.split(b"\n\n")
     assert (first, done, rest) == (b"data: 1", b"data: [DONE]", b"")
     said = json.loads(usage.removeprefix(b"data: "))
@@ -123,10 +134,14 @@ async def test_an_error_before_the_first_piece_is_raised_and_a_later_one_is_an_e
     connection = Connection()
     stream, _ = answer(error=EngineError(400, "too long"))
     with pytest.raises(EngineError, match="too long"):
-        await Events(batch_of(stream), b"{", False, Pace(row(), 0.0), "abc")({}, connection.receive, connection.send)
+        await SSEResponse(batch_of(stream), b"{", False, LatencyRecorder(row(), 0.0), "abc")(
+            {}, connection.receive, connection.send
+        )
     assert connection.sent == []
-    stream, _ = answer(Piece(0, b"data: 1\n\n", [1]), error=EngineError(503, "it died"))
-    await Events(batch_of(stream), b"{", True, Pace(row(), 0.0), "abc")({}, connection.receive, connection.send)
+    stream, _ = answer(OutputChunk(0, b"data: 1\n\n", [1]), error=EngineError(503, "it died"))
+    await SSEResponse(batch_of(stream), b"{", True, LatencyRecorder(row(), 0.0), "abc")(
+        {}, connection.receive, connection.send
+    )
     first, error, rest = connection.body.split(b"\n\n")
     assert (first, rest) == (b"data: 1", b"")
     assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "it died (request abc)"
@@ -135,19 +150,21 @@ async def test_an_error_before_the_first_piece_is_raised_and_a_later_one_is_an_e
 @in_a_loop
 async def test_a_client_that_goes_aborts_its_stream() -> None:
     connection = Connection()
-    stream, aborted = answer(Piece(0, b"data: 1\n\n", [1]))
+    stream, aborted = answer(OutputChunk(0, b"data: 1\n\n", [1]))
     asyncio.get_running_loop().call_later(0.01, connection.gone.set)
     with pytest.raises(Gone):
-        await Events(batch_of(stream), b"{", False, Pace(row(), 0.0), "abc")({}, connection.receive, connection.send)
+        await SSEResponse(batch_of(stream), b"{", False, LatencyRecorder(row(), 0.0), "abc")(
+            {}, connection.receive, connection.send
+        )
     assert aborted == [stream] and connection.body == b"data: 1\n\n"
 
 
 @in_a_loop
 async def test_the_answers_of_several_prompts_are_one_answer() -> None:
-    first, _ = answer(Piece(0, b"data: 1\n\n", [1], FinishReason.STOP))
-    second, _ = answer(Piece(0, b"data: 2\n\n", [2]), Piece(0, b"data: 3\n\n", [3], FinishReason.STOP))
+    first, _ = answer(OutputChunk(0, b"data: 1\n\n", [1], FinishReason.STOP))
+    second, _ = answer(OutputChunk(0, b"data: 2\n\n", [2]), OutputChunk(0, b"data: 3\n\n", [3], FinishReason.STOP))
     connection = Connection()
-    events = Events(batch_of(first, second, max_open=1), b'{"id":"x"', True, Pace(row(), 0.0), "abc")
+    events = SSEResponse(batch_of(first, second, max_open=1), b'{"id":"x"', True, LatencyRecorder(row(), 0.0), "abc")
     await events({}, connection.receive, connection.send)
     *lines, usage, done, rest = connection.body.split(b"\n\n")
     assert lines == [b"data: 1", b"data: 2", b"data: 3"]
@@ -159,33 +176,33 @@ async def test_the_answers_of_several_prompts_are_one_answer() -> None:
 async def test_at_most_so_many_prompts_of_a_request_are_open() -> None:
     open_now = most = 0
 
-    class Watched(Stream):
+    class Watched(OutputStream):
         async def __aexit__(self, *error: object) -> None:
             nonlocal open_now
             open_now -= 1
             await super().__aexit__(*error)
 
-    async def submit(number: int) -> Stream:
+    async def submit(number: int) -> OutputStream:
         nonlocal open_now, most
         open_now += 1
         most = max(most, open_now)
         stream = Watched(number, 0, 1, 3, 1)
         stream.begin(lambda _: None, None)
-        asyncio.get_running_loop().call_later(0.001, stream.add, Piece(0, b"%d" % number, [1], FinishReason.STOP))
+        asyncio.get_running_loop().call_later(0.001, stream.add, OutputChunk(0, b"%d" % number, [1], FinishReason.STOP))
         return stream
 
-    batch = Batch([functools.partial(submit, number) for number in range(20)], 3, lambda: None)
-    choices = await gathered(batch, 20, 1, Pace(row(), 0.0))
+    batch = RequestStreams([functools.partial(submit, number) for number in range(20)], 3, lambda: None)
+    choices = await collect(batch, 20, 1, LatencyRecorder(row(), 0.0))
     assert [choice.of_completion(0, None)["text"] for choice in choices] == [str(number) for number in range(20)]
     assert (most, open_now) == (3, 0)
 
 
 @in_a_loop
 async def test_when_one_prompt_fails_the_others_are_aborted() -> None:
-    whole, aborted = answer(Piece(0, b"data: 1\n\n", [1]))
+    whole, aborted = answer(OutputChunk(0, b"data: 1\n\n", [1]))
     failed, _ = answer(error=EngineError(503, "it died"))
     with pytest.raises(EngineError, match="it died"):
-        await gathered(batch_of(whole, failed), 2, 1, Pace(row(), 0.0))
+        await collect(batch_of(whole, failed), 2, 1, LatencyRecorder(row(), 0.0))
     assert aborted == [whole] and len(asyncio.all_tasks()) <= 2
 
 
@@ -193,12 +210,12 @@ async def test_when_one_prompt_fails_the_others_are_aborted() -> None:
 @in_a_loop
 async def test_pieces_are_gathered_by_sample() -> None:
     pieces = (
-        Piece(1, b"b", [2]),
-        Piece(0, "é".encode(), [1], FinishReason.STOP, "x"),
-        Piece(1, b"c", [3], FinishReason.LENGTH),
+        OutputChunk(1, b"b", [2]),
+        OutputChunk(0, "é".encode(), [1], FinishReason.STOP, "x"),
+        OutputChunk(1, b"c", [3], FinishReason.LENGTH),
     )
     stream, _ = answer(*pieces, samples=2)
-    first, second = await gathered(batch_of(stream), 1, 2, Pace(row(), 0.0))
+    first, second = await collect(batch_of(stream), 1, 2, LatencyRecorder(row(), 0.0))
     said = first.of_chat(0, None)
     assert said["message"] == {"role": "assistant", "content": "é"} and said["logprobs"] is None
     assert (said["finish_reason"], said["stop_reason"]) == ("stop", "x")
@@ -211,9 +228,9 @@ def test_log_probabilities_are_told_in_both_ways() -> None:
     values = np.array([-1, -1, -2, -3, -np.inf], np.float32)
     ids = np.array([0, 0, 1, 2, 1], np.int32)
     found = Logprobs(ids, values, np.array([1, 2], np.int32), np.array([3, 2], np.uint16))
-    choice = Choice()
-    choice.add(Piece(0, b"", [9], logprobs=None))
-    choice.add(Piece(0, b"ab", [0, 2], FinishReason.LENGTH, logprobs=found))
+    choice = StreamedChoice()
+    choice.add(OutputChunk(0, b"", [9], logprobs=None))
+    choice.add(OutputChunk(0, b"ab", [0, 2], FinishReason.LENGTH, logprobs=found))
     first, second = choice.of_chat(0, vocabulary)["logprobs"]["content"]
     assert (first["token"], first["logprob"], first["bytes"]) == ("a", -1.0, [97])
     assert [(one["token"], one["logprob"]) for one in first["top_logprobs"]] == [("a", -1.0), ("b", -2.0)]
@@ -225,10 +242,10 @@ def test_log_probabilities_are_told_in_both_ways() -> None:
 
 
 # ── what is counted ──────────────────────────────────────────────────────────────────────────────────────────────────
-def counted(*steps: tuple[float, Piece]) -> tuple[Served, Stream]:
+def counted(*steps: tuple[float, OutputChunk]) -> tuple[Served, OutputStream]:
     """One stream of two samples, begun at 0, whose pieces are passed on at these times."""
-    stream, row_of_it = Stream(1, 1, 1, 5, 2), row(engines=2)
-    pace = Pace(row_of_it, 0.0)
+    stream, row_of_it = OutputStream(1, 1, 1, 5, 2), row(engines=2)
+    pace = LatencyRecorder(row_of_it, 0.0)
     for now, piece in steps:
         with mock.patch("penstock.server.chat.streaming.time.monotonic", lambda now=now: now):
             pace.piece(stream, piece)
@@ -238,11 +255,11 @@ def counted(*steps: tuple[float, Piece]) -> tuple[Served, Stream]:
 
 def test_times_are_counted_for_each_sequence() -> None:
     engine, _ = counted(
-        (0.25, Piece(0, b"", [1])),
-        (0.5, Piece(1, b"", [1])),
-        (0.625, Piece(0, b"", [])),
-        (1.25, Piece(0, b"", [2, 3, 4, 5], FinishReason.STOP)),
-        (2.0, Piece(1, b"", [], FinishReason.LENGTH)),
+        (0.25, OutputChunk(0, b"", [1])),
+        (0.5, OutputChunk(1, b"", [1])),
+        (0.625, OutputChunk(0, b"", [])),
+        (1.25, OutputChunk(0, b"", [2, 3, 4, 5], FinishReason.STOP)),
+        (2.0, OutputChunk(1, b"", [], FinishReason.LENGTH)),
     )
     assert (sum(engine.first_token.counts), engine.first_token.seconds) == (2, 0.75)
     assert (sum(engine.inter_token.counts), engine.inter_token.seconds) == (4, 1.0)  # a token has its share of a piece
@@ -262,14 +279,14 @@ def test_times_are_counted_for_each_sequence() -> None:
     ids=["error", "refused", "gone"],
 )
 def test_sequences_that_do_not_end_are_counted_by_what_ended_them(error: BaseException, reasons: list[int]) -> None:
-    stream, its = Stream(1, 0, 1, 5, 2), row()
+    stream, its = OutputStream(1, 0, 1, 5, 2), row()
     batch = batch_of(stream)
     batch.streams[0] = stream
-    pace = Pace(its, 0.0)
+    pace = LatencyRecorder(its, 0.0)
 
     def scene() -> None:
         with pace.watching(batch):
-            pace.piece(stream, Piece(1, b"", [1], FinishReason.STOP))
+            pace.piece(stream, OutputChunk(1, b"", [1], FinishReason.STOP))
             raise error
 
     with pytest.raises(type(error)):

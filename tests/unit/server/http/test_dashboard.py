@@ -28,7 +28,7 @@ class Server:
         self.looks = self.found = 0
         self.is_gone = False
         self.now = 100.0
-        monkeypatch.setattr(dashboard, "Watch", self.find)
+        monkeypatch.setattr(dashboard, "SnapshotReader", self.find)
         monkeypatch.setattr(dashboard.time, "monotonic", lambda: self.now)
 
     def find(self, pid: int) -> "Server":

@@ -12,9 +12,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.cluster.histogram import Histogram, words_of
-from penstock.engine.cluster.status_board import Board, queue_times_of
+from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
 from penstock.server.http.metrics import Metrics
-from penstock.server.status.counters import Row, Served, Tally
+from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
 from tests.support.documents import ROOT
 
 SERVERS, ENGINES, NAME = 3, 2, "a model"
@@ -54,11 +54,14 @@ class Pages:
     """The tally and the board of a tree that is not there."""
 
     def __init__(self) -> None:
-        self._tally, self._board = Tally.lay(SERVERS, ENGINES), Board.lay(ENGINES)
-        self.tally, self.board = Tally(self._tally, SERVERS, writable=True), Board(self._board, writable=True)
+        self._tally, self._board = ServerCounters.lay(SERVERS, ENGINES), StatusBoard.lay(ENGINES)
+        self.tally, self.board = (
+            ServerCounters(self._tally, SERVERS, writable=True),
+            StatusBoard(self._board, writable=True),
+        )
 
     def families(self) -> dict[str, Metric]:
-        text = Metrics(Tally(self._tally, SERVERS), Board(self._board), NAME).text().decode()
+        text = Metrics(ServerCounters(self._tally, SERVERS), StatusBoard(self._board), NAME).text().decode()
         return {one.name: one for one in text_string_to_metric_families(text)}
 
     def number(self, name: str, **labels: Any) -> float:
@@ -150,9 +153,10 @@ def test_what_servers_count_is_added_up_for_each_engine(pages: Pages) -> None:
 def test_what_cores_write_is_shown_for_each_engine(pages: Pages) -> None:
     row = pages.board.row(1)
     words = {
-        Board.SERVING: 2, Board.RUNNING: 5, Board.WAITING: 3, Board.BLOCKS: 100, Board.FREE_BLOCKS: 75,
-        Board.PREFIX_QUERIES: 50, Board.PREFIX_HITS: 16, Board.PREEMPTIONS: 4, Board.STEPS: 9,
-        Board.OWN_NS: 1_500_000_000,
+        StatusBoard.SERVING: 2, StatusBoard.RUNNING: 5, StatusBoard.WAITING: 3,
+        StatusBoard.BLOCKS: 100, StatusBoard.FREE_BLOCKS: 75,
+        StatusBoard.PREFIX_QUERIES: 50, StatusBoard.PREFIX_HITS: 16, StatusBoard.PREEMPTIONS: 4, StatusBoard.STEPS: 9,
+        StatusBoard.OWN_NS: 1_500_000_000,
     }  # fmt: skip
     for word, number in words.items():
         row[word] = number
@@ -173,7 +177,7 @@ def test_answers_are_counted_by_server_route_and_status(pages: Pages) -> None:
     for server, row in enumerate(pages.tally.rows):
         row[row.answered("chat", 200)] += 3 + server
         row[row.answered("chat", 418)] += 1
-        row[Row.OPEN] = 7
+        row[ProcessCounters.OPEN] = 7
     assert pages.number("penstock_requests_total", server=1, route="chat", status=200) == 4
     assert pages.number("penstock_requests_total", server=0, route="chat", status=400) == 1
     assert pages.number("penstock_open_requests", server=1) == 7
@@ -181,7 +185,7 @@ def test_answers_are_counted_by_server_route_and_status(pages: Pages) -> None:
 
 def test_rows_and_engines_do_not_touch_each_other(pages: Pages) -> None:
     for row in pages.tally.rows:
-        row[Row.FAILED_STARTS] = row[row.answered("models", 504)] = 1
+        row[ProcessCounters.FAILED_STARTS] = row[row.answered("models", 504)] = 1
         for engine in row.engines:
             for word in range(Served.WORDS):
                 engine[word] += 1
@@ -189,7 +193,7 @@ def test_rows_and_engines_do_not_touch_each_other(pages: Pages) -> None:
         one for row in pages.tally.rows for engine in row.engines for one in (engine[w] for w in range(Served.WORDS))
     ]
     assert set(words) == {1}
-    assert all(row[Row.FAILED_STARTS] == row[row.answered("models", 504)] == 1 for row in pages.tally.rows)
+    assert all(row[ProcessCounters.FAILED_STARTS] == row[row.answered("models", 504)] == 1 for row in pages.tally.rows)
 
 
 def test_a_histogram_counts_what_is_more_than_its_last_bound() -> None:

@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 
-from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
-from penstock.server.http.app import Api
+from penstock.server.http.app import ApiServer
 from penstock.server.options import ServerOptions
-from penstock.server.status.counters import Tally
+from penstock.server.status.counters import ServerCounters
 
 CONFIG = EngineConfig(model="/models/its-directory", simulated=SimulatedDevice())
 
@@ -46,9 +46,9 @@ class Client:
 @pytest.fixture
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     options = ServerOptions(served_model_name=request.param)
-    tally, board = Tally(Tally.lay(1), 1, writable=True), Board(Board.lay(1))
+    tally, board = ServerCounters(ServerCounters.lay(1), 1, writable=True), StatusBoard(StatusBoard.lay(1))
     absent: Any = None
-    found = Client(Api(CONFIG, options, absent, absent, tally, board, 0).app())
+    found = Client(ApiServer(CONFIG, options, absent, absent, tally, board, 0).app())
     yield found
     board.close()
     vars(found).clear()  # pytest holds the object until it has looked what is left

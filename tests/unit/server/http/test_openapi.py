@@ -14,14 +14,14 @@ pytest.importorskip("jsonschema_rs")  # schemathesis brings it
 import jsonschema_rs
 from starlette.routing import Route
 
-from penstock.engine.cluster.status_board import Board
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
-from penstock.server.chat.request_schema import Chat, Completion, decoded
+from penstock.server.chat.request_schema import ChatRequest, CompletionRequest, decoded
 from penstock.server.errors import ApiError
 from penstock.server.http import openapi
-from penstock.server.http.app import Api
+from penstock.server.http.app import ApiServer
 from penstock.server.options import ServerOptions
-from penstock.server.status.counters import Tally
+from penstock.server.status.counters import ServerCounters
 
 DOCUMENT = openapi.documented(True)
 SCHEMAS = DOCUMENT["components"]["schemas"]
@@ -39,9 +39,9 @@ def validator(kind: type) -> Any:
 
 def test_every_route_is_in_the_document_and_no_other() -> None:
     config = EngineConfig(simulated=SimulatedDevice())
-    tally, board = Tally(Tally.lay(1), 1), Board(Board.lay(1))
+    tally, board = ServerCounters(ServerCounters.lay(1), 1), StatusBoard(StatusBoard.lay(1))
     client: Any = None
-    api = Api(config, ServerOptions(), client, client, tally, board, 0)
+    api = ApiServer(config, ServerOptions(), client, client, tally, board, 0)
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for route in api.app().routes
@@ -74,10 +74,12 @@ def test_all_that_it_refers_to_is_there() -> None:
         ]
 
     found = {one.removeprefix(openapi.SCHEMAS) for one in references(DOCUMENT)}
-    assert {"Chat", "Completion", "Error", "ChatChunk"} <= found <= SCHEMAS.keys()
+    assert {"ChatRequest", "CompletionRequest", "ErrorResponse", "ChatChunk"} <= found <= SCHEMAS.keys()
 
 
-FIELDS = [name for name in Completion.__struct_fields__ if name not in ("prompt", "response_format", "stream_options")]
+FIELDS = [
+    name for name in CompletionRequest.__struct_fields__ if name not in ("prompt", "response_format", "stream_options")
+]
 RELATED = {"min_tokens", "best_of"}  # to other fields: no schema says that
 
 
@@ -85,27 +87,27 @@ RELATED = {"min_tokens", "best_of"}  # to other fields: no schema says that
 def test_numbers_that_it_allows_are_taken_and_others_are_refused(said: dict[str, Any]) -> None:
     body = {"prompt": "x", **said}
     try:
-        decoded(msgspec.json.encode(body), Completion).sampling()
+        decoded(msgspec.json.encode(body), CompletionRequest).sampling()
         is_taken = True
     except ApiError:
         is_taken = False
-    assert is_taken == validator(Completion).is_valid(body), body
+    assert is_taken == validator(CompletionRequest).is_valid(body), body
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Chat, {"tools": [{"type": "function"}]}),
-        (Chat, {"functions": [{}]}),
-        (Chat, {"modalities": ["audio"]}),
-        (Chat, {"response_format": {"type": "json_schema"}}),
-        (Chat, {"continue_final_message": True}),
-        (Completion, {"guided_regex": "a+"}),
-        (Completion, {"echo": True}),
-        (Completion, {"prompt_logprobs": 1}),
-        (Completion, {"logit_bias": {"a": 1}}),
-        (Completion, {"logit_bias": {"1": 101}}),
-        (Completion, {"stop": [""]}),
+        (ChatRequest, {"tools": [{"type": "function"}]}),
+        (ChatRequest, {"functions": [{}]}),
+        (ChatRequest, {"modalities": ["audio"]}),
+        (ChatRequest, {"response_format": {"type": "json_schema"}}),
+        (ChatRequest, {"continue_final_message": True}),
+        (CompletionRequest, {"guided_regex": "a+"}),
+        (CompletionRequest, {"echo": True}),
+        (CompletionRequest, {"prompt_logprobs": 1}),
+        (CompletionRequest, {"logit_bias": {"a": 1}}),
+        (CompletionRequest, {"logit_bias": {"1": 101}}),
+        (CompletionRequest, {"stop": [""]}),
     ],
 )
 def test_what_it_does_not_allow_is_refused(kind: type, said: dict[str, Any]) -> None:
@@ -128,5 +130,5 @@ def test_what_it_does_not_allow_is_refused(kind: type, said: dict[str, Any]) -> 
 )
 def test_what_clients_say_by_habit_is_passed_over(said: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], **said}
-    decoded(json.dumps(body).encode(), Chat).sampling()
-    assert validator(Chat).is_valid(body)
+    decoded(json.dumps(body).encode(), ChatRequest).sampling()
+    assert validator(ChatRequest).is_valid(body)

@@ -17,7 +17,7 @@ pytest.importorskip("starlette")
 
 from penstock.engine.client.image_processor import ImageRefused
 from penstock.server.images import image_fetcher
-from penstock.server.images.image_fetcher import AT_ONCE, Fetcher, Host, is_elsewhere, is_public
+from penstock.server.images.image_fetcher import AT_ONCE, AllowedHost, ImageFetcher, is_public, is_remote
 from penstock.server.options import ServerOptions
 from tests.conftest import eventually
 
@@ -121,7 +121,7 @@ def host() -> Iterator[Elsewhere]:
 
 def fetched(url: str, hosts: tuple[str, ...], most: int = MOST, **options: Any) -> bytes:
     async def fetch() -> bytes:
-        with contextlib.closing(Fetcher(hosts, **{"tls": TRUSTING, **options})) as fetcher:
+        with contextlib.closing(ImageFetcher(hosts, **{"tls": TRUSTING, **options})) as fetcher:
             return await fetcher.fetch(url, most)
 
     return asyncio.run(fetch())
@@ -209,10 +209,10 @@ def test_what_is_no_host_is_refused_where_it_is_said(said: str) -> None:
 
 
 def test_hosts_are_told_apart_by_name_and_port() -> None:
-    assert Host.of("Example.org") == ("example.org", None)
-    assert Host.of("10.0.0.7:8080") == ("10.0.0.7", 8080)
-    assert Host.of("[::1]:80") == ("::1", 80)
-    assert is_elsewhere("HTTPS://x") and is_elsewhere("http://x") and not is_elsewhere("data:image/png;base64,http://")
+    assert AllowedHost.of("Example.org") == ("example.org", None)
+    assert AllowedHost.of("10.0.0.7:8080") == ("10.0.0.7", 8080)
+    assert AllowedHost.of("[::1]:80") == ("::1", 80)
+    assert is_remote("HTTPS://x") and is_remote("http://x") and not is_remote("data:image/png;base64,http://")
 
 
 # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -359,7 +359,7 @@ def test_whoever_waits_no_longer_ends_the_connection(host: Elsewhere) -> None:
 
     async def scene() -> None:
         place = f"127.0.0.1:{host.port}"
-        with contextlib.closing(Fetcher((place,), seconds=60.0)) as fetcher:
+        with contextlib.closing(ImageFetcher((place,), seconds=60.0)) as fetcher:
             asking = [asyncio.ensure_future(fetcher.fetch(f"http://{place}/", MOST)) for _ in range(AT_ONCE + 2)]
             await asyncio.to_thread(host.until, AT_ONCE)  # and the others wait for their turn
             for one in asking:

@@ -22,10 +22,10 @@ from penstock import Store  # noqa: E402
 from penstock.engine.client import image_processor  # noqa: E402
 from penstock.engine.client.image_processor import ImageLimits  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice  # noqa: E402
-from penstock.server.chat.prompt_builder import BytesWords, Reader, words_of  # noqa: E402
-from penstock.server.chat.request_schema import Chat, Conversation, decoded  # noqa: E402
+from penstock.server.chat.prompt_builder import NumberTokenizer, PromptBuilder, build_tokenizer  # noqa: E402
+from penstock.server.chat.request_schema import ChatRequest, Conversation, decoded  # noqa: E402
 from penstock.server.errors import ApiError  # noqa: E402
-from penstock.server.images.image_prompts import Prompt, image_reader  # noqa: E402
+from penstock.server.images.image_prompts import Prompt, build_image_prompts  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
 from penstock.tensor import Incoming  # noqa: E402
 from tests.support.models import VISION  # noqa: E402
@@ -58,11 +58,11 @@ class Scene:
 
     def __init__(self, model: Path, store: Store, **options: Any) -> None:
         config = EngineConfig(model=str(model))
-        images = image_reader(config, ServerOptions(**options), store)
+        images = build_image_prompts(config, ServerOptions(**options), store)
         assert images is not None
         self.store = store
         self.outgoing = images._outgoing
-        self.reader = Reader(config, words_of(config), images)
+        self.reader = PromptBuilder(config, build_tokenizer(config), images)
 
     async def prompt(self, *parts: dict[str, Any]) -> Prompt:
         said = Conversation.of(asked(*parts).messages)
@@ -82,8 +82,8 @@ class Scene:
         must_be_held_by_nobody(self.store)
 
 
-def asked(*parts: dict[str, Any]) -> Chat:
-    return decoded(json.dumps({"messages": [{"role": "user", "content": list(parts)}]}).encode(), Chat)
+def asked(*parts: dict[str, Any]) -> ChatRequest:
+    return decoded(json.dumps({"messages": [{"role": "user", "content": list(parts)}]}).encode(), ChatRequest)
 
 
 @contextlib.contextmanager
@@ -247,10 +247,10 @@ def test_nobody_writes_a_placeholder_into_a_text(llava: Path) -> None:
 
 def test_a_model_that_takes_no_images_says_so() -> None:
     config = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
-    assert image_reader(config, ServerOptions(), None) is None
+    assert build_image_prompts(config, ServerOptions(), None) is None
 
     async def look() -> None:
-        with contextlib.closing(Reader(config, BytesWords(200))) as reader:
+        with contextlib.closing(PromptBuilder(config, NumberTokenizer(200))) as reader:
             said = Conversation.of(asked(text("a"), SMALL).messages)
             with pytest.raises(ApiError, match=r"expected text, got an image .*: this model takes none") as caught:
                 await reader.conversation(said, True, {})
@@ -265,7 +265,7 @@ def test_a_model_that_takes_no_images_says_so() -> None:
 def test_a_model_that_lacks_what_images_take_answers_text(missing: str, tmp_path: Path) -> None:
     sight = Sight("llava", tmp_path)
     (tmp_path / missing).unlink()
-    assert image_reader(EngineConfig(model=str(sight.path)), ServerOptions(), None) is None
+    assert build_image_prompts(EngineConfig(model=str(sight.path)), ServerOptions(), None) is None
 
 
 def test_folders_that_are_not_there_are_refused_at_once(tmp_path: Path) -> None:

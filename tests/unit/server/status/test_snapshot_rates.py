@@ -5,14 +5,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.engine.cluster.topology import Member
-from penstock.server.status.server_info import Notice
-from penstock.server.status.snapshot import Channel, Group, Holder, Moment, Process, Server, Store
-from penstock.server.status.snapshot_rates import Seen, rates_of
+from penstock.engine.cluster.topology import ProcessId
+from penstock.server.status.server_info import ServerInfo
+from penstock.server.status.snapshot import (
+    ChannelView,
+    EngineView,
+    HolderView,
+    ProcessView,
+    ServerSnapshot,
+    ServerView,
+    StoreView,
+)
+from penstock.server.status.snapshot_rates import View, rates_of
 
-NOTICE = Notice(
-    version="1", pid=7, name="m", url="http://x:1", started=0.0, places=(Member("core", 0, 0, 1),), max_num_seqs=8,
-    max_num_batched_tokens=64, is_simulated=True,
+NOTICE = ServerInfo(
+    version="1", pid=7, name="m", url="http://x:1", started=0.0, processes=(ProcessId("core", 0, 0, 1),),
+    max_num_seqs=8, max_num_batched_tokens=64, is_simulated=True,
 )  # fmt: skip
 
 
@@ -23,8 +31,8 @@ def zero(kind: type[Any], /, **numbers: Any) -> Any:
     return kind(**{**found, **numbers})
 
 
-def moment(at: float, **parts: Any) -> Moment:
-    found: Moment = zero(Moment, at=at, notice=NOTICE, **parts)
+def moment(at: float, **parts: Any) -> ServerSnapshot:
+    found: ServerSnapshot = zero(ServerSnapshot, at=at, notice=NOTICE, **parts)
     return found
 
 
@@ -34,9 +42,11 @@ def between(seconds: float, before: dict[str, Any], after: dict[str, Any]) -> An
 
 def test_counts_become_rates_and_times_become_means() -> None:
     group = {"incarnation": 1}
-    old = zero(Group, **group, steps=100, core_ns=5, device_ns=10**9, idle_ns=0, generated_tokens=50, prompt_tokens=7)
+    old = zero(
+        EngineView, **group, steps=100, core_ns=5, device_ns=10**9, idle_ns=0, generated_tokens=50, prompt_tokens=7
+    )
     new = zero(
-        Group, **group, steps=300, core_ns=20_000_005, device_ns=2 * 10**9, idle_ns=10**8, generated_tokens=250,
+        EngineView, **group, steps=300, core_ns=20_000_005, device_ns=2 * 10**9, idle_ns=10**8, generated_tokens=250,
         prompt_tokens=27, preemptions=4,
     )  # fmt: skip
     rates = between(2.0, {"groups": (old,)}, {"groups": (new,)})
@@ -48,33 +58,36 @@ def test_counts_become_rates_and_times_become_means() -> None:
 
 
 def test_a_group_that_began_anew_counts_from_nothing_and_one_that_has_ended_gives_nothing() -> None:
-    old = zero(Group, incarnation=1, steps=1000, generated_tokens=9000)
-    new = zero(Group, incarnation=2, steps=1500, generated_tokens=30)
-    rates = between(1.0, {"groups": (old, old)}, {"groups": (new, zero(Group))})
+    old = zero(EngineView, incarnation=1, steps=1000, generated_tokens=9000)
+    new = zero(EngineView, incarnation=2, steps=1500, generated_tokens=30)
+    rates = between(1.0, {"groups": (old, old)}, {"groups": (new, zero(EngineView))})
     assert [(one.steps, one.generated_tokens) for one in rates.groups] == [(1500.0, 30.0), (0.0, 0.0)]
     assert rates.groups[1].step is None and rates.groups[1].core is None
 
 
 def test_the_processors_of_a_process_are_those_of_this_incarnation() -> None:
     old = (
-        zero(Process, role="core", incarnation=1, cpu_seconds=9.0),
-        zero(Process, role="worker", incarnation=1, cpu_seconds=4.0),
+        zero(ProcessView, role="core", incarnation=1, cpu_seconds=9.0),
+        zero(ProcessView, role="worker", incarnation=1, cpu_seconds=4.0),
     )
     new = (
-        zero(Process, role="core", incarnation=2, cpu_seconds=0.5),
-        zero(Process, role="worker", incarnation=1, cpu_seconds=5.0),
+        zero(ProcessView, role="core", incarnation=2, cpu_seconds=0.5),
+        zero(ProcessView, role="worker", incarnation=1, cpu_seconds=5.0),
     )
     assert between(2.0, {"processes": old}, {"processes": new}).cpu == (0.25, 0.5)
 
 
 def test_channels_and_stores_are_told_apart_by_name_and_a_new_one_counts_from_nothing() -> None:
-    old = (zero(Channel, name="b", records=10, nbytes=100), zero(Channel, name="a", records=5))
+    old = (zero(ChannelView, name="b", records=10, nbytes=100), zero(ChannelView, name="a", records=5))
     new = (
-        zero(Channel, name="a", records=9, sleeps=2),
-        zero(Channel, name="b", records=4, nbytes=40),
-        zero(Channel, name="c", records=8),
+        zero(ChannelView, name="a", records=9, sleeps=2),
+        zero(ChannelView, name="b", records=4, nbytes=40),
+        zero(ChannelView, name="c", records=8),
     )
-    stores = (zero(Store, name="s", hits=10, misses=10),), (zero(Store, name="s", hits=40, misses=20, evictions=2),)
+    stores = (
+        (zero(StoreView, name="s", hits=10, misses=10),),
+        (zero(StoreView, name="s", hits=40, misses=20, evictions=2),),
+    )
     rates = between(2.0, {"channels": old, "stores": stores[0]}, {"channels": new, "stores": stores[1]})
     assert [(one.records, one.nbytes, one.sleeps) for one in rates.channels] == [(2, 0, 1), (2, 20, 0), (4, 0, 0)]
     (store,) = rates.stores
@@ -82,16 +95,16 @@ def test_channels_and_stores_are_told_apart_by_name_and_a_new_one_counts_from_no
 
 
 def test_of_what_did_not_happen_there_is_no_mean() -> None:
-    quiet = {"servers": (zero(Server, answered=3),), "stores": (zero(Store, name="s", hits=3),)}
+    quiet = {"servers": (zero(ServerView, answered=3),), "stores": (zero(StoreView, name="s", hits=3),)}
     rates = between(1.0, quiet, quiet)
     assert (rates.first_piece, rates.gap, rates.answered, rates.stores[0].hit_share) == (None, None, 0.0, None)
 
 
 def test_answers_are_added_up_over_all_servers() -> None:
-    old = (zero(Server, answered=1), zero(Server, answered=1))
+    old = (zero(ServerView, answered=1), zero(ServerView, answered=1))
     new = (
-        zero(Server, answered=4, refused=1, first_pieces=2, first_seconds=0.5, gaps=10, gap_seconds=0.1),
-        zero(Server, answered=2, first_pieces=2, first_seconds=0.1),
+        zero(ServerView, answered=4, refused=1, first_pieces=2, first_seconds=0.5, gaps=10, gap_seconds=0.1),
+        zero(ServerView, answered=2, first_pieces=2, first_seconds=0.1),
     )
     rates = between(2.0, {"servers": old}, {"servers": new})
     assert (rates.answered, rates.refused) == (2.0, 0.5)
@@ -107,17 +120,17 @@ def test_rates_are_of_the_same_server_and_of_now() -> None:
         (moment(10.0), False),
         (msgspec.structs.replace(moment(9.0), notice=other), False),
     ):
-        assert (Seen.after(before, moment(10.0), 5.0).rates is not None) == has_rates, before
+        assert (View.after(before, moment(10.0), 5.0).rates is not None) == has_rates, before
 
 
 def test_what_is_seen_travels_as_json() -> None:
     now = moment(
         10.0,
-        processes=(zero(Process, role="core"),),
-        groups=(zero(Group),),
-        servers=(zero(Server),),
-        stores=(zero(Store, name="s", holders=(Holder("x", 1, 2),)),),
+        processes=(zero(ProcessView, role="core"),),
+        groups=(zero(EngineView),),
+        servers=(zero(ServerView),),
+        stores=(zero(StoreView, name="s", holders=(HolderView("x", 1, 2),)),),
     )
-    seen = Seen.after(now, msgspec.structs.replace(now, at=11.0), 5.0)
+    seen = View.after(now, msgspec.structs.replace(now, at=11.0), 5.0)
     assert seen.rates is not None
-    assert msgspec.json.decode(msgspec.json.encode(seen), type=Seen) == seen
+    assert msgspec.json.decode(msgspec.json.encode(seen), type=View) == seen

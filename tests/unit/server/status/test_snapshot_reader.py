@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from penstock import Pool
-from penstock.engine.cluster.status_board import Board, Life
-from penstock.engine.cluster.topology import Tree
+from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
+from penstock.engine.cluster.topology import Cluster
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import Stop
 from penstock.server.options import ServerOptions
-from penstock.server.status.counters import Row, Served, Tally
-from penstock.server.status.server_info import Notice
-from penstock.server.status.snapshot import Process
-from penstock.server.status.snapshot_reader import NoServer, Watch
+from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
+from penstock.server.status.server_info import ServerInfo
+from penstock.server.status.snapshot import ProcessView
+from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 from penstock.tools.inspect import private_nbytes_of
 from penstock.tools.top.source import Local, choose, servers_here
 
@@ -30,11 +30,11 @@ class Laid:
 
     def __init__(self, **options: object) -> None:
         config = EngineConfig(simulated=SimulatedDevice(), store_nbytes=1 << 20, **options)  # type: ignore[arg-type]
-        self.tree = Tree.lay(config)
-        self.tally_page = Tally.lay(config.api_server_count, 2)
-        self.notice_page = Notice.lay(config, ServerOptions(served_model_name=("a\x1b[31mb",)), URL)
-        self.board = Board(self.tree.board, writable=True)
-        self.tally = Tally(self.tally_page, config.api_server_count, writable=True)
+        self.tree = Cluster.lay(config)
+        self.tally_page = ServerCounters.lay(config.api_server_count, 2)
+        self.notice_page = ServerInfo.lay(config, ServerOptions(served_model_name=("a\x1b[31mb",)), URL)
+        self.board = StatusBoard(self.tree.board, writable=True)
+        self.tally = ServerCounters(self.tally_page, config.api_server_count, writable=True)
 
 
 @pytest.fixture
@@ -47,24 +47,29 @@ def laid() -> Iterator[Laid]:
     gc.collect()
 
 
-def looked(one: Process) -> tuple[str, str, int]:
+def looked(one: ProcessView) -> tuple[str, str, int]:
     return one.title, one.state, one.incarnation
 
 
 def test_numbers_of_the_board_and_the_tally_are_those_that_were_written(laid: Laid) -> None:
     row = laid.board.row(0)
-    row[Board.OPEN], row[Board.WAITING], row[Board.BLOCKS], row[Board.FREE_BLOCKS] = 9, 4, 100, 60
-    row[Board.RUNNING] = 6
-    row[Board.SAMPLED], row[Board.COMPUTED], row[Board.PREEMPTIONS] = 1000, 2000, 3
+    row[StatusBoard.OPEN], row[StatusBoard.WAITING], row[StatusBoard.BLOCKS], row[StatusBoard.FREE_BLOCKS] = (
+        9,
+        4,
+        100,
+        60,
+    )
+    row[StatusBoard.RUNNING] = 6
+    row[StatusBoard.SAMPLED], row[StatusBoard.COMPUTED], row[StatusBoard.PREEMPTIONS] = 1000, 2000, 3
     server = laid.tally.rows[1]
-    server[Row.OPEN] = 5
+    server[ProcessCounters.OPEN] = 5
     server[server.answered("chat", 200)] += 7
     server[server.answered("chat", 429)] += 2
     for engine, tokens in zip(server.engines, (10, 20), strict=True):
         engine.first_token.add(0.25)
         engine[Served.PROMPT_TOKENS] += tokens
         engine[Served.GENERATION_TOKENS] += 1
-    moment = Watch(os.getpid()).take()
+    moment = SnapshotReader(os.getpid()).take()
     (group,) = moment.groups
     assert (group.open, group.waiting, group.running, group.blocks, group.free_blocks) == (9, 4, 6, 100, 60)
     assert (group.generated_tokens, group.prompt_tokens, group.preemptions) == (1000, 2000, 3)
@@ -75,27 +80,27 @@ def test_numbers_of_the_board_and_the_tally_are_those_that_were_written(laid: La
 
 
 def test_a_process_starts_serves_dies_and_comes_again(laid: Laid) -> None:
-    watch = Watch(os.getpid())
+    watch = SnapshotReader(os.getpid())
     assert [looked(one) for one in watch.take().processes][1:] == [
         (title, "starting", 0)
         for title in ("core 0.0", "worker 0.0", "worker 0.1", "output 0.0", "server 0", "server 1")
     ]
-    laid.board.live(1, Life(1, os.getpid()))
+    laid.board.live(1, ProcessEntry(1, os.getpid()))
     worker = watch.take().processes[2]
     assert (
         looked(worker) == ("worker 0.0", "starting", 1) and worker.private_nbytes > 1 << 20 and worker.cpu_seconds > 0
     )
-    laid.board.row(0)[Board.SERVING] = 1
+    laid.board.row(0)[StatusBoard.SERVING] = 1
     assert looked(watch.take().processes[2]) == ("worker 0.0", "serves", 1)
-    laid.board.live(1, Life(1, 0))
+    laid.board.live(1, ProcessEntry(1, 0))
     assert looked(watch.take().processes[2]) == ("worker 0.0", "gone", 1)
-    laid.board.live(1, Life(2, os.getpid()))
+    laid.board.live(1, ProcessEntry(2, os.getpid()))
     assert looked(watch.take().processes[2]) == ("worker 0.0", "starting", 2)
-    laid.board.live(4, Life(3, os.getpid()))
+    laid.board.live(4, ProcessEntry(3, os.getpid()))
     row = laid.tally.rows[0]
-    row[Row.SERVING], row[Row.PID] = 1, 1  # of the server before this one
+    row[ProcessCounters.SERVING], row[ProcessCounters.PID] = 1, 1  # of the server before this one
     assert looked(watch.take().processes[5]) == ("server 0", "starting", 3)
-    row[Row.PID] = os.getpid()
+    row[ProcessCounters.PID] = os.getpid()
     assert looked(watch.take().processes[5]) == ("server 0", "serves", 3)
     laid.board.drain()
     assert looked(watch.take().processes[5]) == ("server 0", "draining", 3) and watch.take().is_draining
@@ -103,8 +108,8 @@ def test_a_process_starts_serves_dies_and_comes_again(laid: Laid) -> None:
 
 def test_memory_that_is_shared_is_counted_once_and_in_no_process(laid: Laid) -> None:
     assert laid.tree.store is not None
-    laid.board.live(1, Life(1, os.getpid()))
-    moment = Watch(os.getpid()).take()
+    laid.board.live(1, ProcessEntry(1, os.getpid()))
+    moment = SnapshotReader(os.getpid()).take()
     assert moment.processes[2].private_nbytes is not None and moment.processes[1].private_nbytes is None
     assert (
         laid.tree.store.segment_nbytes + laid.tree.board.nbytes + laid.tally_page.nbytes
@@ -115,26 +120,29 @@ def test_memory_that_is_shared_is_counted_once_and_in_no_process(laid: Laid) -> 
 
 def test_private_memory_is_without_what_others_may_map() -> None:
     most = 64 << 20
-    with Pool.create(most) as pool, pool.take(most - (1 << 20)) as lease:
-        before = private_nbytes_of(os.getpid())
-        np.frombuffer(lease, np.uint8)[:] = 1  # this process has all its pages
-        shared = private_nbytes_of(os.getpid())
-        own = np.ones(most, np.uint8)
-        after = private_nbytes_of(os.getpid())
-    assert before is not None and shared is not None and after is not None and own.all()
-    assert shared - before < most // 4 and after - shared > most * 3 // 4
+    grown = []
+    while not grown or not (grown[-1][0] < most // 4 and grown[-1][1] > most * 3 // 4):
+        assert len(grown) < 5, f"by shared and by private pages: {grown}"  # other threads allocate and free, too
+        with Pool.create(most) as pool, pool.take(most - (1 << 20)) as lease:
+            before = private_nbytes_of(os.getpid())
+            np.frombuffer(lease, np.uint8)[:] = 1  # this process has all its pages
+            shared = private_nbytes_of(os.getpid())
+            own = np.ones(most, np.uint8)
+            after = private_nbytes_of(os.getpid())
+        assert before is not None and shared is not None and after is not None and own.all()
+        grown.append((shared - before, after - shared))
     assert private_nbytes_of(1 << 22) is None, "there is no such process"
 
 
 def test_channels_and_the_store_tell_what_went_through_and_who_is_behind(laid: Laid) -> None:
     assert laid.tree.store is not None
-    before = {one.name: one for one in Watch(os.getpid()).take().channels}
+    before = {one.name: one for one in SnapshotReader(os.getpid()).take().channels}
     assert set(before) == {"inbox 0", "steps 0", "results 0", "announced 0.0", "deltas 0", "deltas 1"}
     group = laid.tree.groups[0]
     with laid.tree.store.put(KEY, {"x": b"y" * 5000}):
         sender, receiver = group.inbox.sender(0, name="me"), group.inbox.receiver(name="core 0.0 #1")
         sender.send(Stop("x"))
-        moment = Watch(os.getpid()).take()
+        moment = SnapshotReader(os.getpid()).take()
         sender.close()
         receiver.close()
     inbox = next(one for one in moment.channels if one.name == "inbox 0")
@@ -150,7 +158,7 @@ def test_looking_leaves_nothing_behind_and_joins_nothing(laid: Laid) -> None:
         peers = [one.name for group in laid.tree.groups for one in group.steps.peers()]
         return peers, len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("/memfd:penstock")
 
-    watch = Watch(os.getpid())
+    watch = SnapshotReader(os.getpid())
     watch.take()
     before = standing()
     for _ in range(5):
@@ -159,7 +167,7 @@ def test_looking_leaves_nothing_behind_and_joins_nothing(laid: Laid) -> None:
 
 
 def test_what_a_name_holds_is_printable(laid: Laid) -> None:
-    assert Watch(os.getpid()).take().notice.name == "a?[31mb"
+    assert SnapshotReader(os.getpid()).take().notice.name == "a?[31mb"
 
 
 def test_the_server_of_this_machine_is_found_by_pid_name_and_url_and_by_nothing(laid: Laid) -> None:
@@ -177,9 +185,9 @@ def test_the_server_of_this_machine_is_found_by_pid_name_and_url_and_by_nothing(
 
 def test_a_process_that_is_no_server_is_refused() -> None:
     with pytest.raises(NoServer, match="is no penstock server"):
-        Watch(os.getpid())
+        SnapshotReader(os.getpid())
     with pytest.raises(NoServer, match="there is no process"):
-        Watch(1 << 30)
+        SnapshotReader(1 << 30)
 
 
 def test_a_server_that_closes_its_pages_is_gone(laid: Laid) -> None:
@@ -190,5 +198,5 @@ def test_a_server_that_closes_its_pages_is_gone(laid: Laid) -> None:
     for _ in range(2):  # it is looked for again
         with pytest.raises(NoServer):
             local.look()
-    laid.notice_page = Notice.lay(laid.tree.config, ServerOptions(), URL)
+    laid.notice_page = ServerInfo.lay(laid.tree.config, ServerOptions(), URL)
     assert local.look().rates is None  # of another server, there are no rates yet
