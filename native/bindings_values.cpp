@@ -13,7 +13,7 @@ using namespace nb::literals;
 namespace {
 
 constexpr u64 MAX_LAYOUT_NBYTES = 1024;  // longer ones are read over there
-constexpr u64 ALIGN = LINE;               // of tensors, from the start of their block; they need not be more
+constexpr u64 ALIGN = LINE;              // of tensors, from the start of their block; they need not be more
 constexpr int MAX_LEVELS = 32;
 
 // ── arrays ──

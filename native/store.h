@@ -210,7 +210,7 @@ class Store {
 
    private:
     static constexpr u32 NONE = ~0u;
-    static constexpr size_t AHEAD = 6;        // blocks; looking at many is waiting for memory, and little else
+    static constexpr size_t AHEAD = 6;       // blocks; looking at many is waiting for memory, and little else
     static constexpr int MAX_ATTEMPTS = 64;  // others may take what was made free; then it is really full
 
     struct Unlock {
