@@ -22,7 +22,7 @@ from bench.harness.quiet import load_between, look
 from bench.harness.targets import Target, conclude
 from penstock.measure import collective, comparison, vllm_peer
 from penstock.measure.formats import OURS
-from penstock.measure.tables import Row, Table
+from penstock.tools.tables import Row, Table
 
 STEADY_NBYTES = 24
 BLOCKS_NBYTES = {4: 40, 32: 60, 256: 300, 1024: 1000}

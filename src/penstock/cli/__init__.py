@@ -182,7 +182,7 @@ def target(text: str) -> int | Ticket:
 
 
 def measured(text: str) -> int | Ticket | Path:
-    from penstock.measure.command import target_of
+    from penstock.tools.capture.command import target_of
 
     try:
         return target_of(text)
@@ -236,7 +236,7 @@ def show_holders(as_json: bool) -> None:
 
 # ── measure ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def run_measure(options: argparse.Namespace) -> int:
-    from penstock.measure import command
+    from penstock.tools.capture import command
 
     is_asked = options.target is not None
     if is_asked == options.compare:

@@ -29,7 +29,7 @@ from penstock.engine.model_dir import completed, parts
 from penstock.engine.preflight import require_model, require_tokenizer
 from penstock.engine.protocol.config import SHIPPED, EngineConfig
 from penstock.installing import how_to_install
-from penstock.tools.inspect import in_seconds, in_units
+from penstock.tools.format import in_seconds, in_units
 
 DESCRIPTORS = 4224  # of a server process: four connections for each of 1,024 open requests, and 128 others
 PROCESSES = 100  # and threads, of a server with one group: torch has most of them

@@ -17,8 +17,8 @@ from typing import Any
 import penstock
 from penstock.measure.peers import Peer, python_with
 from penstock.measure.rounds import Unavailable
-from penstock.measure.tables import Row, Table, row
-from penstock.measure.words import short
+from penstock.tools.format import short
+from penstock.tools.tables import Row, Table, row
 
 NBYTES = 2600  # a decode step of 32 requests in today's engines
 RECEIVERS = 4

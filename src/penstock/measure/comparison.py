@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.measure import formats, plot
+from penstock.measure import formats
 from penstock.measure.formats import OURS
 from penstock.measure.rounds import Found, Way, take_turns
-from penstock.measure.tables import Row, Table, row
-from penstock.measure.words import short
+from penstock.tools import bar_chart
+from penstock.tools.format import short
+from penstock.tools.tables import Row, Table, row
 
 REQUESTS = (4, 32, 256, 1024)
 ROUNDS = 7
@@ -122,7 +123,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
             found = [(name, outcome.figures(name)) for name in outcome.found]
             bars: list[tuple[str, float]] = [(name, figures["bytes"]) for name, figures in found if figures]
             groups.append((f"{outcome.case.requests} requests", bars))
-    plot.bars(path, "Bytes of a decode step, new blocks where they fall due", "means of 16 steps", "B", groups)
+    bar_chart.draw(path, "Bytes of a decode step, new blocks where they fall due", "means of 16 steps", "B", groups)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:

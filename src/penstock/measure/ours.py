@@ -23,9 +23,9 @@ from penstock.engine.protocol.messages import (
     StepDone,
     Submit,
 )
-from penstock.measure.frames import Layout
 from penstock.measure.rounds import Local, Round, Way, whole
 from penstock.measure.workload import BLOCK, TEMPERATURE, TOP_P, Decode
+from penstock.tools.capture.frame_fields import Layout
 
 LEADER = 0x9A7B_5C3D  # as many bytes as almost all have that are drawn
 LATER = 1_000_000  # steps that came before, so that numbers have the length that they have in the long run

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from penstock.measure.distance import between
+from penstock.tools.capture.edit_distance import between
 
 now = time.perf_counter_ns
 NEAR = 1 << 14  # edits; in an experiment there is time

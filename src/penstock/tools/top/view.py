@@ -16,7 +16,7 @@ from rich.text import Text
 
 from penstock.server.status.snapshot import Moment, Process
 from penstock.server.status.snapshot_rates import Rates, Seen
-from penstock.tools.inspect import in_seconds, in_units
+from penstock.tools.format import in_seconds, in_units
 
 BARS = " ▁▂▃▄▅▆▇█"
 HISTORY = 240  # looks

@@ -1,4 +1,4 @@
-"""Tables for people, and lines of JSON for programs. Leaves to `words` how a number is written."""
+"""Tables for people, and lines of JSON for programs. Leaves to `format` how a number is written."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TextIO
 
-from penstock.measure.errors import required
-from penstock.measure.words import tidy
+from penstock.tools.format import tidy
 
 Row = dict[str, Any]
 
@@ -33,19 +32,22 @@ def print_rows(rows: Iterable[Row], to: TextIO | None = None) -> None:
 
 
 def print_tables(tables: Iterable[Table], to: TextIO | None = None) -> None:
-    """Raises MeasureError where rich is not installed."""
-    console_module, box = required("rich.console", "a table"), required("rich.box", "a table")
-    rich_table, text = required("rich.table", "a table"), required("rich.text", "a table")
+    """Raises ImportError where rich is not installed."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
     file = to or sys.stdout
-    console = console_module.Console(file=file, highlight=False, width=None if file.isatty() else 160)
+    console = Console(file=file, highlight=False, width=None if file.isatty() else 160)
     for table in tables:
-        console.print(text.Text(f"\n{table.title}", style="bold"), soft_wrap=True)
+        console.print(Text(f"\n{table.title}", style="bold"), soft_wrap=True)
         if table.rows:
-            shown = rich_table.Table(box=box.SIMPLE, pad_edge=False)
+            shown = RichTable(box=box.SIMPLE, pad_edge=False)
             for index, column in enumerate(table.columns):
                 shown.add_column(column, justify="right" if index else "left")
             for cells in table.rows:
-                shown.add_row(*map(text.Text, cells))  # Text, not strings: a name may look like markup
+                shown.add_row(*map(Text, cells))  # Text, not strings: a name may look like markup
             console.print(shown)
         for note in table.notes:
-            console.print(text.Text(f"  {note}"), soft_wrap=True)
+            console.print(Text(f"  {note}"), soft_wrap=True)

@@ -13,8 +13,8 @@ import pytest
 import penstock
 from penstock import cli
 from penstock.installing import how_to_install
-from penstock.measure import command
-from penstock.measure.recording import Entry, Recorder, Source
+from penstock.tools.capture import command
+from penstock.tools.capture.capture_file import Entry, Recorder, Source
 
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 2, 4
 

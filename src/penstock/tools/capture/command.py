@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import LayoutMismatch, PenstockError
-from penstock.measure import live, report, tables
-from penstock.measure.errors import MeasureError, required
-from penstock.measure.recording import Entry, Recorder, Recording, Source
-from penstock.measure.tally import Tally
 from penstock.memory import Ticket
+from penstock.tools import tables
+from penstock.tools.capture import channel_report, live_capture
+from penstock.tools.capture.capture_file import Entry, Recorder, Recording, Source
+from penstock.tools.capture.channel_stats import Tally
+from penstock.tools.capture.measure_error import MeasureError, required
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,15 @@ class Options:
 def run(options: Options) -> int:
     try:
         required("rapidfuzz.distance", "the edit distance")
+        if not options.is_json:
+            required("rich.console", "a table")
         tallies = of_file(options) if isinstance(options.target, Path) else of_processes(options, options.target)
         if options.is_json:
-            tables.print_rows(row for tally in tallies for row in report.rows_of(tally))
+            tables.print_rows(row for tally in tallies for row in channel_report.rows_of(tally))
         else:
-            tables.print_tables(table for tally in tallies for table in report.tables_of(tally))
+            tables.print_tables(table for tally in tallies for table in channel_report.tables_of(tally))
         if options.plot is not None:
-            report.draw(tallies, options.plot)
+            channel_report.draw(tallies, options.plot)
     except (MeasureError, PenstockError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
@@ -76,14 +79,14 @@ def chosen_of(sources: list[Source], name: str | None, where: str) -> list[int]:
 
 
 def of_processes(options: Options, target: int | Ticket) -> list[Tally]:
-    watched = live.channels_of(target, options.channel)
+    watched = live_capture.channels_of(target, options.channel)
     if options.seconds is None and sys.stderr.isatty():
         names = ", ".join(f"{one.source.kind} '{one.source.name}'" for one in watched)
         print(f"looking at {names}; Ctrl-C ends it, with the table", file=sys.stderr)
     sources = [one.source for one in watched]
     tallies = [Tally(source, is_live=True) for source in sources]
     with interruptible() as is_interrupted, recorder(options.record, sources) as write:
-        count(live.entries(watched, options.seconds), tallies, write, is_interrupted)
+        count(live_capture.entries(watched, options.seconds), tallies, write, is_interrupted)
     for one in watched:
         if one.corrupt:
             print(f"penstock measure: {one.source.kind} '{one.source.name}': {one.corrupt}", file=sys.stderr)
@@ -150,6 +153,8 @@ def run_comparison(requests: tuple[int, ...] | None, rounds: int | None, chart: 
     many = rounds or comparison.ROUNDS
     try:
         required("rapidfuzz.distance", "the edit distance")
+        if not is_json:
+            required("rich.console", "a table")
 
         def tell(rows: Iterable[tables.Row], table: tables.Table) -> None:
             if is_json:

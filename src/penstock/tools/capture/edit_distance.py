@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.measure.errors import required
+from penstock.tools.capture.measure_error import required
 
 CELLS = 1 << 24  # of the table that the exact answer needs: half a millisecond; 4 KiB against 4 KiB
 NEAR = 256  # edits; up to here a long message costs milliseconds too, and beyond it is given up

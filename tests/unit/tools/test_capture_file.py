@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.measure.errors import NotARecording
-from penstock.measure.recording import Entry, Recorder, Recording, Source
+from penstock.tools.capture.capture_file import Entry, Recorder, Recording, Source
+from penstock.tools.capture.measure_error import NotARecording
 
 SOURCES = [Source("steps", "broadcast", b'{"x": 1}'), Source("done", "inbox", b"")]
 ENTRIES = [

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from penstock.errors import DecodeError
-from penstock.measure import frames
-from penstock.measure.distance import between
-from penstock.measure.frames import Layout
-from penstock.measure.recording import Entry, Source
+from penstock.tools.capture import frame_fields
+from penstock.tools.capture.capture_file import Entry, Source
+from penstock.tools.capture.edit_distance import between
+from penstock.tools.capture.frame_fields import Layout
 
 SAMPLES = 4096  # of a distribution; the mean counts everything
 MOST_SHARE = 0.5  # of the time, for distances and timing while a channel is live; the rest is for keeping up
@@ -161,9 +161,9 @@ class Tally:
     def _time(self, tally: ClassTally, frame: bytes) -> None:
         began = now()
         try:
-            value = frames.decode(frame)
+            value = frame_fields.decode(frame)
             read = now()
-            frames.encode(value)
+            frame_fields.encode(value)
         except (msgspec.MsgspecError, ValueError, TypeError):
             return  # of a kind that only the classes can read
         written = now()

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.measure import plot
-from penstock.measure.frames import PLAIN
-from penstock.measure.tables import Row, Table, row
-from penstock.measure.tally import ClassTally, Tally
-from penstock.measure.words import short
+from penstock.tools import bar_chart
+from penstock.tools.capture.channel_stats import ClassTally, Tally
+from penstock.tools.capture.frame_fields import PLAIN
+from penstock.tools.format import short
+from penstock.tools.tables import Row, Table, row
 
 
 def rows_of(tally: Tally) -> Iterator[Row]:
@@ -142,7 +142,7 @@ def draw(tallies: Sequence[Tally], path: Path) -> None:
             for piece, found in sorted(one.fields.items(), key=lambda each: -each[1].nbytes) if name != PLAIN else ():
                 values.append((f".{piece}", found.nbytes / one.nbytes.count))
             groups.append((label, values))
-    plot.bars(path, "Bytes per message, by field, and what differs from the one before", "means", "B", groups)
+    bar_chart.draw(path, "Bytes per message, by field, and what differs from the one before", "means", "B", groups)
 
 
 def percent(share: float) -> str:

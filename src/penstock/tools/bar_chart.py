@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from penstock.measure.words import short
+from penstock.tools.format import short
 
 OURS = ("#0b6e4f", "#39a078", "#7cc6a4", "#b5e2cf")
 OTHERS = ("#6b7a99", "#93a0ba", "#b08968", "#c9a98b", "#8d6a9f", "#b39bc1", "#a8a8a8", "#cfcfcf", "#7f7f7f")
@@ -25,7 +25,7 @@ Group = tuple[str, Sequence[tuple[str, float]]]
 """A label, and (implementation, value) in the order of the bars; what was not measured is left out."""
 
 
-def bars(path: Path, title: str, subtitle: str, unit: str, groups: Sequence[Group]) -> None:
+def draw(path: Path, title: str, subtitle: str, unit: str, groups: Sequence[Group]) -> None:
     """Writes the chart. Nothing is written if there is no positive value to show."""
     values = [value for _, group in groups for _, value in group if value > 0]
     if not values:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import penstock
-from penstock.measure.errors import NotARecording
+from penstock.tools.capture.measure_error import NotARecording
 
 VERSION = 1
 BEGINNING = b"penstock recording "

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.codec import Catalogue, FrameEncoder, Part
 from penstock.errors import DecodeError
-from penstock.measure.frames import HEAD, PADDING, Layout, Message
+from penstock.tools.capture.frame_fields import HEAD, PADDING, Layout, Message
 
 
 class Kind(enum.Enum):

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from penstock import _native
 from penstock.errors import CorruptRecord, PenstockError
-from penstock.measure.errors import MeasureError
-from penstock.measure.recording import Entry, Source
 from penstock.memory import Ticket
 from penstock.memory.segment import attached_segment
 from penstock.tools import inspect
+from penstock.tools.capture.capture_file import Entry, Source
+from penstock.tools.capture.measure_error import MeasureError
 
 CHANNELS = ("ring", "broadcast", "inbox")
 AT_ONCE = 256  # records of one channel before the next one is looked at

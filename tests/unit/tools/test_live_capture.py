@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 import penstock
 from penstock import cli
-from penstock.measure import command, live
-from penstock.measure.recording import Recording
+from penstock.tools.capture import command, live_capture
+from penstock.tools.capture.capture_file import Recording
 from tests.conftest import eventually, spawn
 
 
@@ -129,10 +129,10 @@ def test_under_load_what_was_seen_and_what_was_missed_is_all_that_was_sent() -> 
     with penstock.open_ring("fast", capacity=1 << 16) as ring, spawn(send_at_full_speed, ring) as child:
         eventually(lambda: has_sent(ring), within=20)
         assert child.pid is not None
-        watched = live.channels_of(child.pid, None)
+        watched = live_capture.channels_of(child.pid, None)
         first: int | None = None
         last = seen = missed = 0
-        for entry in live.entries(watched, 0.7):
+        for entry in live_capture.entries(watched, 0.7):
             if entry is None:
                 continue
             if entry.missed:

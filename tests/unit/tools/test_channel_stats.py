@@ -10,9 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.codec import Catalogue, FrameEncoder
-from penstock.measure import report, tables
-from penstock.measure.recording import Entry, Source
-from penstock.measure.tally import Distribution, Tally
+from penstock.tools import tables
+from penstock.tools.capture import channel_report
+from penstock.tools.capture.capture_file import Entry, Source
+from penstock.tools.capture.channel_stats import Distribution, Tally
 
 
 class Step(msgspec.Struct, array_like=True, frozen=True):
@@ -100,7 +101,7 @@ def test_a_distribution_has_its_mean_and_ends_exactly() -> None:
 def test_lines_of_json_have_the_same_keys_for_every_class_and_add_up() -> None:
     rows = [np.arange(size, dtype=np.int32) for size in (3, 100, 5000)]
     tally = tally_of(TYPED, *(frame_of(Step(number, one)) for number, one in enumerate(rows)), frame_of(Stop("x")))
-    lines = list(report.rows_of(tally))
+    lines = list(channel_report.rows_of(tally))
     assert all(json.loads(json.dumps(line)) == line for line in lines)
     assert {line["bench"] for line in lines} == {"measure"}
     channel, *others = lines
@@ -113,12 +114,12 @@ def test_lines_of_json_have_the_same_keys_for_every_class_and_add_up() -> None:
 
 def test_the_table_says_what_was_missed() -> None:
     said = io.StringIO()
-    tables.print_tables(report.tables_of(tally_of(PLAIN, b"[bold]x", 30, b"x", None)), said)
+    tables.print_tables(channel_report.tables_of(tally_of(PLAIN, b"[bold]x", 30, b"x", None)), said)
     assert "30 more (90.9 %) were overwritten before they were seen" in said.getvalue()
     assert "1 long ones were gone" in said.getvalue()
 
 
 def test_a_chart_is_drawn(tmp_path: Path) -> None:
-    report.draw([tally_of(TYPED, frame_of(Stop("<x>")), frame_of(Stop("<y>")))], tmp_path / "x.svg")
+    channel_report.draw([tally_of(TYPED, frame_of(Stop("<x>")), frame_of(Stop("<y>")))], tmp_path / "x.svg")
     text = (tmp_path / "x.svg").read_text()
     assert text.startswith("<svg") and ".reason" in text and "edit distance" in text
