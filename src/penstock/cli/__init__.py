@@ -59,10 +59,9 @@ def parser() -> argparse.ArgumentParser:
     )
     measure.add_argument(
         "target",
-        nargs="?",
         metavar="PID|TICKET|FILE",
         type=measured,
-        help="Process, ticket or recording to measure (required without --compare)",
+        help="Process, ticket or recording to measure (required)",
     )
     measure.add_argument("--channel", metavar="NAME", help="Name of the channels to measure (default: all)")
     measure.add_argument("--seconds", metavar="N", type=above_0, help="Seconds to measure (default: until Ctrl-C)")
@@ -71,13 +70,6 @@ def parser() -> argparse.ArgumentParser:
     )
     measure.add_argument("--plot", metavar="FILE.svg", type=Path, help="File for a chart (default: none)")
     measure.add_argument("--json", action="store_true", help="Print one JSON object per line (default: off)")
-    measure.add_argument(
-        "--compare", action="store_true", help="Compare formats of the same decode steps instead (default: off)"
-    )
-    measure.add_argument(
-        "--requests", metavar="N,…", type=counts, help="Batch sizes for --compare (default: 4,32,256,1024)"
-    )
-    measure.add_argument("--rounds", metavar="N", type=positive, help="Number of rounds for --compare (default: 7)")
     measure.set_defaults(run=run_measure)
 
     generate = commands.add_parser("generate", help="answers to a file of prompts, from a model or a simulated device")
@@ -196,10 +188,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def counts(text: str) -> tuple[int, ...]:
-    return tuple(positive(part) for part in text.split(","))
-
-
 # ── inspect ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def run_inspect(options: argparse.Namespace) -> int:
     has_looked = False
@@ -238,13 +226,6 @@ def show_holders(as_json: bool) -> None:
 def run_measure(options: argparse.Namespace) -> int:
     from penstock.tools.capture import command
 
-    is_asked = options.target is not None
-    if is_asked == options.compare:
-        text = "either PID|TICKET|FILE or --compare" if is_asked else "say PID|TICKET|FILE, or --compare"
-        print(f"penstock measure: {text}", file=sys.stderr)
-        return 2
-    if options.compare:
-        return command.run_comparison(options.requests, options.rounds, options.plot, options.json)
     return command.run(
         command.Options(
             target=options.target,

@@ -40,6 +40,7 @@ def test_a_misspelled_word_is_answered_with_the_nearest_and_the_usage_of_its_com
 
 
 # ── help ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+REQUIRED = {"measure": ["1"]}  # the arguments without which a command does not parse
 COMMANDS = ("inspect", "measure", "generate", "serve", "top", "bench serve", "doctor")
 ENTRY = re.compile(r"^  (\S.*?)(?:  |\n {8}) *(\S.*)$", re.MULTILINE)  # where help is not broken into lines
 
@@ -73,7 +74,7 @@ def test_each_command_has_its_help_looked_at(capsys: pytest.CaptureFixture[str],
 def test_help_of_an_option_is_a_sentence_that_ends_with_its_default(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = cli.parser().parse_args(command.split())
+    options = cli.parser().parse_args([*command.split(), *REQUIRED.get(command, [])])
     for name, text in entries_of(help_of(command, capsys, monkeypatch)).items():
         found = re.fullmatch(r"[A-Z].+ \((?:default: (.+)|required.*)\)", text)
         assert found is not None, f"{name}: {text!r}"

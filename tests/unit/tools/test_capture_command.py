@@ -103,16 +103,17 @@ def test_a_ticket_of_another_build_is_refused_with_both_layouts(capsys: pytest.C
 
 
 def test_what_is_neither_process_nor_ticket_nor_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["nonsense"], ["penstock:1:2"], ["--requests", "0", "--compare"], ["--seconds", "no", "1"]):
+    for arguments in (["nonsense"], ["penstock:1:2"], ["--seconds", "no", "1"]):
         with pytest.raises(SystemExit):
             measure(*arguments)
     assert "neither a process number, nor a ticket" in capsys.readouterr().err
 
 
-def test_there_is_either_a_target_or_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
-    assert measure() == 2
-    assert measure(os.getpid(), "--compare") == 2
-    assert "either PID|TICKET|FILE or --compare" in capsys.readouterr().err
+def test_measure_names_its_argument_when_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        measure()
+    assert ended.value.code == 2
+    assert "the following arguments are required: PID|TICKET|FILE" in capsys.readouterr().err
 
 
 def test_without_the_library_it_is_said_what_to_install(
@@ -122,7 +123,6 @@ def test_without_the_library_it_is_said_what_to_install(
     monkeypatch.setitem(sys.modules, "rapidfuzz.distance", None)
     assert measure(path) == 2
     assert f"needs rapidfuzz, which is not installed: {how_to_install('measure')}" in capsys.readouterr().err
-    assert measure("--compare") == 2
 
 
 def test_a_process_number_is_a_process_even_if_a_file_is_called_like_it(

@@ -143,35 +143,3 @@ def target_of(text: str) -> int | Ticket | Path:
     if os.path.exists(text) or os.sep in text or "." in text:
         return Path(text)
     raise LayoutMismatch(f"neither a process number, nor a ticket (penstock:PID:…), nor a file: {text!r}")
-
-
-# ── the experiments ──────────────────────────────────────────────────────────────────────────────────────────────────
-def run_comparison(requests: tuple[int, ...] | None, rounds: int | None, chart: Path | None, is_json: bool) -> int:
-    from penstock.measure import collective, comparison, vllm_peer
-
-    outcomes = []
-    many = rounds or comparison.ROUNDS
-    try:
-        required("rapidfuzz.distance", "the edit distance")
-        if not is_json:
-            required("rich.console", "a table")
-
-        def tell(rows: Iterable[tables.Row], table: tables.Table) -> None:
-            if is_json:
-                tables.print_rows(rows)
-            else:
-                tables.print_tables([table])
-
-        for outcome in comparison.run(requests or comparison.REQUESTS, many):
-            outcomes.append(outcome)
-            tell(comparison.rows_of(outcome), comparison.table_of(outcome))
-        tell(*comparison.params_told())
-        tell(*collective.told(many))
-    except MeasureError as error:
-        print(f"penstock measure: {error}", file=sys.stderr)
-        return 2
-    finally:
-        vllm_peer.close()
-        if chart is not None and outcomes:
-            comparison.draw(outcomes, chart)
-    return 0

@@ -1,7 +1,7 @@
 """The three overheads of `broadcast_object_list` (public vLLM issue #4440), against one broadcast of ours.
 
 Device move, concatenation, and a broadcast of the size before that of the bytes. Gloo's processes and ours are up at
-the same time and take turns. Leaves to `collective_end` each process, and to `peers` how they are spoken to.
+the same time and take turns. Leaves to `collective_end` each process, and to `peer_process` how they are spoken to.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-from penstock.measure.peers import Peer, python_with
-from penstock.measure.rounds import Unavailable
+from bench.impls import Unavailable
+from bench.impls.peer import python_with
+from bench.vs_vllm.peer_process import PeerProcess
 from penstock.tools.format import short
 from penstock.tools.tables import Row, Table, row
 
@@ -34,25 +35,25 @@ class Group:
 
     def __init__(self, kind: str, python: str, receivers: int, address: str) -> None:
         self.kind = kind
-        self._ends: list[Peer] = []
+        self._ends: list[PeerProcess] = []
         for rank in range(receivers + 1):
             command = [python, str(SCRIPT), kind, str(rank), str(receivers), address]
-            self._ends.append(Peer(command, f"{kind}, rank {rank}"))
+            self._ends.append(PeerProcess(command, f"{kind}, rank {rank}"))
 
     def wait_until_ready(self) -> dict[str, Any]:
-        about: list[dict[str, Any]] = [end.hear(START_LIMIT)["ready"] for end in self._ends]
+        about: list[dict[str, Any]] = [end.receive(START_LIMIT)["ready"] for end in self._ends]
         return about[0]
 
     def perform(self, what: str, messages: int, nbytes: int, pace_ns: int = 0) -> list[dict[str, list[int]]]:
         order = {"what": what, "messages": messages, "nbytes": nbytes, "pace_ns": pace_ns}
         for end in reversed(self._ends):
-            end.say(order)
-        return [end.hear(ROUND_LIMIT) for end in self._ends]
+            end.send(order)
+        return [end.receive(ROUND_LIMIT) for end in self._ends]
 
     def alone(self, what: str, messages: int, nbytes: int) -> float:
         """What only the sender does; the median, in microseconds."""
-        self._ends[0].say({"what": what, "messages": messages, "nbytes": nbytes, "pace_ns": 0})
-        found = self._ends[0].hear(ROUND_LIMIT)
+        self._ends[0].send({"what": what, "messages": messages, "nbytes": nbytes, "pace_ns": 0})
+        found = self._ends[0].receive(ROUND_LIMIT)
         return float(statistics.median(b - a for a, b in zip(found["begins"], found["ends"]))) / 1e3
 
     def close(self) -> None:
@@ -78,8 +79,8 @@ def per_message_us(reports: Sequence[dict[str, list[int]]]) -> float:
 def groups(receivers: int) -> Iterator[list[Group]]:
     """Gloo's and ours. Raises Unavailable where there is no torch."""
     python = python_with("torch")
-    with contextlib.ExitStack() as closing, tempfile.TemporaryDirectory(prefix="penstock-measure-") as folder:
-        channel = closing.enter_context(penstock.open_broadcast(receivers, "measure"))
+    with contextlib.ExitStack() as closing, tempfile.TemporaryDirectory(prefix="penstock-compare-") as folder:
+        channel = closing.enter_context(penstock.open_broadcast(receivers, "compare"))
         made = []
         for kind, its_python, address in (
             ("gloo", python, f"file://{folder}/gloo"),
@@ -127,15 +128,15 @@ def told(rounds: int, receivers: int = RECEIVERS, nbytes: int = NBYTES) -> tuple
     try:
         about, found = measure(rounds, receivers=receivers, nbytes=nbytes)
     except Unavailable as error:
-        return [row("measure", "broadcast", "gloo", **parameters, missing=str(error))], Table(
+        return [row("compare", "broadcast", "gloo", **parameters, missing=str(error))], Table(
             title, (), (), [f"not measured: {error}"]
         )
     figures = medians(found)
     parameters["rounds"] = rounds
     rows = [
-        row("measure", "broadcast", "penstock", **parameters, one_way_us=figures["penstock_one_way_us"],
+        row("compare", "broadcast", "penstock", **parameters, one_way_us=figures["penstock_one_way_us"],
             each_us=figures["penstock_each_us"]),
-        row("measure", "broadcast", "gloo", **parameters, torch=about["torch"],
+        row("compare", "broadcast", "gloo", **parameters, torch=about["torch"],
             one_way_us=figures["gloo_one_way_us"], each_us=figures["gloo_each_us"],
             size_broadcast_us=figures["size_one_way_us"], data_broadcast_us=figures["data_one_way_us"],
             serialise_us=figures["serialise_us"], concatenate_us=figures["concatenate_us"],

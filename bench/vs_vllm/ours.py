@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from bench.vs_vllm.rounds import Local, Round, Way, whole
+from bench.vs_vllm.workload import BLOCK, TEMPERATURE, TOP_P, Decode
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.core.step_builder import Plan
@@ -23,8 +25,6 @@ from penstock.engine.protocol.messages import (
     StepDone,
     Submit,
 )
-from penstock.measure.rounds import Local, Round, Way, whole
-from penstock.measure.workload import BLOCK, TEMPERATURE, TOP_P, Decode
 from penstock.tools.capture.frame_fields import Layout
 
 LEADER = 0x9A7B_5C3D  # as many bytes as almost all have that are drawn

@@ -9,16 +9,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench import compare
+from bench.impls import Unavailable
+from bench.impls import peer as peer_python
+from bench.vs_vllm import collective, comparison, formats, ours, vllm2024, vllm_peer
+from bench.vs_vllm.peer_process import PeerProcess
+from bench.vs_vllm.rounds import Local, Round, take_turns
+from bench.vs_vllm.workload import BLOCK, Decode
 from penstock import OutOfStep
-from penstock.measure import collective, comparison, formats, ours, peers, vllm2024, vllm_peer
-from penstock.measure.peers import Peer
-from penstock.measure.rounds import Local, Round, Unavailable, take_turns
-from penstock.measure.workload import BLOCK, Decode
 
 
 @pytest.fixture(autouse=True)
 def without_a_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(peers.VARIABLE, raising=False)
+    monkeypatch.delenv(peer_python.VARIABLE, raising=False)
     yield
     vllm_peer.close()
 
@@ -174,22 +177,22 @@ def test_an_interpreter_that_is_not_named_or_lacks_the_module_is_said(monkeypatc
         ("/nowhere/python", "is not an executable"),
         (sys.executable, "nowhere is not installed in"),
     ):
-        monkeypatch.setenv(peers.VARIABLE, named)
+        monkeypatch.setenv(peer_python.VARIABLE, named)
         with pytest.raises(Unavailable, match=words):
-            peers.python_with("nowhere")
-    assert peers.python_with("json") == sys.executable
+            peer_python.python_with("nowhere")
+    assert peer_python.python_with("json") == sys.executable
 
 
-def peer(program: str) -> Peer:
-    return Peer([sys.executable, "-c", program], "the other")
+def peer(program: str) -> PeerProcess:
+    return PeerProcess([sys.executable, "-c", program], "the other")
 
 
 def test_a_program_answers_line_by_line_and_other_lines_are_passed_over() -> None:
     other = peer("print('log', flush=True); print('{\"x\": 1}', flush=True); print(input(), flush=True)")
     try:
-        assert other.hear(20) == {"x": 1}
-        other.say({"y": ["é" * 100_000]})
-        assert other.hear(20) == {"y": ["é" * 100_000]}
+        assert other.receive(20) == {"x": 1}
+        other.send({"y": ["é" * 100_000]})
+        assert other.receive(20) == {"y": ["é" * 100_000]}
     finally:
         other.close()
 
@@ -198,7 +201,7 @@ def test_a_program_that_dies_is_unavailable_with_its_last_words() -> None:
     other = peer("raise SystemExit('no such thing')")
     try:
         with pytest.raises(Unavailable, match="the other ended: no such thing"):
-            other.hear(20)
+            other.receive(20)
     finally:
         other.close()
 
@@ -207,7 +210,7 @@ def test_a_program_that_says_nothing_is_unavailable_after_its_time() -> None:
     other = peer("import time; time.sleep(60)")
     try:
         with pytest.raises(Unavailable, match=r"said nothing for 0\.05 s"):
-            other.hear(0.05)
+            other.receive(0.05)
     finally:
         other._process.kill()
         other.close()
@@ -229,11 +232,12 @@ def test_our_side_of_the_broadcast_is_measured_without_torch() -> None:
             group.close()
 
 
-def test_without_torch_the_broadcast_is_not_measured_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(module: str) -> str:
-        raise Unavailable("torch is elsewhere")
+def missing_torch(module: str) -> str:
+    raise Unavailable("torch is elsewhere")
 
-    monkeypatch.setattr(collective, "python_with", missing)
+
+def test_without_torch_the_broadcast_is_not_measured_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "python_with", missing_torch)
     rows, table = collective.told(1)
     assert rows[0]["missing"] == "torch is elsewhere"
     assert table.notes == ["not measured: torch is elsewhere"]
@@ -246,3 +250,45 @@ def test_the_ratio_is_taken_in_each_round() -> None:
     found = collective.medians([figures(100, 10), figures(300, 10), figures(1000, 500)])
     assert found["one_way_ratio"] == 10
     assert found["gloo_one_way_us"] == 300
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_compare_prints_a_line_of_json_for_every_format_and_draws_a_chart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(collective, "python_with", missing_torch)
+    monkeypatch.setattr(comparison, "LONG_PROMPT", 400)
+    assert compare.main(["--json", "--requests", "2,3", "--rounds", "1", "--plot", str(tmp_path / "x.svg")]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["bench"] for row in rows} == {"compare"}
+    assert {row["requests"] for row in rows if row["case"] == "step_steady"} == {2, 3}
+    cases = {
+        "step_steady",
+        "step_blocks",
+        "worker_output",
+        "api_outputs",
+        "long_prompt",
+        "sampling_params",
+        "broadcast",
+    }
+    assert {row["case"] for row in rows} == cases
+    assert "3 requests" in (tmp_path / "x.svg").read_text()
+
+
+def test_compare_prints_tables_without_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(collective, "python_with", missing_torch)
+    monkeypatch.setattr(comparison, "LONG_PROMPT", 400)
+    assert compare.main(["--requests", "2", "--rounds", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "Decode step of 2 requests, no new blocks" in printed and "times ours" in printed
+    assert "not measured: torch is elsewhere" in printed
+
+
+@pytest.mark.parametrize("words", ["--requests 0", "--requests 4,x", "--rounds 0", "--rounds 100001"])
+def test_compare_refuses_a_count_that_is_not_positive(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compare.main(words.split())
+    assert ended.value.code == 2
+    assert "1 to 100000, not" in capsys.readouterr().err

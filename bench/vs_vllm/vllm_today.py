@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.measure.workload import Advance, Decode
+from bench.vs_vllm.workload import Advance, Decode
 
 
 @dataclass

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.measure import formats
-from penstock.measure.formats import OURS
-from penstock.measure.rounds import Found, Way, take_turns
+from bench.vs_vllm import formats
+from bench.vs_vllm.formats import OURS
+from bench.vs_vllm.rounds import Found, Way, take_turns
 from penstock.tools import bar_chart
 from penstock.tools.format import short
 from penstock.tools.tables import Row, Table, row
@@ -74,9 +74,9 @@ def rows_of(outcome: Outcome) -> Iterator[Row]:
     for name, found in outcome.found.items():
         parameters = {"requests": outcome.case.requests, "rounds": outcome.rounds}
         if found.missing:
-            yield row("measure", outcome.case.key, name, **parameters, missing=found.missing)
+            yield row("compare", outcome.case.key, name, **parameters, missing=found.missing)
         else:
-            yield row("measure", outcome.case.key, name, **parameters, **found.figures())
+            yield row("compare", outcome.case.key, name, **parameters, **found.figures())
 
 
 def table_of(outcome: Outcome) -> Table:
@@ -111,7 +111,7 @@ def table_of(outcome: Outcome) -> Table:
 def params_told() -> tuple[list[Row], Table]:
     """What sampling parameters cost in a request."""
     found = formats.params_nbytes()
-    rows = [row("measure", "sampling_params", name, bytes=nbytes) for name, nbytes in found.items()]
+    rows = [row("compare", "sampling_params", name, bytes=nbytes) for name, nbytes in found.items()]
     cells = [[name, f"{nbytes:,}"] for name, nbytes in found.items()]
     return rows, Table("Default sampling parameters", ("", "bytes"), cells)
 

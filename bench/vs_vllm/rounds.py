@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from bench.harness.turns import in_turn
+from bench.impls import Unavailable
 from penstock.tools.capture.edit_distance import between
 
 now = time.perf_counter_ns
@@ -34,10 +36,6 @@ class Way(Protocol):
 
     def perform(self, messages: int) -> Round:
         """So many messages, which follow those of the last call."""
-
-
-class Unavailable(Exception):
-    """This way cannot take part here; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,6 @@ class Found:
         encode, decode = statistics.median(self.encode_ns), statistics.median(self.decode_ns)
         both = statistics.median(a + b for a, b in zip(self.encode_ns, self.decode_ns, strict=True))
         return found | {"encode_us": encode / 1e3, "decode_us": decode / 1e3, "encode_decode_us": both / 1e3}
-
-
-def in_turn(names: Sequence[str], turn: int) -> list[str]:
-    """A B C, B C A, …: nobody is always the first."""
-    first = turn % max(len(names), 1)
-    return [*names[first:], *names[:first]]
 
 
 def take_turns(ways: Mapping[str, Way], messages: int, rounds: int, *, warm_up: int = 1) -> dict[str, Found]:

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from penstock.measure import ours, vllm2024, vllm_today
-from penstock.measure.rounds import Local, Way
-from penstock.measure.vllm_peer import Remote
-from penstock.measure.workload import TEMPERATURE, TOP_P, VOCABULARY, Advance, Decode
+from bench.vs_vllm import ours, vllm2024, vllm_today
+from bench.vs_vllm.rounds import Local, Way
+from bench.vs_vllm.vllm_peer import Remote
+from bench.vs_vllm.workload import TEMPERATURE, TOP_P, VOCABULARY, Advance, Decode
 
 OURS = "penstock"
 WHOLE_PICKLE = "pickle of dataclasses, whole state (2024)"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.measure.workload import TEMPERATURE, TOP_P, Decode
+from bench.vs_vllm.workload import TEMPERATURE, TOP_P, Decode
 
 
 @dataclass

@@ -11,22 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.measure.peers import Peer, python_with
-from penstock.measure.rounds import Round, Unavailable
+from bench.impls import Unavailable
+from bench.impls.peer import python_with
+from bench.vs_vllm.peer_process import PeerProcess
+from bench.vs_vllm.rounds import Round
 
 SCRIPT = Path(__file__).with_name("vllm_end.py")
 START_LIMIT, ROUND_LIMIT = 180.0, 60.0  # seconds; importing vllm takes its time
 
-_peer: list[Peer | Unavailable] = []  # the one process, started when first asked for
+_peer: list[PeerProcess | Unavailable] = []  # the one process, started when first asked for
 
 
-def peer() -> Peer:
+def peer() -> PeerProcess:
     """Raises Unavailable, always for the same reason."""
     if not _peer:
         try:
-            started = Peer([python_with("vllm"), str(SCRIPT)], "vllm")
+            started = PeerProcess([python_with("vllm"), str(SCRIPT)], "vllm")
             _peer.append(started)
-            started.hear(START_LIMIT)
+            started.receive(START_LIMIT)
         except Unavailable as error:
             close()
             _peer.append(error)
@@ -38,7 +40,7 @@ def peer() -> Peer:
 def close() -> None:
     while _peer:
         one = _peer.pop()
-        if isinstance(one, Peer):
+        if isinstance(one, PeerProcess):
             one.close()
 
 
@@ -49,7 +51,7 @@ class Remote:
 
     def perform(self, messages: int) -> Round:
         there = peer()
-        there.say({"what": self.what, "steps": self.make(messages)})
-        answer = there.hear(ROUND_LIMIT)
+        there.send({"what": self.what, "steps": self.make(messages)})
+        answer = there.receive(ROUND_LIMIT)
         frames = [base64.b64decode(one) for one in answer["frames"]]
         return Round(answer["encode_ns"], answer["decode_ns"], frames)
