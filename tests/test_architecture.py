@@ -24,7 +24,7 @@ LAYERS = [
     {"tools.format", "tools.inspect"},
     {"engine"},
     {"server"},
-    {"tools", "tools.bar_chart", "tools.capture", "tools.load", "tools.tables", "tools.top"},
+    {"tools", "tools.bar_chart", "tools.capture", "tools.doctor", "tools.load", "tools.tables", "tools.top"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from penstock import _native, cli
-from penstock.cli import doctor
-from penstock.cli.doctor import Finding, examine_model, examine_packages, examine_port, examine_torch
 from penstock.engine.cluster.cuda_devices import Devices, TorchBuild
+from penstock.tools import doctor
+from penstock.tools.doctor import Finding, examine_model, examine_packages, examine_port, examine_torch
 
 ASKED = doctor._asked_of_torch
 
