@@ -32,7 +32,7 @@ from bench.harness.sessions import Hogs
 from bench.harness.turns import Cell, Column, Outcome, Turns
 from bench.impls import IMPLEMENTATIONS, PENSTOCK, REPLY_NBYTES, Implementation, Unavailable
 from bench.impls.floor import compile_floor, run_floor
-from penstock.measure import plot
+from penstock.tools import bar_chart
 
 STEP_NBYTES = 2600  # a decode step of 32 requests in today's engines
 LARGE_NBYTES = 65536  # from here on a paced sender waits for the replies: at most one such message is under way
@@ -284,7 +284,7 @@ def draw(output: Output, folder: Path) -> None:
             if key in record and all(record.get(each) == value for each, value in fixed.items()):
                 groups.setdefault(record[group_by], []).append((record["impl"], record[key]))
         labels: dict[str, Callable[[int], str]] = {"nbytes": short_nbytes, "receivers": "1 → {}".format}
-        plot.bars(
+        bar_chart.draw(
             folder / f"{name}.svg",
             title,
             subtitle,

@@ -1,6 +1,6 @@
 """How few bytes a decode step needs, and how little time: the targets of the typed messages, and whether they are met.
 
-Bytes and times of every format: `penstock measure --compare`, whose code this runs.
+Bytes and times of every format: `scripts/bench compare`, whose code this runs.
 
     scripts/bench codec                      everything, in about a minute
     scripts/bench codec --quick              fewer rounds
@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run
 from bench.harness.output import Output
 from bench.harness.quiet import load_between, look
 from bench.harness.targets import Target, conclude
-from penstock.measure import collective, comparison, vllm_peer
-from penstock.measure.formats import OURS
-from penstock.measure.tables import Row, Table
+from bench.vs_vllm import collective, comparison, vllm_peer
+from bench.vs_vllm.formats import OURS
+from penstock.tools.tables import Row, Table
 
 STEADY_NBYTES = 24
 BLOCKS_NBYTES = {4: 40, 32: 60, 256: 300, 1024: 1000}

@@ -1,9 +1,9 @@
 """The classic way, in the same engine: the workers remember nothing, and are told everything in every step.
 
-The core makes of its schedule what vLLM sent in 2024 (measure/vllm2024), pickles it, and sends it to all workers; rank
-0 pickles what was sampled. Everything else is ours: the scheduler, the simulated device, the answers' text, which is
-made in the core's loop. Leaves to a wire how pickles travel: by ZeroMQ's publish and subscribe, with images out of band
-and not copied by pyzmq, or by `broadcast_object_list` with gloo.
+The core makes of its schedule what vLLM sent in 2024 (bench/vs_vllm/vllm2024), pickles it, and sends it to all workers;
+rank 0 pickles what was sampled. Everything else is ours: the scheduler, the simulated device, the answers' text, which
+is made in the core's loop. Leaves to a wire how pickles travel: by ZeroMQ's publish and subscribe, with images out of
+band and not copied by pyzmq, or by `broadcast_object_list` with gloo.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench.engine_cases import spent
+from bench.vs_vllm import vllm2024
 from penstock import Timeout
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
@@ -24,7 +25,6 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.output.inline_output import InlineOutput
 from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop, Submit
 from penstock.engine.worker.simulated_device import SimulatedRunner
-from penstock.measure import vllm2024
 
 PAGE_NBYTES = 4096
 WITH_IMAGE = "with an image"  # the client of a request whose image comes by the wire

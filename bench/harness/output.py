@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from penstock.measure.words import short, tidy
+from penstock.tools.format import short, tidy
 
 __all__ = ["Output", "machine", "short", "short_nbytes"]
 

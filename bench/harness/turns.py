@@ -14,7 +14,6 @@ from bench.harness.phases import Order
 from bench.harness.quiet import FOREIGN_LIMIT, Load, Patience, load_between, look
 from bench.harness.sessions import Session, SessionFailed
 from bench.impls import IMPLEMENTATIONS, Implementation
-from penstock.measure.rounds import in_turn
 
 TRIES = 3  # of a round that was disturbed
 LARGE_NBYTES = 1 << 20
@@ -22,6 +21,12 @@ LARGE_NBYTES = 1 << 20
 Measure = Callable[[Session, Order], Figures]
 Cell = Callable[[Figures], str]
 Answer = TypeVar("Answer")
+
+
+def in_turn(names: Sequence[str], turn: int) -> list[str]:
+    """A B C, B C A, …: no name is always the first."""
+    first = turn % max(len(names), 1)
+    return [*names[first:], *names[:first]]
 
 
 @dataclass

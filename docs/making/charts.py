@@ -1,6 +1,6 @@
 """Pictures and tables of `bench/headlines.json`: a handful of rows of the ledger, each with its command.
 
-Leaves to `penstock.measure.plot` how a chart is drawn, and to `bench/RESULTS.md` everything else that was measured.
+Leaves to `penstock.tools.bar_chart` how a chart is drawn, and to `bench/RESULTS.md` everything else that was measured.
 """
 
 import json
@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from penstock.measure import plot
+from penstock.tools import bar_chart
 
 HEADLINES = json.loads((Path(__file__).parents[2] / "bench" / "headlines.json").read_text())
 FACTORS = {"k": 1e3, "M": 1e6}
@@ -48,7 +48,7 @@ def drawings() -> dict[str, str]:
                 (label, [(who, number(figure)) for who, figure in bars.items()]) for label, bars in chart["groups"]
             ]
             path = Path(folder) / f"{chart['name']}.svg"
-            plot.bars(path, chart["title"], f"p50; {source['entry']}; {source['machine']}", chart["unit"], groups)
+            bar_chart.draw(path, chart["title"], f"p50; {source['entry']}; {source['machine']}", chart["unit"], groups)
             found[chart["name"]] = path.read_text()
     return found
 

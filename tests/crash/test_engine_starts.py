@@ -21,7 +21,6 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from penstock.cli.serve import Serving
 from penstock.engine import launcher as launch
 from penstock.engine.cluster.process import CannotStart, ChildProcess, starting
 from penstock.engine.cluster.status_board import StatusBoard
@@ -31,6 +30,7 @@ from penstock.engine.protocol.config import SHIPPED, EngineConfig
 from penstock.engine.worker import worker
 from penstock.server.chat.response_schema import EngineHealth, HealthResponse
 from penstock.server.options import ServerOptions
+from penstock.server.server_launcher import Serving
 from penstock.server.server_process import listen
 from tests.e2e.test_server import Served, posted
 from tests.support.command import serving

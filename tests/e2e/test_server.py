@@ -19,12 +19,12 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
-from penstock.cli.serve import Serving  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.launcher import STOP_TIMEOUT  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.worker.simulated_device import TokenRule  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
+from penstock.server.server_launcher import Serving  # noqa: E402
 from penstock.server.server_process import listen  # noqa: E402
 from tests.support.command import serving  # noqa: E402
 from tests.support.engine import START, Running, told  # noqa: E402

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -34,6 +34,12 @@ class ArgumentParser(argparse.ArgumentParser):
         if wrong:
             message += _nearest([wrong[1]], re.findall(r"[\w-]+", wrong[2]))
         super().error(message)
+
+
+class Commands(Protocol):
+    """What `add_subparsers` returns."""
+
+    def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser: ...
 
 
 def _nearest(words: Iterable[str], known: Sequence[str]) -> str:

@@ -1,100 +1,28 @@
-"""`penstock serve`: the tree of processes with servers in it, until a signal drains it.
-
-Leaves to the launcher who lives, and to `process` what a server is.
-"""
+"""`penstock serve`: serves a model over HTTP, until a signal drains it."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import functools
-import ipaddress
-import logging
-import socket
+import argparse
+import sys
 
-from penstock.engine.cluster import logs
-from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.topology import ProcessId
-from penstock.engine.launcher import Launcher, TreeFailed
-from penstock.engine.model_dir import with_model_defaults
-from penstock.engine.preflight import require_startable, require_tokenizer
-from penstock.engine.protocol.config import EngineConfig
-from penstock.server.options import ServerOptions
-from penstock.server.server_process import ServerArgs, listen, serve
-from penstock.server.status.counters import ProcessCounters, ServerCounters
-from penstock.server.status.server_info import ServerInfo, served_name
+from penstock.cli.argument_parser import Commands
+from penstock.installing import how_to_install
+from penstock.server import cli_args as server_args
 
 
-def run(config: EngineConfig, options: ServerOptions) -> int:
-    """Returns 0 if it has ended as it was told to, and 1 if it could not go on.
-
-    What can be known before a process starts is checked first, the port last: raises ValueError, ImportError, OSError.
-    """
-    config = with_model_defaults(config)
-    require_startable(config)
-    if config.simulated is None:
-        require_tokenizer(config)
-    logs.configure("launcher", config.log_format, config.log_level)
-    with contextlib.closing(listen(options)) as listener:
-        return asyncio.run(_run(config, options, listener))
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("serve", help="a model behind an HTTP interface that clients of OpenAI's speak")
+    server_args.add(parser)
+    parser.set_defaults(run=run)
 
 
-async def _run(config: EngineConfig, options: ServerOptions, listener: socket.socket) -> int:
-    if not options.api_keys and not _is_loopback(listener):
-        event("anybody may ask", logging.WARNING, host=options.host, remedy="--api-key")
-    launcher = Serving(config, options, listener)
-    name = served_name(config, options)
-    telling = asyncio.ensure_future(_tell_when_it_serves(launcher, name, _address(listener)))
+def run(options: argparse.Namespace) -> int:
     try:
-        await launcher.run()
-    except TreeFailed:  # who, and how, stands in the log
-        return 1
-    finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
-    return 0
+        from penstock.server import server_launcher
 
-
-class Serving(Launcher):
-    """A tree with servers behind one socket."""
-
-    def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
-        self.tally = ServerCounters.lay(config.api_server_count, config.data_parallel_size)
-        self.notice = ServerInfo.lay(config, options, _address(listener))
-        self.rows = ServerCounters(self.tally, config.api_server_count, writable=True).rows
-        self._listener = listener
-        super().__init__(config, functools.partial(serve, ServerArgs(options, listener, self.tally, self.notice)))
-
-    def reap(self, member: ProcessId) -> None:
-        """It can say no more that it serves nobody."""
-        if member.kind == "server":
-            row = self.rows[member.index]
-            row[ProcessCounters.SERVING] = row[ProcessCounters.OPEN] = 0
-
-    def count_failed_starts(self, index: int, number: int) -> None:
-        self.rows[index][ProcessCounters.FAILED_STARTS] = number
-
-    def is_server_loading(self, index: int) -> bool:
-        return self.rows[index][ProcessCounters.SERVING] == 0
-
-    async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
-        """As the launcher's. Connections are refused as soon as the servers, which have the socket too, close it."""
-        self._listener.close()
-        return await super().stop(shutdown_timeout)
-
-
-async def _tell_when_it_serves(launcher: Launcher, name: str, url: str) -> None:
-    try:
-        await launcher.serving()
-        event("serving", model=name, url=url, seen_at=f"{url}/dashboard")
-    except TimeoutError as error:
-        launcher.fail(str(error))
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _is_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+        return server_launcher.run(server_args.engine_config(options), server_args.server_options(options))
+    except ImportError as error:
+        print(f"penstock serve: {error}: {how_to_install('engine')}", file=sys.stderr)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"penstock serve: {error}", file=sys.stderr)
+    return 2

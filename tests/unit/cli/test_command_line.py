@@ -1,6 +1,8 @@
 """What options there are, what their help says, and what a misspelled one is answered with."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,28 @@ def test_a_misspelled_word_is_answered_with_the_nearest_and_the_usage_of_its_com
 
 
 # ── help ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+REQUIRED = {"measure": ["1"]}  # the arguments without which a command does not parse
 COMMANDS = ("inspect", "measure", "generate", "serve", "top", "bench serve", "doctor")
 ENTRY = re.compile(r"^  (\S.*?)(?:  |\n {8}) *(\S.*)$", re.MULTILINE)  # where help is not broken into lines
+
+
+HEAVY = {"torch", "transformers", "starlette", "uvicorn", "httptools", "rich", "rapidfuzz", "prometheus_client"}
+HELP_ALONE = """
+import sys, contextlib
+from penstock.cli import main
+with contextlib.suppress(SystemExit):
+    main(sys.argv[1:])
+print(*sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_imports_no_package_of_an_extra(command: str) -> None:
+    words = [sys.executable, "-c", HELP_ALONE, *command.split(), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    imported = set(done.stderr.split())
+    assert done.stdout.startswith("usage: penstock") and "penstock.cli" in imported
+    assert not HEAVY & imported
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -73,7 +95,7 @@ def test_each_command_has_its_help_looked_at(capsys: pytest.CaptureFixture[str],
 def test_help_of_an_option_is_a_sentence_that_ends_with_its_default(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = cli.parser().parse_args(command.split())
+    options = cli.parser().parse_args([*command.split(), *REQUIRED.get(command, [])])
     for name, text in entries_of(help_of(command, capsys, monkeypatch)).items():
         found = re.fullmatch(r"[A-Z].+ \((?:default: (.+)|required.*)\)", text)
         assert found is not None, f"{name}: {text!r}"
@@ -169,7 +191,7 @@ def test_a_limit_that_is_not_of_images_is_refused(text: str, capsys: pytest.Capt
 
 def test_synonyms_of_types_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[EngineConfig] = []
-    monkeypatch.setattr("penstock.cli.serve.run", lambda config, _: told.append(config) or 0)
+    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, _: told.append(config) or 0)
     for name in ("half", "float", "bfloat16"):
         assert cli.main(["serve", "--device-model", "simulated", "--dtype", name]) == 0
     assert [config.dtype for config in told] == ["float16", "float32", "bfloat16"]

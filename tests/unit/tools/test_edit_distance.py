@@ -5,9 +5,9 @@ import random
 import pytest
 
 from penstock.installing import how_to_install
-from penstock.measure import distance
-from penstock.measure.distance import between, most_between, without_common_ends
-from penstock.measure.errors import MeasureError, required
+from penstock.tools.capture import edit_distance
+from penstock.tools.capture.edit_distance import between, most_between, without_common_ends
+from penstock.tools.capture.measure_error import MeasureError, required
 
 
 def by_the_book(first: bytes, second: bytes) -> int:
@@ -61,7 +61,7 @@ def test_common_ends_are_taken_off_once() -> None:
 
 
 def test_taking_ends_off_does_not_change_the_distance(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distance, "CELLS", 0)
+    monkeypatch.setattr(edit_distance, "CELLS", 0)
     chance = random.Random(seed)
     for _ in range(200):
         first = bytes(chance.choices(b"ab", k=chance.randrange(1, 30)))

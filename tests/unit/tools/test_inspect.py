@@ -19,7 +19,7 @@ import pytest
 import penstock
 from penstock import _native, cli
 from penstock.tools import inspect
-from penstock.tools.inspect import in_seconds, in_units
+from penstock.tools.format import in_seconds, in_units
 from tests.conftest import eventually, spawn
 
 

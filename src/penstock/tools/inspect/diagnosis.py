@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from penstock.tools.inspect.numbers import counted, in_seconds, in_units
+from penstock.tools.format import counted, in_seconds, in_units
 from penstock.tools.inspect.processes import is_running, process_of
 from penstock.tools.inspect.segments import Json, peer_at, short_key, states_of, title_of
 from penstock.tools.inspect.wait_graph import STUCK_NS, Blocker, Wait, biggest_holders, waits_of

@@ -9,7 +9,7 @@ import os
 import pwd
 from dataclasses import dataclass
 
-from penstock.tools.inspect.numbers import printable
+from penstock.tools.format import printable
 
 TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 

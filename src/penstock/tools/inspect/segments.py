@@ -15,7 +15,7 @@ from penstock import _native
 from penstock.codec.catalogue import Schema
 from penstock.errors import LayoutMismatch
 from penstock.memory import Segment
-from penstock.tools.inspect.numbers import printable
+from penstock.tools.format import printable
 
 Json = dict[str, Any]
 Place = tuple[int, int]  # device and inode: the same segment in whatever process

@@ -1,6 +1,6 @@
 """What was seen, as tables: of processes, and of each segment's peers, ends and pool.
 
-Leaves to `showing` how they look.
+Leaves to `render` how they look.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.tools.inspect.numbers import counted, in_seconds, in_units
+from penstock.tools.format import counted, in_seconds, in_units
 from penstock.tools.inspect.segments import Json, peer_at, short_key, state_of, title_of
 
 MAX_NAMES = 8  # of messages, in a title

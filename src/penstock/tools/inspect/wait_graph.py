@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from penstock.tools.inspect.numbers import counted, in_seconds, in_units
+from penstock.tools.format import counted, in_seconds, in_units
 from penstock.tools.inspect.segments import Json, behind_of, name_of, state_of, title_of
 
 STUCK_NS = 500_000_000  # shorter waits are ordinary back-pressure, or the work between two steps

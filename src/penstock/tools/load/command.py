@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from penstock.measure import tables
+from penstock.tools import tables
 from penstock.tools.load import prompts, report
 from penstock.tools.load.arrivals import Load
 from penstock.tools.load.chat_request import Outcome, Whole, ask

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.measure.tables import Table
-from penstock.measure.words import short
+from penstock.tools.format import short
 from penstock.tools.load.latency_stats import Figures, Spread
+from penstock.tools.tables import Table
 
 LATE = 10.0  # ms; a load generator that is later than this is not what was asked for
 BUSY = 0.8  # cores of the one that a load generator can have

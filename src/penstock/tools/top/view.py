@@ -16,7 +16,7 @@ from rich.text import Text
 
 from penstock.server.status.snapshot import ProcessView, ServerSnapshot
 from penstock.server.status.snapshot_rates import Rates, View
-from penstock.tools.inspect import in_seconds, in_units
+from penstock.tools.format import in_seconds, in_units
 
 BARS = " ▁▂▃▄▅▆▇█"
 HISTORY = 240  # looks

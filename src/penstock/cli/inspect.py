@@ -1,0 +1,73 @@
+"""`penstock inspect`: prints what processes share, and why one of them waits, once or every few seconds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from penstock.cli.argument_parser import Commands
+from penstock.errors import LayoutMismatch
+from penstock.memory import Ticket
+from penstock.tools import inspect
+from penstock.tools.format import counted
+from penstock.tools.load.arguments import above_0
+
+
+def add_parser(commands: Commands) -> None:
+    parser = commands.add_parser("inspect", help="what processes share, and why one of them waits")
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="PID|TICKET",
+        type=parse_target,
+        help="Process, with its descendants, or ticket to look at (default: list processes with segments open)",
+    )
+    parser.add_argument("--json", action="store_true", help="Print one JSON document per look (default: off)")
+    parser.add_argument("--watch", metavar="SECONDS", type=above_0, help="Seconds between looks (default: look once)")
+    parser.set_defaults(run=run)
+
+
+def parse_target(text: str) -> int | Ticket:
+    if text.isdecimal():
+        return int(text)
+    try:
+        return Ticket.parse(text)
+    except LayoutMismatch as error:
+        raise argparse.ArgumentTypeError(f"{error}, or a process number") from None
+
+
+def run(options: argparse.Namespace) -> int:
+    has_looked = False
+    while True:
+        try:
+            if options.target is None:
+                show_holders(options.json)
+            else:
+                snapshot = inspect.look(options.target)
+                if options.watch and sys.stdout.isatty():
+                    print("\x1b[H\x1b[2J", end="")
+                if options.json:
+                    print(json.dumps(snapshot, indent=None if options.watch else 2), flush=True)
+                else:
+                    inspect.show(snapshot)
+        except inspect.NotFound as error:
+            print(f"penstock inspect: {error}", file=sys.stderr)
+            return 0 if has_looked else 2  # what was watched has ended
+        if not options.watch:
+            return 0
+        has_looked = True
+        time.sleep(options.watch)
+
+
+def show_holders(as_json: bool) -> None:
+    holders = inspect.holders_of_segments()
+    if as_json:
+        rows = [{"pid": process.pid, "command": process.name, "segments": many} for process, many in holders]
+        print(json.dumps(rows), flush=True)
+        return
+    if not holders:
+        print("no process that we may look into has a segment of penstock open")
+    for process, many in holders:
+        print(f"{process.pid:>8}  {process.name}: {counted(many, 'segment')}")

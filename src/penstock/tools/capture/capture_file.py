@@ -1,0 +1,135 @@
+"""A recorded stream in a file: what was seen on channels, to be measured again, elsewhere, later.
+
+    penstock recording 1\\n                                      the version; another one is refused
+    {"penstock": "0.1.0", "channels": [...]}\\n                  one line of JSON: name, kind, description of messages
+    then one entry for each record, all numbers little-endian:
+        channel u16 · lane u16 · what u32 · sequence u64 · committed_ns u64 · nbytes u64 · so many bytes
+    what: 0 a record; 1 a record that was gone before it could be copied (no bytes);
+          2 so many records (in `sequence`) were overwritten before they were seen (no bytes)
+
+Leaves to `frames`: what the bytes of a record mean. A file may end in the middle of an entry, because whoever wrote it
+was killed: what is whole is read, and the rest is said.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import penstock
+from penstock.tools.capture.measure_error import NotARecording
+
+VERSION = 1
+BEGINNING = b"penstock recording "
+ENTRY = struct.Struct("<HHIQQQ")
+RECORD, GONE, MISSED = range(3)
+LONGEST_HEAD = 1 << 24  # bytes of the two lines; there is no description as long as that
+
+
+class Source(NamedTuple):
+    """A channel that is, or was, looked at."""
+
+    name: str
+    kind: str  # "ring", "broadcast", "inbox"
+    schema: bytes  # what the channel says of its messages; empty: plain bytes
+
+
+class Entry(NamedTuple):
+    """One record of a channel (an index of the sources); without a frame it was gone before it could be copied.
+
+    `missed` is how many records before this look were overwritten unseen; such an entry stands for no record.
+    """
+
+    source: int
+    lane: int
+    sequence: int
+    committed_ns: int
+    frame: bytes | None
+    missed: int = 0
+
+
+class Recorder:
+    """Writes entries to a file. What is written is whole entries, whenever it is flushed."""
+
+    def __init__(self, path: Path, sources: list[Source]) -> None:
+        about = {
+            "penstock": penstock.__version__,
+            "channels": [
+                {"name": one.name, "kind": one.kind, "schema": base64.b64encode(one.schema).decode()} for one in sources
+            ],
+        }
+        self._file: BinaryIO = path.open("wb")
+        self._file.write(BEGINNING + b"%d\n" % VERSION + json.dumps(about).encode() + b"\n")
+
+    def write(self, entry: Entry) -> None:
+        if entry.missed:
+            what, sequence, frame = MISSED, entry.missed, b""
+        else:
+            what, sequence, frame = RECORD if entry.frame is not None else GONE, entry.sequence, entry.frame or b""
+        head = ENTRY.pack(entry.source, entry.lane, what, sequence, entry.committed_ns, len(frame))
+        self._file.write(head)
+        self._file.write(frame)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Recording:
+    """A file, opened and its head checked. Raises NotARecording, OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.left_over = 0  # bytes at the end that are not a whole entry; known when all have been read
+        with path.open("rb") as file:
+            self.sources = self._read_head(file)
+            self._begin = file.tell()
+
+    def _read_head(self, file: BinaryIO) -> list[Source]:
+        line = file.readline(64)
+        if not line.startswith(BEGINNING) or not line.endswith(b"\n"):
+            raise NotARecording(f"{self._path} is not a recording of penstock")
+        version = line[len(BEGINNING) : -1].decode(errors="replace")
+        if version != str(VERSION):
+            raise NotARecording(
+                f"{self._path} is a recording of version {version!r}; penstock {penstock.__version__} reads version "
+                f"{VERSION}"
+            )
+        line = file.readline(LONGEST_HEAD)
+        try:
+            if not line.endswith(b"\n"):
+                raise ValueError("it is cut off")
+            return [
+                Source(str(one["name"]), str(one["kind"]), base64.b64decode(one["schema"], validate=True))
+                for one in json.loads(line)["channels"]
+            ]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise NotARecording(f"{self._path} has a head that cannot be read: {error!r}") from None
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Raises NotARecording where an entry cannot be one."""
+        self.left_over = 0
+        with self._path.open("rb") as file:
+            nbytes_left = os.fstat(file.fileno()).st_size - self._begin
+            file.seek(self._begin)
+            while nbytes_left:
+                head = file.read(ENTRY.size)
+                if len(head) < ENTRY.size:
+                    self.left_over = nbytes_left
+                    return
+                source, lane, what, sequence, committed_ns, nbytes = ENTRY.unpack(head)
+                if source >= len(self.sources) or what > MISSED or (what != RECORD and nbytes):
+                    at = file.tell() - ENTRY.size
+                    raise NotARecording(f"{self._path} holds no entry at byte {at}, where one must be")
+                if ENTRY.size + nbytes > nbytes_left:
+                    self.left_over = nbytes_left
+                    return
+                nbytes_left -= ENTRY.size + nbytes
+                if what == MISSED:
+                    yield Entry(source, lane, 0, committed_ns, None, missed=sequence)
+                else:
+                    yield Entry(source, lane, sequence, committed_ns, file.read(nbytes) if what == RECORD else None)

@@ -1,0 +1,171 @@
+"""What was seen of one channel, counted: sizes, what repeats, and how long it takes to read and to write again.
+
+Leaves to `frames` taking a frame apart, to `distance` comparing two, to `report` telling it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from penstock.errors import DecodeError
+from penstock.tools.capture import frame_fields
+from penstock.tools.capture.capture_file import Entry, Source
+from penstock.tools.capture.edit_distance import between
+from penstock.tools.capture.frame_fields import Layout
+
+SAMPLES = 4096  # of a distribution; the mean counts everything
+MAX_SHARE = 0.5  # of the time, for distances and timing while a channel is live; the rest is for keeping up
+
+now = time.perf_counter_ns
+
+
+class Distribution:
+    """Numbers: how many, their mean, the smallest and the largest exactly; the median of a fair sample."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0
+        self.least = 0
+        self.most = 0
+        self._sample: list[int] = []
+        self._chance = random.Random(0)
+
+    def add(self, value: int) -> None:
+        self.least = min(self.least, value) if self.count else value
+        self.most = max(self.most, value)
+        self.count += 1
+        self.total += value
+        if len(self._sample) < SAMPLES:
+            self._sample.append(value)
+        elif (index := self._chance.randrange(self.count)) < SAMPLES:
+            self._sample[index] = value
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self._sample) if self._sample else 0.0
+
+
+@dataclass
+class FieldTally:
+    nbytes: int = 0
+    messages: int = 0  # that have it
+    compared: int = 0  # of those, how many have a predecessor that was seen
+    unchanged: int = 0  # and are, in this field, the same
+
+
+@dataclass
+class ClassTally:
+    """All messages of one class."""
+
+    nbytes: Distribution = field(default_factory=Distribution)
+    edits: Distribution = field(default_factory=Distribution)  # from one message to the next of the same sender
+    compared_nbytes: int = 0  # of the messages in `edits`
+    repeated_nbytes: int = 0  # of those: that need not have been sent
+    upper_bounds: int = 0  # in `edits`: of messages so long and so different that only a bound was computed
+    decode_ns: Distribution = field(default_factory=Distribution)
+    encode_ns: Distribution = field(default_factory=Distribution)
+    fields: dict[str, FieldTally] = field(default_factory=dict)
+
+    @property
+    def repeated_share(self) -> float:
+        return self.repeated_nbytes / self.compared_nbytes if self.compared_nbytes else 0.0
+
+
+class Tally:
+    """What was seen of one channel. `is_live`: what takes long is left out when it would make us miss more."""
+
+    def __init__(self, source: Source, *, is_live: bool) -> None:
+        self.source = source
+        self.layout = Layout(source.schema)
+        self.classes: dict[str, ClassTally] = {}
+        self.missed = 0  # overwritten before they were seen
+        self.gone = 0  # long ones that were seen, but not in time to be copied
+        self.undecodable = 0
+        self.first_ns = self.last_ns = 0  # when the first and the last record that was seen were sent
+        self._is_live = is_live
+        self._began_ns = now()
+        self._spent_ns = 0
+        self._next: dict[int, int] = {}  # by lane: the sequence number that follows what was seen last
+        self._last: dict[tuple[int, str], tuple[bytes, dict[str, bytes]]] = {}
+
+    @property
+    def seen(self) -> int:
+        return sum(one.nbytes.count for one in self.classes.values()) + self.undecodable + self.gone
+
+    def add(self, entry: Entry) -> None:
+        if entry.missed:
+            self.missed += entry.missed
+            return
+        if self._next.get(entry.lane, entry.sequence) != entry.sequence:
+            self._forget(entry.lane)  # what follows a gap is not compared: distances are of neighbours
+        self._next[entry.lane] = entry.sequence + 1
+        if not self.first_ns:
+            self.first_ns = entry.committed_ns
+        self.last_ns = max(self.last_ns, entry.committed_ns)
+        if entry.frame is None:
+            self.gone += 1
+            self._forget(entry.lane)  # of whichever class it was
+            return
+        try:
+            message = self.layout.take_apart(entry.frame)
+        except DecodeError:
+            self.undecodable += 1
+            self._forget(entry.lane)
+            return
+        tally = self.classes.setdefault(message.name, ClassTally())
+        tally.nbytes.add(len(entry.frame))
+        pieces = dict(message.pieces)
+        before = self._last.get((entry.lane, message.name))
+        self._last[entry.lane, message.name] = entry.frame, pieces
+        self._count_fields(tally, pieces, before[1] if before else None)
+        if self._has_time():
+            began = now()
+            if before:
+                self._compare(tally, before[0], entry.frame)
+            if self.layout.schema is not None:
+                self._time(tally, entry.frame)
+            self._spent_ns += now() - began
+
+    def _forget(self, lane: int) -> None:
+        for key in [key for key in self._last if key[0] == lane]:
+            del self._last[key]
+
+    def _has_time(self) -> bool:
+        return not self._is_live or self._spent_ns <= (now() - self._began_ns) * MAX_SHARE
+
+    def _count_fields(self, tally: ClassTally, pieces: dict[str, bytes], before: dict[str, bytes] | None) -> None:
+        for name, content in pieces.items():
+            one = tally.fields.setdefault(name, FieldTally())
+            one.nbytes += len(content)
+            one.messages += 1
+            if before is not None:
+                one.compared += 1
+                one.unchanged += before.get(name) == content
+
+    def _compare(self, tally: ClassTally, before: bytes, after: bytes) -> None:
+        found = between(before, after)
+        tally.edits.add(found.edits)
+        tally.upper_bounds += not found.is_exact
+        tally.compared_nbytes += len(after)
+        tally.repeated_nbytes += max(len(after) - found.edits, 0)
+
+    def _time(self, tally: ClassTally, frame: bytes) -> None:
+        began = now()
+        try:
+            value = frame_fields.decode(frame)
+            read = now()
+            frame_fields.encode(value)
+        except (msgspec.MsgspecError, ValueError, TypeError):
+            return  # of a kind that only the classes can read
+        written = now()
+        tally.decode_ns.add(read - began)
+        tally.encode_ns.add(written - read)

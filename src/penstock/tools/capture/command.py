@@ -1,0 +1,145 @@
+"""The command `penstock measure`: from what was asked to what is printed. 0: well. 2: there is nothing to measure."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import LayoutMismatch, PenstockError
+from penstock.memory import Ticket
+from penstock.tools import tables
+from penstock.tools.capture import channel_report, live_capture
+from penstock.tools.capture.capture_file import Entry, Recorder, Recording, Source
+from penstock.tools.capture.channel_stats import Tally
+from penstock.tools.capture.measure_error import MeasureError, required
+
+
+@dataclass(frozen=True)
+class Options:
+    target: int | Ticket | Path
+    channel: str | None = None
+    seconds: float | None = None
+    record: Path | None = None
+    plot: Path | None = None
+    is_json: bool = False
+
+
+def run(options: Options) -> int:
+    try:
+        required("rapidfuzz.distance", "the edit distance")
+        if not options.is_json:
+            required("rich.console", "a table")
+        tallies = of_file(options) if isinstance(options.target, Path) else of_processes(options, options.target)
+        if options.is_json:
+            tables.print_rows(row for tally in tallies for row in channel_report.rows_of(tally))
+        else:
+            tables.print_tables(table for tally in tallies for table in channel_report.tables_of(tally))
+        if options.plot is not None:
+            channel_report.draw(tallies, options.plot)
+    except (MeasureError, PenstockError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"penstock measure: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def of_file(options: Options) -> list[Tally]:
+    assert isinstance(options.target, Path)
+    if options.record is not None:
+        raise MeasureError(f"{options.target} is a recording already: --record is for live channels")
+    recording = Recording(options.target)
+    chosen = chosen_of(recording.sources, options.channel, str(options.target))
+    tallies = {index: Tally(recording.sources[index], is_live=False) for index in chosen}
+    with interruptible() as is_interrupted:
+        for entry in recording:
+            if entry.source in tallies:
+                tallies[entry.source].add(entry)
+            if is_interrupted():
+                break
+    if recording.left_over:
+        print(
+            f"penstock measure: {options.target} was cut off: its last {recording.left_over} bytes are no whole record",
+            file=sys.stderr,
+        )
+    return list(tallies.values())
+
+
+def chosen_of(sources: list[Source], name: str | None, where: str) -> list[int]:
+    found = [index for index, one in enumerate(sources) if name in (None, one.name)]
+    if not found:
+        names = ", ".join(sorted({f"'{one.name}'" for one in sources})) or "none"
+        raise MeasureError(f"{where} has no channel '{name}'; there are {names}")
+    return found
+
+
+def of_processes(options: Options, target: int | Ticket) -> list[Tally]:
+    watched = live_capture.channels_of(target, options.channel)
+    if options.seconds is None and sys.stderr.isatty():
+        names = ", ".join(f"{one.source.kind} '{one.source.name}'" for one in watched)
+        print(f"looking at {names}; Ctrl-C ends it, with the table", file=sys.stderr)
+    sources = [one.source for one in watched]
+    tallies = [Tally(source, is_live=True) for source in sources]
+    with interruptible() as is_interrupted, recorder(options.record, sources) as write:
+        count(live_capture.entries(watched, options.seconds), tallies, write, is_interrupted)
+    for one in watched:
+        if one.corrupt:
+            print(f"penstock measure: {one.source.kind} '{one.source.name}': {one.corrupt}", file=sys.stderr)
+    return tallies
+
+
+def count(
+    entries: Iterable[Entry | None],
+    tallies: list[Tally],
+    write: Callable[[Entry], None],
+    is_interrupted: Callable[[], bool],
+) -> None:
+    for entry in entries:
+        if entry is not None:
+            write(entry)
+            tallies[entry.source].add(entry)
+        if is_interrupted():
+            return
+
+
+@contextlib.contextmanager
+def recorder(path: Path | None, sources: list[Source]) -> Iterator[Callable[[Entry], None]]:
+    if path is None:
+        yield lambda entry: None
+        return
+    with contextlib.closing(Recorder(path, sources)) as open_recorder:
+        yield open_recorder.write
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """In the block, the first Ctrl-C (or SIGTERM) only says that it came: what was seen so far is still told."""
+    seen: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def target_of(text: str) -> int | Ticket | Path:
+    """A process, a ticket or a file (`./12` for one that is called like a process). Raises LayoutMismatch."""
+    if text.isdecimal():
+        return int(text)
+    if text.startswith("penstock:"):
+        return Ticket.parse(text)
+    if os.path.exists(text) or os.sep in text or "." in text:
+        return Path(text)
+    raise LayoutMismatch(f"neither a process number, nor a ticket (penstock:PID:…), nor a file: {text!r}")

@@ -1,0 +1,109 @@
+"""Channels of running processes, looked at from outside: nobody is disturbed, and nothing says that we were there.
+
+Leaves to `inspect` finding them, to the native Tap reading them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from penstock import _native
+from penstock.errors import CorruptRecord, PenstockError
+from penstock.memory import Ticket
+from penstock.memory.segment import attached_segment
+from penstock.tools import inspect
+from penstock.tools.capture.capture_file import Entry, Source
+from penstock.tools.capture.measure_error import MeasureError
+
+CHANNELS = ("ring", "broadcast", "inbox")
+AT_ONCE = 256  # records of one channel before the next one is looked at
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at channels on which nothing happens
+
+
+class Watched:
+    """One live channel."""
+
+    def __init__(self, segment: _native.Segment, kind: str, pids: list[int]) -> None:
+        self.source = Source(segment.name, kind, bytes(segment.schema))
+        self.pids = pids  # of those who have it open
+        self._tap = _native.Tap(segment)
+        self._missed = 0
+        self.corrupt = ""  # what the last record that was none looked like
+
+    def read(self, index: int) -> list[Entry]:
+        """What has come since the last call, and how much of it was missed; empty: nothing."""
+        try:
+            records = self._tap.read(AT_ONCE)
+        except CorruptRecord as error:
+            self.corrupt = str(error)
+            return [Entry(index, 0, 0, 0, None, missed=1)]
+        found = [Entry(index, lane, sequence, at, frame) for lane, sequence, at, frame in records]
+        missed = self._tap.missed - self._missed
+        if missed:
+            self._missed += missed
+            found.append(Entry(index, 0, 0, 0, None, missed=missed))
+        return found
+
+
+def channels_of(target: int | Ticket, name: str | None) -> list[Watched]:
+    """The channels of a process and its descendants, or of a ticket; only those of this name. Raises MeasureError."""
+    try:
+        seen = inspect.look(target)
+    except inspect.NotFound as error:
+        raise MeasureError(str(error)) from None
+    starts = {pid: one.start for pid, one in inspect.all_processes().items()}
+    asked = [one for one in seen["segments"] if one["asked"] and one["kind"] in CHANNELS]
+    if not asked:
+        what = ", ".join(sorted({f"{one['kind']} '{one['name']}'" for one in seen["segments"] if one["asked"]}))
+        raise MeasureError(f"{target} has no channel open, only {what}")
+    found = [one for one in asked if name in (None, one["name"])]
+    if not found:
+        names = ", ".join(sorted({f"'{one['name']}'" for one in asked}))
+        raise MeasureError(f"{target} has no channel '{name}' open; there are {names}")
+    watched = []
+    reasons = []
+    for one in found:
+        holder = one["held_by"][0]
+        try:
+            ticket = Ticket(
+                holder["pid"], starts.get(holder["pid"], 0), holder["fd"], one["inode"], int(one["nonce"], 16)
+            )
+            pids = [each["pid"] for each in one["held_by"]]
+            with attached_segment(ticket) as segment:
+                watched.append(Watched(segment, one["kind"], pids))
+        except (OSError, PenstockError) as error:
+            reasons.append(f"{one['kind']} '{one['name']}': {error}")
+    if not watched:
+        raise MeasureError("; ".join(reasons))
+    return watched
+
+
+def entries(watched: list[Watched], seconds: float | None) -> Iterator[Entry | None]:
+    """What happens on these channels, for so many seconds or until all who had them open are gone.
+
+    None: nothing at the moment, and somebody may do something else.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+    pause = SHORTEST_PAUSE
+    looked_at = time.monotonic()
+    while True:
+        found = [entry for index, one in enumerate(watched) for entry in one.read(index)]
+        yield from found
+        if deadline is not None and time.monotonic() >= deadline:
+            return
+        if found:
+            pause = SHORTEST_PAUSE
+            continue
+        yield None
+        if time.monotonic() - looked_at > 0.2:
+            looked_at = time.monotonic()
+            if not any(is_alive(pid) for one in watched for pid in one.pids):
+                return
+        time.sleep(pause)
+        pause = min(pause * 2, LONGEST_PAUSE)
+
+
+def is_alive(pid: int) -> bool:
+    process = inspect.process_of(pid)
+    return process is not None and process.state != "Z"

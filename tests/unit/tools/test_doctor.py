@@ -1,0 +1,127 @@
+"""`penstock doctor`: each subject has a line, and what is missing is named."""
+
+import importlib.util
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import _native, cli
+from penstock.engine.cluster.cuda_devices import Devices, TorchBuild
+from penstock.tools import doctor
+from penstock.tools.doctor import Finding, examine_model, examine_packages, examine_port, examine_torch
+
+ASKED = doctor._asked_of_torch
+
+
+@pytest.fixture(autouse=True)
+def torch_is_not_imported_each_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """It takes seconds; one test asks the real one."""
+    with monkeypatch.context() as patched:
+        patched.setattr(doctor, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
+        patched.setattr(doctor, "_asked_of_torch", lambda: ("2.13.0", "13.0", 3.21, [["NVIDIA H100", 80 << 30]]))
+        yield
+
+
+def test_the_doctor_looks_at_everything_and_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    subjects = [
+        *("penstock", "kernel", "memfd", "pidfd", "futex", "/proc", "memory", "cpus", "descriptors", "processes")
+    ]
+    subjects += ["huge pages", "numa", "engine", "torch", "cuda", "port", "model"]
+    for line, subject in zip(lines, subjects, strict=True):
+        assert line.split()[0] in ("ok", "warning")
+        assert subject in line
+
+
+def test_the_doctor_says_who_leaves_no_more_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes, whose = _native.memory_available()
+    assert nbytes > 0
+    assert whose in ("the machine", "its control group")
+    monkeypatch.setattr(_native, "memory_available", lambda: (3 << 20, "a small box"))
+    cli.main(["doctor"])
+    assert "3.0 MiB available, as a small box leaves them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "pidfd_open"), (os, "P_PIDFD"), (signal, "pidfd_send_signal")])
+def test_the_doctor_says_what_a_python_was_built_without(
+    module: Any, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(module, name)
+    assert cli.main(["doctor"]) == 1
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("missing"))
+    assert line.split()[1] == "pidfd" and f"built without {name}" in line
+
+
+# ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_torch_and_its_devices_are_named() -> None:
+    torch, cuda = examine_torch()
+    assert torch == Finding("ok", "torch", "2.13.0, built for CUDA 13.0, imported in 3.2 s")
+    assert cuda == Finding("ok", "cuda", "1 device: NVIDIA H100 (80.0 GiB)")
+
+
+@pytest.mark.parametrize(("number", "level"), [(0, "ok"), (None, "warning"), (1, "warning")])
+def test_torch_that_finds_no_device_is_told_with_what_the_driver_says(
+    number: int | None, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_asked_of_torch", lambda: ("2.13.0", "13.0", 3.21, []))
+    monkeypatch.setattr(doctor, "cuda_devices", lambda: Devices(number, "the driver says so"))
+    _, cuda = examine_torch()
+    assert cuda.level == level and "finds no device: the driver says so" in cuda.text
+
+
+def test_the_real_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    monkeypatch.setattr(doctor, "_asked_of_torch", ASKED)
+    torch, cuda = examine_torch()
+    assert torch.level == "ok" and torch.text.startswith(metadata.version("torch")) and cuda.subject == "cuda"
+
+
+def test_a_torch_that_cannot_be_imported_is_missing_with_its_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_asked_of_torch", ASKED)
+    monkeypatch.setattr(doctor, "ASK_TORCH", "raise ImportError('libcudart.so.13: not found')")
+    (torch,) = examine_torch()
+    assert torch.level == "missing" and torch.text.endswith("ImportError: libcudart.so.13: not found")
+
+
+def test_packages_that_are_not_installed_are_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name in ("uvicorn", "tokenizers"):
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = examine_packages()
+    assert found.level == "warning" and found.text.startswith("not installed: tokenizers, uvicorn; ")
+    assert f"{sys.executable} -m pip install" in found.text
+
+
+def test_a_port_that_is_taken_is_named_and_is_missing_only_if_it_was_asked_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = examine_port("127.0.0.1", port)
+        assert found.level == "missing" and f"{port} of 127.0.0.1: Address already in use" in found.text
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(doctor, "USUAL_PORT", port)
+            assert examine_port("127.0.0.1", None).level == "warning"
+    assert examine_port("127.0.0.1", port) == Finding("ok", "port", f"{port} of 127.0.0.1 is free")
+    assert examine_port("127.0.0.1", 70_000).level == "missing"
+
+
+def test_a_directory_that_could_not_be_served_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3"}')
+    assert cli.main(["doctor", str(tmp_path)]) == 1
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("missing  model") and "(model_type 'gemma3') are not supported" in line
+    found = examine_model("")
+    assert found.level == "ok" and found.text.startswith("penstock-shapes: LlavaForConditionalGeneration, 6.9 MiB")

@@ -1,0 +1,189 @@
+"""Measuring channels of running processes: what is seen, what was missed, how it ends; and nobody notices."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import penstock
+from penstock import cli
+from penstock.tools.capture import command, live_capture
+from penstock.tools.capture.capture_file import Recording
+from tests.conftest import eventually, spawn
+
+
+class Step(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    rows: NDArray[np.int32]
+
+
+class Stop(msgspec.Struct, array_like=True, frozen=True):
+    reason: str
+
+
+def send_slowly(channel: Any) -> None:
+    """Two messages, over and over, as long as somebody looks."""
+    with channel.sender(name="core") as sender, channel.receiver(name="worker") as receiver:
+        number = 0
+        while True:
+            for message in (Step(number % 100, np.arange(50, dtype=np.int32)), Stop("x" * 10)):
+                sender.send(message)
+                receiver.receive()
+            number += 1
+            time.sleep(0.001)
+
+
+def send_at_full_speed(channel: Any) -> None:
+    with channel.sender() as sender, channel.receiver() as receiver:
+        while True:
+            for _ in range(100):
+                sender.send(b"x" * 100)
+            for _ in range(100):
+                receiver.receive()
+
+
+def lines_of(text: str) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in text.splitlines():
+        one = json.loads(line)
+        found.setdefault(one["case"], []).append(one)
+    return found
+
+
+def has_sent(channel: Any) -> bool:
+    return channel.snapshot()["senders"][0]["records"] > 0
+
+
+@contextlib.contextmanager
+def in_use() -> Iterator[tuple[Any, int]]:
+    """A channel of messages, and the process that uses it."""
+    with penstock.open_ring("steps", messages=(Step, Stop)) as ring, spawn(send_slowly, ring) as child:
+        eventually(lambda: has_sent(ring), within=20)
+        assert child.pid is not None
+        yield ring, child.pid
+
+
+def test_messages_of_a_process_are_measured_by_class_and_by_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with in_use() as (_, pid):
+        assert cli.main(["measure", str(pid), "--seconds", "0.5", "--json"]) == 0
+        found = lines_of(capsys.readouterr().out)
+        (channel,) = found["channel"]
+        assert (channel["channel"], channel["kind"], channel["undecodable"]) == ("steps", "ring", 0)
+        assert channel["messages"] > 4
+        step, stop = found["message"]
+        assert (step["message"], stop["message"]) == ("Step", "Stop")
+        assert stop["mean_bytes"] == 2 + 11
+        assert stop["mean_distance_bytes"] == 0 and stop["repeated_share"] == 1
+        assert 0 < step["mean_distance_bytes"] < 3
+        unchanged = {one["field"]: one["unchanged_share"] for one in found["field"] if one["message"] == "Step"}
+        assert (unchanged["rows"], unchanged["number"]) == (1, 0)
+
+
+def test_a_ticket_leads_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    with in_use() as (ring, _):
+        assert cli.main(["measure", str(ring.ticket), "--seconds", "0.3"]) == 0
+        said = capsys.readouterr().out
+        assert "ring 'steps'" in said and "Step, by field" in said
+
+
+def test_what_is_recorded_is_measured_to_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with in_use() as (_, pid):
+        path = tmp_path / "x.rec"
+        assert cli.main(["measure", str(pid), "--seconds", "0.3", "--json", "--record", str(path)]) == 0
+        first = lines_of(capsys.readouterr().out)
+        assert cli.main(["measure", str(path), "--json"]) == 0
+        again = lines_of(capsys.readouterr().out)
+        assert again["channel"] == first["channel"]
+        assert again["field"] == first["field"]
+        (source,) = Recording(path).sources
+        assert source.name == "steps" and b"Step" in source.schema
+
+
+def test_only_the_channel_that_was_named_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    with in_use() as (_, pid):
+        assert cli.main(["measure", str(pid), "--channel", "other"]) == 2
+        assert "has no channel 'other' open; there are 'steps'" in capsys.readouterr().err
+
+
+def test_nobody_notices_that_somebody_looks() -> None:
+    with in_use() as (ring, pid):
+        before = ring.snapshot()
+        assert cli.main(["measure", str(pid), "--seconds", "0.2"]) == 0
+        after = ring.snapshot()
+        assert [one["name"] for one in after["peers"]] == [one["name"] for one in before["peers"]]
+        assert len(after["receivers"]) == len(before["receivers"])
+
+
+def test_under_load_what_was_seen_and_what_was_missed_is_all_that_was_sent() -> None:
+    with penstock.open_ring("fast", capacity=1 << 16) as ring, spawn(send_at_full_speed, ring) as child:
+        eventually(lambda: has_sent(ring), within=20)
+        assert child.pid is not None
+        watched = live_capture.channels_of(child.pid, None)
+        first: int | None = None
+        last = seen = missed = 0
+        for entry in live_capture.entries(watched, 0.7):
+            if entry is None:
+                continue
+            if entry.missed:
+                missed += entry.missed
+                continue
+            assert entry.frame == b"x" * 100
+            first = entry.sequence if first is None else first
+            last = entry.sequence
+            seen += 1
+            if seen % 50 == 0:
+                time.sleep(0.01)  # slower than they are
+        assert missed > 0, "this was no load"
+        assert first is not None
+        assert seen <= last - first + 1 <= seen + missed
+
+
+def test_when_those_who_had_the_channel_are_gone_it_ends_with_the_table(tmp_path: Path) -> None:
+    with in_use() as (_, pid), looking_at(pid, tmp_path / "x.rec") as looking:
+        os.kill(pid, signal.SIGKILL)
+        said = ended(looking)
+    assert looking.returncode == 0
+    assert "Step, by field" in said
+
+
+def test_an_interrupt_ends_it_with_the_table(tmp_path: Path) -> None:
+    with in_use() as (_, pid), looking_at(pid, tmp_path / "x.rec") as looking:
+        os.kill(looking.pid, signal.SIGINT)
+        said = ended(looking)
+    assert looking.returncode == 0
+    assert "ring 'steps'" in said and "Step, by field" in said
+
+
+@contextlib.contextmanager
+def looking_at(pid: int | None, path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """The command as a process, which has seen something already."""
+    command_line = [sys.executable, "-m", "penstock", "measure", str(pid), "--record", str(path)]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as looking:
+        try:
+            eventually(lambda: path.exists() and path.stat().st_size > 8000, within=20)
+            yield looking
+        finally:
+            looking.kill()
+
+
+def ended(looking: "subprocess.Popen[str]") -> str:
+    """What it has said, when it has ended by itself."""
+    return looking.communicate(timeout=20)[0]
+
+
+def test_a_channel_on_which_nothing_happens_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with penstock.open_broadcast(2, "quiet"):
+        options = command.Options(os.getpid(), channel="quiet", seconds=0.05)
+        assert command.run(options) == 0
+    assert "no message while we looked" in capsys.readouterr().out
