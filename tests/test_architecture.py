@@ -1,4 +1,4 @@
-"""The layers as a test: which may import which, and how long a file may be.
+"""The layers as a test: which may import which. How long a file may be is held by scripts/prose.
 
 That the data plane needs nothing of the engine is shown by `scripts/test dataplane`, which builds and tests it alone.
 """
@@ -33,8 +33,6 @@ BELOW = [name for name in LEVEL if LEVEL[name] < LINE]
 
 # Modules that run what they read.
 EXECUTABLE = {"pickle", "_pickle", "cloudpickle", "marshal", "shelve", "dill"}
-MAX_LINES = 900
-MAX_HEADER_LINES = 500
 
 
 def module_of(path: Path) -> list[str]:
@@ -195,17 +193,6 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 def test_a_cycle_of_imports_is_found() -> None:
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
-
-
-def test_no_file_is_longer_than_one_sitting() -> None:
-    lengths = {path: len(path.read_text().splitlines()) for path in sources(SOURCE, NATIVE)}
-    most = {".h": MAX_HEADER_LINES}
-    too_long = [
-        f"{path.relative_to(ROOT)}: {lines} lines"
-        for path, lines in lengths.items()
-        if lines > most.get(path.suffix, MAX_LINES)
-    ]
-    assert not too_long, "\n".join(too_long)
 
 
 def test_an_import_from_above_is_found_however_it_is_written() -> None:

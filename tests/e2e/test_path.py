@@ -1,0 +1,43 @@
+"""scripts/path, and the table of a request's path in the README, which names a part of what it prints."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests import tiers
+from tests.support.documents import ROOT
+
+pytest.importorskip("uvicorn")
+
+
+def section_of_the_readme() -> str:
+    return (ROOT / "README.md").read_text().partition("## Read the engine")[2].partition("\n## ")[0]
+
+
+def table_of_the_readme() -> list[tuple[str, str]]:
+    """Process and file of each row. A row without a process is one of the row above."""
+    found, process = [], ""
+    for row in re.findall(r"^\|(.*)\|$", section_of_the_readme(), re.MULTILINE)[2:]:
+        where, files, _ = row.split("|")
+        process = where.strip() or process
+        found += [(process, file) for file in re.findall(r"`(\S+\.py)`", files)]
+    return found
+
+
+@tiers.needs_all
+@pytest.mark.timeout(400)
+def test_files_of_a_requests_path_in_the_readme_run_for_one_streamed_chat() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "path")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=360)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *rows, last = done.stdout.splitlines()
+    printed = {(process, file) for process, _, file, _ in map(str.split, rows[1:])}  # "core 0.0 engine/…/x.py 16"
+    files = {file for _, file in printed}
+    assert all((ROOT / "src" / "penstock" / file).is_file() for file in files)
+    assert last == f"{len(files)} Python files of src/penstock"
+    assert re.search(r"prints all\s(\d+) Python files", section_of_the_readme())[1] == str(len(files)), done.stdout
+    table = table_of_the_readme()
+    assert len(table) > 15, "looked at nothing"
+    assert not set(table) - printed, "in README's table, and did not run"
