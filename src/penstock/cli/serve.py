@@ -1,6 +1,6 @@
 """`penstock serve`: the tree of processes with servers in it, until a signal drains it.
 
-Leaves to the launcher who lives, and to `process` what a server is.
+Leaves to the launcher which processes run, and to `process` what a server is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def _run(config: EngineConfig, options: ServerOptions, listener: socket.so
     telling = asyncio.ensure_future(_tell_when_it_serves(launcher, name, _address(listener)))
     try:
         await launcher.run()
-    except TreeFailed:  # who, and how, stands in the log
+    except TreeFailed:  # the log names the process, and how it ended
         return 1
     finally:
         telling.cancel()
@@ -66,7 +66,7 @@ class Serving(Launcher):
         super().__init__(config, functools.partial(serve, Shared(options, listener, self.tally, self.notice)))
 
     def bury(self, member: Member) -> None:
-        """It can say no more that it serves nobody."""
+        """Notes for a dead server process that it serves no requests."""
         if member.kind == "server":
             row = self.rows[member.index]
             row[Row.SERVING] = row[Row.OPEN] = 0
