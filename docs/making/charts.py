@@ -30,7 +30,7 @@ def ratio(row: dict[str, Any]) -> str:
 
 def table() -> str:
     """What README shows."""
-    lines = ["| | ours | theirs | ratio | whose | `scripts/bench` |", "|---|---|---|---|---|---|"]
+    lines = ["| | ours | theirs | ratio | baseline | `scripts/bench` |", "|---|---|---|---|---|---|"]
     for row in HEADLINES["rows"]:
         ours, theirs = f"{row['ours']} {row['unit']}", row["theirs"]
         _, commit, bench = HEADLINES["sources"][row["source"]]["entry"].split(" · ")

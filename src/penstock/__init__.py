@@ -79,7 +79,7 @@ def attach(
             return Segment(segment)
         if segment.kind == 2:
             if segment.is_elsewhere:
-                # Imported here: who has no device need not know how one is asked. This asks for none yet.
+                # Imported here: a process without a device does not load its driver. The import does not call it.
                 from penstock.tensor.cuda import CudaPool
 
                 return CudaPool(segment)

@@ -1,4 +1,4 @@
-"""What can go wrong, by whose doing it was. Everything derives from PenstockError; this module imports nothing."""
+"""The errors, each named after its cause. All derive from PenstockError; this module imports nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class PenstockError(Exception):
 
 
 class ChannelError(PenstockError):
-    """Something about a channel, not about what it carries."""
+    """The base of errors of a channel, as against those of its messages."""
 
 
 class ClosedError(ChannelError, RuntimeError):
@@ -16,7 +16,7 @@ class ClosedError(ChannelError, RuntimeError):
 
 
 class EndOfChannel(ChannelError):
-    """They closed theirs, in peace. Ends a `for` loop."""
+    """The other end was closed. Ends a `for` loop."""
 
 
 class WouldBlock(ChannelError):
@@ -24,11 +24,11 @@ class WouldBlock(ChannelError):
 
 
 class CorruptRecord(ChannelError):
-    """The ring does not hold a record where one must be: somebody wrote where it must not."""
+    """The ring holds no record where one must be: a process has overwritten it."""
 
 
 class Timeout(PenstockError, TimeoutError):
-    """The deadline passed. The text says what was awaited, of whom, and when that peer was last seen."""
+    """The deadline passed. The text names the record or room that was awaited, the peer, and when it was last seen."""
 
     receiver: int | None = None
     pid: int | None = None
@@ -38,9 +38,9 @@ class Timeout(PenstockError, TimeoutError):
 
 
 class PeerDied(PenstockError):
-    """A process at the other end is gone without having closed. What it held has been given back.
+    """A process at the other end died without closing it. The memory that it held has been freed.
 
-    `index` is which of the channel's senders or receivers it was. `name` is "?" if somebody else has its place among
+    `index` is its place among the channel's senders or receivers. `name` is "?" if another process has its place among
     the peers by now.
     """
 
@@ -52,7 +52,7 @@ class PeerDied(PenstockError):
 
 
 class MemoryExhausted(PenstockError, MemoryError):
-    """There is not as much memory as was asked for: the numbers say how much there is, and who holds the rest."""
+    """There is less memory than was asked for: the numbers say how much is free, and which peers hold the rest."""
 
     asked: int = 0
     free: int = 0
@@ -61,27 +61,27 @@ class MemoryExhausted(PenstockError, MemoryError):
 
 
 class StaleRef(PenstockError):
-    """A reference to a block that is gone, or that was never ours."""
+    """A reference to a block that was freed, or that was not meant for this process."""
 
     expected: int = 0
     found: int = 0
 
 
 class Missing(PenstockError, KeyError):
-    """Nothing is kept under this key: it never was, or its room was wanted. Put it again."""
+    """There is no value under this key: it was never put, or it was evicted. Put it again."""
 
     __str__ = Exception.__str__  # KeyError's own would quote the sentence
 
 
 class LayoutMismatch(PenstockError):
-    """What was attached to is not a segment of this build, or is gone."""
+    """The segment to attach to is not of this build's layout, or is gone."""
 
 
 class DecodeError(PenstockError, ValueError):
-    """A message that is not what it should be, with the path to where it is not.
+    """A message that does not have the agreed type, with the path of the wrong field.
 
-    `kind` is the class that it was sent as, and `fields` the numbers and texts in it, unchecked, with None in place of
-    others: whoever must answer somebody may find there whom. Where not even that can be read, None and nothing.
+    `kind` is the class that it was sent as, and `fields` has its numbers and texts, unchecked, with None in place of
+    other values, so that an answer can go to its sender. If they cannot be read, `kind` is None and `fields` is empty.
     """
 
     kind: type | None = None

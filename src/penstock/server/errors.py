@@ -1,6 +1,6 @@
-"""What a client is told that gets no answer: in OpenAI's form, with whose doing it was.
+"""Errors in the form of OpenAI's API: status, message, type, param, code.
 
-Leaves to the places where something is wrong what they say.
+The message comes from the code that found the error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from penstock.engine.client.stream import EngineError
 
-RETRIED = (429, 503)  # whoever is refused with one of these may come again …
+RETRIED = (429, 503)  # a client that is refused with one of these may ask again …
 RETRY_AFTER = 1  # … after so many seconds
 MAX_CHARACTERS = 2000  # of a message: what a client has said may stand in it, and be long
 KINDS = {

@@ -38,10 +38,8 @@ from penstock.server.images.image_prompts import build_image_prompts
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 
-BACKLOG = 1024  # connections that nobody has taken yet
-KEPT = (
-    75  # seconds for which a connection without a request is kept: longer than proxies keep theirs, who then close it
-)
+BACKLOG = 1024  # connections that no process has accepted yet
+KEPT = 75  # seconds for which an idle connection is kept: longer than proxies keep theirs, so that they close it first
 CONNECTIONS = 4  # for each request that may be open
 OTHER_DESCRIPTORS = 128  # of a process, besides its connections
 KERNEL_NBYTES = 256 << 10  # of an answer in the kernel, for a client that does not read
@@ -54,13 +52,13 @@ class ServerArgs:
     options: ServerOptions
     listener: socket.socket
     tally: penstock.Segment
-    notice: penstock.Segment  # nobody reads it here: it is what a process is looked into by
+    notice: penstock.Segment  # not read here: `penstock top` finds the server by it
 
 
 def listen(options: ServerOptions) -> socket.socket:
     """The socket from which all server processes take connections.
 
-    One socket with one queue, and not one each (SO_REUSEPORT): who is idle takes the next connection, one that waits
+    One socket with one queue, and not one each (SO_REUSEPORT): an idle one takes the next connection, one that waits
     in the queue does not go with a process that dies, and none is given to a process that is stopped. Raises OSError,
     which names host and port.
     """
