@@ -25,12 +25,12 @@ from penstock.engine.protocol.messages import (
     StepDone,
     Submit,
 )
-from penstock.tools.capture.frame_fields import Layout
+from penstock.tools.capture.frame_fields import FrameLayout
 
 LEADER = 0x9A7B_5C3D  # as many bytes as almost all have that are drawn
 LATER = 1_000_000  # steps that came before, so that numbers have the length that they have in the long run
 LEAST = 100  # messages of one round; each takes microseconds
-MOST_BLOCKS = 1 << 20
+MAX_BLOCKS = 1 << 20
 
 
 class Coder:
@@ -64,7 +64,7 @@ class Steps:
         self._decode = decode
         self._requests = len(decode.running)
         self._coder = Coder(STEPS)
-        self._core, self._worker = (Schedule(self._requests, MOST_BLOCKS, BLOCK) for _ in range(2))
+        self._core, self._worker = (Schedule(self._requests, MAX_BLOCKS, BLOCK) for _ in range(2))
         self._plan = Plan(self._core)
         params = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P)
         for row, one in enumerate(decode.running):
@@ -111,7 +111,7 @@ class Steps:
 
 
 class Steady(Steps):
-    """Nobody needs a block, for as long as one likes: all of them have been given before."""
+    """No request needs a block, in any number of steps: all blocks were given before."""
 
     def _next(self) -> Any:
         return self._finish()
@@ -169,5 +169,5 @@ def params_nbytes() -> int:
     """Of default sampling parameters, in a request."""
     coder = Coder(INBOX)
     frame = whole(coder.encode(Submit(0, 1, np.arange(4, dtype=np.int32), SamplingParams())))
-    pieces = Layout(coder.catalogue.schema.encode()).take_apart(frame).pieces
+    pieces = FrameLayout(coder.catalogue.schema.encode()).take_apart(frame).pieces
     return sum(len(content) for name, content in pieces if name.startswith("params"))

@@ -20,7 +20,7 @@ from penstock.tools.capture.edit_distance import between
 now = time.perf_counter_ns
 NEAR = 1 << 14  # edits; in an experiment there is time
 LONG_NBYTES = 50_000  # of a message; of these only two pairs are compared
-MOST_COMPARED = 32  # of the others
+MAX_COMPARED = 32  # of the others
 
 
 class Round(NamedTuple):
@@ -68,7 +68,7 @@ def whole(encoded: Any) -> bytes:
 
 @contextmanager
 def collector_off() -> Any:
-    gc.disable()  # as timeit does: a collection in the middle would be charged to whoever is running
+    gc.disable()  # as timeit does: a collection in the middle would be charged to the format that is running
     try:
         yield
     finally:
@@ -108,7 +108,7 @@ def take_turns(ways: Mapping[str, Way], messages: int, rounds: int, *, warm_up: 
                 one.missing = str(error)
                 continue
             if turn == 0:
-                pairs = 2 if len(result.frames[0]) > LONG_NBYTES else MOST_COMPARED
+                pairs = 2 if len(result.frames[0]) > LONG_NBYTES else MAX_COMPARED
                 for before, after in zip(result.frames[:pairs], result.frames[1 : pairs + 1]):
                     distance = between(before, after, near=NEAR)
                     one.edits.append(distance.edits)

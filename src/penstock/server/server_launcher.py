@@ -47,7 +47,7 @@ async def _run(config: EngineConfig, options: ServerOptions, listener: socket.so
     telling = asyncio.ensure_future(_tell_when_it_serves(launcher, name, _address(listener)))
     try:
         await launcher.run()
-    except TreeFailed:  # who, and how, stands in the log
+    except TreeFailed:  # the process and its end stand in the log
         return 1
     finally:
         telling.cancel()
@@ -66,7 +66,7 @@ class Serving(Launcher):
         super().__init__(config, functools.partial(serve, Shared(options, listener, self.tally, self.notice)))
 
     def bury(self, member: Member) -> None:
-        """It can say no more that it serves nobody."""
+        """Sets the counters that a dead server process can no longer set."""
         if member.kind == "server":
             row = self.rows[member.index]
             row[Row.SERVING] = row[Row.OPEN] = 0
