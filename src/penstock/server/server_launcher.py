@@ -66,7 +66,7 @@ class ServerLauncher(Launcher):
         super().__init__(config, functools.partial(serve, Shared(options, listener, self.tally, self.notice)))
 
     def bury(self, member: Member) -> None:
-        """Sets the counters that a dead server process can no longer set."""
+        """It can say no more that it serves nobody."""
         if member.kind == "server":
             row = self.rows[member.index]
             row[Row.SERVING] = row[Row.OPEN] = 0

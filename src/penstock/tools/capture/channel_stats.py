@@ -19,7 +19,7 @@ from penstock.tools.capture.edit_distance import between
 from penstock.tools.capture.frame_fields import FrameLayout
 
 SAMPLES = 4096  # of a distribution; the mean counts everything
-MAX_BUSY_SHARE = 0.5  # of the time, for distances and timing while a channel is live; the rest is for keeping up
+MAX_SHARE = 0.5  # of the time, for distances and timing while a channel is live; the rest is for keeping up
 
 now = time.perf_counter_ns
 
@@ -140,7 +140,7 @@ class ChannelStats:
             del self._last[key]
 
     def _has_time(self) -> bool:
-        return not self._is_live or self._spent_ns <= (now() - self._began_ns) * MAX_BUSY_SHARE
+        return not self._is_live or self._spent_ns <= (now() - self._began_ns) * MAX_SHARE
 
     def _count_fields(self, stats: MessageStats, pieces: dict[str, bytes], before: dict[str, bytes] | None) -> None:
         for name, content in pieces.items():
