@@ -22,7 +22,7 @@ ROUNDS = 7
 LONG_PROMPT = 40_000  # tokens
 CYCLE = 16  # steps, in which each request needs one block
 TIMED = 50_000  # requests times steps in one round of a steady case, about
-MIN_STEPS, MAX_STEPS = 13, 400
+LEAST_STEPS, MAX_STEPS = 13, 400
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class Outcome:
 
 
 def steps_of(requests: int) -> int:
-    return max(MIN_STEPS, min(MAX_STEPS, TIMED // requests))
+    return max(LEAST_STEPS, min(MAX_STEPS, TIMED // requests))
 
 
 def cases(requests: Sequence[int]) -> Iterator[Case]:
     for many in requests:
         steps = steps_of(many)
         yield Case("step_steady", f"Decode step of {many} requests, no new blocks", many,
-                   formats.steps(many, is_spread=False, steps=steps), MIN_STEPS)  # fmt: skip
+                   formats.steps(many, is_spread=False, steps=steps), LEAST_STEPS)  # fmt: skip
         yield Case("step_blocks", f"Decode step of {many} requests, new blocks where they fall due", many,
                    formats.steps(many, is_spread=True, steps=CYCLE), CYCLE)  # fmt: skip
         yield Case("worker_output", f"Worker output of {many} sampled tokens", many,
-                   formats.worker_outputs(many), MIN_STEPS)  # fmt: skip
+                   formats.worker_outputs(many), LEAST_STEPS)  # fmt: skip
         yield Case("api_outputs", f"Outputs to the API server, {many} requests", many,
-                   formats.api_outputs(many), MIN_STEPS)  # fmt: skip
+                   formats.api_outputs(many), LEAST_STEPS)  # fmt: skip
     yield Case("long_prompt", f"A request of {LONG_PROMPT:,} prompt tokens", 1, formats.requests(LONG_PROMPT), 20)
 
 

@@ -30,7 +30,7 @@ from penstock.tools.capture.frame_fields import FrameLayout
 LEADER = 0x9A7B_5C3D  # as many bytes as almost all have that are drawn
 LATER = 1_000_000  # steps that came before, so that numbers have the length that they have in the long run
 LEAST = 100  # messages of one round; each takes microseconds
-MAX_BLOCKS = 1 << 20
+MOST_BLOCKS = 1 << 20
 
 
 class Coder:
@@ -64,7 +64,7 @@ class Steps:
         self._decode = decode
         self._requests = len(decode.running)
         self._coder = Coder(STEPS)
-        self._core, self._worker = (Schedule(self._requests, MAX_BLOCKS, BLOCK) for _ in range(2))
+        self._core, self._worker = (Schedule(self._requests, MOST_BLOCKS, BLOCK) for _ in range(2))
         self._plan = Plan(self._core)
         params = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P)
         for row, one in enumerate(decode.running):

@@ -41,7 +41,7 @@ def test_in_a_spread_workload_every_request_needs_one_block_in_sixteen_steps() -
 
 def test_in_a_steady_workload_nobody_needs_a_block_for_thirteen_steps() -> None:
     decode = Decode(40, is_spread=False)
-    for _ in range(comparison.MIN_STEPS):
+    for _ in range(comparison.LEAST_STEPS):
         advance = decode.step()
         assert not advance.due
         decode.finish(advance)
