@@ -21,10 +21,10 @@ LAYERS = [
     {"tensor"},
     # ── below this line is the data plane; "penstock" itself, the package, hands out what is below it ──
     {"penstock", "integrations"},
-    {"tools.format", "tools.inspect"},
+    {"tools.format", "tools.tables", "tools.inspect"},
     {"engine"},
     {"server"},
-    {"tools", "tools.bar_chart", "tools.capture", "tools.doctor", "tools.load", "tools.tables", "tools.top"},
+    {"tools", "tools.bar_chart", "tools.capture", "tools.doctor", "tools.load", "tools.top"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

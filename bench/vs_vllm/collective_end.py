@@ -116,7 +116,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         step = end.expect(order["what"], order["nbytes"])
-        # Receivers wait for what comes; only who sends keeps the pace.
+        # Receivers wait for what comes; only the sender keeps the pace.
         answer = perform(step, order["messages"], order["pace_ns"] if rank == 0 else 0)
         print(json.dumps(answer), flush=True)
     end.close()

@@ -27,7 +27,7 @@ LEAST_STEPS, MAX_STEPS = 13, 400
 
 @dataclass(frozen=True)
 class Case:
-    """One question: a key, a title, how many requests, and who answers it."""
+    """One question: a key, a title, how many requests, and the formats that answer it."""
 
     key: str
     title: str

@@ -25,7 +25,7 @@ from penstock.engine.protocol.messages import (
     StepDone,
     Submit,
 )
-from penstock.tools.capture.frame_fields import Layout
+from penstock.tools.capture.frame_fields import FrameLayout
 
 LEADER = 0x9A7B_5C3D  # as many bytes as almost all have that are drawn
 LATER = 1_000_000  # steps that came before, so that numbers have the length that they have in the long run
@@ -111,7 +111,7 @@ class Steps:
 
 
 class Steady(Steps):
-    """Nobody needs a block, for as long as one likes: all of them have been given before."""
+    """No request needs a block, in any number of steps: all blocks were given before."""
 
     def _next(self) -> Any:
         return self._finish()
@@ -169,5 +169,5 @@ def params_nbytes() -> int:
     """Of default sampling parameters, in a request."""
     coder = Coder(INBOX)
     frame = whole(coder.encode(Submit(0, 1, np.arange(4, dtype=np.int32), SamplingParams())))
-    pieces = Layout(coder.catalogue.schema.encode()).take_apart(frame).pieces
+    pieces = FrameLayout(coder.catalogue.schema.encode()).take_apart(frame).pieces
     return sum(len(content) for name, content in pieces if name.startswith("params"))

@@ -68,7 +68,7 @@ def whole(encoded: Any) -> bytes:
 
 @contextmanager
 def collector_off() -> Any:
-    gc.disable()  # as timeit does: a collection in the middle would be charged to whoever is running
+    gc.disable()  # as timeit does: a collection in the middle would be charged to the format that is running
     try:
         yield
     finally:

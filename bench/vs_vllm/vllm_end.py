@@ -1,6 +1,6 @@
 """vLLM's own classes, in an interpreter that has them: a program that makes, encodes and decodes what it is told.
 
-Answers each line of JSON with one. Needs nothing of ours. Leaves to `vllm_peer` who asks it.
+Answers each line of JSON with one. Needs nothing of ours. Leaves to `vllm_peer` the orders.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ MAKERS = {
 
 
 def main() -> None:
-    # Log lines are not answers: those go to a copy of the standard output that nobody else knows.
+    # Log lines are not answers: those go to a copy of the standard output that no library knows.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

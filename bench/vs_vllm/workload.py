@@ -38,7 +38,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Advance:
-    """One step: everybody computes one token; to some a block is given before."""
+    """One step: each request computes one token; some are given a block before."""
 
     due: dict[int, int]  # row: block
     sampled: list[int]  # by row: what comes of the step

@@ -30,7 +30,7 @@ from penstock.engine.protocol.config import SHIPPED, EngineConfig
 from penstock.engine.worker import worker
 from penstock.server.chat.response_schema import EngineHealth, HealthResponse
 from penstock.server.options import ServerOptions
-from penstock.server.server_launcher import Serving
+from penstock.server.server_launcher import ServerLauncher
 from penstock.server.server_process import listen
 from tests.e2e.test_server import Served, posted
 from tests.support.command import serving
@@ -70,7 +70,7 @@ async def tree_with(unit: int, kind: str, life: Life, **options: Any) -> AsyncIt
     asked = ServerOptions(port=0)
     with contextlib.closing(listen(asked)) as listener:
         port = listener.getsockname()[1]
-        launcher = Serving(config, asked, listener)
+        launcher = ServerLauncher(config, asked, listener)
         parts = launcher.units[unit]._parts
         parts[:] = [(*one[:2], life) if one[0] == kind else one for one in parts]
         try:

@@ -24,7 +24,7 @@ from penstock.engine.launcher import STOP_TIMEOUT  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.worker.simulated_device import TokenRule  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
-from penstock.server.server_launcher import Serving  # noqa: E402
+from penstock.server.server_launcher import ServerLauncher  # noqa: E402
 from penstock.server.server_process import listen  # noqa: E402
 from tests.support.command import serving  # noqa: E402
 from tests.support.engine import START, Running, told  # noqa: E402
@@ -37,7 +37,7 @@ MAX_BODY = 100_000
 class Served(Running):
     """A tree with servers, and a client for them."""
 
-    def __init__(self, launcher: Serving, port: int) -> None:
+    def __init__(self, launcher: ServerLauncher, port: int) -> None:
         self.launcher = launcher
         self.config = launcher.tree.config
         self.rule = TokenRule(self.config.simulated or told())
@@ -85,7 +85,7 @@ async def served(limits: dict[str, Any] | None = None, start: float = START, **o
     config = EngineConfig(**{"simulated": told(), "max_model_len": 4096, "api_server_count": 2, **options})
     with contextlib.closing(listen(asked)) as listener:
         port = listener.getsockname()[1]
-        launcher = Serving(config, asked, listener)
+        launcher = ServerLauncher(config, asked, listener)
         try:
             launcher.start()
             await launcher.serving(start)

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     from penstock.tools.capture import command
 
     return command.run(
-        command.Options(
+        command.CaptureOptions(
             target=options.target,
             channel=options.channel,
             seconds=options.seconds,

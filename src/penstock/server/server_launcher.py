@@ -42,12 +42,12 @@ def run(config: EngineConfig, options: ServerOptions) -> int:
 async def _run(config: EngineConfig, options: ServerOptions, listener: socket.socket) -> int:
     if not options.api_keys and not _is_loopback(listener):
         event("anybody may ask", logging.WARNING, host=options.host, remedy="--api-key")
-    launcher = Serving(config, options, listener)
+    launcher = ServerLauncher(config, options, listener)
     name = served_name(config, options)
     telling = asyncio.ensure_future(_tell_when_it_serves(launcher, name, _address(listener)))
     try:
         await launcher.run()
-    except TreeFailed:  # who, and how, stands in the log
+    except TreeFailed:  # the process and its end stand in the log
         return 1
     finally:
         telling.cancel()
@@ -55,7 +55,7 @@ async def _run(config: EngineConfig, options: ServerOptions, listener: socket.so
     return 0
 
 
-class Serving(Launcher):
+class ServerLauncher(Launcher):
     """A tree with servers behind one socket."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:

@@ -14,7 +14,7 @@ import penstock
 from penstock import cli
 from penstock.installing import how_to_install
 from penstock.tools.capture import command
-from penstock.tools.capture.capture_file import Entry, Recorder, Source
+from penstock.tools.capture.capture_file import CapturedChannel, CaptureEntry, CaptureWriter
 
 F_ADD_SEALS, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 2, 4
 
@@ -24,10 +24,10 @@ def measure(*arguments: object) -> int:
 
 
 def recorded(path: Path, *frames: bytes) -> Path:
-    recorder = Recorder(path, [Source("steps", "ring", b"")])
+    writer = CaptureWriter(path, [CapturedChannel("steps", "ring", b"")])
     for sequence, frame in enumerate(frames):
-        recorder.write(Entry(0, 0, sequence, sequence, frame))
-    recorder.close()
+        writer.write(CaptureEntry(0, 0, sequence, sequence, frame))
+    writer.close()
     return path
 
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from penstock.codec import Catalogue, FrameEncoder
 from penstock.tools import tables
 from penstock.tools.capture import channel_report
-from penstock.tools.capture.capture_file import Entry, Source
-from penstock.tools.capture.channel_stats import Distribution, Tally
+from penstock.tools.capture.capture_file import CapturedChannel, CaptureEntry
+from penstock.tools.capture.channel_stats import ChannelStats, Distribution
 
 
 class Step(msgspec.Struct, array_like=True, frozen=True):
@@ -26,8 +26,8 @@ class Stop(msgspec.Struct, array_like=True, frozen=True):
 
 
 CATALOGUE = Catalogue(Step, Stop)
-PLAIN = Source("plain", "ring", b"")
-TYPED = Source("steps", "broadcast", CATALOGUE.schema.encode())
+PLAIN = CapturedChannel("plain", "ring", b"")
+TYPED = CapturedChannel("steps", "broadcast", CATALOGUE.schema.encode())
 
 
 def frame_of(message: msgspec.Struct) -> bytes:
@@ -35,47 +35,47 @@ def frame_of(message: msgspec.Struct) -> bytes:
     return b"".join(map(bytes, encoded)) if isinstance(encoded, list) else bytes(encoded)
 
 
-def tally_of(source: Source, *frames: bytes | int | None, lane: int = 0) -> Tally:
+def stats_of(source: CapturedChannel, *frames: bytes | int | None, lane: int = 0) -> ChannelStats:
     """A number is a gap of so many."""
-    tally = Tally(source, is_live=False)
+    stats = ChannelStats(source, is_live=False)
     sequence = 0
     for frame in frames:
         if isinstance(frame, int):
             sequence += frame
-            tally.add(Entry(0, lane, 0, 0, None, missed=frame))
+            stats.add(CaptureEntry(0, lane, 0, 0, None, missed=frame))
         else:
-            tally.add(Entry(0, lane, sequence, 1000 + sequence, frame))
+            stats.add(CaptureEntry(0, lane, sequence, 1000 + sequence, frame))
             sequence += 1
-    return tally
+    return stats
 
 
 def test_consecutive_messages_are_compared() -> None:
-    one = tally_of(PLAIN, b"hello world", b"hello w0rld", b"hello w0rld").classes["bytes"]
+    one = stats_of(PLAIN, b"hello world", b"hello w0rld", b"hello w0rld").classes["bytes"]
     assert (one.nbytes.count, one.nbytes.total) == (3, 33)
     assert (one.edits.count, one.edits.total) == (2, 1)
     assert one.repeated_share == 21 / 22
 
 
 def test_what_follows_a_gap_is_not_compared() -> None:
-    tally = tally_of(PLAIN, b"aaaa", 5, b"bbbb", b"bbbb", None, b"cccc")
-    one = tally.classes["bytes"]
+    stats = stats_of(PLAIN, b"aaaa", 5, b"bbbb", b"bbbb", None, b"cccc")
+    one = stats.classes["bytes"]
     assert (one.nbytes.count, one.edits.count, one.edits.total) == (4, 1, 0)
-    assert (tally.missed, tally.gone, tally.seen) == (5, 1, 5)
+    assert (stats.missed, stats.gone, stats.seen) == (5, 1, 5)
 
 
 def test_lanes_are_told_apart() -> None:
-    tally = Tally(PLAIN, is_live=False)
+    stats = ChannelStats(PLAIN, is_live=False)
     for sequence in range(3):
-        tally.add(Entry(0, 0, sequence, 1, b"aaaa"))
-        tally.add(Entry(0, 1, sequence + 70, 1, b"bbbb"))
-    assert (tally.classes["bytes"].edits.count, tally.classes["bytes"].edits.total) == (4, 0)
+        stats.add(CaptureEntry(0, 0, sequence, 1, b"aaaa"))
+        stats.add(CaptureEntry(0, 1, sequence + 70, 1, b"bbbb"))
+    assert (stats.classes["bytes"].edits.count, stats.classes["bytes"].edits.total) == (4, 0)
 
 
 def test_a_message_is_compared_with_the_last_of_its_class() -> None:
     rows = np.arange(3, dtype=np.int32)
     frames = [frame_of(Step(1, rows)), frame_of(Stop("x")), frame_of(Step(2, rows)), frame_of(Stop("x"))]
-    tally = tally_of(TYPED, *frames)
-    step, stop = tally.classes["Step"], tally.classes["Stop"]
+    stats = stats_of(TYPED, *frames)
+    step, stop = stats.classes["Step"], stats.classes["Stop"]
     assert (step.edits.count, step.edits.total) == (1, 1)
     assert (stop.edits.count, stop.edits.total) == (1, 0)
     assert (step.fields["number"].unchanged, step.fields["rows"].unchanged) == (0, 1)
@@ -85,9 +85,9 @@ def test_a_message_is_compared_with_the_last_of_its_class() -> None:
 
 def test_what_is_not_described_is_counted_and_disturbs_nothing() -> None:
     good = frame_of(Stop("x"))
-    tally = tally_of(TYPED, good, b"\x05nonsense", good)
-    assert tally.undecodable == 1
-    assert tally.classes["Stop"].nbytes.count == 2
+    stats = stats_of(TYPED, good, b"\x05nonsense", good)
+    assert stats.undecodable == 1
+    assert stats.classes["Stop"].nbytes.count == 2
 
 
 def test_a_distribution_has_its_mean_and_ends_exactly() -> None:
@@ -100,8 +100,8 @@ def test_a_distribution_has_its_mean_and_ends_exactly() -> None:
 
 def test_lines_of_json_have_the_same_keys_for_every_class_and_add_up() -> None:
     rows = [np.arange(size, dtype=np.int32) for size in (3, 100, 5000)]
-    tally = tally_of(TYPED, *(frame_of(Step(number, one)) for number, one in enumerate(rows)), frame_of(Stop("x")))
-    lines = list(channel_report.rows_of(tally))
+    stats = stats_of(TYPED, *(frame_of(Step(number, one)) for number, one in enumerate(rows)), frame_of(Stop("x")))
+    lines = list(channel_report.rows_of(stats))
     assert all(json.loads(json.dumps(line)) == line for line in lines)
     assert {line["bench"] for line in lines} == {"measure"}
     channel, *others = lines
@@ -114,12 +114,12 @@ def test_lines_of_json_have_the_same_keys_for_every_class_and_add_up() -> None:
 
 def test_the_table_says_what_was_missed() -> None:
     said = io.StringIO()
-    tables.print_tables(channel_report.tables_of(tally_of(PLAIN, b"[bold]x", 30, b"x", None)), said)
+    tables.print_tables(channel_report.tables_of(stats_of(PLAIN, b"[bold]x", 30, b"x", None)), said)
     assert "30 more (90.9 %) were overwritten before they were seen" in said.getvalue()
     assert "1 long ones were gone" in said.getvalue()
 
 
 def test_a_chart_is_drawn(tmp_path: Path) -> None:
-    channel_report.draw([tally_of(TYPED, frame_of(Stop("<x>")), frame_of(Stop("<y>")))], tmp_path / "x.svg")
+    channel_report.draw([stats_of(TYPED, frame_of(Stop("<x>")), frame_of(Stop("<y>")))], tmp_path / "x.svg")
     text = (tmp_path / "x.svg").read_text()
     assert text.startswith("<svg") and ".reason" in text and "edit distance" in text

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.codec import Catalogue, FrameEncoder, Part
 from penstock.errors import DecodeError
-from penstock.tools.capture.frame_fields import HEAD, PADDING, Layout, Message
+from penstock.tools.capture.frame_fields import HEAD, PADDING, FrameFields, FrameLayout
 
 
 class Kind(enum.Enum):
@@ -44,7 +44,7 @@ class Stop(msgspec.Struct, array_like=True, frozen=True):
 
 
 CATALOGUE = Catalogue(Step, Stop)
-LAYOUT = Layout(CATALOGUE.schema.encode())
+LAYOUT = FrameLayout(CATALOGUE.schema.encode())
 
 
 def frame_of(message: msgspec.Struct) -> bytes:
@@ -52,7 +52,7 @@ def frame_of(message: msgspec.Struct) -> bytes:
     return b"".join(map(bytes, encoded)) if isinstance(encoded, list) else bytes(encoded)
 
 
-def sizes(message: Message) -> dict[str, int]:
+def sizes(message: FrameFields) -> dict[str, int]:
     return {piece.name: len(piece.content) for piece in message.pieces}
 
 
@@ -123,7 +123,7 @@ def test_the_pieces_are_the_frame_to_the_byte_whatever_the_message(seed: int) ->
 
 
 def test_plain_bytes_are_one_piece() -> None:
-    message = Layout(b"").take_apart(b"anything")
+    message = FrameLayout(b"").take_apart(b"anything")
     assert (message.name, sizes(message)) == ("bytes", {"": 8})
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import penstock
 from penstock import cli
 from penstock.tools.capture import command, live_capture
-from penstock.tools.capture.capture_file import Recording
+from penstock.tools.capture.capture_file import CaptureFile
 from tests.conftest import eventually, spawn
 
 
@@ -106,7 +106,7 @@ def test_what_is_recorded_is_measured_to_the_same_figures(tmp_path: Path, capsys
         again = lines_of(capsys.readouterr().out)
         assert again["channel"] == first["channel"]
         assert again["field"] == first["field"]
-        (source,) = Recording(path).sources
+        (source,) = CaptureFile(path).sources
         assert source.name == "steps" and b"Step" in source.schema
 
 
@@ -184,6 +184,6 @@ def ended(looking: "subprocess.Popen[str]") -> str:
 
 def test_a_channel_on_which_nothing_happens_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with penstock.open_broadcast(2, "quiet"):
-        options = command.Options(os.getpid(), channel="quiet", seconds=0.05)
+        options = command.CaptureOptions(os.getpid(), channel="quiet", seconds=0.05)
         assert command.run(options) == 0
     assert "no message while we looked" in capsys.readouterr().out

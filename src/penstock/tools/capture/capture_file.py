@@ -7,8 +7,8 @@
     what: 0 a record; 1 a record that was gone before it could be copied (no bytes);
           2 so many records (in `sequence`) were overwritten before they were seen (no bytes)
 
-Leaves to `frames`: what the bytes of a record mean. A file may end in the middle of an entry, because whoever wrote it
-was killed: what is whole is read, and the rest is said.
+Leaves to `frames`: what the bytes of a record mean. A file may end in the middle of an entry, because its writer
+was killed: whole entries are read, and `left_over` counts the rest.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import penstock
-from penstock.tools.capture.measure_error import NotARecording
+from penstock.tools.capture.measure_error import NotACaptureFile
 
 VERSION = 1
 BEGINNING = b"penstock recording "
 ENTRY = struct.Struct("<HHIQQQ")
 RECORD, GONE, MISSED = range(3)
-LONGEST_HEAD = 1 << 24  # bytes of the two lines; there is no description as long as that
+MAX_HEAD_NBYTES = 1 << 24  # bytes of the two lines; there is no description as long as that
 
 
-class Source(NamedTuple):
+class CapturedChannel(NamedTuple):
     """A channel that is, or was, looked at."""
 
     name: str
@@ -39,7 +39,7 @@ class Source(NamedTuple):
     schema: bytes  # what the channel says of its messages; empty: plain bytes
 
 
-class Entry(NamedTuple):
+class CaptureEntry(NamedTuple):
     """One record of a channel (an index of the sources); without a frame it was gone before it could be copied.
 
     `missed` is how many records before this look were overwritten unseen; such an entry stands for no record.
@@ -53,10 +53,10 @@ class Entry(NamedTuple):
     missed: int = 0
 
 
-class Recorder:
+class CaptureWriter:
     """Writes entries to a file. What is written is whole entries, whenever it is flushed."""
 
-    def __init__(self, path: Path, sources: list[Source]) -> None:
+    def __init__(self, path: Path, sources: list[CapturedChannel]) -> None:
         about = {
             "penstock": penstock.__version__,
             "channels": [
@@ -66,7 +66,7 @@ class Recorder:
         self._file: BinaryIO = path.open("wb")
         self._file.write(BEGINNING + b"%d\n" % VERSION + json.dumps(about).encode() + b"\n")
 
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: CaptureEntry) -> None:
         if entry.missed:
             what, sequence, frame = MISSED, entry.missed, b""
         else:
@@ -79,8 +79,8 @@ class Recorder:
         self._file.close()
 
 
-class Recording:
-    """A file, opened and its head checked. Raises NotARecording, OSError."""
+class CaptureFile:
+    """A file, opened and its head checked. Raises NotACaptureFile, OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -89,29 +89,29 @@ class Recording:
             self.sources = self._read_head(file)
             self._begin = file.tell()
 
-    def _read_head(self, file: BinaryIO) -> list[Source]:
+    def _read_head(self, file: BinaryIO) -> list[CapturedChannel]:
         line = file.readline(64)
         if not line.startswith(BEGINNING) or not line.endswith(b"\n"):
-            raise NotARecording(f"{self._path} is not a recording of penstock")
+            raise NotACaptureFile(f"{self._path} is not a recording of penstock")
         version = line[len(BEGINNING) : -1].decode(errors="replace")
         if version != str(VERSION):
-            raise NotARecording(
+            raise NotACaptureFile(
                 f"{self._path} is a recording of version {version!r}; penstock {penstock.__version__} reads version "
                 f"{VERSION}"
             )
-        line = file.readline(LONGEST_HEAD)
+        line = file.readline(MAX_HEAD_NBYTES)
         try:
             if not line.endswith(b"\n"):
                 raise ValueError("it is cut off")
             return [
-                Source(str(one["name"]), str(one["kind"]), base64.b64decode(one["schema"], validate=True))
+                CapturedChannel(str(one["name"]), str(one["kind"]), base64.b64decode(one["schema"], validate=True))
                 for one in json.loads(line)["channels"]
             ]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise NotARecording(f"{self._path} has a head that cannot be read: {error!r}") from None
+            raise NotACaptureFile(f"{self._path} has a head that cannot be read: {error!r}") from None
 
-    def __iter__(self) -> Iterator[Entry]:
-        """Raises NotARecording where an entry cannot be one."""
+    def __iter__(self) -> Iterator[CaptureEntry]:
+        """Raises NotACaptureFile where an entry cannot be one."""
         self.left_over = 0
         with self._path.open("rb") as file:
             nbytes_left = os.fstat(file.fileno()).st_size - self._begin
@@ -124,12 +124,14 @@ class Recording:
                 source, lane, what, sequence, committed_ns, nbytes = ENTRY.unpack(head)
                 if source >= len(self.sources) or what > MISSED or (what != RECORD and nbytes):
                     at = file.tell() - ENTRY.size
-                    raise NotARecording(f"{self._path} holds no entry at byte {at}, where one must be")
+                    raise NotACaptureFile(f"{self._path} holds no entry at byte {at}, where one must be")
                 if ENTRY.size + nbytes > nbytes_left:
                     self.left_over = nbytes_left
                     return
                 nbytes_left -= ENTRY.size + nbytes
                 if what == MISSED:
-                    yield Entry(source, lane, 0, committed_ns, None, missed=sequence)
+                    yield CaptureEntry(source, lane, 0, committed_ns, None, missed=sequence)
                 else:
-                    yield Entry(source, lane, sequence, committed_ns, file.read(nbytes) if what == RECORD else None)
+                    yield CaptureEntry(
+                        source, lane, sequence, committed_ns, file.read(nbytes) if what == RECORD else None
+                    )

@@ -1,4 +1,4 @@
-"""What was seen of channels, told: tables for people, rows for programs, a chart. Leaves to `tally` the numbers."""
+"""What was seen of channels, told: tables for people, rows for programs, a chart. Leaves to `stats` the numbers."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from penstock.tools import bar_chart
-from penstock.tools.capture.channel_stats import ClassTally, Tally
+from penstock.tools.capture.channel_stats import ChannelStats, MessageStats
 from penstock.tools.capture.frame_fields import PLAIN
 from penstock.tools.format import short
 from penstock.tools.tables import Row, Table, row
 
 
-def rows_of(tally: Tally) -> Iterator[Row]:
-    channel = tally.source.name
+def rows_of(stats: ChannelStats) -> Iterator[Row]:
+    channel = stats.source.name
     yield row(
         "measure",
         "channel",
         "penstock",
         channel=channel,
-        kind=tally.source.kind,
-        messages=tally.seen,
-        missed=tally.missed,
-        gone=tally.gone,
-        undecodable=tally.undecodable,
-        seconds=(tally.last_ns - tally.first_ns) / 1e9,
+        kind=stats.source.kind,
+        messages=stats.seen,
+        missed=stats.missed,
+        gone=stats.gone,
+        undecodable=stats.undecodable,
+        seconds=(stats.last_ns - stats.first_ns) / 1e9,
     )
-    for name, one in sorted(tally.classes.items()):
+    for name, one in sorted(stats.classes.items()):
         about: dict[str, Any] = {"channel": channel, "message": name}
         figures: dict[str, Any] = {
             "messages": one.nbytes.count,
@@ -65,9 +65,9 @@ def rows_of(tally: Tally) -> Iterator[Row]:
             )
 
 
-def tables_of(tally: Tally) -> Iterator[Table]:
-    source = tally.source
-    classes = sorted(tally.classes.items(), key=lambda one: -one[1].nbytes.total)
+def tables_of(stats: ChannelStats) -> Iterator[Table]:
+    source = stats.source
+    classes = sorted(stats.classes.items(), key=lambda one: -one[1].nbytes.total)
     rows = [
         [
             name,
@@ -82,7 +82,7 @@ def tables_of(tally: Tally) -> Iterator[Table]:
     ]
     columns = ("message", "seen", "bytes, mean", "median", "range", "distance, mean", "median", "repeated", "decode",
                "encode")  # fmt: skip
-    yield Table(f"{source.kind} '{source.name}'", columns, rows, list(notes_of(tally)))
+    yield Table(f"{source.kind} '{source.name}'", columns, rows, list(notes_of(stats)))
     for name, one in classes:
         if name == PLAIN:
             continue
@@ -98,7 +98,7 @@ def tables_of(tally: Tally) -> Iterator[Table]:
         yield Table(f"{name}, by field", ("field", "bytes per message", "share", "same as before"), fields)
 
 
-def cells_of_distance(one: ClassTally) -> list[str]:
+def cells_of_distance(one: MessageStats) -> list[str]:
     if not one.edits.count:
         return ["-", "-", "-"]
     most = "≤ " if one.upper_bounds else ""
@@ -106,36 +106,36 @@ def cells_of_distance(one: ClassTally) -> list[str]:
     return [most + short(one.edits.mean), most + short(one.edits.median), least + percent(one.repeated_share)]
 
 
-def notes_of(tally: Tally) -> Iterator[str]:
-    seen = tally.seen
-    if not seen and not tally.missed:
+def notes_of(stats: ChannelStats) -> Iterator[str]:
+    seen = stats.seen
+    if not seen and not stats.missed:
         yield "no message while we looked"
-    if seen > 1 and tally.last_ns > tally.first_ns:
-        yield f"{seen:,} records in {(tally.last_ns - tally.first_ns) / 1e9:.3g} s"
-    if tally.missed:
-        share = tally.missed / (tally.missed + seen)
-        yield f"{tally.missed:,} more ({percent(share)}) were overwritten before they were seen"
-    if tally.gone:
-        yield f"{tally.gone:,} long ones were gone before they could be copied; they are not in the table"
-    if tally.undecodable:
-        yield f"{tally.undecodable:,} are not what the channel's description of its messages says"
-    counted = sum(one.nbytes.count for one in tally.classes.values())
-    compared = sum(one.edits.count for one in tally.classes.values())
-    if 0 < compared < counted - len(tally.classes):
+    if seen > 1 and stats.last_ns > stats.first_ns:
+        yield f"{seen:,} records in {(stats.last_ns - stats.first_ns) / 1e9:.3g} s"
+    if stats.missed:
+        share = stats.missed / (stats.missed + seen)
+        yield f"{stats.missed:,} more ({percent(share)}) were overwritten before they were seen"
+    if stats.gone:
+        yield f"{stats.gone:,} long ones were gone before they could be copied; they are not in the table"
+    if stats.undecodable:
+        yield f"{stats.undecodable:,} are not what the channel's description of its messages says"
+    counted = sum(one.nbytes.count for one in stats.classes.values())
+    compared = sum(one.edits.count for one in stats.classes.values())
+    if 0 < compared < counted - len(stats.classes):
         yield f"{compared:,} of them compared with the one before: those of which both were seen, as time allowed"
-    bounds = sum(one.upper_bounds for one in tally.classes.values())
+    bounds = sum(one.upper_bounds for one in stats.classes.values())
     if bounds:
         yield f"≤: of {bounds:,} long and very different pairs an upper bound of the distance was counted"
-    if any(one.decode_ns.count for one in tally.classes.values()):
+    if any(one.decode_ns.count for one in stats.classes.values()):
         yield "decode, encode: median of reading and writing the struct without its classes; parts stay where they are"
 
 
-def draw(tallies: Sequence[Tally], path: Path) -> None:
+def draw(all_stats: Sequence[ChannelStats], path: Path) -> None:
     """Bytes per message and the distance to the one before, for each class of each channel."""
     groups = []
-    for tally in tallies:
-        for name, one in sorted(tally.classes.items()):
-            label = name if len(tallies) == 1 else f"{tally.source.name}: {name}"
+    for stats in all_stats:
+        for name, one in sorted(stats.classes.items()):
+            label = name if len(all_stats) == 1 else f"{stats.source.name}: {name}"
             values = [("penstock", one.nbytes.mean)]
             if one.edits.count:
                 values.append(("edit distance", one.edits.mean))

@@ -14,9 +14,9 @@ import msgspec
 
 from penstock.errors import DecodeError
 from penstock.tools.capture import frame_fields
-from penstock.tools.capture.capture_file import Entry, Source
+from penstock.tools.capture.capture_file import CapturedChannel, CaptureEntry
 from penstock.tools.capture.edit_distance import between
-from penstock.tools.capture.frame_fields import Layout
+from penstock.tools.capture.frame_fields import FrameLayout
 
 SAMPLES = 4096  # of a distribution; the mean counts everything
 MAX_SHARE = 0.5  # of the time, for distances and timing while a channel is live; the rest is for keeping up
@@ -55,7 +55,7 @@ class Distribution:
 
 
 @dataclass
-class FieldTally:
+class FieldStats:
     nbytes: int = 0
     messages: int = 0  # that have it
     compared: int = 0  # of those, how many have a predecessor that was seen
@@ -63,7 +63,7 @@ class FieldTally:
 
 
 @dataclass
-class ClassTally:
+class MessageStats:
     """All messages of one class."""
 
     nbytes: Distribution = field(default_factory=Distribution)
@@ -73,20 +73,20 @@ class ClassTally:
     upper_bounds: int = 0  # in `edits`: of messages so long and so different that only a bound was computed
     decode_ns: Distribution = field(default_factory=Distribution)
     encode_ns: Distribution = field(default_factory=Distribution)
-    fields: dict[str, FieldTally] = field(default_factory=dict)
+    fields: dict[str, FieldStats] = field(default_factory=dict)
 
     @property
     def repeated_share(self) -> float:
         return self.repeated_nbytes / self.compared_nbytes if self.compared_nbytes else 0.0
 
 
-class Tally:
+class ChannelStats:
     """What was seen of one channel. `is_live`: what takes long is left out when it would make us miss more."""
 
-    def __init__(self, source: Source, *, is_live: bool) -> None:
+    def __init__(self, source: CapturedChannel, *, is_live: bool) -> None:
         self.source = source
-        self.layout = Layout(source.schema)
-        self.classes: dict[str, ClassTally] = {}
+        self.layout = FrameLayout(source.schema)
+        self.classes: dict[str, MessageStats] = {}
         self.missed = 0  # overwritten before they were seen
         self.gone = 0  # long ones that were seen, but not in time to be copied
         self.undecodable = 0
@@ -101,7 +101,7 @@ class Tally:
     def seen(self) -> int:
         return sum(one.nbytes.count for one in self.classes.values()) + self.undecodable + self.gone
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: CaptureEntry) -> None:
         if entry.missed:
             self.missed += entry.missed
             return
@@ -121,18 +121,18 @@ class Tally:
             self.undecodable += 1
             self._forget(entry.lane)
             return
-        tally = self.classes.setdefault(message.name, ClassTally())
-        tally.nbytes.add(len(entry.frame))
+        stats = self.classes.setdefault(message.name, MessageStats())
+        stats.nbytes.add(len(entry.frame))
         pieces = dict(message.pieces)
         before = self._last.get((entry.lane, message.name))
         self._last[entry.lane, message.name] = entry.frame, pieces
-        self._count_fields(tally, pieces, before[1] if before else None)
+        self._count_fields(stats, pieces, before[1] if before else None)
         if self._has_time():
             began = now()
             if before:
-                self._compare(tally, before[0], entry.frame)
+                self._compare(stats, before[0], entry.frame)
             if self.layout.schema is not None:
-                self._time(tally, entry.frame)
+                self._time(stats, entry.frame)
             self._spent_ns += now() - began
 
     def _forget(self, lane: int) -> None:
@@ -142,23 +142,23 @@ class Tally:
     def _has_time(self) -> bool:
         return not self._is_live or self._spent_ns <= (now() - self._began_ns) * MAX_SHARE
 
-    def _count_fields(self, tally: ClassTally, pieces: dict[str, bytes], before: dict[str, bytes] | None) -> None:
+    def _count_fields(self, stats: MessageStats, pieces: dict[str, bytes], before: dict[str, bytes] | None) -> None:
         for name, content in pieces.items():
-            one = tally.fields.setdefault(name, FieldTally())
+            one = stats.fields.setdefault(name, FieldStats())
             one.nbytes += len(content)
             one.messages += 1
             if before is not None:
                 one.compared += 1
                 one.unchanged += before.get(name) == content
 
-    def _compare(self, tally: ClassTally, before: bytes, after: bytes) -> None:
+    def _compare(self, stats: MessageStats, before: bytes, after: bytes) -> None:
         found = between(before, after)
-        tally.edits.add(found.edits)
-        tally.upper_bounds += not found.is_exact
-        tally.compared_nbytes += len(after)
-        tally.repeated_nbytes += max(len(after) - found.edits, 0)
+        stats.edits.add(found.edits)
+        stats.upper_bounds += not found.is_exact
+        stats.compared_nbytes += len(after)
+        stats.repeated_nbytes += max(len(after) - found.edits, 0)
 
-    def _time(self, tally: ClassTally, frame: bytes) -> None:
+    def _time(self, stats: MessageStats, frame: bytes) -> None:
         began = now()
         try:
             value = frame_fields.decode(frame)
@@ -167,5 +167,5 @@ class Tally:
         except (msgspec.MsgspecError, ValueError, TypeError):
             return  # of a kind that only the classes can read
         written = now()
-        tally.decode_ns.add(read - began)
-        tally.encode_ns.add(written - read)
+        stats.decode_ns.add(read - began)
+        stats.encode_ns.add(written - read)

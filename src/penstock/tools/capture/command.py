@@ -14,13 +14,13 @@ from penstock.errors import LayoutMismatch, PenstockError
 from penstock.memory import Ticket
 from penstock.tools import tables
 from penstock.tools.capture import channel_report, live_capture
-from penstock.tools.capture.capture_file import Entry, Recorder, Recording, Source
-from penstock.tools.capture.channel_stats import Tally
+from penstock.tools.capture.capture_file import CapturedChannel, CaptureEntry, CaptureFile, CaptureWriter
+from penstock.tools.capture.channel_stats import ChannelStats
 from penstock.tools.capture.measure_error import MeasureError, required
 
 
 @dataclass(frozen=True)
-class Options:
+class CaptureOptions:
     target: int | Ticket | Path
     channel: str | None = None
     seconds: float | None = None
@@ -29,18 +29,18 @@ class Options:
     is_json: bool = False
 
 
-def run(options: Options) -> int:
+def run(options: CaptureOptions) -> int:
     try:
         required("rapidfuzz.distance", "the edit distance")
         if not options.is_json:
             required("rich.console", "a table")
-        tallies = of_file(options) if isinstance(options.target, Path) else of_processes(options, options.target)
+        all_stats = of_file(options) if isinstance(options.target, Path) else of_processes(options, options.target)
         if options.is_json:
-            tables.print_rows(row for tally in tallies for row in channel_report.rows_of(tally))
+            tables.print_rows(row for stats in all_stats for row in channel_report.rows_of(stats))
         else:
-            tables.print_tables(table for tally in tallies for table in channel_report.tables_of(tally))
+            tables.print_tables(table for stats in all_stats for table in channel_report.tables_of(stats))
         if options.plot is not None:
-            channel_report.draw(tallies, options.plot)
+            channel_report.draw(all_stats, options.plot)
     except (MeasureError, PenstockError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
@@ -49,17 +49,17 @@ def run(options: Options) -> int:
     return 0
 
 
-def of_file(options: Options) -> list[Tally]:
+def of_file(options: CaptureOptions) -> list[ChannelStats]:
     assert isinstance(options.target, Path)
     if options.record is not None:
         raise MeasureError(f"{options.target} is a recording already: --record is for live channels")
-    recording = Recording(options.target)
+    recording = CaptureFile(options.target)
     chosen = chosen_of(recording.sources, options.channel, str(options.target))
-    tallies = {index: Tally(recording.sources[index], is_live=False) for index in chosen}
+    all_stats = {index: ChannelStats(recording.sources[index], is_live=False) for index in chosen}
     with interruptible() as is_interrupted:
         for entry in recording:
-            if entry.source in tallies:
-                tallies[entry.source].add(entry)
+            if entry.source in all_stats:
+                all_stats[entry.source].add(entry)
             if is_interrupted():
                 break
     if recording.left_over:
@@ -67,10 +67,10 @@ def of_file(options: Options) -> list[Tally]:
             f"penstock measure: {options.target} was cut off: its last {recording.left_over} bytes are no whole record",
             file=sys.stderr,
         )
-    return list(tallies.values())
+    return list(all_stats.values())
 
 
-def chosen_of(sources: list[Source], name: str | None, where: str) -> list[int]:
+def chosen_of(sources: list[CapturedChannel], name: str | None, where: str) -> list[int]:
     found = [index for index, one in enumerate(sources) if name in (None, one.name)]
     if not found:
         names = ", ".join(sorted({f"'{one.name}'" for one in sources})) or "none"
@@ -78,42 +78,42 @@ def chosen_of(sources: list[Source], name: str | None, where: str) -> list[int]:
     return found
 
 
-def of_processes(options: Options, target: int | Ticket) -> list[Tally]:
+def of_processes(options: CaptureOptions, target: int | Ticket) -> list[ChannelStats]:
     watched = live_capture.channels_of(target, options.channel)
     if options.seconds is None and sys.stderr.isatty():
         names = ", ".join(f"{one.source.kind} '{one.source.name}'" for one in watched)
         print(f"looking at {names}; Ctrl-C ends it, with the table", file=sys.stderr)
     sources = [one.source for one in watched]
-    tallies = [Tally(source, is_live=True) for source in sources]
-    with interruptible() as is_interrupted, recorder(options.record, sources) as write:
-        count(live_capture.entries(watched, options.seconds), tallies, write, is_interrupted)
+    all_stats = [ChannelStats(source, is_live=True) for source in sources]
+    with interruptible() as is_interrupted, open_writer(options.record, sources) as write:
+        count(live_capture.entries(watched, options.seconds), all_stats, write, is_interrupted)
     for one in watched:
         if one.corrupt:
             print(f"penstock measure: {one.source.kind} '{one.source.name}': {one.corrupt}", file=sys.stderr)
-    return tallies
+    return all_stats
 
 
 def count(
-    entries: Iterable[Entry | None],
-    tallies: list[Tally],
-    write: Callable[[Entry], None],
+    entries: Iterable[CaptureEntry | None],
+    all_stats: list[ChannelStats],
+    write: Callable[[CaptureEntry], None],
     is_interrupted: Callable[[], bool],
 ) -> None:
     for entry in entries:
         if entry is not None:
             write(entry)
-            tallies[entry.source].add(entry)
+            all_stats[entry.source].add(entry)
         if is_interrupted():
             return
 
 
 @contextlib.contextmanager
-def recorder(path: Path | None, sources: list[Source]) -> Iterator[Callable[[Entry], None]]:
+def open_writer(path: Path | None, sources: list[CapturedChannel]) -> Iterator[Callable[[CaptureEntry], None]]:
     if path is None:
         yield lambda entry: None
         return
-    with contextlib.closing(Recorder(path, sources)) as open_recorder:
-        yield open_recorder.write
+    with contextlib.closing(CaptureWriter(path, sources)) as writer:
+        yield writer.write
 
 
 @contextlib.contextmanager

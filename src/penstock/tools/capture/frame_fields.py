@@ -18,31 +18,31 @@ PLAIN = "bytes"  # what a message of a channel without classes is called
 HEAD = "(head)"  # number of the message, lengths, and how many fields there are
 PADDING = "(padding)"
 UNKNOWN = "(more than described)"
-DEEPEST = 8  # structs within structs
+MAX_DEPTH = 8  # structs within structs
 
 RAW_LIST = msgspec.msgpack.Decoder(list[msgspec.Raw])
 ANYTHING = msgspec.msgpack.Decoder()
 
 
-class Piece(NamedTuple):
+class FieldBytes(NamedTuple):
     """Bytes of one field; what is in the struct, and what of it lies in parts."""
 
     name: str
     content: bytes
 
 
-class Message(NamedTuple):
+class FrameFields(NamedTuple):
     name: str
-    pieces: list[Piece]
+    pieces: list[FieldBytes]
 
 
-class Field(NamedTuple):
+class EncodedField(NamedTuple):
     name: str
     raw: bytes
     hint: str
 
 
-class Layout:
+class FrameLayout:
     """How the frames of one channel are to be read."""
 
     def __init__(self, schema: bytes) -> None:
@@ -51,25 +51,25 @@ class Layout:
         if self.schema is not None:
             self._structs = {one.name: one for one in (*self.schema.messages, *self.schema.structs)}
 
-    def take_apart(self, frame: bytes) -> Message:
+    def take_apart(self, frame: bytes) -> FrameFields:
         """Raises DecodeError where the frame is not of this layout."""
         if self.schema is None:
-            return Message(PLAIN, [Piece("", frame)])
+            return FrameFields(PLAIN, [FieldBytes("", frame)])
         number, encoded, parts = split(frame)
         if not 1 <= number <= len(self.schema.messages):
             raise DecodeError(f"expected a message of 1 to {len(self.schema.messages)}, got {number}")
         described = self.schema.messages[number - 1]
         try:
             fields = list(self._fields(bytes(encoded), described, "", 0))
-            pieces = [Piece(one.name, one.raw) for one in fields]
+            pieces = [FieldBytes(one.name, one.raw) for one in fields]
             pieces += self._parts(fields, bytes(parts))
         except WRONG as error:
             raise DecodeError(f"{described.name}: {error}") from None
-        pieces.append(Piece(HEAD, frame[: 1 if frame[0] < WITH_PARTS else HEAD_NBYTES]))
-        pieces.append(Piece(PADDING, bytes(len(frame) - sum(len(piece.content) for piece in pieces))))
-        return Message(described.name, merged(pieces))
+        pieces.append(FieldBytes(HEAD, frame[: 1 if frame[0] < WITH_PARTS else HEAD_NBYTES]))
+        pieces.append(FieldBytes(PADDING, bytes(len(frame) - sum(len(piece.content) for piece in pieces))))
+        return FrameFields(described.name, merged(pieces))
 
-    def _fields(self, encoded: bytes, described: Described, prefix: str, depth: int) -> Iterator[Field]:
+    def _fields(self, encoded: bytes, described: Described, prefix: str, depth: int) -> Iterator[EncodedField]:
         """A struct's fields, those of structs in it too, in the order in which they stand; then what holds it up."""
         raws = [bytes(raw) for raw in RAW_LIST.decode(encoded)]
         for index, raw in enumerate(raws):
@@ -77,19 +77,19 @@ class Layout:
             name, hint = described.fields[index] if known else (UNKNOWN, "")
             name = prefix + (name or "(tag)")
             inner = self._struct_of(hint)
-            if inner is not None and is_array(raw) and depth < DEEPEST:
+            if inner is not None and is_array(raw) and depth < MAX_DEPTH:
                 yield from self._fields(raw, inner, name + ".", depth + 1)
             else:
-                yield Field(name, raw, hint)
+                yield EncodedField(name, raw, hint)
         around = len(encoded) - sum(map(len, raws))
-        yield Field(prefix[:-1] or HEAD, encoded[:around], "")
+        yield EncodedField(prefix[:-1] or HEAD, encoded[:around], "")
 
     def _struct_of(self, hint: str) -> Described | None:
         """The struct that a field is, if it is one of those, or None."""
         choices = [one for one in parted(hint, " | ") if one != "None"]
         return self._structs.get(choices[0]) if len(choices) == 1 else None
 
-    def _parts(self, fields: Iterable[Field], parts: bytes) -> Iterator[Piece]:
+    def _parts(self, fields: Iterable[EncodedField], parts: bytes) -> Iterator[FieldBytes]:
         """What lies behind the struct. Parts lie in the order in which the fields name them."""
         at = 0
         for field in fields:
@@ -98,9 +98,9 @@ class Layout:
                 at += gap_before(at, nbytes)
                 if nbytes < 0 or at + nbytes > len(parts):
                     raise ValueError(f"{field.name}: expected a part of {nbytes} bytes, got {max(len(parts) - at, 0)}")
-                yield Piece(field.name, parts[at : at + nbytes])
+                yield FieldBytes(field.name, parts[at : at + nbytes])
                 at += nbytes
-        yield Piece(UNKNOWN, parts[at:])
+        yield FieldBytes(UNKNOWN, parts[at:])
 
     def _named(self, value: Any, hint: str) -> Iterator[int]:
         """The numbers that stand for parts, in a value of which the description says what it is."""
@@ -143,13 +143,13 @@ def parted(hint: str, separator: str) -> list[str]:
     return [*found, hint[begin:]]
 
 
-def merged(pieces: Iterable[Piece]) -> list[Piece]:
+def merged(pieces: Iterable[FieldBytes]) -> list[FieldBytes]:
     """One piece for each name; none that is empty."""
     found: dict[str, bytes] = {}
     for name, content in pieces:
         if content:
             found[name] = found.get(name, b"") + content
-    return [Piece(name, content) for name, content in found.items()]
+    return [FieldBytes(name, content) for name, content in found.items()]
 
 
 def decode(frame: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Channels of running processes, looked at from outside: nobody is disturbed, and nothing says that we were there.
+"""Channels of running processes, read from outside: no process is disturbed, and no counter shows that we were there.
 
 Leaves to `inspect` finding them, to the native Tap reading them.
 """
@@ -13,40 +13,40 @@ from penstock.errors import CorruptRecord, PenstockError
 from penstock.memory import Ticket
 from penstock.memory.segment import attached_segment
 from penstock.tools import inspect
-from penstock.tools.capture.capture_file import Entry, Source
+from penstock.tools.capture.capture_file import CapturedChannel, CaptureEntry
 from penstock.tools.capture.measure_error import MeasureError
 
 CHANNELS = ("ring", "broadcast", "inbox")
 AT_ONCE = 256  # records of one channel before the next one is looked at
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at channels on which nothing happens
+MIN_PAUSE, MAX_PAUSE = 0.0005, 0.02  # seconds between two looks at channels on which nothing happens
 
 
-class Watched:
+class LiveChannel:
     """One live channel."""
 
     def __init__(self, segment: _native.Segment, kind: str, pids: list[int]) -> None:
-        self.source = Source(segment.name, kind, bytes(segment.schema))
-        self.pids = pids  # of those who have it open
+        self.source = CapturedChannel(segment.name, kind, bytes(segment.schema))
+        self.pids = pids  # of the processes that have it open
         self._tap = _native.Tap(segment)
         self._missed = 0
         self.corrupt = ""  # what the last record that was none looked like
 
-    def read(self, index: int) -> list[Entry]:
+    def read(self, index: int) -> list[CaptureEntry]:
         """What has come since the last call, and how much of it was missed; empty: nothing."""
         try:
             records = self._tap.read(AT_ONCE)
         except CorruptRecord as error:
             self.corrupt = str(error)
-            return [Entry(index, 0, 0, 0, None, missed=1)]
-        found = [Entry(index, lane, sequence, at, frame) for lane, sequence, at, frame in records]
+            return [CaptureEntry(index, 0, 0, 0, None, missed=1)]
+        found = [CaptureEntry(index, lane, sequence, at, frame) for lane, sequence, at, frame in records]
         missed = self._tap.missed - self._missed
         if missed:
             self._missed += missed
-            found.append(Entry(index, 0, 0, 0, None, missed=missed))
+            found.append(CaptureEntry(index, 0, 0, 0, None, missed=missed))
         return found
 
 
-def channels_of(target: int | Ticket, name: str | None) -> list[Watched]:
+def channels_of(target: int | Ticket, name: str | None) -> list[LiveChannel]:
     """The channels of a process and its descendants, or of a ticket; only those of this name. Raises MeasureError."""
     try:
         seen = inspect.look(target)
@@ -71,7 +71,7 @@ def channels_of(target: int | Ticket, name: str | None) -> list[Watched]:
             )
             pids = [each["pid"] for each in one["held_by"]]
             with attached_segment(ticket) as segment:
-                watched.append(Watched(segment, one["kind"], pids))
+                watched.append(LiveChannel(segment, one["kind"], pids))
         except (OSError, PenstockError) as error:
             reasons.append(f"{one['kind']} '{one['name']}': {error}")
     if not watched:
@@ -79,13 +79,13 @@ def channels_of(target: int | Ticket, name: str | None) -> list[Watched]:
     return watched
 
 
-def entries(watched: list[Watched], seconds: float | None) -> Iterator[Entry | None]:
-    """What happens on these channels, for so many seconds or until all who had them open are gone.
+def entries(watched: list[LiveChannel], seconds: float | None) -> Iterator[CaptureEntry | None]:
+    """What happens on these channels, for so many seconds or until all processes that had them open are gone.
 
-    None: nothing at the moment, and somebody may do something else.
+    None: nothing at the moment; the caller may do something else.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
-    pause = SHORTEST_PAUSE
+    pause = MIN_PAUSE
     looked_at = time.monotonic()
     while True:
         found = [entry for index, one in enumerate(watched) for entry in one.read(index)]
@@ -93,7 +93,7 @@ def entries(watched: list[Watched], seconds: float | None) -> Iterator[Entry | N
         if deadline is not None and time.monotonic() >= deadline:
             return
         if found:
-            pause = SHORTEST_PAUSE
+            pause = MIN_PAUSE
             continue
         yield None
         if time.monotonic() - looked_at > 0.2:
@@ -101,7 +101,7 @@ def entries(watched: list[Watched], seconds: float | None) -> Iterator[Entry | N
             if not any(is_alive(pid) for one in watched for pid in one.pids):
                 return
         time.sleep(pause)
-        pause = min(pause * 2, LONGEST_PAUSE)
+        pause = min(pause * 2, MAX_PAUSE)
 
 
 def is_alive(pid: int) -> bool:

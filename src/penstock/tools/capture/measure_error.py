@@ -1,4 +1,4 @@
-"""What can go wrong in measuring; the text is one line for whoever typed the command."""
+"""Errors of `penstock measure`; each text is one line for the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MeasureError(PenstockError):
     """There is nothing to measure, or not here."""
 
 
-class NotARecording(MeasureError):
+class NotACaptureFile(MeasureError):
     """A file that is not a recording, or not of this version."""
 
 

@@ -9,13 +9,12 @@ from penstock.tools.inspect.discovery import NotFound, holders_of_segments, look
 from penstock.tools.inspect.processes import Process, all_processes, private_nbytes_of, process_of
 from penstock.tools.inspect.render import show
 from penstock.tools.inspect.segments import Json
-from penstock.tools.inspect.tables import Table, tables_of
+from penstock.tools.inspect.tables import tables_of
 
 __all__ = [
     "Json",
     "NotFound",
     "Process",
-    "Table",
     "all_processes",
     "holders_of_segments",
     "look",

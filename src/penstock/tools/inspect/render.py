@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from penstock.tools.inspect.segments import Json
-from penstock.tools.inspect.tables import Table, tables_of
+from penstock.tools.inspect.tables import tables_of
+from penstock.tools.tables import Table
 
 
 def headline(seen: Json) -> str:

@@ -5,21 +5,14 @@ Leaves to `render` how they look.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from penstock.tools.format import counted, in_seconds, in_units
 from penstock.tools.inspect.segments import Json, peer_at, short_key, state_of, title_of
+from penstock.tools.tables import Table
 
 MAX_NAMES = 8  # of messages, in a title
 MAX_ITEMS = 16  # of a store; --json has all
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
 
 
 def tables_of(seen: Json) -> Iterator[Table]:
