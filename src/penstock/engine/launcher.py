@@ -1,7 +1,7 @@
 """The process tree: opens what its processes share, starts and watches them, starts again who died, ends all in order.
 
 A group (a core, its workers and outputs) lives and dies as one, a server alone. Deaths are seen by pidfd.
-Leaves to `child` what one process is, and to the processes what they do.
+Leaves to `process` what one process is, and to the processes what they do.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class ServerLauncher(Launcher):
         super().__init__(config, functools.partial(serve, ServerArgs(options, listener, self.tally, self.notice)))
 
     def reap(self, member: ProcessId) -> None:
-        """It can say no more that it serves nobody."""
+        """Marks a server that has ended as not serving: it cannot do so itself."""
         if member.kind == "server":
             row = self.rows[member.index]
             row[ProcessCounters.SERVING] = row[ProcessCounters.OPEN] = 0

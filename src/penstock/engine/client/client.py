@@ -1,6 +1,6 @@
 """A client of the engine, in any process that has a place as a server: submits requests, and gives out their answers.
 
-One task per process receives for all requests. Leaves to `balance` who gets a request, to `stream` what its reader
+One task per process receives for all requests. Leaves to `router` who gets a request, to `stream` what its reader
 sees, and text and images to whoever submits.
 """
 

@@ -3,7 +3,7 @@
 A decoder works for everything that a file holds, and a file of a few bytes can ask for much: each scan of a JPEG passes
 over all pixels for 50 bytes, and comments, profiles and directories of EXIF are read, unpacked and joined. So the
 headers are walked first, in linear time and without decoding, and the decoder gets a file of only what pixels need.
-Leaves the pixels to Pillow, and to `images` how much work is too much.
+Leaves the pixels to Pillow, and to `image_processor` how much work is too much.
 """
 
 from __future__ import annotations

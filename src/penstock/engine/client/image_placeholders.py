@@ -1,6 +1,6 @@
 """Where images stand in a prompt: each has one placeholder in its text, which becomes the tokens that stand for it.
 
-Leaves to `images` how many these are, and to the model's chat template where the placeholders are written.
+Leaves to `image_processor` how many these are, and to the model's chat template where the placeholders are written.
 """
 
 from __future__ import annotations

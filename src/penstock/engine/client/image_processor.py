@@ -5,8 +5,8 @@
 
 An image is known by its bytes and by what is made of them: one that has been made is found by its key and not even
 decoded. How much work an image is stands in its headers. It has a bound, so what a thread has begun ends soon; and
-large ones are decoded by threads of their own, so small ones do not wait for them. Leaves to the model's own processor
-what is made of an image, to the scope how long it is held, and to `places` where its tokens stand in a prompt.
+large ones are decoded by threads of their own, so small ones do not wait for them. The model's own processor makes the
+tensors, the scope holds them, and `image_placeholders` places their tokens in a prompt.
 """
 
 from __future__ import annotations

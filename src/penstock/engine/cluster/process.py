@@ -1,6 +1,6 @@
 """One process of the tree: how it is started, how it lives, and how it is told that it ended.
 
-Leaves to `launch` who is started, and again.
+Leaves to `launcher` who is started, and again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the processes of a tree share, and who has which end of it.
 
 Opened once, by the launcher, for the life of the tree: who is started again attaches again to the same channels. Leaves
-to the channels that ends are replaced, and to `launch` who lives.
+to the channels that ends are replaced, and to `launcher` who lives.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How far each slot has come: the steps in flight, what they have sampled, and the blocks that are full since.
 
-Leaves to the scheduler who has a slot and which blocks, and to `ending` when a sample ends.
+Leaves to the scheduler who has a slot and which blocks, and to `stop_conditions` when a sample ends.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ Who is sampled to its length in a step that is in flight computes nothing more, 
 Nobody is preempted but for somebody better: of a better priority, or of the same and here for longer. So the best one
 always comes on, and with it in the end everybody; who is short of a block and has nobody worse beside it, waits. One of
 `ELDER_EVERY` that are let in is whoever has been here longest, and it is not preempted for others; so no priority and
-no client can starve another. Among those of one priority the `queue` is fair to clients by tokens.
+no client can starve another. Among those of one priority the `request_queue` is fair to clients by tokens.
 
 Slots are shared as well, as their owners keep them for the whole of long answers: a large client, one that has
 1/SLOT_SHARE of them, lets the samples of smaller ones go first and leaves the last 1/SLOT_SHARE to them. Requests
 without a client are each one of their own in this, so that many small ones may have all slots.
 
-Leaves to the plan how a step is written, to the cache which block is which, and to `progress` what steps have sampled.
+Leaves to the plan how a step is written, to the cache which block is which, and to `in_flight` what steps have sampled.
 """
 
 from __future__ import annotations

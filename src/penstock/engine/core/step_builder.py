@@ -1,6 +1,6 @@
 """What a scheduler decides for one step, one request after the other, gathered into the columns of a `Step`.
 
-Leaves to `schedule` whether it fits: the core applies what it has made as everybody else does.
+Leaves to `batch_state` whether it fits: the core applies what it has made as everybody else does.
 """
 
 from __future__ import annotations

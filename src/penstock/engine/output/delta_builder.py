@@ -1,6 +1,6 @@
 """What is said of the rows of a step: gathered by row, and put into the columns of a `Delta`.
 
-Leaves to `answers` what is said.
+Leaves to `output_state` what is said.
 """
 
 from __future__ import annotations

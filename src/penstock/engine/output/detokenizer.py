@@ -1,6 +1,6 @@
 """From ids to text, as they come: no half characters, and nothing of a stop string or beyond it.
 
-Leaves to `output` whose text it is, and how it is wrapped.
+Leaves to `output_processor` whose text it is, and how it is wrapped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What lines of events say of log-probabilities: the JSON of all rows of a step, made together.
+"""Log-probabilities as JSON, for the SSE chunks of all rows of a step at once.
 
-Their numbers are written by one format, put together from what stands ready for each id. Leaves to `wrapping` the lines
-around it.
+One format writes all numbers; the text of each token id is prepared once. `sse_chunks` writes the lines around it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """An output processor: applies the core's steps with their results, and answers the servers.
 
-A step concerns it together with its result. So while results come it sleeps on these alone, and no step wakes it: each
-has been sent before its result, and is there when that comes. While nothing is to be done it sleeps on the steps: the
-core is the first who will have something to say. Leaves to `answers` what servers are told, and to the outbox who is
-slow.
+It handles a step together with its result. While results arrive it blocks on the results alone, and no step wakes it:
+each step was sent before its result. While the engine is idle it blocks on the steps, since the core sends first.
+`output_state` makes the answers, and the outbox handles servers that read too slowly.
 """
 
 from __future__ import annotations

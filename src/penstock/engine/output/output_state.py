@@ -1,7 +1,7 @@
 """What the servers get for what a step has sampled: the state of an output processor, without the process.
 
-It follows the steps as a worker does, up to the one whose result it has, so it always knows whose the ids are. Leaves
-to `output` where messages come from and go, and to the core what becomes of the slot of a sample that has ended.
+It applies the steps as a worker does, up to the one with the newest result, so each id has its sample.
+`output_processor` receives and sends the messages; the core frees the slot of a sample that has ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is running, where its blocks are, and how far it has come: the same arrays in the core and in its workers.
 
 A `Step` is applied here by the core that has made it and by all who receive it. A steady step costs two additions of
-arrays, whatever the number of requests. Leaves to `plan` how a step is made, to the scheduler why, and to
+arrays, whatever the number of requests. Leaves to `step_builder` how a step is made, to the scheduler why, and to
 `codec.sequence` whether it is the next one.
 """
 

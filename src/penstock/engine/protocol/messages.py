@@ -1,7 +1,7 @@
 """Every message that crosses a boundary of the engine, in the order in which a request meets them.
 
 Columns, not rows: what a message says of many requests stands in arrays of equal length. A request has a number of its
-server, and while it is in a core a slot of that core. Leaves to `schedule` what a step does.
+server, and while it is in a core a slot of that core. Leaves to `batch_state` what a step does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which id or length ends a sample: computed alike, from the same ids, by the core and by the output processors.
 
-Leaves to `text` what ends a sample by its text.
+Leaves to `detokenizer` what ends a sample by its text.
 """
 
 from __future__ import annotations

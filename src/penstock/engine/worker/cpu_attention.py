@@ -1,7 +1,7 @@
 """Rows that compute one token each, on a CPU: the native core reads their keys and values where they lie.
 
-Nothing is gathered, padded or masked, which is most of what such a step costs otherwise. Leaves to `attention` what a
-layer is, and chunks of more tokens, for which products of matrices are better.
+Nothing is gathered, padded or masked, which is most of the cost of such a step otherwise. `paged_attention` has the
+layers, and chunks of several tokens, for which products of matrices are better.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a CUDA device has been told to do, recorded: all of a step's kernels are launched by one call.
 
-All that needs a CUDA device to be tried out. Leaves to `decode` what is recorded.
+All that needs a CUDA device to be tried out. Leaves to `decode_graphs` what is recorded.
 """
 
 from __future__ import annotations

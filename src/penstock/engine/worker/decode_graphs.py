@@ -1,8 +1,8 @@
-"""Steps in which everybody computes one token, in a few fixed forms, so that each can be recorded once and done again.
+"""Decode steps in a few fixed shapes, so that each shape is recorded once as a graph and replayed.
 
-A form is so many rows with tables so many blocks wide. A step is padded to the next larger one: rows that are nobody's
-keep their keys in a block that is nobody's, and what comes of them is not looked at. Leaves to `attention` what a row
-sees, to a `Recorder` how anything is recorded, and to the backend what is done with steps that have no form.
+A bucket is a number of rows with block tables of one width. A step is padded to the next larger bucket: padding rows
+keep their keys in a block of their own, and their results are ignored. A `GraphRecorder` records; the model runner runs
+steps that fit no bucket.
 """
 
 from __future__ import annotations

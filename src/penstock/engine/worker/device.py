@@ -1,6 +1,6 @@
 """What a worker drives: a device that is given one step after the other, and says when each is done.
 
-Leaves to `backend` and `simulated` what a device is.
+Leaves to `model_runner` and `simulated_device` what a device is.
 """
 
 from __future__ import annotations

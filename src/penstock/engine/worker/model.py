@@ -1,6 +1,6 @@
 """A stock model, from a local directory, on one rank: token ids in, hidden states and logits out.
 
-Leaves to `attention` how its layers attend, to `sharding` what this rank has of it.
+Leaves to `paged_attention` how its layers attend, to `tensor_parallel` what this rank has of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The real device: a stock model on this rank, its memory of keys and values, and what it has read and written.
 
-Leaves to `batch` what a step computes, to `model` the arithmetic, to `sampling` the choice.
+Leaves to `input_batch` what a step computes, to `model` the arithmetic, to `sampler` the choice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention over paged memory: what the layers of stock models call instead of their own.
 
-Leaves to `batch` which tokens a step computes and where their keys and values lie.
+Leaves to `input_batch` which tokens a step computes and where their keys and values lie.
 """
 
 from __future__ import annotations

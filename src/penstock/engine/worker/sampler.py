@@ -1,8 +1,8 @@
 """From logits to ids, on the device that has the logits, for all rows of a step at once.
 
 What is random is a function of a sample's own seed and of how many tokens it has: nothing else in the batch, no
-preemption and no other device changes what it draws. Leaves to `ending` who has ended, and to the backend when the
-ids are read.
+preemption and no other device changes what it draws. `stop_conditions` decides which samples have ended, and the model
+runner when the ids are read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Models on several ranks: which slice of each parameter a rank has, and where the ranks add up what they have.
 
 The model's own plan says which layers are cut, and how. Every tensor is a plain one: a layer that is cut is the same
-layer, only narrower. Leaves to `slices` where they begin and end, to `weights` to read them.
+layer, only narrower. Leaves to `weight_slices` where they begin and end, to `weight_loader` to read them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which part of a parameter a rank has: as much as the others, and zeros where there is not enough.
 
-Zeros change nothing: what they add to a sum is nothing. Leaves to `sharding` which parameters are cut, and how.
+Zeros change nothing: what they add to a sum is nothing. Leaves to `tensor_parallel` which parameters are cut, and how.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A decoder looks at each character, and no thread goes on before it has seen the last: a thread of its own wins nothing.
 Where an image ends, the search for its quotation mark knows ten times as fast, and between two of them others go on.
-Leaves to `media` whether it is one.
+Leaves to `image_urls` whether it is one.
 """
 
 from __future__ import annotations

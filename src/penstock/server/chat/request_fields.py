@@ -1,4 +1,4 @@
-"""The fields of a request that no struct of `bodies` has: which are refused, which are ignored, and which are unknown.
+"""Fields of a request that no struct of `request_schema` has: refused, ignored, or unknown.
 
 The tables hold every field of OpenAI's API and of what vLLM and SGLang add to it; docs/howto/serve.md lists them and
 /openapi.json is made from them. A field that would change the answer is refused by its name, unless its value is

@@ -1,6 +1,6 @@
 """What the bodies of requests may say: the fields that are honoured, with their types.
 
-A field that is null is one that was not given. Leaves to `fields` what becomes of any other field, and to
+A field that is null is one that was not given. Leaves to `request_fields` what becomes of any other field, and to
 `SamplingParams` which numbers make sense.
 """
 

@@ -1,6 +1,6 @@
-"""What can be asked of a server process, and by whom: the routes, each answered by a method.
+"""The routes of a server process, their API keys and limits: each route is a method.
 
-Leaves to `bodies` what a request may say, to `telling` how its answer goes out, and to the engine's client the answer.
+`request_schema` checks bodies, the engine's client gets the answers, and `streaming` writes them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`/dashboard`: a page that shows the server at work, and what it shows, once a second for however many look.
+"""`/dashboard`: a page that shows the server at work, and its data, read once a second for any number of viewers.
 
-The page is one file, knows nothing and may be had by all; what it asks for is behind the API key. Leaves to `watch` and
-`rates` what is told, and keeps nothing of those who look.
+The page is one file without data and needs no API key; its data does. `snapshot_reader` and `snapshot_rates` make the
+data; nothing is kept of the viewers.
 """
 
 from __future__ import annotations

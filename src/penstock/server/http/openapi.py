@@ -1,8 +1,7 @@
-"""`/openapi.json`: what can be asked here and what is answered, as an OpenAPI document.
+"""`/openapi.json`: the server's routes as an OpenAPI document.
 
-What may be asked is read off the structs that decode it and the tables of `fields`; what stands there is refused and
-documented alike.
-Leaves to `shapes` what answers look like.
+Requests are described from the structs that decode them and the tables of `request_fields`, so a range that is
+documented is the range that is checked. `response_schema` describes the answers.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 By threads of this process, and not by processes of their own: decoding, scaling and arithmetic let the interpreter go,
 so the loop goes on; what is made is written once, straight into the store, under a lease that this process holds from
 then on; and there is no second kind of death to tell of. A decoder that crashes takes this server with it, which comes
-again, alone, while the others answer. Leaves to `media` where bytes come from, and to the engine all that is made of
-them.
+again, alone, while the others answer. `image_urls` gets the bytes, and the engine's client makes tensors of them.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class ImagePrompts:
 
     def __init__(self, config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any) -> None:
         """Raises ValueError where the model lacks what it takes."""
-        # Inline they would be found by nobody. The next one who sends an image is to find even a small one made.
+        # In the store, not inline: the next request with the same image finds even a small one there.
         self._outgoing = Outgoing(store, inline_nbytes=0)
         threads = min(THREADS, len(os.sched_getaffinity(0)))
         self._most_tokens = config.max_model_len
@@ -128,7 +127,7 @@ def build_image_prompts(
 ) -> ImagePrompts | None:
     """None: the model takes no images, or lacks what it takes to make anything of them, and answers text alone.
 
-    `tokenizer`: the model's, where somebody has it already: reading it takes long.
+    `tokenizer`: the model's, if it is loaded already: reading it takes long.
     """
     if not takes_images(config):
         return None

@@ -1,6 +1,6 @@
 """The bytes that the URL of an image names: it carries them, or they are a file beneath a folder open to clients.
 
-Leaves to `fetching` what is elsewhere, and to the engine's images what these bytes are when they are decoded.
+Leaves to `image_fetcher` what is elsewhere, and to the engine's images what these bytes are when they are decoded.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _in_a_file(url: str, most_nbytes: int, folders: Sequence[Path]) -> bytes:
 
 
 def _open(path: str, flags: int) -> int:
-    """Waits for nobody: it may be no file."""
+    """Opens without waiting: it may be no file."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 

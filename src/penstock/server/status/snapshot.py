@@ -1,6 +1,6 @@
-"""What a server was at one moment: plain data, which travels as JSON, and from which others make rates and pictures.
+"""Snapshot of a server: plain data that travels as JSON, from which rates and views are made.
 
-Numbers of things that happened count from the beginning of whoever counts them. Leaves to `watch` where it all stands.
+Counters begin at 0 when the process that counts starts. `snapshot_reader` reads them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Why somebody waits: those who wait for each other followed from segment to segment, and all in sentences.
 
-Leaves to `waits` who waits in one segment.
+Leaves to `wait_graph` who waits in one segment.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The whole picture of a process tree or of a ticket: its segments, and all that share these.
 
-Leaves to `segments` one segment, to `verdict` what it all means.
+Leaves to `segments` one segment, to `diagnosis` what it all means.
 """
 
 from __future__ import annotations

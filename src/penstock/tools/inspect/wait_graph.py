@@ -1,6 +1,6 @@
 """Who waits in one segment, for what, since when, and who is in the way.
 
-Leaves to `verdict` following that from segment to segment.
+Leaves to `diagnosis` following that from segment to segment.
 """
 
 from __future__ import annotations

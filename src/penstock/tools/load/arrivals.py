@@ -1,6 +1,6 @@
 """When requests are asked: at times of their own, however the server fares (open), or so many at a time (closed).
 
-Leaves to `prompts` what is asked, and to `asking` one of them.
+Leaves to `prompts` what is asked, and to `chat_request` one of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One request: asked, and when what came of its answer. Leaves to `figures` what many of them come to."""
+"""One request: asked, and when what came of its answer. Leaves to `latency_stats` what many of them come to."""
 
 from __future__ import annotations
 

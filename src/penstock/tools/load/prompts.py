@@ -1,6 +1,6 @@
 """What is asked: prompts of so many tokens, images, or lines of a file; the same ones for the same seed.
 
-Leaves to `asking` that it is asked.
+Leaves to `chat_request` that it is asked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is told of a load: tables for people. Leaves to `figures` what the numbers mean."""
+"""What is told of a load: tables for people. Leaves to `latency_stats` what the numbers mean."""
 
 from __future__ import annotations
 

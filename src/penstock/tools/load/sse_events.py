@@ -1,6 +1,6 @@
 """What a stream of server-sent events says: texts, ends, counts of tokens, errors.
 
-Leaves to `wire` the bytes, and to `figures` what is made of the times.
+Leaves to `http_client` the bytes, and to `latency_stats` what is made of the times.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A server on a screen: what matters first, as much of the rest as there is room for.
 
-Leaves to `moment` and `rates` every number. Whatever has a name is `Text`: it may look like markup.
+Leaves to `snapshot` and `snapshot_rates` every number. Whatever has a name is `Text`: it may look like markup.
 """
 
 from __future__ import annotations
