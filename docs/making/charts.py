@@ -28,13 +28,16 @@ def ratio(row: dict[str, Any]) -> str:
     return f"{value:.0f}x" if value >= 10 else f"{value:.2g}x" if value < 0.1 else f"{value:.2f}x"
 
 
-def table() -> str:
-    """What README shows."""
+def table(is_short: bool = False) -> str:
+    """The headlines as a table; those of the README alone, under their names there, if it is short."""
     lines = ["| | ours | theirs | ratio | baseline | `scripts/bench` |", "|---|---|---|---|---|---|"]
     for row in HEADLINES["rows"]:
+        if is_short and "readme" not in row:
+            continue
+        what = row["readme"] if is_short else row["what"]
         ours, theirs = f"{row['ours']} {row['unit']}", row["theirs"]
         _, commit, bench = HEADLINES["sources"][row["source"]]["entry"].split(" · ")
-        lines.append(f"| {row['what']} | {ours} | {theirs} | {ratio(row)} | {row['baseline']} | `{bench}`, {commit} |")
+        lines.append(f"| {what} | {ours} | {theirs} | {ratio(row)} | {row['baseline']} | `{bench}`, {commit} |")
     return "\n".join(lines)
 
 
@@ -63,4 +66,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    print(table(is_short=True))

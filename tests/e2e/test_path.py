@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn")
 
 
 def section_of_the_readme() -> str:
-    return (ROOT / "README.md").read_text().partition("## Read the engine")[2].partition("\n## ")[0]
+    return (ROOT / "README.md").read_text().partition("## The path of a request")[2].partition("\n## ")[0]
 
 
 def table_of_the_readme() -> list[tuple[str, str]]:
