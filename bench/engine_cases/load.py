@@ -18,7 +18,7 @@ from bench.engine_cases.trees import Bench
 from bench.harness.figures import Figures
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import ProcessId
-from penstock.engine.protocol.batch_state import Input, columns_of_inputs
+from penstock.engine.protocol.columns import Input, columns_of_inputs
 from penstock.engine.protocol.messages import Abort, Announce, Delta, Failed, Ints, SamplingParams, Style, Submit
 from penstock.engine.worker.simulated_device import TokenRule
 from penstock.tools.inspect.processes import process_of

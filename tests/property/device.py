@@ -13,7 +13,8 @@ import numpy as np
 from penstock import Item, Part
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
-from penstock.engine.protocol.batch_state import RUNNING, BatchState, Input
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import RUNNING, Input
 from penstock.engine.protocol.messages import Inputs, SamplingParams, Step, StepDone, Submit
 
 BLOCK_SIZE = 4

@@ -9,7 +9,8 @@ import numpy as np
 from penstock import Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.engine.core.step_builder import StepBuilder
-from penstock.engine.protocol.batch_state import FREE, PREEMPTED, RUNNING, BatchState, Input
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import FREE, PREEMPTED, RUNNING, Input
 from penstock.engine.protocol.messages import STEPS, SamplingParams, Step
 from penstock.tensor import plan
 

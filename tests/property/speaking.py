@@ -11,7 +11,8 @@ import numpy as np
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.output.output_state import OutputState
-from penstock.engine.protocol.batch_state import PREEMPTED, RUNNING, BatchState
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import PREEMPTED, RUNNING
 from penstock.engine.protocol.messages import Delta, FinishReason, Halt, Logprobs, SamplingParams, Step, StepDone
 
 EOS = 3

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from penstock.engine.protocol.batch_state import PREEMPTED
+from penstock.engine.protocol.columns import PREEMPTED
 from penstock.engine.protocol.messages import FinishReason
 from tests import tiers
 from tests.property.speaking import KEY, Sample, Speaking, random_sample

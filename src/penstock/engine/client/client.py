@@ -24,7 +24,7 @@ from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
-from penstock.engine.protocol.batch_state import Input, columns_of_inputs
+from penstock.engine.protocol.columns import Input, columns_of_inputs
 from penstock.engine.protocol.messages import (
     MAX_REQUESTS,
     Abort,

@@ -14,7 +14,8 @@ import numpy as np
 from penstock.engine._native import BlockCache, PrefixHasher
 from penstock.engine.core.request import Request, Sample
 from penstock.engine.core.request_queue import RequestQueue
-from penstock.engine.protocol.batch_state import RUNNING, BatchState, Index
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import RUNNING, Index
 from penstock.engine.protocol.messages import Ints, Step, StepDone
 from penstock.engine.protocol.stop_conditions import NOBODY, StopConditions
 from penstock.errors import DecodeError

@@ -12,7 +12,7 @@ from functools import cached_property
 from hashlib import sha256
 
 from penstock.engine._native import hash_blocks
-from penstock.engine.protocol.batch_state import Input
+from penstock.engine.protocol.columns import Input
 from penstock.engine.protocol.messages import Inputs, Ints, SamplingParams
 from penstock.errors import PenstockError
 

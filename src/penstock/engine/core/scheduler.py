@@ -31,7 +31,8 @@ from penstock.engine.core.in_flight import InFlight
 from penstock.engine.core.request import HASH_NBYTES, Request, RequestRefused, Sample, check_inputs
 from penstock.engine.core.request_queue import RequestQueue
 from penstock.engine.core.step_builder import StepBuilder
-from penstock.engine.protocol.batch_state import RUNNING, BatchState, Index
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import RUNNING, Index
 from penstock.engine.protocol.messages import Ints, Step, StepDone, Submit
 from penstock.engine.protocol.stop_conditions import require_choice
 

@@ -11,15 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.engine.protocol.batch_state import (
-    FREE,
-    NOTHING,
-    BatchState,
-    Column,
-    Input,
-    columns_of_inputs,
-    columns_of_params,
-)
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import FREE, NOTHING, Column, Input, columns_of_inputs, columns_of_params
 from penstock.engine.protocol.messages import Advances, Appended, Ints, Joined, Resumed, SamplingParams, Slots, Step
 
 Blocks = Sequence[int] | Ints

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.engine.protocol.batch_state import Column, Index
+from penstock.engine.protocol.columns import Column, Index
 from penstock.engine.protocol.messages import Delta, Finished, FinishReason, Ints, Logprobs, Requests, Slots
 from penstock.errors import DecodeError
 

@@ -16,7 +16,8 @@ from penstock.engine.output.delta_builder import DeltaBuilder, FinishedWithoutTo
 from penstock.engine.output.detokenizer import StopStringFilter, Vocabulary, char_bloom
 from penstock.engine.output.logprobs_json import LogprobsWriter
 from penstock.engine.output.sse_chunks import MIDDLE, ChunkWriter
-from penstock.engine.protocol.batch_state import BatchState, Index
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import (
     Announce,
     Delta,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine._native import count_tokens
-from penstock.engine.protocol.batch_state import Index
+from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Bytes, FinishReason, Ints, SamplingParams
 
 BUCKETS = 1 << 14  # ids that end somebody are looked for by their low bits first: few others share them

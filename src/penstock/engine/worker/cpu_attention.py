@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine import _native
-from penstock.engine.protocol.batch_state import Index
+from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
 from penstock.engine.worker.input_batch import InputBatch
 

@@ -18,7 +18,7 @@ import torch.distributed
 from torch import Tensor
 
 from penstock.engine.cluster.logs import event
-from penstock.engine.protocol.batch_state import Index
+from penstock.engine.protocol.columns import Index
 from penstock.engine.worker.input_batch import InputBatch
 from penstock.engine.worker.model import LoadedModel
 from penstock.engine.worker.paged_attention import DecodeAttention, KVCache

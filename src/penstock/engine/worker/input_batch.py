@@ -13,7 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.engine.protocol.batch_state import BatchState, Index
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
 
 

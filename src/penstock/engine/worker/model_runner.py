@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock._native import memory_available
-from penstock.engine.protocol.batch_state import BatchState, Index
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.config import require_dtype
 from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step
 from penstock.engine.worker import model as models

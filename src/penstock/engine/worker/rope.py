@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from penstock.engine.protocol.batch_state import Index
+from penstock.engine.protocol.columns import Index
 from penstock.engine.worker.input_batch import InputBatch
 
 LONG = "longrope"

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.engine.protocol.batch_state import NOTHING, Index
+from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Slots
 from penstock.engine.worker.input_batch import moved
 

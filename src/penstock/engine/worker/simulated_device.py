@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import DecodeError, Missing
-from penstock.engine.protocol.batch_state import NOTHING, BatchState
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import NOTHING
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, Ints, Step
 from penstock.engine.worker.device import SamplerOutput, failures

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock import DecodeError, Missing
 from penstock.engine.cluster.logs import event
-from penstock.engine.protocol.batch_state import Index, Input
+from penstock.engine.protocol.columns import Index, Input
 from penstock.engine.protocol.messages import FinishReason, Ints
 from penstock.engine.worker.input_batch import InputBatch, moved
 from penstock.engine.worker.model import LoadedModel

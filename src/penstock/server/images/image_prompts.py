@@ -20,7 +20,7 @@ from penstock.engine.client.image_placeholders import ImagePlaceholders
 from penstock.engine.client.image_processor import ImageProcessor, ImageRefused, ProcessedImage
 from penstock.engine.cluster.logs import event
 from penstock.engine.model_dir import load_tokenizer, takes_images
-from penstock.engine.protocol.batch_state import Input
+from penstock.engine.protocol.columns import Input
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.images import image_urls

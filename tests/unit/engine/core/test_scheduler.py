@@ -10,7 +10,8 @@ from penstock.engine.core.request import Request, RequestRefused
 from penstock.engine.core.request_queue import RequestQueue
 from penstock.engine.core.scheduler import ELDER_EVERY, Scheduler, SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
-from penstock.engine.protocol.batch_state import PREEMPTED, RUNNING, BatchState
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import PREEMPTED, RUNNING
 from penstock.engine.protocol.messages import SamplingParams, StepDone, Submit
 from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer, image
 

@@ -311,7 +311,7 @@ def test_steps_without_results_hold_up_nobody_and_are_answered_in_the_end() -> N
 # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def send_first_step(steps: MessageSender) -> None:
     schedule = BatchState(8, 100, 4)
-    begun(steps, schedule).send(StepBuilder(schedule).finish(77, 1), 5)
+    begun(steps, schedule).send(StepBuilder(schedule).build(77, 1), 5)
 
 
 def core(tree: Cluster, words: Connection) -> None:

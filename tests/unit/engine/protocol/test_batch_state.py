@@ -10,7 +10,8 @@ from penstock import DecodeError, Item, Part, Ref
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.core.step_builder import StepBuilder
-from penstock.engine.protocol.batch_state import FREE, PREEMPTED, BatchState
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import FREE, PREEMPTED
 from penstock.engine.protocol.messages import (
     STEPS,
     Advances,

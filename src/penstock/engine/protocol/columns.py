@@ -1,0 +1,81 @@
+"""Columns of a step and of the batch: their types, and how rows of Python become arrays and come back checked."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.engine.protocol.messages import Inputs, Ints, SamplingParams, Slots
+from penstock.errors import DecodeError
+from penstock.tensor import Item
+
+FREE, RUNNING, PREEMPTED = 0, 1, 2
+STATUS = ("free", "running", "preempted")
+
+Index: TypeAlias = npt.NDArray[np.intp]
+Column: TypeAlias = npt.NDArray[Any]
+Input: TypeAlias = tuple[Item, int, int]  # and its position and length in the prompt
+
+MAX_POSITIONS = 1 << 30  # so that two of them can be added
+NOTHING: Ints = np.zeros(0, np.int32)
+
+
+def columns_of_params(params: list[SamplingParams]) -> tuple[tuple[SamplingParams, ...], Slots]:
+    """Each once, in the order of their first use, and which of them each row has."""
+    numbers: dict[SamplingParams, int] = {}
+    of = np.array([numbers.setdefault(one, len(numbers)) for one in params], np.uint16)
+    return tuple(numbers), of
+
+
+def columns_of_inputs(inputs: list[tuple[Input, ...]]) -> Inputs | None:
+    if not any(inputs):
+        return None
+    return Inputs(
+        counts=np.array([len(one) for one in inputs], np.int32),
+        items=tuple(item for one in inputs for item, _, _ in one),
+        positions=np.array([position for one in inputs for _, position, _ in one], np.int32),
+        lengths=np.array([length for one in inputs for _, _, length in one], np.int32),
+    )
+
+
+def ragged(rows: Index, starts: Index | Ints, counts: Column) -> tuple[Index, Index]:
+    """Row and column of `counts[i]` neighbours in row `rows[i]` from column `starts[i]`, for all i."""
+    counts = counts.astype(np.intp)
+    ends = np.cumsum(counts)
+    return np.repeat(rows, counts), np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - counts - starts, counts)
+
+
+def check_column(column: Column, size: int, place: str, below: int | None = None) -> Column:
+    """The column, if it has this many numbers, none of them negative, and all of them less than `below`."""
+    if column.ndim != 1 or column.size != size:
+        raise DecodeError(f"expected {size} numbers, got a shape of {column.shape} at $.{place}")
+    if size:
+        unsigned: Column = column.view(_UNSIGNED[column.dtype])  # what is negative is larger than any other
+        limit = 1 << 31 if below is None else below
+        if np.maximum.reduce(unsigned) >= limit:
+            at = int((unsigned >= limit).argmax())
+            wanted = "0 or more" if column[at] < 0 else f"less than {below}"
+            raise DecodeError(f"expected {wanted}, got {column[at]} at $.{place}[{at}]")
+    return column
+
+
+_UNSIGNED: dict[np.dtype[Any], Any] = {
+    np.dtype(np.int32): np.dtype(np.uint32),
+    np.dtype(np.uint16): np.dtype(np.uint16),
+}
+
+
+def rows_of_inputs(inputs: Inputs | None, size: int) -> list[tuple[Input, ...]]:
+    if inputs is None:
+        return [()] * size
+    counts = check_column(inputs.counts, size, "joined.inputs.counts")
+    total = int(counts.sum(dtype=np.int64))
+    if len(inputs.items) != total:
+        raise DecodeError(f"expected {total} items, got {len(inputs.items)} at $.joined.inputs.items")
+    positions = check_column(inputs.positions, total, "joined.inputs.positions").tolist()
+    lengths = check_column(inputs.lengths, total, "joined.inputs.lengths").tolist()
+    rows = list(zip(inputs.items, positions, lengths, strict=True))
+    ends = np.cumsum(counts).tolist()
+    return [tuple(rows[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True)]
