@@ -50,14 +50,14 @@ def answering(script: Script) -> Any:
 
 # ── times ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_delays_of_a_script_are_what_is_measured(tmp_path: Path) -> None:
-    """Least times only: a busy machine adds to them."""
+    """Least times only: a busy machine adds to them. A first token that is read late shortens what follows it."""
     script: Script = [HEAD, 0.2, text(), 0.1, text(), 0.1, text(), 0.3, ending(3)]
     with answering(script) as (_, url):
         status, said = bench(url, tmp_path, "--num-prompts", 4, "--max-concurrency", 4)
     found = said["figures"]
     assert status == 0 and found["requests"] == 4 and found["output_tokens"] == 12
-    assert 195 < found["ttft"]["p50"] and 95 < found["tpot"]["p50"] and 695 < found["latency"]["p50"]
-    assert found["latency"]["p50"] - found["ttft"]["p50"] > 495  # the end of the answer is not its last token
+    assert 195 < found["ttft"]["p50"] and 50 < found["tpot"]["p50"] and 695 < found["latency"]["p50"]
+    assert found["latency"]["p50"] - found["ttft"]["p50"] > 300  # the end of the answer is not its last token
     assert found["tpot"]["mean"] == pytest.approx(found["itl"]["mean"])
     assert found["prompt_tokens"] == 20 and found["counted_by_events"] == 0
 
@@ -78,8 +78,10 @@ def test_a_running_count_says_which_event_brought_how_many(tmp_path: Path) -> No
     first, second, third = text(" a", usage=usage(1)), text(" b c d e", usage=usage(5)), text(" f", usage=usage(6))
     with answering([HEAD, first, 0.2, second, 0.4, third, ending(6)]) as (_, url):
         _, said = bench(url, tmp_path, "--num-prompts", 1)
-    assert said["figures"]["itl"]["p50"] > 45  # a gap of 200 ms for four tokens
-    assert said["figures"]["itl"]["p99"] > 395  # and one of 400 for one; spread evenly it would be 200
+    # A gap of 200 ms for four tokens, and one of 400 for one, each as long as the client reads at once; spread over
+    # events, they would be 200 and 400.
+    assert 20 < said["figures"]["itl"]["p50"] < 150
+    assert said["figures"]["itl"]["p99"] > 300
     assert said["figures"]["tokens_per_event"] == 2
 
 
