@@ -21,9 +21,9 @@ struct Waited {
     }
 };
 
-// One thread at a time in an end. A second one waits its turn without the interpreter, or is told that it would block.
-// The thread whose turn it is runs Python nowhere but in check_signals(), between two attempts, where nothing of the
-// end is half done: so a handler may use the end again, and close it.
+// One thread at a time uses an end. A second one waits for its turn without the interpreter, or gets would_block.
+// The thread that has the turn runs Python only in check_signals(), between two attempts, where no operation on the end
+// is half done: so a signal handler may use the end again, and close it.
 class Turn {
    public:
     Turn(EndMutex& mutex, u64 deadline, bool may_wait, const char* name) : lock_(mutex, std::try_to_lock) {
@@ -151,7 +151,7 @@ bool send_loop(Sender& sender, nb::handle timeout, bool may_wait, Try&& attempt)
     }
 }
 
-// For the words whose answer to "not now" is a value.
+// Returns `otherwise` where the attempt would block.
 template <class Do, class Otherwise>
 Otherwise unless_busy(Do&& attempt, Otherwise otherwise) {
     try {

@@ -28,7 +28,7 @@ struct Keeper {
         by->require_ours();
         return Store(*by);
     }
-    // The store, for the one who was given this lease to write what it keeps and has not yet said that it is written.
+    // Returns the store if begin() gave this lease to be written, and it is neither committed nor abandoned.
     Store store_of(const Lease& lease) {
         by->require_ours();
         lease.require();
@@ -37,7 +37,7 @@ struct Keeper {
                         "this lease was not given by begin() of this store to be written, or it has been");
         return Store(*by);
     }
-    // Who is writing what we wait for, for an error.
+    // The peer that is writing the value under this key, for an error message.
     std::string writer(const Key& key) {
         for (const auto& item : Store(*by).stats().items)
             if (item.is_filling && std::memcmp(&item.key, &key, sizeof key) == 0 && item.taker < by->shape().max_peers)
@@ -71,7 +71,7 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
     };
     bool must_wait = attempt();
     while (must_wait) {
-        if (now_ns() >= deadline && !is_full)  // who waits for room looks once more, and is told who holds it
+        if (now_ns() >= deadline && !is_full)  // when full, the next attempt throws and names the holders
             throw Error(Fault::timeout, format("what '%s' keeps under this key is being written by %s for %s",
                                                keeper.by->segment().name().c_str(), keeper.writer(key).c_str(),
                                                in_seconds(now_ns() - started).c_str()));
@@ -93,7 +93,7 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
     return nb::make_tuple(is_new, lease);
 }
 
-// After it nobody can write what others read: what could is refused, and the lease is for reading from now on.
+// After a commit nothing can write what other peers read: a lease with views is refused, and the lease is read-only.
 bool commit(Keeper& keeper, Lease& lease) {
     Store store = keeper.store_of(lease);
     if (lease.exports != 0) {

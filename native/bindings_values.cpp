@@ -44,7 +44,7 @@ struct NumPy {
 struct Known {
     struct Kind {
         u64 itemsize;
-        nb::object bits, numpy;  // dtypes; numpy: none until somebody wants it
+        nb::object bits, numpy;  // dtypes; numpy: none until its first use
     };
     NumPy numpy;
     std::vector<Kind> kinds;  // by code, from 1
@@ -93,7 +93,7 @@ nb::object array_of(u64 code, const Sizes& sizes, u8* at, u64 nbytes, nb::handle
 // ── trees ──
 enum class Node : u64 { tensor, list, tuple, dict };
 
-// Makes one tree. Where something is not plain it gives null, and the caller asks somebody slower.
+// Builds one tree. Returns null where something is not plain; the caller then calls `read`, which is slower.
 class Tree {
    public:
     Tree(Atoms atoms, nb::handle lease, u64 tensors_at, As as) : atoms_(atoms), base_(lease), as_(as) {
@@ -212,7 +212,7 @@ nb::object array_to_fill(nb::object lease, u64 code, nb::handle shape, nb::handl
     return made;
 }
 
-// The lease of array_to_fill() that these bytes lie in, of this peer. While who asks has them, it lives.
+// Returns this peer's lease of array_to_fill() that these bytes lie in. It lives while the caller holds the bytes.
 nb::handle lease_of(const Attachment& by, u64 address, u64 nbytes) {
     auto& made = Lease::made_leases();
     auto after = made.upper_bound(address);

@@ -134,7 +134,7 @@ struct alignas(LINE) Bell {
 static_assert(sizeof(Bell) == 64);
 
 // ── pool ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-// The truth about memory is the set of blocks whose state is live, with their extents, and their rows of counts.
+// The truth about memory is the set of blocks in state live, with their extents, and their rows of counts.
 // entries[] (which extents are taken, in the order of their offsets) is derived, and rebuilt when a holder of the
 // pool's lock died. A word of a lock: 0, or owner slot + 1 (bits 0-7) | waiters (8) | tag of the owner's epoch (9-31).
 enum class BlockState : u32 { free = 0, live = 1, returned = 2 };
@@ -162,7 +162,7 @@ struct alignas(LINE) PoolHeader {
     Counter exhaustions;
     Counter recoveries;
     Counter stale_refs;
-    Shared<u64> granules[GRANULES / 64];  // a bit per piece whose pages are claimed
+    Shared<u64> granules[GRANULES / 64];  // a bit per granule: set while its pages are claimed
 };
 
 struct alignas(LINE) Block {

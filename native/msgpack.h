@@ -1,7 +1,7 @@
-// msgpack.h: what a value's layout is written in, read one atom at a time. Leaves to its reader what the atoms mean.
+// msgpack.h: decodes the layout of a value, one atom at a time. The caller interprets the atoms.
 //
-// It reads a copy that nobody else can change, and never beyond its end. What no layout has (maps, extensions) is no
-// atom here: whoever must say what is wrong with such bytes asks somebody slower.
+// It reads a copy that no other process can change, and never beyond its end. Maps and extensions, which no layout has,
+// are no atoms here: for an error about such bytes the caller runs a slower decoder.
 #pragma once
 #include <bit>
 #include <cstring>

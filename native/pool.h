@@ -35,7 +35,7 @@ class Pool {
    public:
     static constexpr u64 LOCK_NS = 2'000'000'000;  // a lock held longer than this is an error that names the holder
     static constexpr u64 REAP_NS = 20'000'000;     // a reaper does not wait longer: it is done later
-    static constexpr u32 AHEAD = 16;               // blocks whose states a sweep asks for before it looks at them
+    static constexpr u32 AHEAD = 16;               // blocks: a sweep prefetches states so far ahead
     static constexpr u64 SMALL = 64;               // smaller than a 64th of the pool: taken from the low end of a gap
 
     explicit Pool(Attachment& by)
@@ -322,7 +322,7 @@ class Pool {
 
     // ── seen from outside ──
     PoolStats stats() const;           // describe.h
-    Error exhausted(u64 asked) const;  // describe.h: with the numbers, and who holds what
+    Error exhausted(u64 asked) const;  // describe.h: with the numbers and the holders
     u64 trim(u64 keep);                // pool_pages.h
     void announce_return() {
         head_.returns.fetch_add(1, order::returns.release);

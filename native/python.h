@@ -58,7 +58,7 @@ inline nb::dict to_dict(const snapshot::Node& node) {
 struct Lease {
     std::shared_ptr<Attachment> by;
     std::shared_ptr<Receiver> receiver;  // of a record that lies in a ring
-    u8* at = nullptr;                    // null: of a pool whose bytes lie elsewhere
+    u8* at = nullptr;                    // null: the bytes of its pool lie elsewhere
     Extent extent{};                     // of a block; or .nbytes alone
     u32 lane = 0;
     u64 id = 0;
@@ -69,7 +69,7 @@ struct Lease {
     bool is_filling = false;  // of what a store keeps, once this writer commits it; gone without a word: abandoned
     int exports = 0;
 
-    // Those whose bytes are shown as arrays to be filled, by address: what lies in one holds it. Under the GIL.
+    // Leases shown as arrays to be filled, by address; an array in one holds its lease. Under the GIL.
     static std::map<u64, nb::handle>& made_leases() {
         static auto* all = new std::map<u64, nb::handle>;
         return *all;
@@ -113,8 +113,8 @@ struct Lease {
     }
 };
 
-// If it cannot be made (no address space to write in), what it would have held is given back: with a word to those who
-// wait for it, if it is_filling.
+// If it cannot be made (no address space to write in), its block is given back; if it is_filling, peers that wait for
+// the value are woken.
 inline nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& extent, bool is_writable,
                              bool is_filling = false) {
     static const nb::handle type = nb::type<Lease>();
@@ -150,7 +150,7 @@ struct Stored {
     }
     nb::object held() const {
         if (lease.is_none()) throw Error(Fault::closed, "the value has been released");
-        nb::inst_ptr<Lease>(lease)->require();  // somebody else may have had it, too
+        nb::inst_ptr<Lease>(lease)->require();  // another owner may have released it
         return lease;
     }
     void let_go() { nb::object last = std::exchange(lease, nb::none()); }  // what it holds may go with it

@@ -71,7 +71,7 @@ class Sender {
     bool is_closed() const { return is_closing_.load(RELAXED); }
     EndMutex& mutex() { return mutex_; }
 
-    // Room for one record of so many bytes; nullptr: none now, and wait() knows what for. Nobody sees it before
+    // Room for one record of so many bytes; nullptr: none now, and wait() knows what for. No receiver sees it before
     // commit(). There is one at a time, and it is the sender's: good until it is committed or aborted. Throws
     // EndOfChannel, PeerDied, MemoryExhausted. deadline: for locks that a stopped peer may hold; Timeout names it.
     Reservation* try_reserve(u64 nbytes, u64 deadline = NEVER) {

@@ -57,8 +57,8 @@ class Store {
         return true;
     }
 
-    // hit: it is there, and out is a lease of it. fill: out is a lease of a block that is being written, by the caller,
-    // who commits or abandons it. wait: another peer is writing it; wait_for_fill(seen) and begin again.
+    // hit: the value is there, and out is a lease of it. fill: out is a lease of a block that the caller writes, then
+    // commits or abandons. wait: another peer is writing the value; wait_for_fill(seen) and begin again.
     // Throws MemoryExhausted where all that is in the way is held.
     // deadline: for locks.
     Begun begin(const Key& key, u64 nbytes, Extent& out, u32& seen, u64 deadline = NEVER) {

@@ -9,9 +9,9 @@
 //
 // If the ringer does not see the bit, its fence came first, and the waiter's second look sees what was published.
 // If it does, rings has moved since `seen` was read, and the kernel refuses to sleep, or wakes.
-// Bits are cleared by the waiter alone, so a ringer that stops anywhere leaves the bit for the next one to see. (But
-// for a pool's bell, whose bits are shared: there the ringer takes them all and wakes all, and one that is stopped
-// between the two leaves the waiters to their next look-up.)
+// Bits are cleared by the waiter alone, so a ringer that stops anywhere leaves the bit for the next one to see. (In a
+// pool's bell waiters share bits: there the ringer clears all bits and wakes all waiters; if it is stopped between the
+// two, they sleep until their next look-up.)
 #pragma once
 #include <errno.h>
 #include <fcntl.h>
@@ -168,8 +168,8 @@ class Spinner {
 };
 
 // ── ringing ────────────────────────────────────────────────────────────────────────────────────────────────────────
-// Called after something was published. Returns the bits of waiters in event loops, whom the caller must wake through
-// their pipes (Attachment::wake_async knows how), and counts the wakes.
+// Called after something was published. Returns the bits of waiters in event loops, and counts the wakes. The caller
+// wakes waiters in event loops through their pipes (Attachment::wake_async knows how).
 inline u64 ring(Bell& bell, Counter* wakes = nullptr, int most = HAND_ON_WAKES) {
     fence(order::bell.seq_cst);  // published before parked is read
     u64 parked = bell.parked.load(RELAXED);

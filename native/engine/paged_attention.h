@@ -24,7 +24,7 @@ enum class DType : u8 { float32, bfloat16 };
 
 // Strides are in elements; the elements of one head are contiguous.
 struct PagedAttention {
-    static constexpr u32 TILE = 128;  // positions whose keys and values of one head stay in the L2 cache
+    static constexpr u32 TILE = 128;  // positions: their keys and values of one head stay in the L2 cache
 
     DType dtype;          // of queries, keys, values and out; sums are float32
     const void* queries;  // [num_seqs, num_heads, key_size]

@@ -1,4 +1,4 @@
-"""Channels: records from process to process, exactly once and in order, and errors that say whose doing it was.
+"""Channels: records from process to process, exactly once and in order, and errors that name the party at fault.
 
 ring 1→1, broadcast 1→N, inbox N→1. Leaves to the codec what a record means.
 """

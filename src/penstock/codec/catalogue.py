@@ -51,7 +51,7 @@ class Described(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Schema(msgspec.Struct, frozen=True):
-    """What lies in the segment of a channel, so that those who attach can compare, and outsiders can read along."""
+    """Describes a channel's messages in its segment: attaching processes compare it, and observers read by it."""
 
     penstock: str
     fingerprint: str

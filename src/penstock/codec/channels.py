@@ -30,7 +30,7 @@ def classes_of(messages: Any) -> Messages:
 
 
 class MessageChannel:
-    """A ring, broadcast or inbox whose ends take and give messages of the classes that were agreed on."""
+    """A ring, broadcast or inbox that carries messages of the agreed classes."""
 
     def __init__(self, channel: Channel, messages: Messages) -> None:
         """Raises LayoutMismatch, which says how they differ, where the channel carries something else."""

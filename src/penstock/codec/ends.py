@@ -57,8 +57,8 @@ class _InLoop(_Closing):
 class _Turns:
     """One thread after the other. A thread's deadline counts while it waits for its turn, too.
 
-    Between any two lines an interrupt (Ctrl-C) may leave the turn taken. It is that thread's own, then: the lock knows
-    whose it is, and the thread's next turn is this one.
+    An interrupt (Ctrl-C) between any two lines may leave the turn taken. The lock then still has this thread as its
+    owner, and the thread's next turn is this one.
     """
 
     __slots__ = ("_is_ours", "_lock")

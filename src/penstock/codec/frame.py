@@ -116,7 +116,7 @@ class FrameEncoder:
             if value is not None and its is not kind and (its is not _Array or value.dtype is not kind):
                 _require(value, kind, f"{type(message).__name__}.{name}")
         interrupted = None
-        if self._parts:  # of a message whose encoding a signal's handler has interrupted to send this one
+        if self._parts:  # a signal handler sends this message while another one is being encoded
             interrupted = self._parts, self._end, self._is_long
             self._parts, self._end, self._is_long = [], 0, False
         try:
@@ -164,7 +164,7 @@ class FrameEncoder:
         gap = gap_before(self._end, nbytes)
         if gap:
             self._parts.append(PADDING[gap])
-        self._parts.append(at)  # first: who interrupts us finds that there is something to forget
+        self._parts.append(at)  # before _end: encode() in a signal handler finds a frame in the making
         self._end += gap + nbytes
         if nbytes >= LONG_NBYTES:
             self._is_long = True

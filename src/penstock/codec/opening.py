@@ -47,7 +47,7 @@ def open_broadcast(
         latency       "auto" spins while that pays, "eco" never does, "spin" does for 10 ms before it sleeps
         on_receiver_death, on_sender_death
                       "raise" tells the other side once, by PeerDied; "ignore" goes on with those that are
-                      left (a side of which nobody is left is always told)
+                      left (if a side has no end left, the other is always told)
         huge_pages, numa_node, numa_required
                       wishes about the memory; `fallback` of the segment says if they could not be met
     """

@@ -1,4 +1,4 @@
-"""The process tree: opens what its processes share, starts and watches them, starts again who died, ends all in order.
+"""The process tree: opens what its processes share, starts and watches them, restarts dead ones, ends all in order.
 
 A group (a core, its workers and outputs) lives and dies as one, a server alone. Deaths are seen by pidfd.
 Leaves to `process` what one process is, and to the processes what they do.
@@ -25,12 +25,12 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Stop
 from penstock.engine.worker import worker
 
-MAX_FAILURES = 3  # starts in a row of a unit that has never served; one that has is started again without end
+MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
 BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before the next start, after so many failed ones …
 MAX_SHORT_LIVES = 4  # … and after so many more short lives of units that served
 HEALTHY_UPTIME = 30.0  # seconds from a start: a shorter life is a short one
-STOP_TIMEOUT = 5.0  # seconds; who has not ended by then is killed
-CAUSED_BY_PEER_DEATH, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends that follow from another one's, which says more
+STOP_TIMEOUT = 5.0  # seconds; a process that has not ended by then is killed
+CAUSED_BY_PEER_DEATH, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends caused by another one's end, which says more
 NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
 LOOK_AGAIN = 0.01  # seconds; at the board, while the tree starts or drains
 
@@ -38,7 +38,7 @@ Run = Callable[[Cluster, ProcessId], None]
 
 
 class TreeFailed(Exception):
-    """The tree cannot go on; the text says who ended, and how."""
+    """The tree cannot go on; the text says which process ended, and how."""
 
 
 class ProcessGroup:
@@ -51,10 +51,10 @@ class ProcessGroup:
         self._incarnation = 0
         self._started = 0.0
         self._has_served = False  # in any incarnation
-        self._failures = 0  # in a row: it has not served
+        self._failures = 0  # starts in a row that did not serve
         self._short_lives = 0  # in a row
-        self._is_broken = False  # somebody has died, and the others are being killed
-        self._first: tuple[str, ProcessEnd] | None = None  # who has died, and how: the others follow from that
+        self._is_broken = False  # a process has died, and the others are being killed
+        self._first: tuple[str, ProcessEnd] | None = None  # the process that died, and how: the cause of the other ends
         self._again: asyncio.TimerHandle | None = None
         self.children: dict[int, ChildProcess] = {}  # by pidfd
 
@@ -68,7 +68,7 @@ class ProcessGroup:
 
     @property
     def is_loading(self) -> bool:
-        """It does not serve: it has nothing to drain, and who loads listens to nobody."""
+        """Returns whether the unit does not serve: it has nothing to drain, and loading processes read no messages."""
         if self.is_group:
             return self._launcher.board.row(self._group)[StatusBoard.SERVING] != self._incarnation
         return self._launcher.is_server_loading(self._parts[0][1])
@@ -105,7 +105,7 @@ class ProcessGroup:
             child.signal(number)
 
     def forget(self) -> None:
-        """Whoever is not running is not started again."""
+        """Cancels a restart that is due."""
         if self._again is not None:
             self._again.cancel()
             self._again = None
@@ -128,7 +128,7 @@ class ProcessGroup:
             self._all_ended()
 
     def _break(self, is_failure: bool) -> None:
-        """`is_failure`: it has not served in this incarnation."""
+        """Kills all processes of the unit. `is_failure`: it has not served in this incarnation."""
         self._is_broken = True
         self._has_served |= not is_failure
         if self.is_group:
@@ -142,7 +142,7 @@ class ProcessGroup:
 
     @property
     def _pause(self) -> float:
-        """Before the next start."""
+        """Returns the seconds before the next start."""
         short_lives = min(max(self._short_lives - 1, 0), MAX_SHORT_LIVES)
         return BACK_OFF[max(min(self._failures, len(BACK_OFF) - 1), short_lives)]
 
@@ -186,9 +186,9 @@ class Launcher:
         lane = self.tree.launcher_lane
         self._inboxes = [group.inbox.sender(lane, name="launcher") for group in self.tree.groups]
         self._failure: TreeFailed | None = None
-        self._is_over = asyncio.Event()  # it has failed, or a signal has said so
-        self._left = asyncio.Event()  # nobody is
-        self._signals = 0  # that say that it is time to end
+        self._is_over = asyncio.Event()  # the tree has failed, or a signal ends it
+        self._left = asyncio.Event()  # no child process is left
+        self._signals = 0  # SIGTERM and SIGINT received
 
     def _parts_of_group(self) -> list[tuple[str, int, Run]]:
         config = self.tree.config
@@ -199,7 +199,7 @@ class Launcher:
         return [("core", 0, run_core), *workers, *outputs]
 
     def publish_pid(self, member: ProcessId, pid: int) -> None:
-        """Whoever looks at the board sees who has this place; 0: nobody now."""
+        """Writes on the board which process has this place; `pid` 0: none now."""
         place = self._places.index((member.kind, member.group, member.index))
         self.board.live(place, ProcessEntry(member.incarnation, pid))
 
@@ -214,7 +214,7 @@ class Launcher:
             unit.start()
 
     async def serving(self, timeout: float | None = None) -> None:
-        """Until all groups and servers serve. Raises TreeFailed, and TimeoutError."""
+        """Waits until all groups and servers serve. Raises TreeFailed, and TimeoutError."""
         timeout = self.tree.config.start_timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
         while late := [unit.name for unit in self.units if unit.is_loading]:
@@ -225,7 +225,7 @@ class Launcher:
             await asyncio.sleep(LOOK_AGAIN)
 
     async def run(self) -> None:
-        """The life of a tree with servers: until SIGTERM or SIGINT, which drain it; a second one stops it at once.
+        """Runs a tree with servers until SIGTERM or SIGINT, which drain it; a second one stops it at once.
         Raises TreeFailed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -256,8 +256,8 @@ class Launcher:
 
     # ── the end ──
     async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
-        """Takes no more requests, waits so long for the open ones, and ends all; who loads, at once. Returns who else
-        had to be killed."""
+        """Accepts no more requests, waits so long for the open ones, and ends all processes; loading units at once.
+        Returns the other processes that had to be killed."""
         event("tree drains", timeout=shutdown_timeout)
         self.is_stopping = True
         self.board.drain()
@@ -291,35 +291,35 @@ class Launcher:
         return any(server.children for server in self._servers) or any(row[StatusBoard.OPEN] for row in self.board.rows)
 
     def reap(self, member: ProcessId) -> None:
-        """For whoever keeps something of a process that has ended."""
+        """Hook of subclasses: a process has ended."""
 
     def count_failed_starts(self, index: int, number: int) -> None:
-        """For whoever is told how often in a row a server has ended before it served."""
+        """Hook of subclasses: server `index` has ended `number` times in a row before it served."""
 
     def is_server_loading(self, index: int) -> bool:
-        """For whoever is told by servers when they serve."""
+        """Hook of subclasses: returns whether server `index` does not serve yet."""
         return False
 
     def check_all_exited(self) -> None:
         if not any(unit.children for unit in self.units):
             self._left.set()
 
-    # ── who is stopped, and does not go on ──
+    # ── stopped processes ──
     def _look_who_is_stopped(self) -> None:
-        """SIGCHLD: a stopped process is not dead, but nobody can wait for it for ever."""
+        """Handles SIGCHLD: a stopped process is not dead, but its peers cannot wait for it for ever."""
         for unit in self.units:
             for child in unit.children.values():
                 child.check_stopped(self.tree.config.step_timeout)
 
 
 def _meeting() -> str:
-    """Where the ranks of a group find together: a port that nobody had a moment ago."""
+    """Returns the init method of a group's ranks: a port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return f"tcp://127.0.0.1:{found.getsockname()[1]}"
 
 
 def _tell_to_stop(inbox: MessageSender) -> None:
-    for _ in range(2):  # the first may only tell that a core before this one has died
+    for _ in range(2):  # the first may only raise the death of a core before this one
         with contextlib.suppress(PeerDied, ChannelError):
             return inbox.send_nowait(Stop("the tree ends"))
 

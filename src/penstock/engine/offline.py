@@ -23,9 +23,9 @@ from penstock.engine.preflight import require_startable
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams
 
-ATTEMPTS = 3  # at a request whose group dies: it may have been another one's doing
+ATTEMPTS = 3  # for a request when its group dies: another request may be the cause
 GREEDY = {"temperature": 0.0}  # where neither a line, nor the command, nor the model gives a temperature
-PAUSE = 0.2  # seconds; in which the launcher hears of that, too
+PAUSE = 0.2  # seconds; in which the launcher sees that death, too
 
 Tokenise = Callable[[str], list[int]]
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -54,7 +54,7 @@ class Answer(msgspec.Struct, omit_defaults=True):
 
 
 def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any], at_once: int) -> int:
-    """Files are names, or `-`. Returns 0 if all were answered, and 1 if some were not, whose lines say why.
+    """Files are names, or `-`. Returns 0 if all prompts were answered, else 1: the lines of the others say why.
 
     `defaults` are sampling parameters of lines that do not give them; they replace the model's own.
     Raises ValueError where a line is no prompt, and OSError.
@@ -152,7 +152,7 @@ async def _generate(
 
 
 async def _answer(client: Client, index: int, ask: Asked, serving: Callable[[], Awaitable[None]]) -> Answer:
-    """Raises TreeFailed where nobody will answer any more."""
+    """Returns the answer, after at most ATTEMPTS attempts. Raises TreeFailed if the tree has failed."""
     for _ in range(ATTEMPTS - 1):
         answer = await _attempt(client, index, ask)
         if answer.status != 503:
@@ -184,7 +184,7 @@ async def _attempt(client: Client, index: int, ask: Asked) -> Answer:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """What is called with the tokens of each answer. A bar, on a terminal that has `rich`."""
+    """Yields a function to call with the number of tokens of each answer. Shows a bar on a terminal, with `rich`."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -25,7 +25,7 @@ POINTER = b"version https://git-lfs"
 
 
 def require_startable(config: EngineConfig) -> None:
-    """Of a configuration that is `completed`. Raises ValueError, ImportError and OSError for what can never work."""
+    """Raises ValueError, ImportError and OSError if a configuration (of `with_model_defaults`) can never work."""
     if config.simulated is None:
         require_packages(PACKAGES)
         require_model(config)

@@ -1,6 +1,6 @@
 """Shared memory: segments, a pool that lends blocks of them out, leases, and the peers that hold these.
 
-Leaves to the layers above: in which order anything is said to whom.
+The layers above decide what peers send each other, and in which order.
 """
 
 from penstock._native import Lease

@@ -1,4 +1,4 @@
-"""The peers of a segment, as plain values for those who look."""
+"""The peers of a segment, as plain values for observers."""
 
 from __future__ import annotations
 

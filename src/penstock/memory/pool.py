@@ -1,6 +1,6 @@
 """A pool: blocks of variable size, taken by any peer, opened by any peer that was given a reference.
 
-Leaves to the native core: who holds what, and what happens to it when a holder dies.
+The native core tracks the holders of each block, and releases what a dead holder held.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Pool(Shareable):
 
     @property
     def place(self) -> _native.Attachment:
-        """This process in the pool, for those who call the native core themselves."""
+        """Returns this process's attachment to the pool, for direct calls of the native core."""
         attached = self._attached
         if attached is not None and attached.is_ours:
             return attached
@@ -130,10 +130,10 @@ class Pool(Shareable):
             raise
 
     def share(self, lease: _native.Lease, to: Iterable[Peer | int] = ()) -> Ref:
-        """A reference to the leased bytes. Each peer in `to` is granted one open(): there is no moment at which nobody
-        holds the block, even if our lease ends before they come. A grant ends with its use, or with either side: one to
-        a peer that has joined the pool and will never be sent the reference, because it does not listen yet where that
-        is said, holds the block until that peer leaves."""
+        """Returns a reference to the leased bytes. Each peer in `to` is granted one open(): the block stays held even
+        if our lease ends before the peer opens it. A grant ends with its use, or with either side. A peer may have
+        joined the pool and never receive the reference, because it does not receive on that channel yet: then the
+        grant holds the block until that peer leaves."""
         ref = Ref(*lease.ref_numbers())
         if ref.segment != self._segment.nonce:
             raise ValueError(f"the lease is of another pool than '{self.name}'")

@@ -1,4 +1,4 @@
-"""A reference: plain data that names bytes in a pool. It owns nothing; whoever opens it has it checked."""
+"""A reference: plain data that names bytes in a pool. It owns nothing; `Pool.open` checks it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Tensors: as references in messages, as views of shared memory, as trees that lie in one piece of it.
 
-Leaves to the memory below who holds what, and to the codec how messages travel. torch is used where it is, and needed
-nowhere.
+The memory layer below records the holders; the codec decides how messages travel. torch is used where it is installed,
+and needed nowhere.
 """
 
 from penstock.tensor.bridge import Tensors, TensorStats

@@ -1,7 +1,7 @@
-"""Tensors between processes: put into a pool, or made in it, and referred to; seen by others where they lie.
+"""Tensors between processes: put into a pool, or made in it, and referred to; viewed by receivers where they lie.
 
-A small one travels within its reference; so does any when there is no pool, or no room. Leaves to the pool who holds
-what, and to the caller how references travel.
+A small tensor travels within its reference; so does any tensor when there is no pool, or no room. The pool records the
+holders; the caller decides how references travel.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Tensors:
         self.overflow: Overflow = overflow
         self.stats = TensorStats()
 
-    # ── for those who send ──
+    # ── senders ──
     def put(
         self, array: Any, to: Iterable[Peer | int], *, detach: bool = False, timeout: float | None = 0
     ) -> TensorRef:
@@ -100,11 +100,11 @@ class Tensors:
         return made if made is not None else writable_as(lease, kind, sizes, 0, as_)
 
     def share(self, array: Any, to: Iterable[Peer | int] = ()) -> TensorRef:
-        """A reference to an array of empty(), or to a contiguous part of it, without a copy.
+        """Returns a reference to an array of empty(), or to a contiguous part of it, without a copy.
 
-        From now on nobody may write it, and a NumPy array says so itself; of a torch tensor the caller must see to it.
-        Each peer in `to` may view it once, even if the caller has dropped it by then; others only while it is held.
-        Raises ValueError for any other array: put() copies it.
+        From now on the array must not be written: a NumPy array is made read-only; of a torch tensor the caller must
+        see to it. Each peer in `to` may view it once, even if the caller has dropped it by then; other peers only while
+        it is held. Raises ValueError for any other array: put() copies it.
         """
         pool = self.pool
         plain = None if pool is None else place_of(pool.place, array)
@@ -137,10 +137,10 @@ class Tensors:
             for peer in to:
                 self.pool.revoke(ref.where, peer)
 
-    # ── for those who receive ──
+    # ── receivers ──
     def view(self, ref: TensorRef, as_: As = "numpy", *, writable: bool = False) -> Any:
-        """The tensor, where it lies: read-only, and held as long as any view of it lives. Raises StaleRef if it is
-        gone or was never there.
+        """Returns the tensor where it lies: read-only, and held as long as any view of it lives. Raises StaleRef if it
+        is gone or was never there.
 
         as_: "numpy", "torch" or "bits": see views.py. writable: a private copy. Otherwise NumPy refuses to write; torch
         cannot, so a stray write through it is a SIGSEGV of this process, and no other process sees anything of it.
@@ -161,7 +161,7 @@ class Tensors:
         return make(held, ref.kind, ref.shape, 0, as_)
 
     def drop(self, ref: TensorRef) -> None:
-        """Gives up what was granted to us, unread. Without a word if it is gone already."""
+        """Gives up a grant of this process, unread. Does nothing if the tensor is gone already."""
         if isinstance(ref.where, Ref) and self.pool is not None:
             with contextlib.suppress(StaleRef):
                 self.pool.open(ref.where).release()

@@ -1,8 +1,8 @@
 """An item: plain data that says where one value lies, an ordinary field of any message.
 
-It owns nothing. What it says of itself is checked where it is made and where it is received; what it says of the store,
-by the store when it is opened. It is no proof of a right either: whoever can attach to the store can read all of it.
-Leaves to transport.py how a value becomes one, and what it becomes again.
+It owns nothing. Its fields are checked where it is made and where it is received; the store checks its reference when
+the item is opened. It is no proof of a right: a process that can attach to the store can read all of it. transport.py
+turns values into items and back.
 """
 
 from __future__ import annotations

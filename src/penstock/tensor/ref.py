@@ -20,14 +20,14 @@ MAX_DIMENSIONS = 32  # of NumPy before 2.0, and of codec/frame.py
 
 
 def nbytes_of(kind: Kind, shape: tuple[int, ...]) -> int:
-    """Of a tensor, C-contiguous. Raises ValueError for a shape that none has: it need not come from a friend."""
+    """Returns the size of a C-contiguous tensor. Raises ValueError if no tensor has the shape: it may be untrusted."""
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"expected at most {MAX_DIMENSIONS} dimensions, got {len(shape)}")
     for size in shape:
         if type(size) is not int or not 0 <= size <= MAX_NBYTES:
             raise ValueError(f"expected sizes from 0 to {MAX_NBYTES}, got {shape!r:.80}")
     nbytes = prod(shape) * kind.itemsize
-    # A size of 0 makes any other harmless to us, and not to those who multiply the others.
+    # A size of 0 makes all other sizes harmless here, but not to code that multiplies only the other sizes.
     if nbytes > MAX_NBYTES or (nbytes == 0 and prod(filter(None, shape)) * kind.itemsize > MAX_NBYTES):
         raise ValueError(f"expected a tensor of at most {MAX_NBYTES} bytes, got {kind.name} {shape!r:.80}")
     return nbytes

@@ -28,7 +28,7 @@ class Source(NamedTuple):
     kind: Kind
     shape: tuple[int, ...]
     nbytes: int
-    array: Any  # of NumPy, in a dtype whose copy is the kind's bytes; or of torch, where only torch can copy it
+    array: Any  # of NumPy, in a dtype that copies as the kind's bytes; or of torch, where only torch can copy it
 
     def write(self, buffer: Buffer, offset: int = 0) -> None:
         """Copies once, without the GIL where that is worth it. Raises ValueError where there is not so much room."""

@@ -1,6 +1,6 @@
-"""One store that many processes share: trees of tensors under a key of their content, put once and read by everybody.
+"""One store that many processes share: trees of tensors under a key of their content, put once and read by all peers.
 
-Leaves to the native core who writes a key, who waits for it, what is evicted, and what a death gives back.
+The native core decides which peer writes a key, which peers wait for it, what is evicted, and what a death gives back.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from penstock.tensor.stored import Making, Stored, block_nbytes, write_value
 from penstock.tensor.tree import Plan, plan
 
 LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room
-MAX_ROUNDS = 64  # of making room that others were faster to take, after the deadline
+MAX_ROUNDS = 64  # of making room that other peers took first, after the deadline
 PUT_TIMEOUT = 5.0  # seconds: for another process to write the same key, or for room that is held
 
 
 def key_of(*contents: Any, salt: bytes = b"") -> bytes:
-    """A key by content: blake3 of the bytes, dtypes and shapes of arrays, of bytes and of text.
+    """Returns a key by content: blake3 of the bytes, dtypes and shapes of arrays, of bytes and of text.
 
-    Nobody can make two contents with one key, so a hit never shows one user what another has put. Different `salt`s
+    Two contents with one key cannot be made, so a hit never shows one user what another has put. Different `salt`s
     never share: give each tenant one if not even the existence of an equal value may show. Where the content has been
     hashed already (by SHA-256, say), those 32 bytes are as good a key.
     """
@@ -68,7 +68,7 @@ class Kept(msgspec.Struct, frozen=True):
     hits: int
     holders: int  # processes that hold it now
     age: float  # seconds since it was put
-    idle: float  # seconds since somebody asked for it
+    idle: float  # seconds since it was last requested
     is_being_written: bool
 
 
@@ -148,20 +148,20 @@ class Store(Pool):
         """Keeps a tree (dicts, lists, tuples; tensors and small values) under a key, and holds it.
 
         value: may be a `Plan` of it.
-        Copies once, unless the key is there, or somebody is writing it: then waits for that, or, if it dies, writes.
+        Copies once, unless the key is there. Waits while another writer writes the key; if that dies, writes the value.
         Raises MemoryExhausted, which names the holders, when all that is in the way is held for `timeout` seconds;
-        Timeout when somebody writes the same key for longer; UnsupportedTensor for what cannot be kept.
+        Timeout when another writer of the key takes longer; UnsupportedTensor for what cannot be kept.
         """
         planned = value if isinstance(value, Plan) else plan(value, detach=detach)
         with self._making(key, planned, timeout) as making:
             return making.commit()
 
     def make(self, key: bytes, value: Any, *, timeout: float | None = PUT_TIMEOUT, detach: bool = False) -> Making:
-        """A place under a key for a tree some of whose tensors are still `Empty`, to be filled where it will lie.
+        """Returns a place under a key for a tree with tensors that are still `Empty`, to be filled where they will lie.
 
-        Without a copy, but for the arrays and small values that are given now. One makes, as with put(): unless the key
-        is there, or somebody is making it. Waits and raises as put() does. Others wait while it is being made, so what
-        takes long should be done before.
+        Copies only the arrays and small values that are given now. As with put(), one writer makes the value, unless
+        the key is there. Waits and raises as put() does. Other writers of the key wait while it is being made, so slow
+        work should be done before.
         """
         return self._making(key, plan(value, detach=detach, is_filled_later=True), timeout)
 
@@ -170,15 +170,15 @@ class Store(Pool):
         return Making(self._store, lease, planned, is_new)
 
     def lend(self, value: Any, *, timeout: float | None = 0, detach: bool = False) -> Stored:
-        """The same as put() without a key: copies once, and holds it. Whoever is told its `ref` can open it as long as
-        somebody holds it; with its last lease it is gone. Raises MemoryExhausted, as `take`."""
+        """Copies a value once into a block without a key, and holds it. A process that receives its `ref` can open it
+        as long as any process holds it; with its last lease it is gone. Raises MemoryExhausted, as `take`."""
         planned = value if isinstance(value, Plan) else plan(value, detach=detach)
         with self.take(block_nbytes(planned), timeout) as lease:
             write_value(lease, planned)
-            return self.open_stored(Ref(*lease.ref_numbers()))  # for reading: nobody changes what others read
+            return self.open_stored(Ref(*lease.ref_numbers()))  # for reading: no holder may change what others read
 
     def get(self, key: bytes) -> Stored:
-        """What is kept under the key, held. Raises Missing if nothing is, or it is only being written."""
+        """Returns the value kept under the key, held. Raises Missing if there is none, or it is still being written."""
         kept = self._kept
         stored = (kept if kept is not None and kept.is_ours else self._store).get_value(key)
         if stored is None:
@@ -186,23 +186,23 @@ class Store(Pool):
         return stored
 
     def get_many(self, keys: Iterable[bytes]) -> dict[bytes, Stored]:
-        """What is kept under these keys, held; keys that are missing are missing."""
+        """Returns the values kept under these keys, held, by key; keys without a value are left out."""
         get = self._store.get_value
         found = {key: get(key) for key in keys}
         return {key: stored for key, stored in found.items() if stored is not None}
 
     def open_stored(self, ref: Ref) -> Stored:
-        """A value by the `ref` of somebody who holds it. Raises StaleRef if it is gone."""
+        """Returns a value by the `ref` of one of its holders. Raises StaleRef if it is gone."""
         return Stored(self.open(ref))
 
     def take(self, nbytes: int, timeout: float | None = 0) -> _native.Lease:
-        """A writable lease of a block without a key, as `Pool.take`; values that nobody holds give way to it."""
+        """Returns a writable lease of a block without a key, as `Pool.take`; values without a holder give way to it."""
         deadline = None if timeout is None else time.monotonic() + timeout
         made_room = 0
         while True:
             try:
                 if 0 <= nbytes <= self._pool_nbytes:
-                    return self.place.take(nbytes, 0)  # most often there is room, and nothing else to be looked at
+                    return self.place.take(nbytes, 0)  # most often there is room, and no other check is needed
                 return super().take(nbytes, 0)
             except MemoryExhausted:
                 left = None if deadline is None else deadline - time.monotonic()
@@ -210,11 +210,11 @@ class Store(Pool):
                 may_make = nbytes <= self.nbytes and (made_room < MAX_ROUNDS or not is_late)
                 if may_make and self._store.make_room(nbytes):
                     made_room += 1
-                    continue  # unless somebody was faster, and then there is more to be made
+                    continue  # if another peer took that room first, more is made
                 if nbytes > self.nbytes or is_late:
                     raise
             try:
-                # Whatever comes back may be the room, or what was in the way of making it: so not for long at a time.
+                # A block that comes back may be the room, or have been in the way of making it: so each wait is short.
                 return super().take(nbytes, LOOK_AGAIN if left is None else min(left, LOOK_AGAIN))
             except MemoryExhausted:
                 pass
@@ -234,11 +234,11 @@ class Store(Pool):
             del self._pinned[key], self._pins[key]
 
     def remove(self, key: bytes) -> bool:
-        """Keeps the key no longer. Who holds the value has it as long as it likes. False: it was not there."""
+        """Keeps the key no longer; holders of the value keep theirs. Returns False if the key was not there."""
         return self._store.remove(key)
 
     def clear(self) -> int:
-        """Keeps nothing any longer. Returns how many keys that were."""
+        """Keeps no key any longer. Returns the number of keys given up."""
         return self._store.clear()
 
     def stats_of_keys(self) -> StoreStats:

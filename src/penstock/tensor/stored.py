@@ -61,7 +61,7 @@ class Making:
                 making.value("torch")["pixels"].copy_(…)  # or let the processor write there
             stored = making.commit()
 
-    Whoever wants the same key waits for commit(), or makes it when this is left without one.
+    Another writer of the same key waits for commit(), or makes the value when this one ends without commit().
     """
 
     __slots__ = ("_layout", "_lease", "_store", "is_new")
@@ -80,14 +80,14 @@ class Making:
             raise
 
     def value(self, as_: As = "numpy") -> Any:
-        """The tree, to be filled: its tensors are the memory of the store. What was given as an array is in it; of what
-        was given as `Empty`, whatever is not written shows what lay there before, perhaps of another value."""
+        """Returns the tree, to be filled: its tensors are the memory of the store. Tensors given as arrays are in it;
+        an unwritten part of an `Empty` tensor shows what lay there before, perhaps of another value."""
         return read_to_fill(self._layout, self._being_made(), tensors_at(len(self._layout)), as_=as_)
 
     def commit(self) -> Stored:
-        """The value, held, and from now on there for everybody; nobody can write it any more.
+        """Returns the value, held. From now on all peers can get it, and no process can write it.
 
-        Raises BufferError while an array of value() lives, which could: drop them (del) and commit again.
+        Raises BufferError while an array of value() lives, which could still write: drop all (del) and commit again.
         """
         if self.is_new:
             self._store.commit(self._being_made())
@@ -95,7 +95,7 @@ class Making:
         return Stored(lease)
 
     def abandon(self) -> None:
-        """Somebody else may make it. Arrays of value() may still be written, and nobody sees it."""
+        """Gives the key up for another writer. Arrays of value() may still be written, and no other process sees it."""
         if self.is_new and self._lease is not None:
             self._store.abandon(self._lease)
         self._lease = None

@@ -1,4 +1,4 @@
-"""Values that travel with a request: a message carries where each lies, and whoever needs one opens it there.
+"""Values that travel with a request: messages carry items, and the process that needs a value opens its item.
 
     server                              core                        worker
     scope = outgoing.scope()
@@ -6,17 +6,18 @@
     …                                   (needs no store)                held.value()
     scope.release()
 
-What keeps a value alive is leases, and nothing else. The server's are held in a scope, for as long as its request
-lives; nothing is granted to others, nothing is acknowledged, no table of one process is mirrored in another. So it does
-not matter at what stage a request ends, nor in what order messages arrive, or how often. Who aborts, times out or is
-done releases its scope; who dies has its leases given back by the reaper. A worker that opened in time holds a lease of
-its own, as long as any array of the value lives. One that opens too late, or whose item names nothing that is there,
-gets `Missing`, which concerns that request alone: it may be sent again. A value with a key stays in the store for the
-next request until its room is wanted; one without is gone with its last lease.
+Only leases keep a value alive. A scope holds the server's leases for as long as its request lives. No lease is granted
+to another process, nothing is acknowledged, and no process mirrors a table of another. So it does not matter at what
+stage a request ends, nor in what order messages arrive, or how often. The scope is released when its request is
+aborted, times out or is done; the reaper gives back the leases of a dead process. A worker that opened an item in time
+holds a lease of its own, as long as any array of the value lives. A worker that opens it too late, or opens an item
+that names no value of the store, gets `Missing`: this concerns that request alone, which may be sent again. A value
+with a key stays in the store for the next request until its room is wanted. A value without a key is freed with its
+last lease.
 
 A value that is small, or for which there is no store or no room, travels inline: beside the struct of the message that
-carries it, through every process that forwards that. Leaves to the store where values lie and who waits for room, to
-the codec how messages travel.
+carries it, through every process that forwards that message. The store decides where values lie and which process waits
+for room; the codec decides how messages travel.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from penstock.tensor.stored import Stored, block_nbytes
 from penstock.tensor.tree import Plan, plan, read
 from penstock.tensor.views import As
 
-ROOM_TIMEOUT = 0.1  # seconds to wait for room, or for who writes the same key; short, as there is always a way inline
+ROOM_TIMEOUT = 0.1  # seconds to wait for room, or for another writer of the key; short, as a value can travel inline
 
 
-# ── for those who send ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── senders ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class OutgoingStats(msgspec.Struct):
-    """What one `Outgoing` did, in this process. Each item is either a hit, or put, or inline."""
+    """Counts of one `Outgoing`, in this process. Each item is either a hit, or put, or inline."""
 
     items: int = 0
     nbytes: int = 0  # of all items
-    hits: int = 0  # found in the store, or in the same scope: nobody looked at the value
-    puts: int = 0  # copied into the store, by us or, at the same time, by another
+    hits: int = 0  # found in the store, or in the same scope: the value was not inspected
+    puts: int = 0  # copied into the store, by this process or, at the same time, by another
     inline_small: int = 0
     inline_without_store: int = 0
-    inline_full: int = 0  # no room, or no end of somebody else's writing, within the timeout
+    inline_full: int = 0  # no room within the timeout, or another writer of the key did not finish within it
     inline_too_large: int = 0  # larger than the whole store
     inline_nbytes: int = 0  # of those four
     open_scopes: int = 0  # now
@@ -70,7 +71,7 @@ class Outgoing:
         inline_nbytes: int = INLINE_NBYTES,
         timeout: float | None = ROOM_TIMEOUT,
     ) -> None:
-        """inline_nbytes: up to here a value travels inline; timeout: how long one waits for room before it does."""
+        """inline_nbytes: up to here a value travels inline; timeout: seconds to wait for room before it does."""
         if inline_nbytes < 0:
             raise ValueError(f"inline_nbytes is 0 or more, not {inline_nbytes}")
         self.store = store
@@ -81,7 +82,7 @@ class Outgoing:
         self._scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
 
     def scope(self) -> Scope:
-        """A scope for one request, to be released when that ends."""
+        """Returns a scope for one request, to be released when the request ends."""
         made = Scope(self)
         self._scopes.add(made)
         return made
@@ -100,7 +101,7 @@ class Outgoing:
             return None
 
     def _store(self, planned: Plan, key: bytes | None) -> tuple[Stored | None, str]:
-        """The value, in the store; or None, and which count says why it is not there."""
+        """Returns the stored value, or None if it must travel inline; and the name of the count for either outcome."""
         store = self.store
         nbytes = block_nbytes(planned)
         if planned.nbytes + len(planned.layout) <= self.inline_nbytes:
@@ -131,10 +132,10 @@ class Outgoing:
 
 
 class Scope:
-    """What one request holds in the store, until it is released: by itself too, with the last reference to it.
+    """The leases of one request in the store, until release(), or until the last reference to the scope is gone.
 
-    For as long as it is open, its items can be opened by whoever has been told them, any number of times: by several
-    workers, for several samples, by a retry. Threads may share it.
+    While the scope is open, every process that received one of its items can open it, any number of times: several
+    workers, for several samples, a retry. Threads may share it.
     """
 
     def __init__(self, outgoing: Outgoing) -> None:
@@ -149,10 +150,10 @@ class Scope:
         return self._is_released
 
     def put(self, value: Any, key: bytes | None = None, *, detach: bool = False) -> Item:
-        """An item of a tree of tensors. One whose key is in the store already is held there, and not looked at.
+        """Returns an item of a tree of tensors. If the store has the key already, holds its value and ignores `value`.
 
-        Copied once, unless it is there. Raises UnsupportedTensor for what cannot be sent, ClosedError if the scope has
-        been released, also if that happens meanwhile: then nothing is held.
+        Copies the value once, unless the store has it. Raises UnsupportedTensor for what cannot be sent, ClosedError
+        if the scope has been released, also if that happens meanwhile: then nothing is held.
         """
         if key is not None and (known := self._known(key)) is not None:
             self._outgoing._count(known, "hits")
@@ -170,11 +171,11 @@ class Scope:
         return self._keep(Item(key, stored.ref), stored, how)
 
     def add(self, stored: Stored, key: bytes | None = None) -> Item:
-        """An item of what was found in the store, under this key if it has one. The scope holds it by itself."""
+        """Returns an item of a stored value, under this key if it has one. The scope takes a hold of its own on it."""
         return self._keep(Item(key, stored.ref), stored.hold(), "hits")
 
     def release(self) -> None:
-        """Holds nothing any longer. Who has opened an item keeps what it opened. May be called again."""
+        """Gives back all leases of the scope. A process that has opened an item keeps its own. May be called again."""
         with self._changing:
             self._is_released = True
             held, self._held, self._by_key = self._held, [], {}
@@ -192,7 +193,7 @@ class Scope:
     def _keep(self, item: Item, stored: Stored | None, how: str) -> Item:
         with self._changing:
             if self._is_released and stored is not None:
-                stored.release()  # and not when nobody looks at the error any more
+                stored.release()  # now, and not when the traceback of the error is dropped
             self._require_open()
             if item.key is not None:
                 item = self._by_key.setdefault(item.key, item)  # another thread may have put it meanwhile
@@ -208,7 +209,7 @@ class Scope:
         self.release()
 
 
-_warned: set[int] = set()  # of which stores this process has warned
+_warned: set[int] = set()  # nonces of the stores that this process has warned of
 
 
 def _warn_once(store: Store, nbytes: int) -> None:
@@ -224,9 +225,9 @@ def _warn_once(store: Store, nbytes: int) -> None:
     )
 
 
-# ── for those who receive ────────────────────────────────────────────────────────────────────────────────────────────
+# ── receivers ────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Carried:
-    """A value that travelled inline, as `Stored` shows one: it holds what its message lies in."""
+    """A value that travelled inline, with the interface of `Stored`. It holds the memory of its message."""
 
     __slots__ = ("_item",)
 
@@ -239,8 +240,8 @@ class Carried:
         return 0 if item is None else item.nbytes
 
     def value(self, as_: As = "numpy", *, writable: bool = False) -> Any:
-        """The tree, its tensors read-only views of the message; copies if `writable`. Raises DecodeError for what is
-        no value."""
+        """Returns the tree, its tensors read-only views of the message; copies if `writable`. Raises DecodeError if the
+        bytes are no value."""
         item = self._item
         if item is None:
             raise ClosedError("the value has been released")
@@ -262,11 +263,11 @@ Held: TypeAlias = Stored | Carried
 
 
 class IncomingStats(msgspec.Struct):
-    """What one `Incoming` did, in this process."""
+    """Counts of one `Incoming`, in this process."""
 
     opened: int = 0
     inline: int = 0  # of those
-    found_by_key: int = 0  # of those: what the item referred to was gone, and somebody had put the value again
+    found_by_key: int = 0  # of those: the block of the item was gone, and a process had put the value again
     missing: int = 0
 
 
@@ -279,10 +280,10 @@ class Incoming:
         self._counting = threading.Lock()
 
     def open(self, item: Item) -> Held:
-        """The value, held until it is released and no array of it lives.
+        """Returns the value, held until it is released and no array of it lives.
 
-        Raises Missing where it is not there any more, or never was: that request fails, and may be sent again. What
-        lies there is looked at by `value()`, which raises DecodeError for what is no value.
+        Raises Missing if the value is gone or never was in the store: that request fails, and may be sent again.
+        `value()` checks the bytes, and raises DecodeError if they are no value.
         """
         where = item.where
         if isinstance(where, bytes):
@@ -295,7 +296,7 @@ class Incoming:
             self._count("opened")
             return opened
         except StaleRef as stale:
-            # Nothing keeps the error by name: it leads to the frames above, which hold what they have opened.
+            # Nothing keeps the error by name: its traceback leads to the frames above, which hold their opened values.
             again = self._put_again(item)
             if again is None:
                 self._count("missing")

@@ -36,7 +36,7 @@ SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 class Empty:
-    """A tensor that nobody has yet: a plan finds a place for it, and whoever has the place fills it.
+    """A tensor that has no numbers yet: a plan reserves its place, and the process that makes the value fills it there.
 
     shape: its sizes, or the only one. dtype: of torch, of NumPy, or its name.
     """
@@ -83,7 +83,7 @@ def read(layout: Buffer, buffer: Buffer, offset: int = 0, *, as_: As = "numpy", 
 
 
 def read_to_fill(layout: Buffer, buffer: Buffer, offset: int = 0, *, as_: As = "numpy") -> Any:
-    """The same, its tensors the buffer itself: what is written to them is there for whoever reads it."""
+    """Returns the same tree, its tensors writable views of the buffer: readers of the buffer see what is written."""
     return _Read(buffer, offset, as_, writable_as).tree(_decoded(layout), None, 0)
 
 

@@ -1,14 +1,14 @@
-"""What comes out: arrays over bytes that somebody else wrote, without a copy, and read-only.
+"""Views: read-only arrays, without a copy, over bytes that another process wrote.
 
-NumPy's arrays say that they are read-only, also through `__dlpack__`. torch has no read-only tensors: one that lies in
-a pool lies in a mapping that the kernel guards. A stray write through it is a SIGSEGV of the process that writes,
-never another number for the others. A private (copy-on-write) mapping would let that process live, and was not taken:
-a page that it has written once would never show it the next block at that place. Who wants to write says
-`writable=True`, and has a copy. Pickling copies too: NumPy what a view shows, torch the whole tensor that it is of.
+NumPy's arrays are marked read-only, also through `__dlpack__`. torch has no read-only tensors: a tensor in a pool lies
+in a mapping that the kernel guards. A stray write through it is a SIGSEGV of the process that writes, and other
+processes never read another number. A private (copy-on-write) mapping would let that process live. It was rejected:
+a page that the process has written once would never show it the next block at that place. `writable=True` gives a
+private copy for writing. Pickling copies too: NumPy the numbers that a view shows, torch the view's whole tensor.
 
-Numbers are shown as they lie, bool too: a byte that is neither 0 nor 1, which only somebody who wrote bytes as bool can
-have left there, is true to NumPy and to torch whatever it makes of it. To look at all of them would cost what a copy
-does, and whoever can write them can do so after the look. A tensor that travels inline is looked at (ref.py).
+Numbers are shown as they lie, bool too. A byte that is neither 0 nor 1 comes only from a writer that wrote bytes as
+bool. NumPy takes it as true; torch's result is unspecified. A check of all bytes would cost what a copy does, and the
+writer could still write after it. A tensor that travels inline is checked (ref.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ As = Literal["numpy", "torch", "bits"]
 
 
 def view(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as_: As = "numpy") -> Any:
-    """An array over the buffer, which it keeps. The caller has checked that they fit: ref.py, tree.py.
+    """Returns an array over the buffer, which the array keeps. The caller has checked that both fit: ref.py, tree.py.
 
     as_: "numpy", where kinds that NumPy has no word for are those of ml_dtypes if that is installed, and else unsigned
     integers of the same width; "bits", where those are always such integers; or "torch".
@@ -37,13 +37,13 @@ def view(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as
     array = _array(seen, kind.numpy or kind.bits, shape, offset)
     if as_ != "torch":
         return shown_as(array, kind, as_)
-    # What no mapping guards, torch has a copy of: somebody's bytes, or a block that this process can still write.
+    # torch gets a copy of memory that no mapping guards: a caller's bytes, or a block that this process can write.
     is_guarded = isinstance(seen.obj, (Lease, Bytes)) and memoryview(buffer).readonly
     return shown_as(array if is_guarded else array.copy(), kind, as_)
 
 
 def writable_as(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int, as_: As) -> Any:
-    """The same over a buffer that may be written: whoever has the array writes what others see."""
+    """Returns the same over a writable buffer: other processes see what is written to the array."""
     return shown_as(_array(memoryview(buffer), kind.numpy or kind.bits, shape, offset), kind, as_)
 
 
@@ -73,7 +73,7 @@ def _array(buffer: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], off
         made.flags.writeable = not buffer.readonly
         return made
     found: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype, count, offset)
-    if not found.flags.aligned:  # only from who did not align it: torch and SIMD code need not bear it
+    if not found.flags.aligned:  # only from a writer that did not align it: torch and SIMD code need not support that
         found = found.copy()
         found.flags.writeable = not buffer.readonly
     return found.reshape(shape)

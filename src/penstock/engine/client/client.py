@@ -1,7 +1,7 @@
 """A client of the engine, in any process that has a place as a server: submits requests, and gives out their answers.
 
-One task per process receives for all requests. Leaves to `router` who gets a request, to `stream` what its reader
-sees, and text and images to whoever submits.
+One task per process receives for all requests. Leaves to `router` which group gets a request, to `stream` what its
+reader sees, and text and images to the caller of `submit`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ImageInput(NamedTuple):
     value: Any
     position: int
     length: int  # in ids
-    key: bytes | None = None  # of what it is made of and how: who brings the same again, has it looked for only
+    key: bytes | None = None  # of what it is made of and how: the same value again is only looked up
 
 
 class Client:
@@ -80,7 +80,7 @@ class Client:
         self._streams: dict[int, OutputStream] = {}
         self._open = [0] * len(tree.groups)  # of ours
         self._dead = [0] * len(tree.groups)  # the incarnation that we know to be dead
-        self._next = secrets.randbelow(MAX_REQUESTS)  # not those of the one whose place we took
+        self._next = secrets.randbelow(MAX_REQUESTS)  # random: not those of the process that had this place before
         self._sending: set[asyncio.Task[None]] = set()
         self._listening: asyncio.Task[None] | None = None
         self._receive_error = ""  # why nothing is heard any more
@@ -91,7 +91,7 @@ class Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Aborts what is open: who reads it is told so."""
+        """Aborts open requests: their readers get an EngineError."""
         for stream in tuple(self._streams.values()):
             self._abort(stream)
             stream.fail(EngineError(503, "the client of the engine has been closed"))
@@ -221,7 +221,7 @@ class Client:
         while True:
             try:
                 return await sender.send(message, max(0.0, deadline - time.monotonic()))
-            except PeerDied as death:  # it may be the one before, whose death we had not heard of in this channel
+            except PeerDied as death:  # perhaps the incarnation before: its death is new in this channel
                 who = ProcessId.of(death.name)
                 is_its = who is not None and who.incarnation >= stream.incarnation
                 if is_its or time.monotonic() > deadline:
@@ -246,7 +246,7 @@ class Client:
         await self._send(told, Announce(self._me.index, stream.request, style, head, first_index), stream, deadline)
 
     def _retract(self, stream: OutputStream) -> None:
-        """What was announced may never come: nobody is to wait for it."""
+        """Takes back the announcement of a request that may never come, so that its receiver does not wait for it."""
         if stream.is_announced:
             stream.is_announced = False
             self._send_in_background("announcement", stream, self._announce(stream, Style.PLAIN))
@@ -255,14 +255,14 @@ class Client:
         async def tell() -> None:
             try:
                 await telling
-            except EngineError as error:  # who is gone need not be told
+            except EngineError as error:  # a group that is gone needs no message
                 event(f"{what} not sent", logging.WARNING, request=stream.request, error=error)
 
         task = asyncio.ensure_future(tell())
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    # ── who is open ──
+    # ── open requests ──
     def _keep(self, stream: OutputStream) -> None:
         self._streams[stream.request] = stream
         self._open[stream.group] += 1
@@ -288,7 +288,7 @@ class Client:
 
     # ── what comes ──
     async def _listen(self) -> None:
-        """Whatever ends it, nobody goes on waiting."""
+        """Receives answers. A failure ends all open streams, so that no reader goes on waiting."""
         try:
             await self._receive_loop()
         except Exception as error:

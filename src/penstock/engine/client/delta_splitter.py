@@ -1,6 +1,6 @@
 """A Delta, which is columns, cut into the pieces of its rows.
 
-Leaves to the client whose they are.
+The client finds the stream of each piece.
 """
 
 from __future__ import annotations

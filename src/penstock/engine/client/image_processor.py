@@ -100,7 +100,8 @@ class ImageProcessor:
         self._small, self._large = FairThreadPool(threads, "images"), FairThreadPool(threads, "large images")
 
     async def load(self, raw: bytes | Callable[[], bytes], scope: Scope) -> ProcessedImage:
-        """`raw`: or what reads it, in a thread. Blocks nobody's loop. The scope, one for each request, holds the image.
+        """Returns the image. `raw`: or a function that reads it, in a thread. Does not block the event loop. The scope,
+        one for each request, holds the image.
 
         Cancelled, it is dropped if it has not begun. Raises ImageRefused, what reading it raises, and ClosedError if
         the scope has been released meanwhile.

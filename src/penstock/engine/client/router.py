@@ -25,7 +25,7 @@ def traces(prompt: Ints, salt: bytes, keys: Sequence[bytes]) -> list[bytes]:
 
 class Router:
     def __init__(self, seed: int | None = None) -> None:
-        self._had: OrderedDict[bytes, int] = OrderedDict()  # who has had what, the longest unused first
+        self._had: OrderedDict[bytes, int] = OrderedDict()  # each trace's last group, the longest unused trace first
         self._chance = random.Random(seed)
 
     def choose(self, loads: Mapping[int, int], traces: Sequence[bytes]) -> int:

@@ -14,7 +14,7 @@ import msgspec
 from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.tensor import Scope
 
-MAX_KEPT_NBYTES = 4 << 20  # of an answer that nobody reads
+MAX_KEPT_NBYTES = 4 << 20  # of an answer that is not read
 PIECE_NBYTES = 256  # of a piece without anything in it
 
 
@@ -49,11 +49,11 @@ class OutputChunk(msgspec.Struct, eq=False):
 
 
 class OutputStream:
-    """`async with` it, so that the request ends with whoever asked for it; `async for` gives its pieces.
+    """`async with` ends the request with its block; `async for` gives its pieces.
 
-    One task reads it. Pieces that nobody has taken yet become one. Raises EngineError where the answer does not come to
-    its end. `scope` holds what stands in the prompt instead of text: it is released when the stream is over, in
-    whatever way. A stream that nobody reads or aborts comes to its end all the same.
+    One task reads it. Successive unread pieces of one sample become one, unless they have log-probabilities. Raises
+    EngineError where the answer does not come to its end. `scope` holds what stands in the prompt instead of text: it
+    is released when the stream is over, in whatever way. An unread stream comes to its end all the same.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class OutputStream:
         self.request = request
         self.group = group
         self.incarnation = incarnation
-        self.is_announced = False  # somebody may have been told how to write its answer, and waits for it
+        self.is_announced = False  # a receiver may have its Announce, and wait for its Submit
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -89,7 +89,7 @@ class OutputStream:
         return self._open_samples == 0 or self._error is not None or self._is_aborted
 
     def abort(self) -> None:
-        """Nobody wants the rest."""
+        """Ends the request: the rest is not wanted."""
         if self.is_over:
             return
         self._is_aborted = True

@@ -1,4 +1,4 @@
-"""Threads whose work is taken in turns of its owners: who has little to do does not wait for who has much.
+"""Threads that take work in turns of its owners: an owner of little work does not wait for one of much.
 
 An owner's second piece goes after the first pieces of others, also of those that come later, up to `HEAD_START` of
 them; its third after twice as many. So no piece waits for ever.

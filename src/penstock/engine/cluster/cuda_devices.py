@@ -34,7 +34,7 @@ class TorchBuild(NamedTuple):
 
     version: str
     cuda: str | None  # the version of CUDA that it was built for; None: it cannot use one
-    hip: str | None  # of ROCm, whose devices torch calls "cuda", too
+    hip: str | None  # the version of ROCm; torch calls its devices "cuda", too
 
 
 class Devices(NamedTuple):

@@ -42,7 +42,7 @@ class Histogram:
 
     @property
     def counts(self) -> list[int]:
-        """For each bound, what is at most that and more than the one before; and what is more than all."""
+        """Returns a count for each bound, of values up to it and above the one before; and one of values above all."""
         return [int(one) for one in self._words[self._begin : self._sum]]
 
     @property

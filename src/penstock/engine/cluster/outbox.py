@@ -1,7 +1,7 @@
-"""What a core or an output has to tell the servers: sent at once where there is room, kept in order for who is slow.
+"""Messages of a core or an output processor to the servers: sent at once if there is room, else kept in order.
 
-Nobody waits here: a server that takes nothing holds up its own answers only. Leaves to the launcher what becomes of a
-server that takes nothing for long.
+No send blocks: a server that reads nothing delays only its own answers. What becomes of a server that reads nothing for
+long is left to the launcher.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.codec import MessageSender
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import Delta, Failed
 
-ATTEMPTS = 2  # the first may only tell that the server before this one has died
+ATTEMPTS = 2  # the first may only raise the death of the server before this one
 MAX_KEPT = 1 << 14  # messages for one server: more than a minute of steps of 5 ms
 
 TOO_SLOW = 503, "too much of what the engine told was not read"  # status and reason
@@ -30,11 +30,11 @@ class Outbox:
 
     @property
     def has_backlog(self) -> bool:
-        """Somebody is slow: call `flush` now and then."""
+        """Returns whether messages are kept for a slow server: call `flush` now and then."""
         return any(self._kept)
 
     def send(self, server: int, answer: Answer) -> bool:
-        """False: the server has not taken so many that this one is lost, and all that were kept, but for failures."""
+        """Sends or keeps a message. Returns False if more than MAX_KEPT are kept: all but `Failed` ones are dropped."""
         kept = self._kept[server]
         if kept or not self._try_send(server, answer):
             kept.append(answer)
@@ -49,22 +49,22 @@ class Outbox:
                 kept.popleft()
 
     def forget(self, server: int) -> None:
-        """It has died."""
+        """Drops what is kept for a server that has died."""
         self._kept[server].clear()
 
     def _try_send(self, server: int, answer: Answer) -> bool:
-        """False: there is no room now."""
+        """Sends a message unless there is no room now: then returns False."""
         for _ in range(ATTEMPTS):
             try:
                 self._senders[server].send_nowait(answer)
             except WouldBlock:
                 return False
-            except PeerDied:  # told once, if another has come since
+            except PeerDied:  # raised once, if a successor has come since
                 continue
             except ChannelError:
                 break
             return True
-        return True  # it is gone, and nobody wants it. The core hears of that from its inbox
+        return True  # the server is gone, and the message with it: the core learns that from its inbox
 
     def close(self) -> None:
         for sender in self._senders:

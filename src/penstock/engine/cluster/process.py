@@ -1,6 +1,6 @@
-"""One process of the tree: how it is started, how it lives, and how it is told that it ended.
+"""One process of the tree: its start, its main function, and how its end is seen.
 
-Leaves to `launcher` who is started, and again.
+`launcher` decides which processes are started and restarted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 ASKED_TO_END = {signal.SIGINT, signal.SIGTERM}
 WORDS_NBYTES = 4096
 CANNOT_START = 2  # exit status: another attempt would meet the same
-# Of files, options, packages and memory; and torch's, which is no MemoryError, and nothing here imports torch.
+# Errors of files, options, packages and memory. That of torch is no MemoryError, and nothing here imports torch.
 LASTING = (
     *(ValueError, TypeError, ImportError, NotImplementedError, MemoryError),
     *(FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError),
@@ -44,7 +44,7 @@ class CannotStart(Exception):
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Around what a process does before it serves. Raises CannotStart for errors that another attempt would meet."""
+    """Wraps what a process does before it serves. Raises CannotStart for errors that another attempt would meet."""
     try:
         yield
     except Exception as error:
@@ -54,7 +54,7 @@ def starting() -> Iterator[None]:
 
 
 class ProcessEnd(NamedTuple):
-    """Of a process."""
+    """How a process has ended."""
 
     how: str
     is_lasting: bool = False  # it could not start, and cannot at the next attempt
@@ -67,15 +67,15 @@ class ChildProcess:
     pidfd: int
     _process: SpawnProcess
     _last_words: Connection
-    _end_of_patience: asyncio.TimerHandle | None = None  # it is stopped
+    _end_of_patience: asyncio.TimerHandle | None = None  # set while the process is stopped
 
     @classmethod
     def start(cls, member: ProcessId, run: Callable[[Cluster, ProcessId], None], tree: Cluster) -> ChildProcess:
         spawn = multiprocessing.get_context("spawn")
         words_in, words_out = spawn.Pipe(duplex=False)
         process = spawn.Process(target=child_main, args=(run, words_out, os.getpid(), tree, member), name=str(member))
-        # Signals of the terminal, or of an init system, reach everybody; a child is deaf to them from its first
-        # instruction on. The tracker first: starting it takes the mask off again.
+        # Signals of the terminal, or of an init system, reach all processes; a child blocks them from its first
+        # instruction on. The tracker starts first, as starting it resets the mask.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_TO_END)
         try:
@@ -97,7 +97,7 @@ class ChildProcess:
             signal.pidfd_send_signal(self.pidfd, number)
 
     def check_stopped(self, patience: float) -> None:
-        """If it has been stopped since the last look, it is killed after so many seconds, unless it goes on."""
+        """Kills the process `patience` seconds after it was seen to be stopped, unless it continues before."""
         seen = None
         with contextlib.suppress(ChildProcessError):  # it has ended, and its pidfd says so next
             seen = os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
@@ -112,7 +112,7 @@ class ChildProcess:
             self._end_of_patience = loop.call_later(patience, self.signal, signal.SIGKILL)
 
     def reap(self) -> ProcessEnd:
-        """Of a process that has ended."""
+        """Releases a process that has ended, and returns how it ended."""
         if self._end_of_patience is not None:
             self._end_of_patience.cancel()
         self._process.join()
@@ -130,11 +130,11 @@ class ChildProcess:
 def child_main(
     run: Callable[[Cluster, ProcessId], None], error_pipe: Connection, parent: int, tree: Cluster, member: ProcessId
 ) -> None:
-    """The whole life of a process: does its work, ends with its parent, and says why if it ends otherwise."""
+    """Runs a child process: does its work, ends with its parent, and reports why if it ends otherwise."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we had asked
+    if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)
-    # A group ends when its core is told to, after the servers have; a server decides what a SIGTERM is to it.
+    # A group ends when its core receives Stop, after the servers have ended; a server handles SIGTERM itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if member.kind != "server":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -148,7 +148,7 @@ def child_main(
         _die(error_pipe, str(error), CANNOT_START)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        # The death of another is told by that one: where this one was meanwhile explains nothing.
+        # A peer that died reports its own end: the trace of this process explains nothing.
         trace = {} if isinstance(error, PeerDied) else {"trace": traceback.format_exc()}
         event("process failed", logging.ERROR, error=what, **trace)
         _die(error_pipe, what, 1)
@@ -158,7 +158,7 @@ def child_main(
 
 
 def _die(error_pipe: Connection, what: str, status: int) -> NoReturn:
-    """It has died, and not closed its ends in peace: a broadcast whose sender has closed is over."""
+    """Exits without closing channel ends, so that peers see a death: closing a sender would end its broadcast."""
     error_pipe.send_bytes(what.encode()[:WORDS_NBYTES])
     sys.stderr.flush()
     os._exit(status)

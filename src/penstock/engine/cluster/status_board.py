@@ -1,10 +1,10 @@
-"""The board: a page of shared memory on which the cores write how much they have to do, and the launcher who lives.
+"""The status board: a page of shared memory with the load of each core and the live process of each place.
 
-Servers read it, and whoever looks from outside.
+Cores and workers of rank 0 write load, the launcher writes processes. Servers and tools from outside read the page.
 
-Each number is one aligned word of 8 bytes with one writer, and stands for itself: no two of them are read as one. So
-there is nothing to lock, and whoever dies while writing has written, or has not. Leaves to `Segment` that the page has
-no name, and to the client what it makes of the numbers.
+Each number is one aligned word of 8 bytes with one writer, and no two words are read as one. So there is nothing to
+lock: a process that dies while writing has written its word, or has not. `Segment` keeps the page nameless, and the
+client interprets the numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.engine.cluster.histogram import REQUEST_SECONDS, Histogram, words_
 WORD_NBYTES = 8
 ROW_WORDS = 48  # six cache lines: the second is written by the worker of rank 0, the others by the core
 TREE_ROW = 0  # written by the launcher; row 1 + g is group g's
-Row: TypeAlias = "memoryview[int]"  # the numbers of one group, by their places: `row[Board.OPEN]`
+Row: TypeAlias = "memoryview[int]"  # the numbers of one group, by their places: `row[StatusBoard.OPEN]`
 
 
 class StatusBoard:
@@ -37,8 +37,8 @@ class StatusBoard:
     BLOCKS = 6  # of the cache
     PREEMPTIONS = 7  # in this incarnation
     # Words of a group's row, rank 0's.
-    BUSY_NS = 8  # in which the device ran a step: a simulated one says it, of others it is what rank 0 sees
-    IDLE_NS = 9  # and in which it ran none, though there were requests to be continued
+    BUSY_NS = 8  # time in which the device ran a step: as a simulated device says, else as rank 0 sees it
+    IDLE_NS = 9  # time in which it ran none, though there were requests to be continued
     COMPUTED = 10  # tokens of prompts
     SAMPLED = 11  # tokens of answers
     # The launcher's, which writes it when all of the group have ended.
@@ -64,7 +64,7 @@ class StatusBoard:
         return self._words[self.DRAINING] != 0
 
     def drain(self) -> None:
-        """Servers take no more requests."""
+        """Tells servers to accept no more requests."""
         self._words[self.DRAINING] = 1
 
     def row(self, group: int) -> Row:
@@ -72,14 +72,14 @@ class StatusBoard:
         return self._words[begin : begin + ROW_WORDS]
 
     def begin(self, group: int) -> None:
-        """All numbers of a group that begins anew, or has ended: none."""
+        """Clears the row of a group that begins anew, or has ended."""
         row = self.row(group)
         for word in range(ROW_WORDS):
             row[word] = 0
 
     @property
     def rows(self) -> list[Row]:
-        """Of all groups."""
+        """Returns the rows of all groups."""
         return [self.row(group) for group in range(self._words[self.GROUPS])]
 
     @property
@@ -88,7 +88,7 @@ class StatusBoard:
 
     @property
     def members(self) -> list[ProcessEntry]:
-        """Of each place, in the order of `places` (tree.py)."""
+        """Returns the process of each place, in the order of `all_processes` (topology.py)."""
         begin = self._members_at
         return [ProcessEntry(*divmod(word, 1 << 32)) for word in self._words[begin : begin + self._words[self.MEMBERS]]]
 
@@ -107,7 +107,7 @@ assert StatusBoard.QUEUE_TIMES + words_of(REQUEST_SECONDS) <= ROW_WORDS
 
 
 class ProcessEntry(NamedTuple):
-    """Who has a place: two halves of one word, so that nobody reads the number of one and the pid of another."""
+    """The process in a place: halves of one word, so that no reader mixes an incarnation with another one's pid."""
 
-    incarnation: int  # 0: nobody has been started
+    incarnation: int  # 0: no process has been started
     pid: int  # 0: it has ended, and the next has not been started

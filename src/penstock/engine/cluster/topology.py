@@ -1,7 +1,7 @@
-"""What the processes of a tree share, and who has which end of it.
+"""What the processes of a tree share: channels, board and store; and which process has which lane.
 
-Opened once, by the launcher, for the life of the tree: who is started again attaches again to the same channels. Leaves
-to the channels that ends are replaced, and to `launcher` who lives.
+The launcher opens them once, for the life of the tree: a restarted process attaches again to the same channels.
+Channels replace the ends of dead processes; `launcher` starts and restarts processes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from penstock.engine.protocol.messages import ANNOUNCED, DELTAS, INBOX, RESULTS,
 
 T = TypeVar("T")
 AGAIN = 0.01  # seconds; between two looks whether the successor of a dead process has come
-NAMELESS = "?"  # of a death: whoever died, its place has been taken since
-PEERS = 128  # places are given again, but who dies often needs some while the dead are being reaped
+NAMELESS = "?"  # name in a PeerDied when the place of the dead peer has been taken since
+PEERS = 128  # places are reused, but a process that dies often needs some while dead peers are being reaped
 
 
 @dataclass
 class EngineChannels:
-    """A core, its workers and its output processors: they live and die together."""
+    """The channels of a core, its workers and its output processors, which live and die together."""
 
     inbox: penstock.MessageChannel  # to the core: from servers, then workers, then outputs, then the launcher
     steps: penstock.MessageChannel  # from the core to workers, then outputs
@@ -45,7 +45,7 @@ class Cluster:
     store: Store | None
     init_methods: list[
         str
-    ]  # of each group's ranks: another one for each incarnation, told to those who are spawned next
+    ]  # of each group's ranks: another one for each incarnation, passed to the processes that are spawned next
 
     @classmethod
     def lay(cls, config: EngineConfig) -> Cluster:
@@ -80,9 +80,9 @@ class Cluster:
             channel.close()
         self.board.close()
 
-    # ── who has which lane or place ──
+    # ── lanes ──
     def worker_lane(self, rank: int) -> int:
-        """Of a group's inbox; a server's lane is its number."""
+        """Returns the worker's lane of its group's inbox; a server's lane is its number."""
         return self.config.api_server_count + rank
 
     def output_lane(self, output: int) -> int:
@@ -93,19 +93,19 @@ class Cluster:
         return self.output_lane(self.config.output_processors)
 
     def delta_lane(self, group: int, output: int | None = None) -> int:
-        """Of a server's inbox; None: the core's."""
+        """Returns the output processor's lane of a server's inbox; None: the core's."""
         return group * (1 + self.config.output_processors) + (0 if output is None else 1 + output)
 
 
 def _lay_group(config: EngineConfig, number: int) -> EngineChannels:
     workers, outputs = config.tensor_parallel_size, config.output_processors
     return EngineChannels(
-        # As for the servers, the last lane keeps it from ending; the launcher takes it, to say that it is time to stop.
+        # As for the servers, the last lane keeps the inbox from ending; the launcher has it, and sends Stop.
         penstock.open_inbox(
             config.api_server_count + workers + outputs + 1, f"inbox {number}", messages=INBOX, max_peers=PEERS
         ),
-        # Inline images stay where they came for as long as their request runs. The inbox has room for fewer of them, so
-        # whoever submits too many waits, and not the core.
+        # Inline images stay where they arrived for as long as their request runs. The inbox has room for fewer of them,
+        # so a server that submits too many waits, and not the core.
         penstock.open_broadcast(
             workers + outputs, f"steps {number}", messages=STEPS, max_peers=PEERS, spill_blocks=2 * SPILL_BLOCKS
         ),
@@ -119,10 +119,10 @@ def _lay_group(config: EngineConfig, number: int) -> EngineChannels:
     )
 
 
-# ── names: what a death tells of who died ────────────────────────────────────────────────────────────────────────────
+# ── names: which process a PeerDied means ─────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True)
 class ProcessId:
-    """A process of a group, in one of the group's incarnations; or a server, whose group means nothing."""
+    """A process of a group, in one of the group's incarnations; or a server: its group means nothing."""
 
     kind: str  # "core", "worker", "output", "server"
     group: int
@@ -134,7 +134,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, name: str) -> ProcessId | None:
-        """Whose name it is, as it stands in a PeerDied; None: of nobody in the tree."""
+        """Returns the process of this name, as it stands in a PeerDied; None: not one of the tree."""
         try:
             kind, place, incarnation = name.split(" ")
             group, index = place.split(".")
@@ -144,7 +144,7 @@ class ProcessId:
 
 
 def all_processes(config: EngineConfig) -> list[ProcessId]:
-    """Every process that a tree has, in its first incarnation: those of each group, then the servers."""
+    """Returns all processes of a tree, in their first incarnation: those of each group, then the servers."""
     groups = [
         ProcessId(kind, group, index, 1)
         for group in range(config.data_parallel_size)
@@ -155,18 +155,18 @@ def all_processes(config: EngineConfig) -> list[ProcessId]:
 
 
 def is_stale_death(me: ProcessId, death: PeerDied) -> bool:
-    """Whether it tells of a member of our group before this incarnation.
+    """Returns whether a process of a former incarnation of this group died.
 
-    So does a death whose name is gone: somebody else has the place of the dead one by now, and who lives in a group in
-    which somebody has died does not live until others come.
+    A nameless death is one, too: another process has the dead one's place by now, and all processes of a group have
+    ended before their successors start.
     """
     who = ProcessId.of(death.name)
     return death.name == NAMELESS or (who is not None and who.group == me.group and who.incarnation < me.incarnation)
 
 
 def retry_past_stale_deaths(me: ProcessId, call: Callable[[], T], timeout: float) -> T:
-    """What the call gives. As long as it only tells that members of former incarnations died, it is made again: who
-    takes their places has not come yet. Raises PeerDied of any other, and of those when the time is up."""
+    """Returns the result of `call`, and repeats it while it raises stale deaths: their successors have not come yet.
+    Raises PeerDied for any other death, and for a stale one when the time is up."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -1,7 +1,7 @@
-"""A core: takes requests in, decides each step and sends it while the one before runs, and hears what it has sampled.
+"""The core process: receives requests, broadcasts each step while the one before it runs, and receives its result.
 
-It touches neither text nor images, and waits for nobody but its device. Leaves to the scheduler who runs, to the
-outbox who is slow, and to the launcher what follows when one of its group dies.
+A core touches neither text nor images, and waits only for its device. The scheduler decides which sequences run, the
+outbox keeps messages for slow servers, and the launcher handles a death within the group.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from penstock.engine.protocol.messages import (
 )
 
 T = TypeVar("T")
-STOP_TIMEOUT = 3.0  # seconds; for the last message to those who may be stuck
-MAX_TAKEN_IN = 256  # messages between two steps, so that a flood of requests does not hold up those that run
+STOP_TIMEOUT = 3.0  # seconds; for Stop to receivers that may be stuck
+MAX_TAKEN_IN = 256  # messages between two steps, so that a flood of requests does not delay running ones
 
 
 class OutputBatch(Protocol):
-    """What one result makes for the servers."""
+    """The output of one StepDone."""
 
     @property
     def halt(self) -> Halt | None:
@@ -53,11 +53,11 @@ class OutputBatch(Protocol):
 
     @property
     def deltas(self) -> Sequence[tuple[int, Any]]:
-        """A server, and what it gets."""
+        """Pairs of a server and its message."""
 
 
 class InlineOutput(Protocol):
-    """What detokenizes in the core's loop where there are no output processors."""
+    """Detokenizes in the core's loop if the engine has no output processors."""
 
     def begin(self, begin: Begin) -> None: ...
     def announce(self, message: Announce) -> None: ...
@@ -71,7 +71,7 @@ def run(tree: Cluster, me: ProcessId, inline_output: Callable[[EngineConfig], In
     with starting():
         core = EngineCore(tree, me, None if inline_output is None else inline_output(tree.config))
         core.start()
-    gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
+    gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay several steps
     core.run()
     core.close()
 
@@ -105,8 +105,8 @@ class EngineCore:
         self._own_ns, self._woke_ns = 0, time.monotonic_ns()
 
     def start(self) -> None:
-        """Waits for the workers and the outputs, and then serves; it does not if it is told to stop before the workers
-        are ready. Raises Timeout, and PeerDied of one of them."""
+        """Waits for the workers and the output processors, and then serves. Returns without serving if a Stop arrives
+        before the workers are ready. Raises Timeout, and PeerDied of one of them."""
         config = self._config
         ready = self._await_workers()
         if self._is_stopped:
@@ -142,9 +142,9 @@ class EngineCore:
         for end in (self._inbox, self._results, self._steps, self._outbox):
             end.close()
 
-    # ── before it serves ──
+    # ── start ──
     def _await_workers(self) -> list[Ready]:
-        """Until all have loaded the model, or it is told to stop. What they say of themselves."""
+        """Waits until all workers have loaded the model, or a Stop arrives. Returns their Ready messages."""
         config = self._config
         deadline = time.monotonic() + config.start_timeout
         ready: dict[int, Ready] = {}
@@ -155,7 +155,7 @@ class EngineCore:
                 missing = sorted(set(range(config.tensor_parallel_size)) - ready.keys())
                 raise Timeout(f"workers {missing} are not ready within {config.start_timeout:g} s: {error}") from None
             except PeerDied as death:
-                if not self._is_server(death):  # of servers nothing is known yet
+                if not self._is_server(death):  # the core holds no state of servers yet
                     self._process_death(death)
             else:
                 if isinstance(message, Ready):
@@ -165,7 +165,7 @@ class EngineCore:
         return list(ready.values())
 
     def _await_receivers(self) -> None:
-        """Until workers and outputs have all their ends open: nothing that is sent from now on is missed."""
+        """Waits until workers and outputs have opened their receivers: they miss nothing that is sent from now on."""
         group = self._tree.groups[self._me.group]
         deadline = time.monotonic() + self._config.start_timeout
         while not all(self._are_ours(channel) for channel in (group.steps, group.results)):
@@ -224,17 +224,17 @@ class EngineCore:
                 self._receive(message)
 
     def _drop_malformed(self, error: DecodeError) -> None:
-        """What a server has sent and is no message costs that message alone. One of our group is out of order."""
+        """Drops a malformed message from a server; re-raises `error` for any other sender."""
         server = self._inbox.source
         if server >= self._config.api_server_count:
             raise error
         event("not a message", logging.ERROR, server=server, error=str(error))
         request = error.fields[1] if error.kind is Submit and len(error.fields) > 1 else None
-        if isinstance(request, int) and 0 <= request < MAX_REQUESTS:  # somebody waits for it
+        if isinstance(request, int) and 0 <= request < MAX_REQUESTS:  # the server waits for an answer
             self._fail(server, request, RequestRefused(400, f"the request is not what was expected: {error}"))
 
     def _is_of_another(self, message: Any) -> bool:
-        """A server speaks for itself; an output, of all of them."""
+        """Returns whether a server sent this message as another server. Output processors send for all servers."""
         server = self._inbox.source
         return (
             isinstance(message, Submit | Abort | Announce) and message.server != server < self._config.api_server_count
@@ -310,7 +310,7 @@ class EngineCore:
             self._drop_malformed(error)
 
     def _process_death(self, death: PeerDied) -> None:
-        """A server's requests are forgotten. One of our group takes us with it; of those before us it is no news."""
+        """Forgets a dead server's requests; ignores a stale death; re-raises any other."""
         if self._is_server(death):
             self._outbox.forget(death.index)
             self._forget(death.index)
@@ -318,23 +318,23 @@ class EngineCore:
             raise death
 
     def _is_server(self, death: PeerDied) -> bool:
-        """By its lane of the inbox: its name may be gone."""
+        """Returns whether a server died, by its lane of the inbox: the name of a dead peer may be gone."""
         return death.index < self._config.api_server_count
 
     def _give_up(self, server: int) -> None:
-        """It reads too little: all of its requests fail."""
+        """Fails all open requests of a server that reads too slowly."""
         for request in self._forget(server):
             self._outbox.send(server, Failed(request, *TOO_SLOW))
 
     def _forget(self, server: int) -> list[int]:
-        """Returns its requests that were open."""
+        """Aborts all open requests of a server and returns their numbers."""
         event("server forgotten", server=server)
         if self._inline_output is not None:
             self._inline_output.forget_server(server)
         return self._scheduler.forget_server(server)
 
     def _waiting(self, call: Callable[[], T]) -> T:
-        """What the call gives; the time in it is not our own."""
+        """Returns the result of `call`; its time does not count as the core's own (`OWN_NS`)."""
         now = time.monotonic_ns()
         self._own_ns += now - self._woke_ns
         try:

@@ -1,6 +1,6 @@
-"""How far each slot has come: the steps in flight, what they have sampled, and the blocks that are full since.
+"""The progress of each slot: the steps in flight, the ids they have sampled, and the blocks that these have filled.
 
-Leaves to the scheduler who has a slot and which blocks, and to `stop_conditions` when a sample ends.
+The scheduler assigns slots and blocks; `stop_conditions` decides when a sample ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.engine.protocol.messages import Ints, Step, StepDone
 from penstock.engine.protocol.stop_conditions import NOBODY, StopConditions
 from penstock.errors import DecodeError
 
-NO_MOST = np.int32(np.iinfo(np.int32).max)  # of who is free, or has ended
+NO_MOST = np.int32(np.iinfo(np.int32).max)  # of a free slot, and of a sample that has ended
 
 
 class InFlightStep(NamedTuple):
@@ -29,11 +29,11 @@ class InFlightStep(NamedTuple):
     number: int
     rows: Index
     sampled: Index
-    computed: Ints  # after it
+    computed: Ints  # by slot, after the step
 
 
 class InFlight:
-    """Arrays are by slot. Publishes blocks in the cache, and charges clients in the queue for what is generated."""
+    """Publishes full blocks in the cache, and charges clients in the queue for generated tokens. Arrays are by slot."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class InFlight:
         self._hasher = PrefixHasher(cache, slots, self._size)
         self._endings = StopConditions(slots, max_model_len, eos_ids)
         self._samples: list[Sample | None] = [None] * slots
-        self._most = np.full(slots, NO_MOST)  # so many tokens are known of it when its last one is being sampled
-        self._before_last = 0  # in so many steps, at least, nobody's last token is sampled
+        self._most = np.full(slots, NO_MOST)  # known tokens once the last one is being sampled
+        self._before_last = 0  # steps, at least, until any sample's last token is being sampled
         self._flights: deque[InFlightStep] = deque()
 
     @property
@@ -64,24 +64,24 @@ class InFlight:
         return sample
 
     def sample_at(self, slot: int, birth: int) -> Sample | None:
-        """Who joined this slot with that step, and has not ended."""
+        """Returns the sample that joined this slot with step `birth`; None if it has ended."""
         is_its = 0 <= slot < len(self._samples) and self._hasher.first_step(slot) == birth
         return self.sample(slot) if is_its else None
 
     def has_computed(self, slot: int, flight: InFlightStep, tokens: int) -> bool:
-        """Whether so many tokens of who has the slot now are computed when this step is done."""
+        """Returns whether the slot's present sample has `tokens` tokens computed when this step is done."""
         return bool(self._hasher.first_step(slot) <= flight.number and flight.computed[slot] >= tokens)
 
     def ids(self, slot: int) -> int:
-        """How many of the sample's tokens we have, those of the prompt included."""
+        """Returns how many ids of the sample the core has, those of the prompt included."""
         return self._hasher.num_tokens(slot)
 
     def hashes(self, slot: int) -> bytes:
-        """Of the blocks that it has filled, those of the prompt included."""
+        """Returns the hashes of the blocks that the sample has filled, those of the prompt included."""
         return self._hasher.hashes(slot)
 
     def fully_sampled_slots(self) -> list[int]:
-        """Slots of those who have not ended, and will when their results are in: none of their tokens is missing."""
+        """Returns the slots of samples that have not ended and need no more steps: results in flight will end them."""
         if self._before_last > 0:
             return []
         left = self._most - self._schedule.known
@@ -89,7 +89,7 @@ class InFlight:
         slots: list[int] = np.flatnonzero(left <= 0).tolist() if self._before_last <= 0 else []
         return slots
 
-    # ── who has a slot ──
+    # ── slots ──
     def join(self, slot: int, sample: Sample) -> None:
         request, size = sample.request, self._size
         length = request.prompt.size
@@ -103,11 +103,11 @@ class InFlight:
         self._before_last = min(self._before_last, limit)
 
     def begin(self, slot: int, found: int) -> None:
-        """It has got blocks, so many of which had been published."""
+        """Records that the sample has got its blocks; the first `found` are published already."""
         self._hasher.allocate(slot, found)
 
     def end(self, slot: int) -> None:
-        """What is sampled for it from now on is nobody's."""
+        """Ends the slot's sample: ids sampled for it from now on are discarded."""
         self._hasher.finish(slot)
         self._most[slot] = NO_MOST
         self._endings.end(slot)
@@ -118,7 +118,7 @@ class InFlight:
 
     # ── steps ──
     def sent(self, step: Step, comers: list[int]) -> None:
-        """The schedule has applied it. `comers` have got their first blocks with it."""
+        """Adds a step that the batch state has applied. `comers` are the slots that got new blocks with it."""
         now = self._schedule
         for slot in comers:
             self._hasher.schedule(slot, step.number)
@@ -126,7 +126,7 @@ class InFlight:
         self._flights.append(InFlightStep(step.number, now.rows, now.sampled, now.computed.copy()))
 
     def pop_oldest(self, done: StepDone) -> InFlightStep:
-        """The oldest step in flight is done. Raises DecodeError, and changes nothing, where it is told of another."""
+        """Pops and returns the oldest step in flight. Raises DecodeError, and changes nothing, if `done` misfits it."""
         if not self._flights or done.number != self._flights[0].number:
             awaited = f"step {self._flights[0].number}" if self._flights else "no step"
             raise DecodeError(f"expected {awaited} to be done, got {done.number} at $.number")
@@ -142,21 +142,21 @@ class InFlight:
         ]
 
     def publish(self, flight: InFlightStep) -> None:
-        """The device has computed this far: full blocks can be found from now on.
+        """Publishes the blocks that the device has filled by this step: they are found by hash from now on.
 
-        Whose blocks it are not any more, as it was preempted, will look for their likes.
+        A sequence preempted since then no longer owns these blocks; it looks them up again by hash.
         """
         now = self._schedule
         self._hasher.publish(flight.number, flight.computed, now.status, RUNNING, now.table)
 
     def charge(self) -> None:
-        """Clients are charged for the blocks that were filled since: before the queue is asked who is next."""
+        """Charges clients for the blocks filled since the last call. Must precede the choice of the next request."""
         for slot, tokens in self._hasher.filled():
             sample = self.sample(slot)
             self._queue.charge(sample.request.client, sample.serve(tokens))
 
     def receive(self, flight: InFlightStep, ids: Ints) -> list[Sample]:
-        """What a step has sampled. Returns who has ended by it."""
+        """Appends the ids that a step has sampled. Returns the samples that they end."""
         slots = flight.sampled
         theirs = self._hasher.append(flight.number, slots, ids)
         if theirs is not None:

@@ -1,7 +1,7 @@
 """A request in the core: its prompt and its samples, and the hashes of the blocks in which its prompt lies.
 
-They are cryptographic, as a collision would show one user what another wrote; and chained, so equal hashes mean equal
-prefixes. Leaves to the scheduler what becomes of a request.
+Hashes are cryptographic, as a collision would show one user what another wrote; and chained, so equal hashes mean equal
+prefixes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.engine.protocol.columns import Input
 from penstock.engine.protocol.messages import Inputs, Ints, SamplingParams
 from penstock.errors import PenstockError
 
-Key = tuple[bytes, int, int]  # of what stands in a prompt instead of text, its position and length
+Key = tuple[bytes, int, int]  # of an input (an image, say), its position and length
 HASH_NBYTES = 32
 _ITEM = struct.Struct("<qqq")
 
@@ -31,7 +31,7 @@ class RequestRefused(PenstockError):
 
 
 class Request:
-    """Waits as a whole, and is let in sample by sample."""
+    """A request waits as a whole, and is admitted sample by sample."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Request:
         self.client = client
         self.queued_ns = queued_ns
         self.is_waiting = False
-        self.slots: set[int] = set()  # of its samples: whoever joins may have the prompt of any
+        self.slots: set[int] = set()  # of its samples; one that joins may share the prompt of any of them
         self.samples = [Sample(self, index) for index in range(params.n)]
         self.open_samples = params.n
         self.block_size = block_size
@@ -68,50 +68,50 @@ class Request:
 
     @cached_property
     def chain(self) -> bytes:
-        """What the first block of its prompt follows, and the hash of each that is full."""
+        """Returns the root hash, and the hash of each full block of the prompt."""
         full = range(self.prompt.size // self.block_size)
         items = [self.items_of(block) for block in full] if self._keys else ()
         return hash_blocks(root_hash(self._salt), self.prompt, self.block_size, items)
 
     @property
     def hashes(self) -> bytes:
-        """Of the full blocks of its prompt."""
+        """Returns the hashes of the full blocks of the prompt."""
         return self.chain[HASH_NBYTES:]
 
     def items_of(self, block: int) -> bytes:
-        """What else stands in it."""
+        """Returns what the block's hash covers besides ids: the inputs that lie in it."""
         if not self._keys:
             return b""
         return image_salt(self._keys, block * self.block_size, (block + 1) * self.block_size)
 
 
 class Sample:
-    """One of the n of a request."""
+    """One of the `n` samples of a request."""
 
     __slots__ = ("index", "is_ended", "is_preempted", "rank", "request", "served", "slot")
 
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
         self.index = index
-        self.rank = (request.priority, request.arrival, index)  # who has the smaller one is not put aside for the other
+        self.rank = (request.priority, request.arrival, index)  # a sample is not preempted for one of larger rank
         self.slot: int | None = None
         self.is_ended = False
-        self.is_preempted = False  # it has been let in, has no blocks, and wants some
+        self.is_preempted = False  # its request is admitted; it has no blocks, and waits for some
         self.served: int = request.prompt.size  # tokens for which its client has been charged, or pays otherwise
 
     def serve(self, tokens: int) -> int:
-        """It has so many. For how many its client is still to be charged: now it has been."""
+        """Sets how many tokens are served. Returns how many of them the client has not been charged for before."""
         served, self.served = self.served, tokens
         return tokens - served
 
 
 def root_hash(salt: bytes) -> bytes:
-    """What the first block of a prompt follows."""
+    """Returns the parent hash of the first block of a prompt."""
     return sha256(salt).digest()
 
 
 def image_salt(inputs: Iterable[tuple[bytes, int, int]], begin: int, end: int) -> bytes:
-    """What stands between these positions instead of text (key, position, length each), and where in it they lie."""
+    """Packs the inputs (key, position, length) that lie between these positions, with their offsets from `begin`."""
     return b"".join(
         _ITEM.pack(position - begin, length, len(key)) + key
         for key, position, length in inputs
@@ -120,7 +120,7 @@ def image_salt(inputs: Iterable[tuple[bytes, int, int]], begin: int, end: int) -
 
 
 def check_inputs(inputs: Inputs | None, length: int, arrival: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
-    """As the schedule and as the hashes want them. Raises Refused where they do not lie in the prompt."""
+    """Returns the inputs for the batch state and for the hashes. Raises RequestRefused if one is not in the prompt."""
     if inputs is None:
         return (), ()
     positions, lengths = inputs.positions.tolist(), inputs.lengths.tolist()
@@ -131,6 +131,6 @@ def check_inputs(inputs: Inputs | None, length: int, arrival: int) -> tuple[tupl
             raise RequestRefused(
                 400, f"expected an input within a prompt of {length} tokens, got {count} at {position}"
             )
-    # What has no key is like nothing else that comes; what has one is like all that have the same.
+    # An input without a key equals no other; inputs with the same key are equal.
     keys = [b"%d.%d" % (arrival, at) if one.key is None else one.key for at, one in enumerate(inputs.items)]
     return tuple(zip(inputs.items, positions, lengths, strict=True)), tuple(zip(keys, positions, lengths, strict=True))

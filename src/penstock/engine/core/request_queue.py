@@ -1,9 +1,10 @@
-"""Who waits, and who of them is next: the better priority first, and within one priority the client served least.
+"""The queue of waiting requests: the better priority first, and within one priority the client served least.
 
-Fairness is by tokens: each client has a count of what was computed and generated for it, and whoever has the smallest
-is next (a virtual token counter). Requests would be the wrong thing to count, as one may cost a thousand times as much
-as another, and shares of time would leave the device idle. Who comes, or comes again, begins at the count of who was
-chosen last, so that nobody saves up by staying away. Leaves to the scheduler who fits.
+Fairness is by tokens (a virtual token counter): each client has a count of the tokens computed and generated for it,
+and the client with the smallest count is next. Requests would be the wrong unit, as one may cost a thousand times as
+much as another; shares of time would leave the device idle. A client that comes, or comes again, begins at least at
+the count of the client chosen last, so that no client saves up by staying away. The scheduler decides which
+request fits.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from collections import deque
 from collections.abc import Collection
 from typing import Generic, Protocol, TypeVar
 
-MAX_ABSENT = 4096  # clients without a request whose counts are remembered
+MAX_ABSENT = 4096  # counts that are kept of clients without a request
 
 
 class Queueable(Protocol):
-    """What waits here."""
+    """An entry of the queue."""
 
     priority: int
     client: str
-    is_waiting: bool  # False: it was taken out, and what still points to it here is passed over
+    is_waiting: bool  # False: it was removed, and references to it in the queue are skipped
 
 
 OneT = TypeVar("OneT", bound=Queueable)
@@ -56,7 +57,7 @@ class RequestQueue(Generic[OneT]):
         level.push(one, self._served[client])
 
     def first(self, blocked: Collection[str] = ()) -> OneT | None:
-        """Who is next, of the clients that are not `blocked`. It stays here until `take`."""
+        """Returns the next request of the clients that are not `blocked`. It stays in the queue until `take`."""
         while self._priorities:
             level = self._levels[self._priorities[0]]
             one = level.first(self._served, blocked)
@@ -69,18 +70,18 @@ class RequestQueue(Generic[OneT]):
         return None
 
     def oldest(self) -> OneT | None:
-        """Who has waited longest, whatever its priority and its client."""
+        """Returns the request that has waited longest, of any priority and client."""
         while self._by_age and not self._by_age[0].is_waiting:
             self._by_age.popleft()
         return self._by_age[0] if self._by_age else None
 
     def take(self, one: OneT) -> None:
-        """It is let in: its client has been chosen."""
+        """Removes a request that is admitted: its client has been chosen."""
         self.drop(one)
         self._chosen = max(self._chosen, self._served[one.client])
 
     def drop(self, one: OneT) -> None:
-        """It waits no more."""
+        """Removes a request."""
         assert one.is_waiting, "taken twice from the queue"
         one.is_waiting = False
         self._size -= 1
@@ -90,7 +91,7 @@ class RequestQueue(Generic[OneT]):
         self._served[client] += tokens
 
     def close(self, client: str) -> None:
-        """One of its requests has ended: it will not be charged for that any more."""
+        """Closes a request of the client that has ended: it is not charged for that request any more."""
         self._open[client] -= 1
         if self._open[client]:
             return
@@ -102,12 +103,12 @@ class RequestQueue(Generic[OneT]):
 
 
 class _Level(Generic[OneT]):
-    """Those of one priority. The heap has each client once; its count there may be too small, as counts only grow."""
+    """Requests of one priority. The heap has each client once; its count there may be outdated: counts only grow."""
 
     def __init__(self) -> None:
         self._queues: dict[str, deque[OneT]] = {}
         self._heap: list[tuple[int, int, str]] = []
-        self._pushes = 0  # so that among equals who came first is first
+        self._pushes = 0  # so that of equal counts the client that came first is first
 
     def push(self, one: OneT, served: int) -> None:
         queue = self._queues.get(one.client)

@@ -1,21 +1,21 @@
-"""Who runs in the next step, and with which blocks. No input, no output, no clock.
+"""Decides which samples run in the next step, and with which blocks. No input, no output, no clock.
 
 Every step computes one token for each sample that decodes, and with what is left of the token budget the next chunks of
-prompts. A sample is given the blocks for all that is known of it when it is let in, and then one after the other. Its
-full blocks are found by others, and by itself after it was preempted, as soon as the device has computed them.
+prompts. A sample gets blocks for all of its known tokens when it is admitted, and then one at a time. Its full blocks
+are found by others, and by itself after a preemption, as soon as the device has computed them.
 
-Who is sampled to its length in a step that is in flight computes nothing more, and waits for the result.
+A sample that reaches its maximum length in a step in flight computes nothing more, and waits for the result.
 
-Nobody is preempted but for somebody better: of a better priority, or of the same and here for longer. So the best one
-always comes on, and with it in the end everybody; who is short of a block and has nobody worse beside it, waits. One of
-`ELDER_EVERY` that are let in is whoever has been here longest, and it is not preempted for others; so no priority and
-no client can starve another. Among those of one priority the `request_queue` is fair to clients by tokens.
+A sample is preempted only for a better one: of a better priority, or of the same priority and here for longer. So the
+best sample always advances, and in the end all do; a sample that is short of a block waits if no worse one runs. One of
+`ELDER_EVERY` admissions is that of the sample that has been here longest, and it is not preempted for others; so no
+priority and no client can starve another. Within one priority the `request_queue` is fair to clients by tokens.
 
-Slots are shared as well, as their owners keep them for the whole of long answers: a large client, one that has
-1/SLOT_SHARE of them, lets the samples of smaller ones go first and leaves the last 1/SLOT_SHARE to them. Requests
-without a client are each one of their own in this, so that many small ones may have all slots.
+Slots are shared as well, as samples keep them for the whole of long answers: a large client, one that has 1/SLOT_SHARE
+of them, lets the samples of smaller clients go first and leaves the last 1/SLOT_SHARE to them. In this a request
+without a client counts as a client of its own, so that many small ones may have all slots.
 
-Leaves to the plan how a step is written, to the cache which block is which, and to `in_flight` what steps have sampled.
+`step_builder` writes the step, the cache assigns blocks, and `in_flight` keeps what steps have sampled.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from penstock.engine.protocol.stop_conditions import require_choice
 ELDER_EVERY = 8
 ELDER = -(1 << 40)  # a priority that no request has
 MAX_PRIORITY = 1 << 31
-AHEAD = 2  # blocks are given up to a half of one before they are needed: to many at once, and not in every step
+AHEAD = 2  # blocks are given up to half a block of tokens early: to many rows at once, and not in every step
 SLOT_SHARE = 16  # a client with one slot in so many is large, and one in so many is kept for those that are not
-SPARE = 100  # a newcomer leaves one block in so many to those who run; it would soon be preempted for them
+SPARE = 100  # a newcomer leaves one block in so many to running samples; it would soon be preempted for them
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(NamedTuple):
-    """What there is now; and since the beginning, what happened."""
+    """Gauges of the present, and counters since the start."""
 
     running: int
     preempted: int
@@ -69,10 +69,10 @@ class Stats(NamedTuple):
 
 
 class Scheduler:
-    """For each step: `plan`, send and apply it, `sent`; and when it is done, `done`. In between whatever else."""
+    """For each step: `schedule`, send and apply it, `on_sent`; when it is done, `on_result`. Other calls in between."""
 
     def __init__(self, schedule: BatchState, config: SchedulerConfig) -> None:
-        """Raises ValueError where not even one request of the longest kind would fit."""
+        """Raises ValueError if one request of the greatest length, or one token for each slot, does not fit."""
         slots, size = schedule.slots, schedule.block_size
         if not 2 <= config.max_model_len <= schedule.max_blocks_per_request * size:
             raise ValueError(
@@ -91,16 +91,16 @@ class Scheduler:
         self._most_flights = 2 if config.has_overlap else 1
         self._requests: dict[tuple[int, int], Request] = {}  # those that are open
         self._arrivals = 0
-        # ── who waits ──
+        # ── waiting ──
         self._queue: RequestQueue[Request] = RequestQueue()
         self._aside: list[tuple[tuple[int, int, int], Sample]] = []  # a heap, by rank
         self._forking: dict[int, Request] = {}  # by slot of the first sample; the others wait for its prompt's blocks
-        self._turns = 0  # how many were let in
+        self._turns = 0  # admissions so far
         self._reserve = slots // SLOT_SHARE  # slots; none where there are few
-        self._slots_of: dict[str, int] = {}  # how many each client has that is named
-        self._large: set[str] = set()  # those of them that are large
-        self._refused: tuple[Sample, int, bool] | None = None  # who did not fit, and into what
-        # ── who has a slot ──
+        self._slots_of: dict[str, int] = {}  # by named client
+        self._large: set[str] = set()  # named clients that are large
+        self._refused: tuple[Sample, int, bool] | None = None  # the sample that did not fit, and into what
+        # ── slots ──
         self._progress = InFlight(schedule, self.cache, self._queue, config.max_model_len, config.eos_ids)
         self._priorities = np.zeros(slots, np.int64)  # by slot
         self._prefilling: set[int] = set()
@@ -120,7 +120,7 @@ class Scheduler:
 
     # ── from outside ──
     def submit(self, submit: Submit, queued_ns: int = 0) -> None:
-        """`queued_ns`: when it came, for `admitted_ns`. Raises Refused where it can never run."""
+        """Queues a request. `queued_ns`: its arrival, for `admitted_ns`. Raises RequestRefused if it can never run."""
         number, length, most = (submit.server, submit.request), submit.prompt.size, self._config.max_model_len
         if not 1 <= length < most:
             raise RequestRefused(400, f"expected a prompt of 1 to {most - 1} tokens, got {length}")
@@ -155,20 +155,20 @@ class Scheduler:
         self._queue.push(request)
 
     def abort(self, server: int, request: int) -> None:
-        """Wherever it is. One that has ended already, or never was, is no error: messages cross."""
+        """Ends a request in any state. One that has ended already, or never was, is no error: messages cross."""
         found = self._requests.get((server, request))
         if found is not None:
             for sample in found.samples:
                 self._end(sample)
 
     def halt(self, slot: int, birth: int) -> None:
-        """The sample that joined this slot with that step has ended. If another has the slot now, it is not meant."""
+        """Ends the sample that joined this slot with step `birth`. If another has the slot now, nothing happens."""
         sample = self._progress.sample_at(slot, birth)
         if sample is not None:
             self._end(sample)
 
     def forget_server(self, server: int) -> list[int]:
-        """Returns its requests that were open."""
+        """Aborts all open requests of a server and returns their numbers."""
         numbers = [number for its, number in self._requests if its == server]
         for number in numbers:
             self.abort(server, number)
@@ -184,7 +184,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Requests of which nothing runs yet."""
+        """Returns how many requests wait with no sample admitted yet."""
         return len(self._queue)
 
     @property
@@ -193,7 +193,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Samples in the batch of the last step."""
+        """Returns how many samples are in the batch of the last step."""
         return self._schedule.rows.size
 
     @property
@@ -211,7 +211,7 @@ class Scheduler:
 
     # ── the next step ──
     def schedule(self, plan: StepBuilder) -> bool:
-        """Decides the next step. False, and nothing has been decided, where there is none now: results are missing."""
+        """Decides the next step. Returns False, with nothing decided, if there is none now: results are missing."""
         if self._progress.in_flight == self._most_flights:
             return False
         if self._is_steady(plan):
@@ -244,7 +244,7 @@ class Scheduler:
         return True
 
     def _is_steady(self, plan: StepBuilder) -> bool:
-        """All who run come on by a token each, as in the step before, and nobody else could: nothing is to decide."""
+        """Returns whether nothing is to decide: all rows advance by a token, as before, and no sample can join."""
         if (
             self._leaving
             or self._removed_slots
@@ -259,7 +259,7 @@ class Scheduler:
         )
 
     def _is_waited_for(self, plan: StepBuilder) -> bool:
-        """There is somebody to be let in, and a slot for it."""
+        """Returns whether a sample is aside, or a request is queued and a slot is free."""
         return bool(self._aside) or (plan.free_slots > 0 and bool(self._queue))
 
     def _free_finished(self, plan: StepBuilder) -> None:
@@ -288,7 +288,7 @@ class Scheduler:
         sample.is_preempted = True
 
     def _preempt_for_priority(self, plan: StepBuilder) -> list[Sample]:
-        """Preempts those of worse priority for the one to be let in next, if that helps."""
+        """Preempts samples of worse priority for the one to be admitted next, if that can free enough blocks."""
         sample = self._next(plan.free_slots)
         if sample is None or self._is_elders_turn or (sample.slot is None and not plan.free_slots):
             return []
@@ -316,8 +316,8 @@ class Scheduler:
         self._prefilling -= self._awaiting_result
 
     def _allocate_decode_blocks(self, plan: StepBuilder, preempted: list[Sample]) -> list[int]:
-        """Gives a block to those who need one for their next token. The slots of those who must wait for it."""
-        short = self._short_of_blocks(1)  # nobody who prefills: it has blocks for all that is known
+        """Gives a block to each row that needs one for its next token. Returns the slots that must wait for one."""
+        short = self._short_of_blocks(1)  # no row that prefills: it has blocks for all known tokens
         if not short.size:
             return []
         for some in (self._short_of_blocks(self._size // AHEAD), short):
@@ -328,7 +328,7 @@ class Scheduler:
         out_of_blocks = []
         still = self._removed_slots | self._awaiting_result
         rows = [slot for slot in self._schedule.rows.tolist() if slot not in still]
-        victims = sorted(map(self._progress.sample, rows), key=_rank)  # the last one is the next
+        victims = sorted(map(self._progress.sample, rows), key=_rank)  # the last one is preempted next
         for sample in sorted(map(self._progress.sample, short.tolist()), key=_rank):
             slot = sample.slot
             assert slot is not None
@@ -345,7 +345,7 @@ class Scheduler:
         return out_of_blocks
 
     def _short_of_blocks(self, by: int) -> Index:
-        """Who comes on, and has no block for one of so many tokens that come next."""
+        """Returns the slots that advance and have no block for one of their next `by` tokens."""
         schedule = self._schedule
         short = schedule.short_of_blocks(by)
         short = short[schedule.block_counts[short] < schedule.max_blocks_per_request]  # the others end before
@@ -355,7 +355,7 @@ class Scheduler:
         return short
 
     def _schedule_prefills(self, plan: StepBuilder, budget: int) -> int:
-        """The next chunks of those who have begun. What is left of the budget."""
+        """Schedules the next chunks of rows that prefill. Returns what is left of the budget."""
         for sample in sorted(map(self._progress.sample, self._prefilling), key=_rank):
             slot = sample.slot
             assert slot is not None
@@ -365,7 +365,7 @@ class Scheduler:
                 plan.advance(slot, chunk)
         return budget
 
-    # ── letting in ──
+    # ── admission ──
     @property
     def _is_elders_turn(self) -> bool:
         return self._turns % ELDER_EVERY == ELDER_EVERY - 1
@@ -375,7 +375,7 @@ class Scheduler:
         return self.cache.num_blocks // SPARE
 
     def _next(self, free_slots: int) -> Sample | None:
-        """Who is to be let in next: nobody else is, before it fits."""
+        """Returns the sample to be admitted next: no other one is, before it fits."""
         small, large = self._first_aside()
         if self._is_elders_turn:
             eldest = min((one for _, one in self._aside if one.is_preempted), key=_age, default=None)
@@ -392,7 +392,7 @@ class Scheduler:
         return large if small is None or large.request.priority < small.request.priority else small
 
     def _first_aside(self) -> tuple[Sample | None, Sample | None]:
-        """The best that is put aside: of those who are not large, or need no slot; and of the others."""
+        """Returns the best sample aside that is not large (`_is_large`), and the best large one ranked before it."""
         small, large = None, []
         while self._aside and small is None:
             sample = self._aside[0][1]
@@ -407,7 +407,7 @@ class Scheduler:
         return small, large[0][1] if large else None
 
     def _is_large(self, sample: Sample) -> bool:
-        """It wants a slot, and its client has a large share of them."""
+        """Returns whether the sample wants a slot, and its client has a large share of them."""
         request = sample.request
         slots = self._slots_of.get(request.client, 0) if request.client else len(request.slots)
         return sample.slot is None and 0 < self._reserve <= slots
@@ -453,7 +453,7 @@ class Scheduler:
             rows += 1
 
     def _begin(self, plan: StepBuilder, sample: Sample, blocks: Ints, computed: int, chunk: int) -> None:
-        """It gets a slot if it has none, and its blocks, `computed` tokens of which are found in them."""
+        """Admits a sample: it gets a slot if it has none, and blocks in which `computed` of its tokens are found."""
         request = sample.request
         if request.is_waiting:
             self._queue.take(request)
@@ -504,20 +504,20 @@ class Scheduler:
                 self._fork(slot)
 
     def _fork(self, slot: int) -> None:
-        """The blocks of the prompt that the other samples can share are there, or will never be."""
+        """Lets the other samples wait for a slot: the prompt blocks that they can share are there, or will never be."""
         self._put_aside(self._forking.pop(slot), 1)
 
     def _put_aside(self, request: Request, index: int) -> None:
-        """The next of its samples, from this one on, waits for a slot; when it has one, the next after it does."""
+        """Puts the next sample, from `index` on, aside to wait for a slot; once it has one, the next one follows."""
         for sample in request.samples[index:]:
             if not sample.is_ended:
                 sample.is_preempted = True
                 heapq.heappush(self._aside, (sample.rank, sample))
                 return
 
-    # ── what comes of it ──
+    # ── steps sent and done ──
     def on_sent(self, step: Step) -> None:
-        """What was planned has been sent, and the schedule has applied it."""
+        """Records that the planned step has been sent, and applied by the batch state."""
         now = self._schedule
         self._progress.sent(step, self._newly_scheduled)
         self._newly_scheduled.clear()
@@ -525,7 +525,7 @@ class Scheduler:
             self._prefilling = {slot for slot in self._prefilling if now.known[slot] - now.computed[slot] > 1}
 
     def on_result(self, done: StepDone) -> None:
-        """Raises DecodeError, and changes nothing, where it does not tell of the oldest step in flight."""
+        """Applies a result. Raises DecodeError, and changes nothing, if it misfits the oldest step in flight."""
         progress = self._progress
         flight = progress.pop_oldest(done)
         for sample in progress.failed(flight, done):
@@ -539,7 +539,7 @@ class Scheduler:
                 self._fork(slot)
 
     def _end(self, sample: Sample) -> None:
-        """Whatever it still computes is nobody's. It leaves with the next step."""
+        """Ends a sample: ids that it still samples are discarded. It leaves its slot with the next step."""
         if sample.is_ended:
             return
         sample.is_ended, sample.is_preempted = True, False

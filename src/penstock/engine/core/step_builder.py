@@ -1,6 +1,6 @@
-"""What a scheduler decides for one step, one request after the other, gathered into the columns of a `Step`.
+"""Gathers the decisions of the scheduler for one step, request by request, into the columns of a `Step`.
 
-Leaves to `batch_state` whether it fits: the core applies what it has made as everybody else does.
+`batch_state` checks that the step fits: the core applies it as every receiver does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Blocks = Sequence[int] | Ints
 
 
 class StepBuilder:
-    """The step that is being decided. `finish` makes it, and begins the next one."""
+    """The step that is being decided. `build` returns it, and begins the next one."""
 
     def __init__(self, schedule: BatchState) -> None:
         self._free: list[int] = np.flatnonzero(schedule.status == FREE).tolist()  # a heap: low slots keep arrays dense
@@ -66,20 +66,20 @@ class StepBuilder:
         return slot
 
     def leave(self, slot: int) -> None:
-        """A request has ended, in whatever way. A join of this step may get its slot."""
+        """Frees the slot of a request that has ended. A join of this step may get it."""
         self._take_back(slot)
         if self._joined.pop(slot, None) is None:
             self._left.append(slot)
         heapq.heappush(self._free, slot)
 
     def preempt(self, slot: int) -> None:
-        """It loses its blocks, and waits in its slot."""
+        """Preempts a request: it loses its blocks and keeps its slot."""
         self._take_back(slot)
         if self._resumed.pop(slot, None) is None:
             self._preempted.append(slot)
 
     def _take_back(self, slot: int) -> None:
-        """What was decided for it before."""
+        """Drops the blocks and the advance that were decided for the slot before."""
         self._appended.pop(slot, None)
         self._advances.pop(slot, None)
 
@@ -89,11 +89,11 @@ class StepBuilder:
             self.advance(slot, chunk)
 
     def append(self, slot: int, blocks: Blocks) -> None:
-        """More blocks for one request."""
+        """Appends blocks to one request."""
         self._appended.setdefault(slot, []).extend(blocks)
 
     def append_one_each(self, slots: Column, blocks: Ints) -> None:
-        """One more block for each of these; nothing else that is appended, leaves or is preempted in this step."""
+        """Appends one block to each slot. In this step none of them gets other blocks, leaves or is preempted."""
         if slots.size:
             self._each.append((slots, blocks))
 

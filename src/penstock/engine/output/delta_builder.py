@@ -82,7 +82,7 @@ class DeltaBuilder:
         self.logprobs = logprobs
         self.texts: list[bytes] = []
         self.ends: dict[int, SampleEnd] = {}
-        self.wrapped: list[int] = []  # whose log-probabilities are in their texts
+        self.wrapped: list[int] = []  # rows with log-probabilities in their texts
 
     def of(self, rows: Index) -> DeltaBuilder:
         """These rows alone."""

@@ -1,6 +1,6 @@
 """From ids to text, as they come: no half characters, and nothing of a stop string or beyond it.
 
-Leaves to `output_processor` whose text it is, and how it is wrapped.
+Leaves to `output_state` which sample a text is of, and to `sse_chunks` how it is wrapped.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _is_whole(piece: bytes) -> bool:
 
 
 def char_bloom(characters: str) -> int:
-    """64 bits; each character sets one. Texts whose masks have none in common have no character in common."""
+    """Returns 64 bits; each character sets one. Texts without a common bit have no character in common."""
     mask = 0
     for character in characters:
         mask |= 1 << ord(character) % 64
@@ -128,7 +128,7 @@ class TokenizerDecoder:
     def __init__(self, tokenizer: Any, context: list[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._before = context  # ids whose text is out, and decides how the next ones are written
+        self._before = context  # ids with text that is out, and decides how the next ones are written
         self._held: list[int] = []
         self._begin()
 
@@ -264,8 +264,8 @@ class StopStringFilter:
         self._held = ""
 
     def take(self, one: int, may_stop: bool = True) -> str:
-        """What may be shown with one id more. A stop string whose last character comes with an id that may not stop is
-        none. Of several, the one whose last character comes first ends the text; of those, the longest."""
+        """Returns what may be shown with one id more. A stop string completed by an id that may not stop is none.
+        Of several, the one completed first ends the text; of those, the longest."""
         text = self.stream.take(one)
         return self._show(text, may_stop) if self._stops is not None else text
 

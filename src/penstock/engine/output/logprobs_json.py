@@ -32,7 +32,7 @@ class LogprobsWriter:
         self._object = functools.lru_cache(MAX_READY)(self._make_object)
 
     def told(self, found: LogprobRows, wrappings: Sequence[ChunkWriter | None]) -> dict[int, bytes]:
-        """By row, what stands in its line; who has none, or no line, is not there."""
+        """Returns the JSON of each row's logprobs, keyed by row: of rows with logprobs and a `ChunkWriter`."""
         told: dict[int, bytes] = {}
         chats, completions, offsets = [], [], []
         for row in np.flatnonzero(found.counts).tolist():

@@ -48,7 +48,7 @@ class OutputState:
     def __init__(
         self, vocabulary: Vocabulary, max_model_len: int, eos_ids: Collection[int], share: int = 0, shares: int = 1
     ) -> None:
-        """Of so many `shares`, this is the one of the requests whose number leaves `share` when divided by that."""
+        """Handles the requests with `request % shares == share`."""
         self._vocabulary = vocabulary
         self._likely = LogprobsWriter(vocabulary)
         self._max_model_len, self._eos_ids = max_model_len, frozenset(eos_ids)
@@ -93,7 +93,7 @@ class OutputState:
             del self._announced[key]
 
     def forget_server(self, server: int) -> Requests:
-        """It has died, or takes nothing: nobody waits for these answers. Returns its requests that were open."""
+        """Drops a server that died or takes nothing: nothing reads its answers. Returns its requests that were open."""
         self.forget_announcements(server)
         self._aborted = [row for row in self._aborted if row.server != server]
         there = np.flatnonzero((self.schedule.servers == server) & self._is_open)
@@ -213,7 +213,7 @@ class OutputState:
         return rows
 
     def _write(self, rows: DeltaBuilder) -> list[int]:
-        """Every row's text. Returns the slots that end by it and by no id; whoever ends is in `rows.ends` then."""
+        """Writes every row's text. Returns the slots that end by it and by no id; `rows.ends` then has every end."""
         vocabulary, slots = self._vocabulary, rows.slots
         places = vocabulary.rows(rows.ids, self._bases[slots])
         kinds = self._kinds[slots]

@@ -39,7 +39,7 @@ class ChunkWriter:
         self.front = self._start + (b'"delta":{"content":"' if self.is_chat else b'"text":"')
         self.told = (b'"}' if self.is_chat else b'"') + LOGPROBS
         self.back = self.told + b"null" + MIDDLE
-        self.has_begun = not self.is_chat  # a chat's first piece says who speaks
+        self.has_begun = not self.is_chat  # a chat's first piece has the role
         self.offset = 0  # characters shown, where log-probabilities are told of a completion
 
     def piece(self, text: str, likely: bytes | None, reason: FinishReason | None) -> bytes:

@@ -1,8 +1,8 @@
-"""What is running, where its blocks are, and how far it has come: the same arrays in the core and in its workers.
+"""The batch: its rows, their block tables and their progress; the same arrays in the core and in its workers.
 
-A `Step` is applied here by the core that has made it and by all who receive it. A steady step costs two additions of
-arrays, whatever the number of requests. Leaves to `step_builder` how a step is made, to the scheduler why, and to
-`codec.sequence` whether it is the next one.
+A `Step` is applied here by the core that has built it and by all its receivers. A steady step costs two additions of
+arrays, whatever the number of requests. The scheduler decides a step, `step_builder` builds it, and `codec.sequence`
+checks that it is the next one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from penstock.engine.protocol.step_draft import StepDraft
 
 
 class BatchState:
-    """The state. Arrays are by slot; what they hold for a free slot means nothing, unless said.
+    """Arrays are by slot; their values for a free slot mean nothing, unless said.
 
-    A row samples in a step if what is computed of it reaches what is known of it: then one more token is known, or will
-    be when its number is. So all who apply the step know who sampled, and nobody computes a token that is not known.
+    A row samples in a step if its computed tokens reach its known tokens: then one more token is known, or will be when
+    its id is. So all processes that apply the step know which rows sampled, and none computes an unknown token.
 
     Only `apply` writes to it. It replaces `rows`, `counts`, `sampled` and what `prompts` holds, and does not change
     them: a reference to those of a step stays valid.
@@ -39,7 +39,7 @@ class BatchState:
         self.status = np.zeros(slots, np.uint8)
         self.requests = np.zeros(slots, np.int32)
         self.servers = np.zeros(slots, np.uint16)
-        self.samples = np.zeros(slots, np.uint16)  # which of its request's n
+        self.samples = np.zeros(slots, np.uint16)  # index among the request's `n` samples
         self.prompts: list[Ints] = [NOTHING] * slots
         self.params: list[SamplingParams | None] = [None] * slots
         self.inputs: list[tuple[Input, ...]] = [()] * slots
@@ -48,11 +48,11 @@ class BatchState:
         self.block_counts = np.zeros(slots, np.int32)  # 0 for a free slot
         self.table = np.zeros((slots, min(16, self.max_blocks_per_request)), np.int32)  # grows to the right
         self.rows: Index = np.zeros(0, np.intp)  # slots that run, ascending: the order of a step
-        self.counts: Ints = np.zeros(slots, np.int32)  # how many tokens the last step computes; 0 for who does not run
+        self.counts: Ints = np.zeros(slots, np.int32)  # tokens that the last step computes; 0 for slots that do not run
         self.sampled: Index = self.rows  # those of `rows` that sample in the last step, in the same order
-        self._positions = blocks * block_size + 1  # less than this is computed of anybody, and by any step
-        self._ones = self.counts  # 1 for who runs
-        self._room = 0  # for so many steady steps, at least, everybody has blocks, and samples
+        self._positions = blocks * block_size + 1  # less than this is computed of any slot, and by any step
+        self._ones = self.counts  # 1 for slots that run
+        self._room = 0  # for so many steady steps, at least, all rows have blocks, and sample
 
     # ── for the core and the workers ──
     def blocks_of(self, slot: int) -> Ints:
@@ -68,7 +68,7 @@ class BatchState:
 
     # ── becoming the next state ──
     def apply(self, step: Step, /) -> None:
-        """Raises DecodeError, and changes nothing, where the step does not fit."""
+        """Applies a step. Raises DecodeError, and changes nothing, if it does not fit."""
         if (
             step.advances is None
             and step.appended is None

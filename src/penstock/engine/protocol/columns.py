@@ -23,7 +23,7 @@ NOTHING: Ints = np.zeros(0, np.int32)
 
 
 def columns_of_params(params: list[SamplingParams]) -> tuple[tuple[SamplingParams, ...], Slots]:
-    """Each once, in the order of their first use, and which of them each row has."""
+    """Returns the distinct parameters in the order of their first use, and which of them each row has."""
     numbers: dict[SamplingParams, int] = {}
     of = np.array([numbers.setdefault(one, len(numbers)) for one in params], np.uint16)
     return tuple(numbers), of
@@ -48,11 +48,11 @@ def ragged(rows: Index, starts: Index | Ints, counts: Column) -> tuple[Index, In
 
 
 def check_column(column: Column, size: int, place: str, below: int | None = None) -> Column:
-    """The column, if it has this many numbers, none of them negative, and all of them less than `below`."""
+    """Returns the column. Raises DecodeError unless it has `size` numbers, none negative and all less than `below`."""
     if column.ndim != 1 or column.size != size:
         raise DecodeError(f"expected {size} numbers, got a shape of {column.shape} at $.{place}")
     if size:
-        unsigned: Column = column.view(_UNSIGNED[column.dtype])  # what is negative is larger than any other
+        unsigned: Column = column.view(_UNSIGNED[column.dtype])  # a negative number is larger than any other
         limit = 1 << 31 if below is None else below
         if np.maximum.reduce(unsigned) >= limit:
             at = int((unsigned >= limit).argmax())

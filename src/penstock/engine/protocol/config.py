@@ -1,6 +1,6 @@
-"""What a tree of processes is told once, when it starts: frozen, and checked where it enters.
+"""The configuration of a process tree, given once, when it starts: frozen, and checked where it enters.
 
-Leaves to the command line how it is said, and to each process what it makes of it.
+The command line parses its options, and each process reads what it needs.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     end_ids: tuple[int, ...] = ()  # besides those that the model's own files name
     generation_config: str = "auto"  # sampling defaults are those of generation_config.json; "vllm": neutral ones
-    sampling_defaults: SamplingDefaults = SamplingDefaults()  # of requests; read from the model by `completed`
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # of requests; from the model by `with_model_defaults`
     store_nbytes: int = 0  # of the store for images; 0: there is none
 
     start_timeout: float = 600.0  # until a group serves
-    step_timeout: float = 30.0  # until a step's result is in, or somebody takes what is sent to it
+    step_timeout: float = 30.0  # until a step's result is in, or a receiver takes what is sent to it
     shutdown_timeout: float = 30.0  # until open requests are answered, when the tree is to end
     log_format: str = "text"  # or "json"
     log_level: str = "info"  # events below it are not logged; "debug" has the trace of what could not start
@@ -149,12 +149,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def device_of(self, group: int, rank: int) -> str:
-        """Each worker has a CUDA device of its own."""
+        """Returns the device of a worker: with `cuda`, each worker has its own."""
         return f"cuda:{group * self.tensor_parallel_size + rank}" if self.device == "cuda" else self.device
 
     @property
     def max_blocks_per_request(self) -> int:
-        """Of one sample."""
+        """Returns how many blocks one sample has at most."""
         return -(-self.max_model_len // self.block_size)
 
 

@@ -104,7 +104,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     prompt: Ints
     params: SamplingParams
     priority: int = 0  # lower is sooner
-    client: str = ""  # among whom to be fair
+    client: str = ""  # scheduling is fair among clients
     salt: bytes = b""  # requests share cached blocks only with those of the same salt
     inputs: Inputs | None = None
 
@@ -118,7 +118,7 @@ class Style(enum.IntEnum):
 
 
 class Announce(msgspec.Struct, array_like=True, frozen=True):
-    """To the output processor that will hear of a request, before its Submit: how its answer is to be written."""
+    """To the output processor of a request, before its Submit: how its answer is to be written."""
 
     server: Natural
     request: Number
@@ -128,7 +128,7 @@ class Announce(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """From a server, whose client has gone."""
+    """From a server: the clients of these requests have gone."""
 
     server: Natural
     requests: Requests
@@ -152,7 +152,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
 
 # ── core → workers and output processors, by broadcast ───────────────────────────────────────────────────────────────
 class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """Requests that take a slot, one row each. One that left in the same step may have had it."""
+    """Requests that join a slot, one row each. A request that left in the same step may have had it."""
 
     slots: Slots
     requests: Requests
@@ -164,11 +164,11 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     params_of: Slots | None = None  # which of `params` each row has; None: one each
     computed: Ints | None = None  # how much of each prompt the cache has; None: nothing
     parents: Slots | None = (
-        None  # whose prompt and inputs each one has (then it brings none), or its own slot; None: all their own
+        None  # the slot with the prompt and inputs of each row (then it brings none), or its own; None: all their own
     )
     servers: Slots | None = None  # None: all of server 0
     inputs: Inputs | None = None
-    samples: Slots | None = None  # which of its request's n each one is; None: all the first
+    samples: Slots | None = None  # each row's index among its request's `n` samples; None: all the first
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -189,7 +189,7 @@ class Appended(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Advances(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """How many tokens this step computes, of the requests of which it is not one: chunks of prefill."""
+    """How many tokens this step computes of a request, where it is not one: chunks of prefill."""
 
     slots: Slots
     counts: Ints  # 0: not in this step
@@ -204,8 +204,8 @@ class Begin(Sequenced, array_like=True, frozen=True, eq=False):
 
 
 class Step(Sequenced, array_like=True, frozen=True, eq=False):
-    """What the ranks do next, told as what is new. The fields happen in this order. All who run and are not in
-    `advances` compute one token. Who samples is not said: `BatchState.sampled` tells."""
+    """What the ranks do next, as changes of the batch. The fields apply in this order. Rows that run and are not in
+    `advances` compute one token. `BatchState.sampled` tells which rows sample."""
 
     left: Slots | None = None
     preempted: Slots | None = None  # keep slot and prompt, lose their blocks
@@ -232,7 +232,7 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """What a step has sampled. Every step has one, in their order, also when nobody sampled."""
+    """What a step has sampled. Every step has one, in their order, also when no row sampled."""
 
     leader: int
     number: Natural  # of the step
@@ -249,7 +249,7 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
             raise DecodeError(f"expected one for each that failed, got a shape of {self.reasons.shape} at $.reasons")
 
     def failures(self) -> list[tuple[int, FinishReason]]:
-        """Slots, and why each has failed. Raises DecodeError where that is not known here."""
+        """Returns the slots that failed, with the reasons. Raises DecodeError for an unknown reason."""
         if self.failed is None:
             return []
         slots: list[int] = self.failed.tolist()

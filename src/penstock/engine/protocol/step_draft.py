@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StepDraft:
-    """The next state, of which nobody knows until it is committed: so a step that does not fit has changed nothing."""
+    """The next state, not visible until it is committed: so a step that does not fit has changed nothing."""
 
     def __init__(self, now: BatchState) -> None:
         self._now = now
@@ -105,7 +105,7 @@ class StepDraft:
                         raise DecodeError(f"expected 0 for who has its parent's, got {count} at $.joined.{what}[{row}]")
                 prompt, its = self._prompt_of(parents[row], own, row)
             else:
-                prompt, its = ids[begin:end].copy(), inputs[row]  # not the frame's, which would be kept as long
+                prompt, its = ids[begin:end].copy(), inputs[row]  # a copy: a view would keep the frame as long
                 prompt.flags.writeable = False
             own[slot] = prompt, its
             begin = end
@@ -115,7 +115,7 @@ class StepDraft:
         self._joined = joined
 
     def _require_more_known(self, slots: Index, place: str) -> None:
-        """There is something left to compute of each."""
+        """Raises DecodeError unless each slot has tokens left to compute."""
         computed, known = self._computed[slots], self._known[slots]
         if (wrong := computed >= known).any():
             at = int(wrong.argmax())
@@ -127,7 +127,7 @@ class StepDraft:
     def _prompt_of(
         self, parent: int, own: dict[int, tuple[Ints, tuple[Input, ...]]], row: int
     ) -> tuple[Ints, tuple[Input, ...]]:
-        """With what stands in it."""
+        """Returns the parent's prompt and its inputs."""
         if parent in own:
             return own[parent]
         if parent >= self._now.slots or self._now.status[parent] == FREE or parent in self._left:
@@ -163,7 +163,7 @@ class StepDraft:
         self._give(slots, appended.counts, appended.blocks, "appended", "counts")
 
     def _give(self, slots: Index, counts: Ints | None, blocks: Ints, place: str, name: str = "block_counts") -> None:
-        """More blocks for these slots; None: one each."""
+        """Appends blocks to these slots; `counts` None: one each."""
         now = self._now
         starts = self._block_counts[slots]
         if counts is None:
@@ -203,7 +203,7 @@ class StepDraft:
             self._rows = np.flatnonzero(self._ones)
 
     def _settle(self, counts: Ints, advances: Advances | None) -> None:
-        """All advance by so much, if their blocks have room for it and the tokens are known."""
+        """Advances all rows by `counts`. Raises DecodeError if blocks have no room for it, or tokens are not known."""
         now = self._now
         after = self._computed + counts
         room = (self._block_counts * np.int32(now.block_size) - after)[self._rows]
@@ -226,13 +226,13 @@ class StepDraft:
         self._counts = counts
 
     def _sample(self, after: Ints, left: Ints) -> None:
-        """`left` of the known tokens of each row remain to be computed. A row without any samples."""
+        """Sets which rows sample: those with none of their known tokens `left` to compute."""
         done = left == 0
         if done.all():
             self._sampled = self._rows
         else:
             self._sampled = self._rows[done]
-            if np.maximum.reduce(left) > 1:  # somebody will not sample in a steady step
+            if np.maximum.reduce(left) > 1:  # a row will not sample in a steady step
                 self._room = 0
         if self._known is self._now.known:
             self._known = self._known.copy()
@@ -262,7 +262,7 @@ class StepDraft:
         now.rows, now.counts, now._ones, now._room = self._rows, self._counts, self._ones, self._room
 
     def _slots(self, slots: Slots, place: str, *wanted: int) -> Index:
-        """The column as an index: each below the number of slots, none twice, all of the status that is wanted."""
+        """Returns the column as an index. Raises DecodeError unless slots exist, once each, with a `wanted` status."""
         check_column(slots, slots.size, place, self._now.slots)
         index = slots.astype(np.intp)
         status = self._status[index]
@@ -285,7 +285,7 @@ class StepDraft:
 
 
 def _place_of(slot: int, advances: Advances | None) -> str:
-    """Where a step says how many tokens of this slot it computes."""
+    """Returns the path at which a step says how many tokens of this slot it computes."""
     if advances is None or slot not in advances.slots:
         return ""
     return f".advances.counts[{int((advances.slots == slot).argmax())}]"

@@ -15,7 +15,7 @@ from penstock.engine._native import count_tokens
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Bytes, FinishReason, Ints, SamplingParams
 
-BUCKETS = 1 << 14  # ids that end somebody are looked for by their low bits first: few others share them
+BUCKETS = 1 << 14  # stop ids are looked up by their low bits first: few other ids share them
 
 
 class EndedSample(NamedTuple):
@@ -30,13 +30,13 @@ NOBODY = EndedSample(np.zeros(0, np.intp), np.zeros(0, np.uint8), [])
 
 
 class StopConditions:
-    """Of every slot, how many tokens it has generated, and when it ends. Arrays are by slot."""
+    """How many tokens each slot has generated, and when its sample ends. Arrays are by slot."""
 
     def __init__(self, slots: int, max_model_len: int, eos_ids: Collection[int]) -> None:
         """`eos_ids` end every sample that does not ignore them; `max_model_len` is for prompt and answer together."""
         self.generated = np.zeros(slots, np.int32)
-        self.has_ended = np.ones(slots, np.bool_)  # free slots too: what is sampled there is nobody's
-        self.limits = np.zeros(slots, np.int32)  # so many, and no more, does it generate
+        self.has_ended = np.ones(slots, np.bool_)  # free slots too: ids sampled there are discarded
+        self.limits = np.zeros(slots, np.int32)  # tokens that the sample generates at most
         self._least = np.zeros(slots, np.int32)  # min_tokens
         self._stops: list[frozenset[int]] = [frozenset()] * slots
         self._heeds_eos = np.zeros(slots, np.bool_)
@@ -70,18 +70,18 @@ class StopConditions:
         self.has_ended[slot] = True
 
     def end(self, slot: int) -> None:
-        """It has ended for a reason that is not to be found here: what is sampled for it from now on is discarded."""
+        """Ends the sample for a reason that is not found here: ids sampled for it from now on are discarded."""
         self.has_ended[slot] = True
 
     def may_stop(self, slot: int) -> bool:
-        """Whether it may end by the token that was counted last: `min_tokens` have come before."""
+        """Returns whether the token counted last may end the sample: `min_tokens` have come before."""
         return bool(self.generated[slot] > self._least[slot])
 
     def check(self, slots: Index, ids: Ints) -> EndedSample:
-        """Counts one more token of each slot, none of them twice; says which samples end with it, and marks them.
+        """Counts one more token of each slot, none of them twice. Returns the samples that end with it, and marks them.
 
         An id ends a sample only after `min_tokens` others; so the sampler does not choose it before. Slots that have
-        ended already are passed over.
+        ended already are skipped.
         """
         rows = count_tokens(self.generated, self.limits, self._marks, slots, ids)
         if rows is None:

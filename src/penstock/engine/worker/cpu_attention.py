@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.engine.worker.paged_attention import AttentionStyle
 
 DTYPES = (torch.float32, torch.bfloat16)
-WORTH_A_THREAD = 4_000_000  # products: a third of a millisecond, several times what it takes to wake somebody for them
+WORTH_A_THREAD = 4_000_000  # products: a third of a millisecond, several times what it takes to wake a thread
 
 
 class CpuRows(NamedTuple):

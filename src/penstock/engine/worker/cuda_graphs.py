@@ -52,7 +52,7 @@ class CudaGraphs:
 
 @contextmanager
 def _refusing_to_wait() -> Iterator[None]:
-    """Whoever asks the device for a number, which decides what is done next, has a RuntimeError."""
+    """Makes reading a number from the device a RuntimeError, as that number would decide what is done next."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it does not find everything: the recording finds the rest

@@ -88,8 +88,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Records what short requests need, so that they need not wait for it: the larger forms first, whose memory the
-        smaller ones share."""
+        """Records the buckets of short requests, so that these do not wait for a recording. The larger buckets come
+        first: the smaller ones share their memory."""
         began = time.monotonic()
         for rows in reversed(self.forms.rows):
             form = GraphBucket(rows, self.forms.widths[0])
@@ -123,7 +123,7 @@ class DecodeGraphs:
     ) -> None:
         """Writes all numbers of a form, those that pad it too: nothing of an earlier step is left in them."""
         num_position_axes, on_device = self._planes, self._in_columns(self._numbers, form)
-        # in memory that nobody writes to before the device has read it; what is pinned need not be waited for
+        # A buffer of its own: no later step overwrites it before the device has read it; pinned, it needs no wait.
         here = torch.empty(on_device.shape, dtype=torch.int64, pin_memory=on_device.is_cuda)
         numbers = here.numpy()
         numbers[: 1 + num_position_axes] = 0

@@ -1,6 +1,6 @@
 """What rank 0 sees of its device: for how long it ran, for how long it could have, and how many tokens came of it.
 
-A simulated device knows the times better, and is asked. Leaves to the board who reads them.
+A simulated device knows its times better, so `publish` takes them from it. Leaves to the board how they are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DeviceStats:
         self._simulated = device if isinstance(device, SimulatedRunner) else None
         self._begun: deque[int | None] = deque()  # of each step in flight, when it was launched; None: it is empty
         self._free_at = 0  # when the last one was seen to be done
-        self._is_awaited = False  # somebody had a row in the last step
+        self._is_awaited = False  # the last step had rows
         self.busy_ns = self.idle_ns = 0
         self.computed = self.sampled = 0
 

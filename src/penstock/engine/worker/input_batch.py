@@ -38,7 +38,7 @@ class InputBatch(NamedTuple):
     lengths: Index  # of the rows that compute one token: what is computed of each, this one included
     table: Ints  # their blocks, padded
     chunks: tuple[PrefillChunk, ...]
-    last: Index  # the tokens whose outcome is sampled, in the order of `BatchState.sampled`
+    last: Index  # the tokens to sample after, in the order of `BatchState.sampled`
 
     def firsts(self, window: int | None) -> Index:
         """Of the rows that compute one token: the first position that each sees, where it sees so many."""

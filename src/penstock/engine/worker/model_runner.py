@@ -75,7 +75,7 @@ class ModelRunner:
         self._prompt_lengths = np.zeros(slots, np.intp)
         self._threads = CpuThreads(most, most) if threads or where.type != "cpu" else self._found_threads(most)
         self.block_size = block_size
-        spare = 0 if recorder is None else 1  # the block that is nobody's
+        spare = 0 if recorder is None else 1  # the padding block of `DecodeGraphs`
         if blocks is None:
             room = self._room(token_budget, spare)
             blocks = room if max_blocks_per_request is None else min(room, max_blocks_per_request)
@@ -113,7 +113,7 @@ class ModelRunner:
         return TorchPendingStep(ids, slots, chosen, failed)
 
     def _follow(self, schedule: BatchState, step: Step) -> None:
-        """Who leaves, and who joins."""
+        """Applies leaves and joins to what is kept by slot."""
         if step.left is not None:
             for slot in step.left.tolist():
                 if self._sampler is not None:
@@ -191,7 +191,7 @@ class TorchPendingStep:
     def __init__(
         self, ids: Tensor, slots: Index, chosen: SampledTokens | None, failed: dict[int, FinishReason]
     ) -> None:
-        """`failed` are those besides whom the choice has found."""
+        """`failed`: slots that failed before sampling, with the reasons; `chosen` has those that failed in sampling."""
         # copied now, as a copy that is asked for later waits for what was launched in between
         self._ids = ids.to("cpu", non_blocking=True)
         self._slots = slots
@@ -199,7 +199,7 @@ class TorchPendingStep:
         self._failed = failed
         self._event: Any = None
         if ids.is_cuda:
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits for it sleeps
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a waiting thread sleeps
             self._event.record(torch.cuda.current_stream(ids.device))
 
     def is_done(self) -> bool:
@@ -232,5 +232,5 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _drawn(*numbers: int) -> int:
-    """A seed for who has none: another for every request."""
+    """Returns a seed for a request without one: another for every request."""
     return zlib.crc32(",".join(map(str, numbers)).encode())

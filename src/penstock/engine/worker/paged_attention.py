@@ -21,7 +21,7 @@ from penstock.engine.worker import cpu_attention
 from penstock.engine.worker.input_batch import InputBatch, PrefillChunk, moved
 
 NAME = "penstock"  # of this attention, among those of transformers; there is no mask of this name, so none is built
-MAX_GATHERED = 1 << 16  # positions whose keys are copied together: what is copied is short-lived, and not small
+MAX_GATHERED = 1 << 16  # positions with keys copied together: the copy is short-lived, and not small
 
 
 class KVCacheShape(NamedTuple):
@@ -76,8 +76,8 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU pages come when they are written to, and large ones where there are any: a process that has few of them
-    has ended soon, and until then nobody hears of its death."""
+    """Returns zeros. On a CPU, pages are allocated when written to, large ones where there are any: a process with few
+    pages ends soon, and until it has ended no peer learns of its death."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -254,7 +254,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: Atte
 
 
 def _from_the_start(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Whoever has nothing before it needs no mask, for which there are faster ways."""
+    """Attends within a chunk with nothing before it: no mask is needed, and without one there are faster ways."""
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     shares = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=shares).transpose(

@@ -56,7 +56,7 @@ class SampledTokens:
         )
 
     def failed(self, slots: Index) -> Slots | None:
-        """Those of the rows' slots whose logits were not numbers: their ids mean nothing."""
+        """Returns the slots of rows with logits that were not numbers: their ids mean nothing. None: there are none."""
         is_failed = self._is_failed.cpu().numpy()
         return slots[is_failed].astype(np.uint16) if is_failed.any() else None
 
@@ -106,7 +106,7 @@ class Sampler:
         self._batch: _Batch | None = None
 
     def join(self, slot: int, params: SamplingParams, prompt: Ints, *, drawn: int, sample: int = 0) -> None:
-        """`drawn` is the seed of who has none; `sample` is which of a request's n it is."""
+        """`drawn` is the seed of a request without one; `sample` is the index among the request's `n` samples."""
         self.leave(slot)
         self._temperatures[slot] = params.temperature
         self._top_ps[slot] = params.top_p
@@ -161,7 +161,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, slots: Index) -> SampledTokens:
         """One token for each row. The rows are of these slots, none of them twice; each has one token more then.
 
-        The same array of slots as in the step before, and nobody new in them, costs nothing for each row.
+        While `slots` is the array of the step before, and no sample has joined or left, `_Batch` is reused.
         """
         batch = self._batch
         if batch is None or batch.slots is not slots:
@@ -204,7 +204,7 @@ class Sampler:
 
 
 class _Batch:
-    """What is the same for these slots until somebody joins or leaves."""
+    """What is the same for these slots until a sample joins or leaves."""
 
     def __init__(self, sampler: Sampler, slots: Index) -> None:
         s, device = sampler, sampler._device
@@ -217,7 +217,7 @@ class _Batch:
         self.asking = np.flatnonzero(s._logprobs[slots])
         self.asking_rows = sampler._ids(self.asking)
         self.due = s._logprobs[slots[self.asking]]
-        # ── who draws, and from how much ──
+        # ── rows that draw at random, and what from ──
         self.random = np.flatnonzero(s._temperatures[slots] >= GREEDY)
         self.random_rows = sampler._ids(self.random)
         its = slots[self.random]
@@ -265,18 +265,18 @@ class _Batch:
         logits[self.allowed] = kept
 
     def draw(self, logits: torch.Tensor, most: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        """An id of each row. First the likeliest `top_k` are left, of these so many as make up `top_p`, of these who is
-        at least `min_p` times as likely as the likeliest; and who is as likely as the last of them."""
+        """Returns an id for each row, drawn from the likeliest `top_k`, of these from as many as make up `top_p`, of
+        these from ids at least `min_p` times as likely as the likeliest, and from ids as likely as the last of them."""
         weights = torch.exp((logits - most[:, None]) / self.temperatures)  # 1 for the likeliest
         if self.most_k:
             cut = weights[self.cut]
             weights[self.cut] = cut.masked_fill(cut < self._least_weights(cut), 0)
         if self.has_min_p:
             weights = weights.masked_fill(weights < self.min_ps, 0)
-        # In the order of the ids, whatever was done to find who is left: a draw means the same in any batch.
+        # In the order of the ids, however the candidates were found: a draw means the same in any batch.
         sums = weights.cumsum(-1)
         chosen = torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True)
-        return chosen[:, 0].clamp_(max=sums.shape[1] - 1)  # of a row that has failed, whose sum is no number
+        return chosen[:, 0].clamp_(max=sums.shape[1] - 1)  # a failed row's sum is no number
 
     def _least_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """Of each row that is cut, the weight of the last one that is left."""

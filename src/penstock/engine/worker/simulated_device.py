@@ -32,7 +32,7 @@ _SHIFTS = tuple(np.uint64(one) for one in (30, 27, 31))
 class TokenRule:
     """Which token stands where: a function of the prompt, the sample and the place alone.
 
-    So neither the batch, nor preemption, nor overlap, nor who else asks can change it, and a test can foretell it.
+    So neither the batch, nor preemption, nor overlap, nor other requests can change it, and a test can foretell it.
     """
 
     def __init__(self, told: SimulatedDevice) -> None:
@@ -86,8 +86,8 @@ class SimulatedPendingStep:
 class SimulatedRunner:
     """The device. `busy` and `idle` are in seconds, and exact on its clock.
 
-    Idle is the time from the end of a step to the launch of the next, where the one before left somebody to be
-    continued: nobody's time is wasted between a step after which all have left and the next one with rows.
+    Idle is the time from the end of a step to the launch of the next, where the one before left requests to be
+    continued: no request waits between a step after which all have left and the next one with rows.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class SimulatedRunner:
         self._clock = clock
         self._open_item = open_item or Incoming(None).open
         self._free_at = 0.0  # when the last step that was launched ends
-        self._is_awaited = False  # somebody had a row in the last step, and has not left since
+        self._is_awaited = False  # a request of the last step with rows still runs
 
     @property
     def idle_share(self) -> float:
-        """Of the time in which there was somebody to compute for."""
+        """Returns idle time as a share of the time in which there were requests to compute."""
         return self.idle / (self.idle + self.busy) if self.busy else 0.0
 
     def launch(self, schedule: BatchState, step: Step) -> SimulatedPendingStep:
@@ -124,7 +124,7 @@ class SimulatedRunner:
         failed = failures(self._open_images(schedule, step) if self._told.opens_images else {})
         now = self._clock()
         tokens = int(schedule.counts.sum())
-        if not tokens:  # nothing is computed: somebody left, perhaps
+        if not tokens:  # nothing is computed: requests left, perhaps
             self._is_awaited = self._is_awaited and schedule.rows.size > 0
             return SimulatedPendingStep(max(now, self._free_at), SamplerOutput(NOTHING, None, *failed), self._clock)
         if self._is_awaited and now > self._free_at:
@@ -138,7 +138,7 @@ class SimulatedRunner:
         return SimulatedPendingStep(self._free_at, SamplerOutput(ids, None, *failed), self._clock)
 
     def _open_images(self, schedule: BatchState, step: Step) -> dict[int, FinishReason]:
-        """Of those who join and bring images: each one that the cache has not got the whole of. Who fails by it."""
+        """Opens joining requests' images that the cache does not have whole. Returns the slots that fail, and why."""
         joined = step.joined
         if joined is None or joined.inputs is None:
             return {}
@@ -147,7 +147,7 @@ class SimulatedRunner:
         parents = slots if joined.parents is None else joined.parents.tolist()
         for slot, parent in zip(slots, parents, strict=True):
             if parent != slot:
-                continue  # whose images these are has looked at them
+                continue  # the same images: opened for the parent
             cached = int(schedule.computed[slot] - schedule.counts[slot])
             try:
                 for item, position, length in schedule.inputs[slot]:
@@ -162,7 +162,7 @@ class SimulatedRunner:
 
 
 def _touch(value: Any) -> None:
-    """Reads a byte of each page, as who copies it to an accelerator reads all of them."""
+    """Reads a byte of each page, as a copy to an accelerator reads all of them."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from penstock.engine.worker.weight_slices import FIRST_ONLY, HeadSlices, WeightSlice, share, within
 
 ALIGNED = 8  # columns, or rows: the arithmetic of some devices and of experts wants 16 bytes, of two-byte numbers
-KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")  # layers whose outputs are heads, or, of the last, inputs
+KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")  # layers with heads as outputs; the last one: as inputs
 
 
 class TPGroup:
-    """The processes that share a model. With one alone, nothing is said to anybody."""
+    """The processes that share a model. With one alone, nothing is sent."""
 
     def __init__(self, rank: int = 0, size: int = 1, init_method: str = "", device: str = "cpu") -> None:
         """Blocks until all have come. `init_method` is where: `tcp://127.0.0.1:PORT`, or `file://PATH`.
@@ -159,7 +159,7 @@ def _colwise_gather_output(cut: _Cut, name: str) -> None:
 
 
 def _rowwise(cut: _Cut, name: str) -> None:
-    if name not in cut.modules:  # a parameter: whose module it is adds up
+    if name not in cut.modules:  # a parameter: its module adds up
         cut.parameter(name, -1)
         return
     cut.parameter(f"{name}.weight", -1)
@@ -183,7 +183,7 @@ def _embedding_rowwise(cut: _Cut, name: str) -> None:
     cut.parameter(f"{name}.weight", -2)
     embedding: Any = cut.modules[name]
     each = embedding.weight.shape[0]
-    embedding.padding_idx = None  # for who trains; it may be another rank's
+    embedding.padding_idx = None  # for training only; it may be another rank's
     look_up = embedding.forward
 
     def forward(ids: Tensor) -> Tensor:

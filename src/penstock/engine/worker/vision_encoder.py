@@ -2,7 +2,7 @@
 
 An image is opened for as long as it takes to encode it. All ranks do so in the same step, and where one of them does
 not find it, none has it: that request fails alike on all. Leaves to the store where an image's tensors lie, and to
-whoever filled it what they are: what the model's processor makes of one image.
+its writer what they are: what the model's processor makes of one image.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from penstock.tensor import Item
 from penstock.tensor.transport import Held
 
 Open = Callable[[Item], Held]  # raises Missing
-Name: TypeAlias = "bytes | int"  # of an image: its key; of one without, who its item is, as long as a slot has it
-MAX_NBYTES = 1 << 28  # of encoded images that nobody needs at the moment
+Name: TypeAlias = "bytes | int"  # an image's key; without one, the `id()` of its item, as long as a slot has it
+MAX_NBYTES = 1 << 28  # of encoded images that are kept from one step to the next
 MAX_GRIDS = 1 << 14  # of images whose shape is remembered
 
 MISSING, MISFIT, THERE = range(3)  # what a rank says of an image; the least counts
@@ -52,12 +52,12 @@ class EncoderCache:
         self._image_id = model.image_id or 0
         self._encoded: OrderedDict[Name, Tensor] = OrderedDict()  # those last used last
         self._nbytes = 0
-        self._grids: OrderedDict[Name, Tensor] = OrderedDict()  # [1, 3]: who is in the cache need not be opened for it
+        self._grids: OrderedDict[Name, Tensor] = OrderedDict()  # [1, 3]: kept, so a cached image need not be opened
         self._inputs: dict[int, list[tuple[Input, Index]]] = {}  # with the positions at which the image stands
         self._ends = np.zeros(slots, np.intp)  # from here on there is only text
         self._offsets = np.zeros(slots, np.intp)  # of rope positions, from there on
         self._mrope_positions: dict[int, Index] = {}  # and up to there [3, end]
-        self._broken: dict[int, FinishReason] = {}  # slots of which nobody knows where their tokens stand
+        self._broken: dict[int, FinishReason] = {}  # slots without known token positions
         self._has_ropes = hasattr(model.stock.base_model, "get_rope_index")
 
     def join(self, slot: int, prompt: Ints, inputs: tuple[Input, ...]) -> None:
@@ -217,7 +217,7 @@ class EncoderCache:
             state = MISSING
         except (DecodeError, ValueError) as error:
             event("not an image", error=error)
-        state = self._model.ranks.least(state)  # who goes on alone would wait for the others, and add up nonsense
+        state = self._model.ranks.least(state)  # a rank alone would wait for the others, and add up nonsense
         if state != THERE:
             raise Unusable(WHY[state])
         return found

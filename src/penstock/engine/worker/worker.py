@@ -26,12 +26,12 @@ from penstock.engine.worker.device_stats import DeviceStats
 from penstock.engine.worker.simulated_device import SimulatedRunner
 from penstock.tensor import Incoming
 
-if TYPE_CHECKING:  # who needs torch
+if TYPE_CHECKING:  # decode_graphs imports torch
     from penstock.engine.worker.decode_graphs import GraphRecorder
 
 MAX_IN_FLIGHT = 2  # one runs, one waits: the device need not wait for us between them
 LOOKS = 10_000  # of a thread for the others of its product: about 0.1 ms. With none, a short step takes twice as long
-LOOK_AGAIN = 0.0002  # seconds; at a flight of which nobody knows when it will end
+LOOK_AGAIN = 0.0002  # seconds between looks at a flight with unknown end
 
 
 def run(tree: Cluster, me: ProcessId) -> None:
@@ -50,7 +50,7 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
     if config.simulated is not None:
         return SimulatedRunner(config.simulated, config.max_num_seqs, open_item=Incoming(tree.store).open)
     # Read when torch is loaded. Threads of a product that wait for each other look for about as long as it takes to
-    # wake somebody, then give their processor away: core and servers need it, and bring the next step.
+    # wake a thread, then give their processor away: core and servers need it, and bring the next step.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", str(LOOKS))
     # Imported here: torch is not needed by anybody else.
@@ -172,5 +172,5 @@ class Worker:
         results = self._results
         retry_past_stale_deaths(self._me, lambda: results.send(done, self._timeout), self._timeout)
         assert self._meter is not None, "whoever tells results counts them"
-        self._meter.done(sampled, done_at)  # nobody waits for that
+        self._meter.done(sampled, done_at)  # no process waits for that
         self._meter.publish(self._row)

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.server.errors import ApiError
 
-# Parameters of the function that renders; a client who could say a template would have it run here.
+# Parameters of the rendering function, refused in a request: a template of the client would run in this process.
 RESERVED = {
     *("conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask"),
     *("continue_final_message", "add_generation_prompt", "messages"),

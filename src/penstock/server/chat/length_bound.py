@@ -2,7 +2,7 @@
 
 A token covers at most so many characters of a text as the longest one has, unless the tokenizer drops characters or
 makes one token of many that it does not know. Where the tokenizer's file does not rule that out, there is no bound.
-Leaves to `prompt_builder` who asks.
+`prompt_builder` decides which texts are checked.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> 
 
 @functools.cache
 def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Fields whose values are whole numbers, or nothing."""
+    """Returns the encoded names of the fields of type `int` or `int | None`."""
     fields = msgspec.inspect.type_info(kind).fields  # type: ignore[attr-defined]
     kinds = {field.encode_name: {type(one) for one in getattr(field.type, "types", (field.type,))} for field in fields}
     optional = {msgspec.inspect.IntType, msgspec.inspect.NoneType}

@@ -203,7 +203,7 @@ class RequestStreams:
 
 # ── as it comes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class SSEResponse:
-    """An answer whose pieces are finished lines. What goes wrong before the first one is raised; later it is an event.
+    """An answer of complete SSE lines. An engine error before the first piece is raised; a later one is an event.
 
     A client that reads slowly holds up its own answer only: the stream keeps what it has not taken, up to a bound.
     """

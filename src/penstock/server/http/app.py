@@ -70,10 +70,10 @@ from penstock.server.status.server_info import served_name
 
 LONG = 64 << 10  # bytes of a body: most are decoded in a fraction of 1 ms; longer ones by a thread, as the loop goes on
 BODIES_AT_ONCE = 8  # of the longest: what a process keeps of requests that have not come as a whole
-MAX_PATH = 256  # characters of a path whose nearest route is looked for
+MAX_PATH = 256  # characters of an unknown path that are compared with the routes
 MAX_SHARE = 2  # the prompts of one request take at most 1/MAX_SHARE of all slots at a time
 LIKE = 0.75  # how much of it the nearest one shares; other routes of OpenAI's API share less
-CLIENT_GONE = 499  # in the tally: nobody is told
+CLIENT_GONE = 499  # only counted: the client has gone, and gets no response
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
 
 Answer: TypeAlias = Response | SSEResponse
@@ -141,7 +141,7 @@ class ApiServer:
             message = f"there is no route {path}: {way_out}"
         return ApiError(error.status_code, message, headers=headers).response()
 
-    # ── who may ask, and how much ──
+    # ── API keys and limits ──
     def require_key(self, request: Request) -> None:
         if not self._keys:
             return
@@ -421,7 +421,7 @@ class ApiServer:
 
 
 class Endpoint:
-    """A route. Whoever has no key, asks too much or what makes no sense is told so in OpenAI's form."""
+    """A route. A request without a key, above a limit or invalid gets an error in OpenAI's form."""
 
     def __init__(self, api: ApiServer, route: str, answer: Callable[[Request], Awaitable[Answer]]) -> None:
         self._api = api

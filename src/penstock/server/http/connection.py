@@ -1,6 +1,6 @@
-"""One client's connection: how much it may send before it has said what it wants, and how long it may take for that.
+"""One client's connection: bounds on what it sends besides bodies, and on how slowly it sends.
 
-Leaves HTTP to uvicorn, whose parser has no such bounds, and to `app` what is answered.
+uvicorn implements HTTP, but its parser has no such bounds. `app` answers the requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FRAMING = 8  # and so much more for each byte of a body: chunks may be of one by
 MAX_AHEAD = 16  # requests that a client may send before the one that is being answered is …
 MAX_AHEAD_NBYTES = 256 << 10  # … and bytes of them, while it is not
 SLOWEST = 16 << 10  # bytes per second of a body; slower ones have been given up when the patience has ended
-MAX_LINGERING = 64  # connections that are too many, and whose refusal is waited for
+MAX_LINGERING = 64  # connections above the limit that end slowly, so that the client gets its refusal
 LINGER = 2.0  # seconds without more of what is thrown away so that the refusal of it arrives …
 MAX_THROWN_NBYTES = 64 << 20  # … and bytes of it: the longest of usual bodies
 
@@ -115,9 +115,9 @@ class LimitedConnection(HttpToolsProtocol):
         self.refuse(ApiError(400, msg))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Whoever offers one is answered without it."""
+        """Logs nothing: a request that offers an upgrade is answered without it."""
 
-    # ── who is late ──
+    # ── deadlines ──
     def _begin(self) -> None:
         self._began = self.loop.time()
         self._body_nbytes = 0
@@ -146,7 +146,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _look(self) -> None:
         self._alarm = None
-        if self.flow.read_paused or self._is_answering:  # it is we who do not read, or another request is before it
+        if self.flow.read_paused or self._is_answering:  # reading is paused, or another request is before it
             self._began = self.loop.time()
         if self.loop.time() < self._due:
             self._watch()
@@ -192,7 +192,7 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.write(b"".join([STATUS_LINE[error.status], *lines, length, error.body]))
 
     def _give_up(self) -> None:
-        """To whoever answers requests of this client, it has gone. uvicorn tells the last one alone."""
+        """Marks all unanswered requests of this client as disconnected; uvicorn marks only the last one."""
         for cycle in (self._running, self.cycle, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True

@@ -1,6 +1,6 @@
 """`/health`: whether this process lives, whether a request would be answered now, and how every process is.
 
-Leaves to the board and the tally what there is to know. Nobody needs a key to ask.
+Reads the status board and the server counters. The route needs no API key.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ OF_A_QUESTION = (401, 500)
 
 
 def route(has_keys: bool) -> Route:
-    """The document does not change while a server lives; it is made when somebody asks for it."""
+    """Returns the route of the document, which is built at the first request and does not change after it."""
     document = functools.cache(lambda: msgspec.json.encode(documented(has_keys)))
 
     async def tell(request: Request) -> Response:

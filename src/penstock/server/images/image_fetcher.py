@@ -1,9 +1,8 @@
-"""Images from other hosts, if these are open to clients: one request each, by a thread, to an address looked at before.
+"""Fetches images from allowed hosts: one request each, in a thread, to an address that was checked before.
 
-Whoever names a URL has this machine ask for it, and it may reach what the client cannot. So hosts are named by whoever
-starts the server; an address is looked at and then connected to, so that a name cannot come to mean another one in
-between; redirects are not followed; and a client is not told what became of a connection. Leaves to http.client what
-HTTP is, and to the engine's images what the bytes are.
+A URL makes this machine send a request, which may reach what the client cannot. So the server's options name the hosts.
+A host's name is resolved once: the address that is checked is the one that is connected to. Redirects are not followed.
+A client is not told what became of a connection. http.client implements HTTP; the engine's images decode the bytes.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def is_remote(url: str) -> bool:
 
 
 def is_public(address: Address) -> bool:
-    """Whether it is one of the internet, and not of this machine, its network, a group of machines or nobody."""
+    """Whether the address is on the public internet: not of this machine or its network, multicast or reserved."""
     if isinstance(address, ipaddress.IPv6Address):
         nat64 = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in NAT64 else None
         inner = address.ipv4_mapped or address.sixtofour or nat64 or (address.teredo and address.teredo[1])
@@ -156,7 +155,7 @@ class _Fetch:
         self._dup: socket.socket | None = None  # the same connection once more: what TLS is made of cannot be ended
 
     def end(self) -> None:
-        """Whoever waits for something in it waits no longer."""
+        """Shuts the connection down, so that the thread no longer waits on it."""
         with self._lock:
             self.is_over = True
             if self._dup is not None:

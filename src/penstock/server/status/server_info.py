@@ -1,6 +1,6 @@
-"""What a server says of itself to whoever looks from outside: a page that the launcher writes once, nobody after it.
+"""Constants of a server for observers outside of it: a page that the launcher writes once, and no process after it.
 
-It is also how a server is found: who has such a page open is one. Leaves to the board and the tally what changes.
+Observers find a server by this page: a process that has it open is one. Board and counters hold what changes.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class ChannelView(msgspec.Struct, frozen=True):
     sleeps: int  # of all ends, because there was nothing to read, or no room
     behind: int  # records that the slowest receiver has not given back
     behind_nbytes: int
-    slowest: str  # who that is; empty: nobody is behind
+    slowest: str  # name of that receiver; empty: none is behind
     blocked: float  # seconds for which a sender has been waiting for room now
     longest_blocked: float  # and for which one ever did
 
@@ -74,7 +74,7 @@ class EngineView(msgspec.Struct, frozen=True):
     steps: int
     core_ns: int  # the core's own time
     device_ns: int  # in which a step ran
-    idle_ns: int  # in which none ran, though somebody waited for the next
+    idle_ns: int  # in which none ran, though requests were to be continued
     prompt_tokens: int  # computed
     generated_tokens: int
     preemptions: int
@@ -83,7 +83,7 @@ class EngineView(msgspec.Struct, frozen=True):
 class ServerView(msgspec.Struct, frozen=True):
     open: int  # requests
     answered: int
-    refused: int  # those of them that were answered with an error, or by nobody, as the client had gone
+    refused: int  # of these: with an error, or without a response because the client had gone
     prompt_tokens: int  # of sequences that have their first token
     completion_tokens: int
     first_pieces: int  # sequences that have their first token

@@ -1,6 +1,6 @@
 """What became of a server between two moments: each count as a rate, and each time as a share or a mean.
 
-Whoever counts begins anew when it is started again; then what it has counted since is what happened. Pure.
+A restarted process counts from 0; the difference is then what it has counted since its start. Pure.
 """
 
 from __future__ import annotations

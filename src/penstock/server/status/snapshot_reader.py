@@ -1,8 +1,7 @@
-"""Takes moments of a server, from outside or from one of its own processes, and disturbs nobody.
+"""Takes snapshots of a server, from outside or from one of its own processes, and disturbs none of them.
 
-What is read is opened for reading, mapped for reading, joined by nobody, and let go again: between two moments nothing
-is held, so no memory outlives its time because somebody looks. Leaves to `inspect` the opening, to the native core what
-a segment tells.
+It opens and maps segments for reading, joins none as a peer, and releases them: between two snapshots it holds nothing,
+so it keeps no memory alive. `inspect` opens the segments; the native core reads their state.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Stream order: what was let go of while the device may still be at work on it is kept until that work is done.
+"""Stream order: memory released while the device may still be at work on it is kept until that work is done.
 
-A device works through its streams long after the calls that filled them have returned. So who lets go of memory marks
-the place on each stream, and the memory is given back when all marks have been passed. Nobody is told of that: marks
-are looked at when this process next takes or lets go of something, and by flush(), which whoever turns idle calls.
+A device works through its streams long after the calls that filled them have returned. So a release records a marker on
+each stream, and the memory is given back when all its markers have been passed. No event reports that: a process
+queries its markers when it next takes or releases memory, and in flush(), which it calls when it turns idle.
 
-A process that dies needs none of this. The kernel closes its files before it says that the process is dead, and with
-the driver's file goes its context: no work of it is left when the others learn of the death and take the memory back.
-Nor does one that ends: what it would still have read, nobody sees.
+A process that dies needs none of this. The kernel closes its files before it reports the death, and the context goes
+with the driver's file: no work of the process is left when its peers learn of the death and take the memory back. Nor
+does a process that ends: no process sees what its work would still have read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Marker(Protocol):
 
 
 class Never:
-    """What is never passed: for what nobody can tell of. It is given back with the end of the process."""
+    """A marker that is never passed, for memory with unknown work. It is given back with the end of the process."""
 
     def query(self) -> bool:
         return False
@@ -65,7 +65,7 @@ def wait_for(markers: Iterable[Marker], timeout: float | None) -> bool:
 class InFlight:
     """What one process waits to give back. No lock: it is filled from destructors, which run anywhere, even in here.
 
-    Taking from a deque and adding to it are atomic, and whoever has taken an entry is the only one to have it.
+    Popping from a deque and appending to it are atomic, so the thread that popped an entry is the only one to have it.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class InFlight:
         return len(self._entries)
 
     def keep(self, markers: Iterable[Marker], holding: Holding) -> None:
-        """Gives it back when all the markers have been passed."""
+        """Keeps `holding`, to be given back when all the markers have been passed."""
         self._entries.append((tuple(markers), holding))
 
     def poll(self) -> int:
@@ -89,7 +89,7 @@ class InFlight:
             try:
                 done = is_done(markers)
             except BaseException:
-                self._entries.append(entry)  # nobody knows: so it stays, until the process ends
+                self._entries.append(entry)  # it is unknown whether its work is done: it stays
                 raise
             if done:
                 holding.give_back()

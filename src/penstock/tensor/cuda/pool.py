@@ -1,16 +1,16 @@
 """A pool of device memory: allocated once, by one process, and lent out in slices to every process on that device.
 
-Who holds which slice stands in an ordinary pool (`books`), whose bytes are "elsewhere": its blocks have offsets and
+An ordinary pool (`books`) records the holders of each slice. Its bytes are "elsewhere": its blocks have offsets and
 sizes, and there is no host memory behind them, not even addresses. So leases, grants, generations, what a death gives
 back, StaleRef and `penstock inspect` are the core's, and there is no second implementation to be kept in step with it.
-A byte of host memory for every 512 of the device, which was thought of first, would have had the same, and shown every
-size divided by 512.
+The first idea, a byte of host memory for every 512 of the device, would have had the same, and shown every size divided
+by 512.
 
-The producer allocates; its handle and the device's uuid lie in the books, where who attaches finds them. A consumer
-opens the handle with its first slice, once, and closes it when the pool is closed or the producer is dead. Leaves to
-`order.py` when a slice that was let go of is free; to the device's driver everything else.
+The producer allocates the memory; its handle and the device's uuid lie in the books, where attaching processes find
+them. A consumer opens the handle with its first slice, once, and closes it when the pool is closed or the producer is
+dead. `order.py` decides when a released slice is free; the device's driver does everything else.
 
-No mapping guards device memory: a kernel that writes to a slice it was only to read changes it for everybody.
+No mapping guards device memory: a kernel that writes to a slice it was only to read changes it for all holders.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Mapped:
         self.is_own = is_own
 
     def __del__(self) -> None:
-        # Its own is freed by CudaPool.close() alone, which knows whether somebody has it mapped.
+        # CudaPool.close() alone frees the producer's own memory: it knows whether a peer has it mapped.
         if not self.is_own and not sys.is_finalizing():
             with contextlib.suppress(DeviceError):
                 self.driver.close(self.address)
@@ -105,13 +105,13 @@ class Slice:
         return self._held.lease
 
     def used_on(self, stream: Any) -> None:
-        """To be said of every stream, other than the current ones of when it was opened and is released, that has
-        work for it."""
+        """Records that a stream has work on the slice. Call it for every such stream, other than those that are current
+        when the slice is opened and released."""
         if stream not in self._streams:
             self._streams.append(stream)
 
     def marked(self) -> list[Any]:
-        """A marker for all work until now, on every stream that has any."""
+        """Returns markers for all work until now: one for each stream of the slice, the current one included."""
         streams = list(self._streams)
         current = self._driver.stream()
         if current not in streams:
@@ -119,14 +119,14 @@ class Slice:
         return [self._driver.record(stream) for stream in streams]
 
     def release(self) -> None:
-        """Gives it back when the work on it that is on its streams now is done. Without a word if it has been."""
+        """Gives the slice back when the work now on its streams is done. Does nothing if it has been released."""
         held, self._held = self._held, None
         if held is None:
             return
         try:
             markers = self.marked()
         except BaseException:
-            self._driver.in_flight.keep([NEVER], held)  # nobody knows what is still at work on it
+            self._driver.in_flight.keep([NEVER], held)  # the work still on it is unknown
             raise
         self._driver.in_flight.keep(markers, held)
         self._driver.in_flight.poll()
@@ -139,7 +139,7 @@ class Slice:
 class CudaPool(Shareable):
     """Device memory that is lent out. One for each producing process and device; others attach, or are spawned with it.
 
-    Takes nobody's device: whoever uses another one than the producer's can attach too, and is refused slices.
+    Touches no other device: a process that uses another one than the producer's can attach too, and is refused slices.
     """
 
     def __init__(self, segment: _native.Segment, *, driver: Driver | None = None, peer_name: str = "") -> None:
@@ -154,7 +154,7 @@ class CudaPool(Shareable):
         self._given_driver = driver
         self._mapped: Mapped | None = _own.get(segment.nonce)
         self._mapping = threading.Lock()  # so that threads open the handle once; never taken by a destructor
-        self._frees = False  # who has allocated it does: another pool of the same memory in this process does not
+        self._frees = False  # only the pool of create() does: another one of the same memory in this process does not
         self._parts: weakref.WeakSet[Slice] = weakref.WeakSet()
         self._producer = -1  # its pidfd, once we have mapped
 
@@ -249,8 +249,8 @@ class CudaPool(Shareable):
                 return self._part(lease)
 
     def share(self, part: Slice, to: Iterable[Peer | int], *, timeout: float | None = SHARE_TIMEOUT) -> Ref:
-        """A reference to a slice, granted once to each peer in `to`. Waits until the device has done what its streams
-        have for it: who opens it need not wait for anything. Raises Timeout if that takes longer."""
+        """Returns a reference to a slice, granted once to each peer in `to`. Waits until the work on its streams is
+        done, so a peer that opens it need not wait. Raises Timeout if that takes longer than `timeout` seconds."""
         if not wait_for(part.marked(), timeout):
             raise Timeout(f"the device has not finished writing a slice of '{self.name}' within {timeout} s")
         return self.books.share(part.lease, to)
@@ -281,7 +281,7 @@ class CudaPool(Shareable):
         self.books.open(ref).release()
 
     def flush(self, timeout: float | None = 0) -> bool:
-        """Gives back what the device is done with; whoever turns idle should. Returns whether that was all."""
+        """Gives back what the device is done with; an idle process should call it. Returns whether that was all."""
         self._has_lost_producer()
         return self.driver.in_flight.flush(timeout)
 
@@ -326,8 +326,8 @@ class CudaPool(Shareable):
     def close(self) -> bool:
         """Gives this process's place up, as soon as its last slice is back. The producer's frees the memory.
 
-        False: it could not be freed, because slices are in use or in flight, or others have the pool open: memory that
-        somebody has mapped must not be. Call it again then; the end of the process frees it in any case.
+        False: it could not be freed, because slices are in use or in flight, or other peers have the pool open: memory
+        that a peer has mapped must not be freed. Call it again then; the end of the process frees it in any case.
         """
         self._is_closed = True
         if self._producer >= 0:

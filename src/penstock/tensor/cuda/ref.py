@@ -50,7 +50,7 @@ class CudaRef(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class HostRef(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A tensor of a device that goes by host memory: for somebody on another device, or because a pool was full."""
+    """A tensor of a device that goes by host memory: for a receiver on another device, or because a pool was full."""
 
     tensor: TensorRef
 
@@ -63,13 +63,13 @@ Reference = CudaRef | HostRef
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where somebody is who is to receive tensors: which device it uses, and which peer it is of both pools.
+    """The place of a receiver of tensors: the device that it uses, and its peer index in both pools.
 
-    It makes this itself (`CudaTensors.place`) and sends it to whoever is to send it tensors.
+    The receiver makes it (`CudaTensors.place`) and sends it to each sender.
     """
 
     device: bytes
-    slices: int | None  # None: it has not got the pool of device memory
+    slices: int | None  # None: the receiver cannot have slices of the pool of device memory
     host: int | None
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """Tensors of a device between processes: put into a slice of device memory, or made in it, and seen where they lie.
 
-To the same device by the pool, whose memory is opened once; within one process by the memory itself; to any other
-device, and when the pool is full or there is none, by host memory, counted. Leaves to the pools who holds what, to
-`order.py` when it is free, and to the caller how references travel.
+A tensor goes to the same device by the pool, which a process opens once; within one process by the memory itself; to
+any other device, and when the pool is full or there is none, by host memory, counted. The pools record the holders,
+`order.py` decides when a slice is free, and the caller how references travel.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class CudaStats(msgspec.Struct):
 
     puts: int = 0
     put_nbytes: int = 0
-    foreign: int = 0  # of the puts: by host memory, for somebody on another device
+    foreign: int = 0  # of the puts: by host memory, for a receiver on another device
     overflowed: int = 0  # of the puts: by host memory, because there was no pool, or no room
     shares: int = 0  # without a copy
     views: int = 0
 
 
 class CudaTensors:
-    """Tensors in a pool of device memory (None: there is none), and in host memory for whoever cannot have that.
+    """Tensors in a pool of device memory (None: there is none), and in host memory for receivers without access to it.
 
     A producer has one; a consumer has one for each producer. `device`: of tensors that are put, and seen; None: the
     pool's, or torch's current one.
@@ -51,7 +51,7 @@ class CudaTensors:
 
     @property
     def place(self) -> Place:
-        """This process, as one that is to receive tensors: to be sent to those who put them."""
+        """Returns this process's place as a receiver of tensors, to be sent to their senders."""
         is_near = self.pool is not None and self.pool.about.device == self.driver.uuid
         return Place(
             self.driver.uuid,
@@ -59,13 +59,13 @@ class CudaTensors:
             self.host.pool.peer.index if self.host.pool is not None else None,
         )
 
-    # ── for those who send ──
+    # ── senders ──
     def put(self, tensor: Any, to: Iterable[Place], *, timeout: float | None = 0) -> Reference:
-        """A reference to a copy of this tensor, which each of `to` may view once.
+        """Returns a reference to a copy of this tensor, which each of `to` may view once.
 
-        Copied once, on the current stream, and there when this returns: whoever views it waits for nothing. In a
-        slice of the pool if all of `to` can have that and there is room (waits `timeout` seconds for it); else in host
-        memory, or within the reference, as `Tensors` would.
+        Copied once, on the current stream, and complete when this returns: a receiver waits for nothing. The copy lies
+        in a slice of the pool if all of `to` can have that and there is room (waits `timeout` seconds for it); else in
+        host memory, or within the reference, as `Tensors` would.
         """
         found = self.driver.found(tensor)
         places = tuple(to)
@@ -94,10 +94,10 @@ class CudaTensors:
         return self.driver.array(part.address, kind, sizes, part)
 
     def share(self, tensor: Any, to: Iterable[Place]) -> CudaRef:
-        """A reference to a tensor of empty(), or to a contiguous part of it, without a copy; for the same device only.
+        """Returns a reference to a tensor of empty(), or to a contiguous part of it, without a copy.
 
-        Waits until the current stream has written it. From now on nobody may. Raises ValueError for any other tensor,
-        or place: put() copies.
+        For the same device only. Waits until the current stream has written the tensor, which must not be written from
+        then on. Raises ValueError for any other tensor, or place: put() copies.
         """
         found = self.driver.found(tensor)
         places = tuple(to)
@@ -121,14 +121,14 @@ class CudaTensors:
             elif self.pool is not None and place.slices is not None:
                 self.pool.books.revoke(ref.where, place.slices)
 
-    # ── for those who receive ──
+    # ── receivers ──
     def view(self, ref: Reference) -> Any:
-        """The tensor, on this process's device: where it lies, and held as long as any view of it lives; or, if it came
-        by host memory, copied there on the current stream.
+        """Returns the tensor on this process's device: where it lies, held as long as any view of it lives; or, if it
+        came by host memory, copied to the device on the current stream.
 
-        Nobody may write to it. Give it back on the stream that used it, or say `used_on`. Raises StaleRef if it is gone
-        or was never there, PeerDied with the producer, ForeignDevice if it lies on another device; all of them before
-        anything is touched.
+        The tensor must not be written. Drop it on the stream that used it, or call `used_on`. Raises StaleRef if it is
+        gone or was never there, PeerDied if the producer died, ForeignDevice if it lies on another device; all of them
+        before anything is touched.
         """
         self.stats.views += 1
         if isinstance(ref, HostRef):
@@ -143,15 +143,15 @@ class CudaTensors:
         return self.driver.array(part.address, ref.kind, ref.shape, part)
 
     def used_on(self, tensor: Any, stream: Any) -> None:
-        """To be said where a tensor of a pool is used on a stream other than those that were current when it was viewed
-        and when it goes: its slice is then kept for that stream's work too."""
+        """Keeps the slice of a pool's tensor for a stream's work too. Call it for a stream other than those that are
+        current when the tensor is viewed and when it is dropped."""
         # One byte of it: where a slice ends, the next one begins.
         part = self.pool.part_at(self.driver.found(tensor).address, 1) if self.pool is not None else None
         if part is not None:
             part.used_on(stream)
 
     def drop(self, ref: Reference) -> None:
-        """Gives up what was granted to us, unread. Without a word if it is gone already."""
+        """Gives up a grant of this process, unread. Does nothing if the tensor is gone already."""
         if isinstance(ref, HostRef):
             self.host.drop(ref.tensor)
         elif self.pool is not None:
@@ -160,7 +160,7 @@ class CudaTensors:
 
     # ── for both ──
     def flush(self, timeout: float | None = 0) -> bool:
-        """Gives back what the device is done with; whoever turns idle should. Returns whether that was all."""
+        """Gives back what the device is done with; an idle process should call it. Returns whether that was all."""
         uploads = self.uploads.flush(timeout)
         slices = self.pool.flush(timeout) if self.pool is not None else self.driver.in_flight.flush(timeout)
         return uploads and slices

@@ -2,9 +2,9 @@
 
 The memory, its handles and the registering of host memory go by the driver's own interface, each call with the primary
 context pushed on the calling thread and popped again: torch uses the same context, and no other one is ever made. The
-runtime's interface would choose by the thread's current device, which is the first one where nobody has chosen. Not
-torch's own sharing of storages either: that takes memory from its caching allocator, leaves a file in /dev/shm for the
-counts of each handle, and wants a handle for each tensor.
+runtime's interface would choose by the thread's current device, which is the first device unless the thread chose one.
+torch's own sharing of storages is not used either: it takes memory from its caching allocator, leaves a file in
+/dev/shm for the counts of each handle, and wants a handle for each tensor.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class TorchDriver:
             self._ask("cuCtxPopCurrent")
 
     def _ask(self, name: str, *arguments: Any) -> tuple[Any, ...]:
-        """What the call gives beside its result. Raises DeviceError, whose second argument is the result's name."""
+        """Returns the call's values after its result. Raises DeviceError with the result's name as second argument."""
         result, *given = getattr(self._cuda, name)(*arguments)
         if int(result) != 0:
             said = getattr(result, "name", str(result))

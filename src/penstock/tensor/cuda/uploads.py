@@ -70,7 +70,7 @@ class _Pinned:
 
 
 class _Dropped:
-    """What an `Uploads` has left that nobody closed: held until its copies are done, and then unregistered."""
+    """What an `Uploads` dropped without close() leaves: held until its copies are done, and then unregistered."""
 
     def __init__(self, in_flight: InFlight, pinned: dict[int, _Pinned], driver: Driver) -> None:
         self._in_flight = in_flight
@@ -89,8 +89,8 @@ class _Dropped:
 class Uploads:
     """Copies to one device (the driver's; None: torch's current one) from these segments, pools and stores.
 
-    Registering takes about as long as reading the memory once, pins all of it, and waits for the first copy. If nobody
-    closes it, the memory is unregistered when it has been dropped and the driver next looks at what is done.
+    Registering takes about as long as reading the memory once, pins all of it, and waits for the first copy. Without
+    close(), the memory is unregistered after this is dropped, when the driver next polls and the copies are done.
     """
 
     def __init__(self, *sources: Shareable, driver: Driver | None = None) -> None:
@@ -127,7 +127,7 @@ class Uploads:
             made = driver.empty(given.kind, given.shape)
             try:
                 driver.upload(made, array.ctypes.data if address is None else address)
-            finally:  # also when it failed: who knows what of it was begun
+            finally:  # also when it failed: part of the copy may have begun
                 marker = driver.record(driver.stream())
                 self._in_flight.keep([marker], _View((view, array)))
         if not non_blocking and not wait_for([marker], COPY_TIMEOUT):
@@ -135,7 +135,7 @@ class Uploads:
         return made
 
     def flush(self, timeout: float | None = 0) -> bool:
-        """Lets go of views whose copies are done. Returns whether that was all."""
+        """Releases each view with a finished copy, waiting up to `timeout` seconds. Returns whether that was all."""
         return self._in_flight.flush(timeout)
 
     def refusals(self) -> list[str]:

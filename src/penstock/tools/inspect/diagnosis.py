@@ -1,6 +1,6 @@
-"""Why somebody waits: those who wait for each other followed from segment to segment, and all in sentences.
+"""Explains waits: follows them from segment to segment, and describes all in sentences.
 
-Leaves to `wait_graph` who waits in one segment.
+`wait_graph` finds the waits in one segment.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def sentence(level: str, kind: str, text: str, pids: Iterable[int] = ()) -> Json
     return {"level": level, "kind": kind, "text": text, "pids": list(pids)}
 
 
-# ── along the chain of those who wait for each other ─────────────────────────────────────────────────────────────────
+# ── along the chain of waits ─────────────────────────────────────────────────────────────────────────────────────────
 def follow(wait: Wait, by_pid: dict[int, list[Wait]], path: list[Wait]) -> tuple[str, str]:
-    """How bad it is, and the clauses along the chain of those who wait for each other; `path` receives these waits."""
+    """Returns the level and the clauses along the chain of waits; appends these waits to `path`."""
     path.append(wait)
     waiting_itself = "idle" if wait.is_for_records else "stuck"
     if not wait.on:
@@ -62,7 +62,7 @@ def follow(wait: Wait, by_pid: dict[int, list[Wait]], path: list[Wait]) -> tuple
 
 
 def suspicion(blocker: Blocker, by_pid: dict[int, list[Wait]]) -> int:
-    """Of several senders, or holders of memory, any one of whom would do: the smallest is the one to ask about."""
+    """Ranks a blocker, where any one of several senders or holders of memory would do: the lowest rank is followed."""
     if blocker.state in ("stopped", "dying"):
         return 0
     if blocker.state != "live":
@@ -96,7 +96,7 @@ def follow_blocker(wait: Wait, blocker: Blocker, by_pid: dict[int, list[Wait]], 
     return waiting_itself, f", {state or 'which waits for nobody here: it is busy, or asleep elsewhere'}"
 
 
-# ── of one segment, whoever waits ────────────────────────────────────────────────────────────────────────────────────
+# ── of one segment, without its waits ────────────────────────────────────────────────────────────────────────────────
 def about_peers(segment: Json) -> Iterator[Json]:
     live = sum(peer["state"] == "live" for peer in segment["peers"])
     for peer in segment["peers"]:
@@ -157,7 +157,7 @@ def about_pool(segment: Json) -> Iterator[Json]:
 
 
 def in_use(segment: Json, pool: Json) -> tuple[int, int]:
-    """Bytes and blocks that do not give way when their room is wanted: a store is always full, and nobody minds."""
+    """Returns the bytes and blocks that cannot be evicted: what a store keeps and no peer holds gives way."""
     free_to_go = [
         one["nbytes"]
         for store in segment.get("store", ())

@@ -21,10 +21,10 @@ class NotFound(Exception):
 
 
 def look(target: int | Ticket) -> Json:
-    """The whole picture: of the process and its descendants, or of the ticket's segment, and of all that share these.
+    """Returns the segments of a process and its descendants, or of a ticket, those of all peers, and a verdict.
 
-    `asked` tells the segments of these from those that are only reached through their peers, for the sake of the
-    verdict: who holds somebody up may itself be waiting elsewhere. Raises NotFound.
+    `asked` marks the segments of the target. The others are reached through peers, for the sake of the verdict: a
+    process that blocks a peer may itself wait in another segment. Raises NotFound.
     """
     everybody = all_processes()
     roots = roots_of(target, everybody)
@@ -117,7 +117,7 @@ def names_of(segments: Iterable[Json]) -> dict[int, set[str]]:
 
 
 def holders_of_segments() -> list[tuple[Process, int]]:
-    """Who, of those we may look into, has segments open, and how many."""
+    """Returns each process with open segments, and their number, as far as we may look into it."""
     found = []
     for process in all_processes().values():
         try:

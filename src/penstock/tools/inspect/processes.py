@@ -26,7 +26,7 @@ class Process:
 
 
 def all_processes() -> dict[int, Process]:
-    """Everybody on this machine whom we may see."""
+    """Returns all visible processes of this machine, by pid."""
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (process := process_of(int(entry))):

@@ -45,7 +45,7 @@ def open_place(pid: int, number: int, place: Place) -> int:
 
 
 def page_at(pid: int, number: int, place: Place) -> Segment:
-    """The segment itself, mapped for reading and joined by nobody. Raises OSError or PenstockError."""
+    """Returns the segment, mapped for reading, without joining it as a peer. Raises OSError or PenstockError."""
     return Segment(_native.Segment.adopt(open_place(pid, number, place), True))
 
 
@@ -98,7 +98,7 @@ def name_of(segment: Json, end: Json) -> str:
 
 
 def peer_at(segment: Json, index: int) -> str:
-    """'worker 2' (pid 15, stopped), of whoever has that place; 'nobody we know'."""
+    """Returns the peer with this index, as in 'worker 2' (pid 15, stopped), or a fixed text if there is none."""
     for peer in segment["peers"]:
         if peer["index"] == index:
             return f"'{peer['name']}' (pid {peer['pid']}{'' if peer['state'] == 'live' else ', ' + peer['state']})"

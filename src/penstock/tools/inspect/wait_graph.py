@@ -1,6 +1,6 @@
-"""Who waits in one segment, for what, since when, and who is in the way.
+"""Finds the waits in one segment: which ends and peers wait, for what, since when, and which processes block them.
 
-Leaves to `diagnosis` following that from segment to segment.
+`diagnosis` follows them from segment to segment.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ STUCK_NS = 500_000_000  # shorter waits are ordinary back-pressure, or the work 
 
 @dataclass(frozen=True)
 class Blocker:
-    """Somebody for whom somebody waits: the process, how it is, and a clause about it."""
+    """A process for which an end or a peer waits, its state, and a clause about it."""
 
     pid: int
-    state: str  # of the peer; "expected": nobody yet
+    state: str  # of the peer; "expected": none has attached yet
     clause: str
 
 
 @dataclass(frozen=True)
 class Wait:
-    """An end that waits, or all receivers of one broadcast that do, and for whom."""
+    """A waiting end or peer, or all waiting receivers of one broadcast, and the processes that block it."""
 
     key: tuple[int, str, int]
     pids: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""A load generator for servers that speak OpenAI's interface, whoever made them. It imports no engine."""
+"""A load generator for any server with OpenAI's API. It imports no engine."""

@@ -43,7 +43,7 @@ class Load:
             await _end(tasks)
 
     async def closed(self, concurrency: int) -> None:
-        """Whoever is answered asks the next one."""
+        """Keeps up to `concurrency` requests open: a task sends its next one when the last one has ended."""
         bodies = iter(self._bodies)
         tasks = [asyncio.ensure_future(self._in_turn(bodies)) for _ in range(min(concurrency, len(self._bodies)))]
         try:

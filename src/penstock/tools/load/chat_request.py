@@ -9,7 +9,7 @@ from penstock.tools.load.http_client import Failure, Wire
 from penstock.tools.load.sse_events import Data, error_of, event_of, shown
 
 MAX_WHOLE = 1 << 22  # bytes of an answer that is to be no stream
-MAX_REFUSAL = 1 << 16  # bytes of an answer that is no stream; who says more says nothing
+MAX_REFUSAL = 1 << 16  # bytes kept of an answer that is no stream; more of it does not end a silence
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """HTTP/1.1 as a load generator needs it: connections that are kept, answers that are passed on as their bytes come.
 
-A thousand streams are to cost one process little: from the socket to who takes an answer there is a parser in C, and no
-task is woken for an event. Leaves to who takes it what an answer says.
+A thousand streams should cost one process little: between the socket and the `Taker` of an answer there is a parser in
+C, and no task is woken for an event. The `Taker` interprets the answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Failure(Exception):
 
 
 class Taker(Protocol):
-    """Who takes an answer. Either method may raise Failure: then nothing more of it is wanted."""
+    """Receives an answer. Either method may raise Failure: then the connection is aborted."""
 
     def begin(self, status: int, headers: dict[str, str]) -> None: ...
 
@@ -86,7 +86,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_crossed(self) -> bool:
-        """Whether the server may have closed it, as nobody used it, just when it was used again: nobody's fault."""
+        """Whether the server may have closed the idle connection just as this request was sent: no fault of either."""
         return self.is_used and not self._has_heard and time.perf_counter() - self.told_at < CROSSED
 
     def abort(self) -> None:
@@ -105,7 +105,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._heard_at = time.perf_counter()
         if self._done is None or self._done.done():
-            self.abort()  # it says what nobody has asked
+            self.abort()  # bytes that answer no request
             return
         self._has_heard = True
         if not self._is_body:

@@ -102,7 +102,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_s: float
     prompt_tokens: int | None  # None: not told by the server, or not for each request
     output_tokens: int
-    counted_by_events: int  # requests whose tokens the server has not told
+    counted_by_events: int  # requests without a token count from the server
     tokens_per_event: float
     ttft: Spread | None
     tpot: Spread | None
@@ -152,7 +152,7 @@ def _most_open(outcomes: Sequence[Outcome]) -> int:
     changes = [(one.sent, 1) for one in outcomes if one.sent]
     changes += [(one.done, -1) for one in outcomes if one.done]
     is_open = most = 0
-    for _, change in sorted(changes):  # who ends is counted before who begins at the same time
+    for _, change in sorted(changes):  # an end is counted before a beginning at the same time
         is_open += change
         most = max(most, is_open)
     return most
