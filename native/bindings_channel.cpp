@@ -471,7 +471,7 @@ void bind_channel(nb::module_& m) {
         .def(
             "receive_view",
             [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, As::view); },
-            "timeout"_a.none() = nb::none(), nb::sig("def receive_view(self, timeout: float | None = None) -> Lease"),
+            "timeout"_a.none() = nb::none(), nb::sig("def receive_view(self, timeout: float | None = None) -> BlockLease"),
             "The next record where it lies: a read-only lease. A record in the ring keeps its room until the lease is "
             "released.")
         .def(
@@ -489,12 +489,12 @@ void bind_channel(nb::module_& m) {
                 if (got.is_none()) would_block("no record now in", r->name());
                 return got;
             },
-            nb::sig("def receive_view_nowait(self) -> Lease"))
+            nb::sig("def receive_view_nowait(self) -> BlockLease"))
         .def(
             "receive_frame",
             [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, As::frame); },
             "timeout"_a.none() = nb::none(),
-            nb::sig("def receive_frame(self, timeout: float | None = None) -> bytes | Lease"),
+            nb::sig("def receive_frame(self, timeout: float | None = None) -> bytes | BlockLease"),
             "The next record: a short one copied, one that lies in the pool where it lies.")
         .def(
             "receive_frame_nowait",
@@ -503,16 +503,16 @@ void bind_channel(nb::module_& m) {
                 if (got.is_none()) would_block("no record now in", r->name());
                 return got;
             },
-            nb::sig("def receive_frame_nowait(self) -> bytes | Lease"))
+            nb::sig("def receive_frame_nowait(self) -> bytes | BlockLease"))
         .def(
             "try_receive", [](const std::shared_ptr<Receiver>& r) { return try_receive(r, As::copy); },
             nb::sig("def try_receive(self) -> bytes | None"))
         .def(
             "try_receive_view", [](const std::shared_ptr<Receiver>& r) { return try_receive(r, As::view); },
-            nb::sig("def try_receive_view(self) -> Lease | None"))
+            nb::sig("def try_receive_view(self) -> BlockLease | None"))
         .def(
             "try_receive_frame", [](const std::shared_ptr<Receiver>& r) { return try_receive(r, As::frame); },
-            nb::sig("def try_receive_frame(self) -> bytes | Lease | None"))
+            nb::sig("def try_receive_frame(self) -> bytes | BlockLease | None"))
         .def_prop_ro("is_locked_out", &Receiver::is_locked_out,
                      "Whether the last attempt found a lock held by a stopped peer: nothing wakes for that.")
         .def("arm", &Receiver::arm)

@@ -174,12 +174,12 @@ void bind_memory(nb::module_& m) {
         .def_prop_ro("inline_limit", [](const Segment& s) { return s.geometry().shape.inline_limit; });
     nb::class_<Bytes>(m, "Bytes", nb::type_slots(bytes_slots));
 
-    nb::class_<Lease>(m, "Lease", nb::type_slots(lease_slots), nb::pooled(),
+    nb::class_<Lease>(m, "BlockLease", nb::type_slots(lease_slots), nb::pooled(),
                       "The right to touch some shared bytes, as an object that exports them. Released once; by itself "
                       "with its last view.")
         .def("release", &Lease::release)
         .def(
-            "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Lease"))
+            "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> BlockLease"))
         .def("__exit__",
              [](Lease& lease, nb::args arguments) {
                  bool is_failing = !nb::handle(arguments[0]).is_none();
@@ -259,7 +259,7 @@ void bind_memory(nb::module_& m) {
                 return make_lease(by, extent, true);
             },
             "nbytes"_a, "timeout"_a.none() = 0,
-            nb::sig("def take(self, nbytes: int, timeout: float | None = 0) -> Lease"))
+            nb::sig("def take(self, nbytes: int, timeout: float | None = 0) -> BlockLease"))
         .def(
             "open",
             [](const std::shared_ptr<Attachment>& by, u64 segment, u32 block, u32 generation, u64 offset, u64 nbytes) {
@@ -271,7 +271,7 @@ void bind_memory(nb::module_& m) {
                 return make_lease(by, extent, false);
             },
             "segment"_a, "block"_a, "generation"_a, "offset"_a, "nbytes"_a,
-            nb::sig("def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> Lease"))
+            nb::sig("def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> BlockLease"))
         .def(
             "grant",
             [](Attachment& by, u64 segment, u32 block, u32 generation, u64 offset, u64 nbytes, u32 to) {

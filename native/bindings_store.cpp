@@ -110,7 +110,6 @@ bool commit(Keeper& keeper, Lease& lease) {
         throw;
     }
     lease.is_filling = false;
-    lease.forget_made();
     lease.at =
         const_cast<u8*>(keeper.by->segment().read_at(keeper.by->segment().geometry().pool_data + lease.extent.offset));
     return is_there;
@@ -149,7 +148,7 @@ void penstock::python::bind_store(nb::module_& m) {
                 if (!keeper.store().get(key_of(key), extent)) return nb::none();
                 return make_lease(keeper.by, extent, false);
             },
-            "key"_a.none(), nb::sig("def get(self, key: bytes) -> Lease | None"))
+            "key"_a.none(), nb::sig("def get(self, key: bytes) -> BlockLease | None"))
         .def(
             "get_value",
             [](Keeper& keeper, nb::handle key) -> nb::object {
@@ -157,11 +156,11 @@ void penstock::python::bind_store(nb::module_& m) {
                 if (!keeper.store().get(key_of(key), extent)) return nb::none();
                 return make_stored(make_lease(keeper.by, extent, false));
             },
-            "key"_a.none(), nb::sig("def get_value(self, key: bytes) -> Stored | None"))
+            "key"_a.none(), nb::sig("def get_value(self, key: bytes) -> Lease | None"))
         .def_prop_ro(
             "is_ours", [](const Keeper& keeper) { return keeper.by->is_ours(); }, "Not of the process before a fork().")
         .def("begin", &begin, "key"_a.none(), "nbytes"_a, "timeout"_a.none() = nb::none(),
-             nb::sig("def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, Lease]"),
+             nb::sig("def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]"),
              "True and a writable lease, to be written and committed; or False and a lease of what is there. Waits "
              "while "
              "somebody else writes it, or for room.")

@@ -21,7 +21,7 @@ constexpr int MAX_LEVELS = 32;
 // needed, and any version will do.
 struct NumPy {
     static constexpr size_t NEW_FROM_DESCR = 94, SET_BASE_OBJECT = 282;
-    static constexpr int C_CONTIGUOUS = 0x1, ALIGNED = 0x100, WRITEABLE = 0x400;
+    static constexpr int C_CONTIGUOUS = 0x1, ALIGNED = 0x100;
     struct Array {  // how every array begins
         PyObject head;
         u8* data;
@@ -75,13 +75,13 @@ struct Sizes {
 };
 
 // An array over these bytes, which `base` holds. Null, perhaps with an error: not a plain one, or not so many bytes.
-nb::object array_of(u64 code, const Sizes& sizes, u8* at, u64 nbytes, nb::handle base, bool is_writable, As as) {
+nb::object array_of(u64 code, const Sizes& sizes, u8* at, u64 nbytes, nb::handle base, As as) {
     if (code == 0 || code > known->kinds.size()) return {};
     Known::Kind& kind = known->kinds[code - 1];
     if (sizes.product * kind.itemsize > nbytes || reinterpret_cast<u64>(at) % ALIGN != 0) return {};
     if (as == As::numpy && kind.numpy.is_none()) kind.numpy = known->numpy_of(code);
     nb::object dtype = as == As::numpy ? kind.numpy : kind.bits;
-    int flags = NumPy::C_CONTIGUOUS | NumPy::ALIGNED | (is_writable ? NumPy::WRITEABLE : 0);
+    int flags = NumPy::C_CONTIGUOUS | NumPy::ALIGNED;
     nb::object made =
         nb::steal(known->numpy.new_from_descr(known->numpy.array_type, dtype.release().ptr(), sizes.count,
                                               const_cast<Py_intptr_t*>(sizes.sizes), nullptr, at, flags, nullptr));
@@ -166,7 +166,7 @@ class Tree {
         }
         if (offset > nbytes_) return {};
         has_arrays_ = true;
-        return array_of(code, sizes, at_ + offset, nbytes_ - offset, base_, false, as_);
+        return array_of(code, sizes, at_ + offset, nbytes_ - offset, base_, as_);
     }
     bool number(u64& out) {
         Atom atom;
@@ -182,83 +182,6 @@ class Tree {
     u64 nbytes_;
     bool has_arrays_ = false;
 };
-
-// ── arrays in place ──
-bool shape_of(nb::handle shape, Sizes& out) {
-    if (!PyTuple_CheckExact(shape.ptr())) return false;
-    for (nb::handle size : nb::borrow<nb::tuple>(shape)) {
-        if (!PyLong_CheckExact(size.ptr())) return false;
-        u64 number = PyLong_AsUnsignedLongLong(size.ptr());
-        if (PyErr_Occurred()) return PyErr_Clear(), false;
-        if (!out.add(number)) return false;
-    }
-    return true;
-}
-
-// What is to be filled: it exports the lease, so that nothing is committed or released while it can still write.
-nb::object array_to_fill(nb::object lease, u64 code, nb::handle shape, nb::handle as) {
-    Lease& held = nb::cast<Lease&>(lease);
-    held.require();
-    Sizes sizes;
-    As how;
-    if (known == nullptr || !held.is_writable || held.at == nullptr || !shape_of(shape, sizes) || !as_of(as, how))
-        return nb::none();
-    nb::object exported = nb::steal(PyMemoryView_FromObject(lease.ptr()));
-    if (!exported.is_valid()) throw nb::python_error();
-    nb::object made = array_of(code, sizes, held.at, held.extent.nbytes, exported, true, how);
-    if (!made.is_valid()) return PyErr_Clear(), nb::none();
-    held.is_made = true;
-    Lease::made_leases()[reinterpret_cast<u64>(held.at)] = lease;
-    return made;
-}
-
-// Returns this peer's lease of array_to_fill() that these bytes lie in. It lives while the caller holds the bytes.
-nb::handle lease_of(const Attachment& by, u64 address, u64 nbytes) {
-    auto& made = Lease::made_leases();
-    auto after = made.upper_bound(address);
-    if (after == made.begin()) return {};
-    nb::handle lease = std::prev(after)->second;
-    const Lease& held = *nb::inst_ptr<Lease>(lease);
-    u64 offset = address - reinterpret_cast<u64>(held.at);
-    bool is_within = offset <= held.extent.nbytes && nbytes <= held.extent.nbytes - offset;
-    return is_within && held.by.get() == &by ? lease : nb::handle();
-}
-
-// An array, and what it is a view of, say from now on that they are read-only.
-void forbid_writing(nb::handle array) {
-    for (PyObject* at = array.ptr(); at != nullptr && known != nullptr;) {
-        if (PyObject_TypeCheck(at, known->numpy.array_type)) {  // also what is made of arrays by others
-            auto* one = reinterpret_cast<NumPy::Array*>(at);
-            one->flags &= ~NumPy::WRITEABLE;
-            at = one->base;
-        } else {
-            at = PyMemoryView_Check(at) ? PyMemoryView_GET_BASE(at) : nullptr;
-        }
-    }
-}
-
-// What a plain array that lies in such a lease is: code, shape, and the numbers of a reference to it. None: it is not
-// plain, or not in one.
-nb::object place_of(const Attachment& by, nb::handle given) {
-    if (known == nullptr || Py_TYPE(given.ptr()) != known->numpy.array_type) return nb::none();
-    const auto& array = *reinterpret_cast<NumPy::Array*>(given.ptr());
-    if ((array.flags & NumPy::C_CONTIGUOUS) == 0) return nb::none();
-    u64 code = 0;
-    while (code < known->kinds.size() && known->kinds[code].numpy.ptr() != array.dtype) ++code;
-    if (code == known->kinds.size()) return nb::none();
-    u64 nbytes = known->kinds[code].itemsize;
-    nb::object shape = nb::steal(PyTuple_New(array.dimensions));
-    for (int i = 0; i < array.dimensions; ++i) {
-        nbytes *= static_cast<u64>(array.sizes[i]);
-        PyTuple_SET_ITEM(shape.ptr(), i, PyLong_FromSsize_t(array.sizes[i]));
-    }
-    nb::handle lease = lease_of(by, reinterpret_cast<u64>(array.data), nbytes);
-    if (!lease.is_valid()) return nb::none();
-    const Lease& held = *nb::inst_ptr<Lease>(lease);
-    u64 offset = held.extent.offset + static_cast<u64>(array.data - held.at);
-    return nb::make_tuple(code + 1, shape, by.segment().nonce(), held.extent.block, held.extent.generation, offset,
-                          nbytes);
-}
 
 // The tree of a value, or null.
 nb::object plain_value(const nb::object& lease, nb::handle name) {
@@ -281,16 +204,17 @@ nb::object plain_value(const nb::object& lease, nb::handle name) {
 }
 
 nb::object value_of(const Stored& stored, nb::handle as, bool writable) {
-    nb::object lease = stored.held();
-    if (!writable) {
-        nb::object made = plain_value(lease, as);
+    nb::object holder = stored.held();
+    if (!writable && !stored.is_inline) {
+        nb::object made = plain_value(holder, as);
         if (made.is_valid()) return made;
         PyErr_Clear();
     }
-    return known->read(lease, as, writable);
+    return known->read(holder, as, writable);
 }
 
 nb::object ref_of(const Stored& stored) {
+    if (stored.is_inline) return stored.held();
     const Extent& e = stored.extent;
     return known->ref_of(stored.segment, e.block, e.generation, e.offset, e.nbytes);
 }
@@ -322,6 +246,33 @@ nb::object penstock::python::make_stored(nb::object lease) {
     return made;
 }
 
+namespace {
+
+constexpr const char* LEASE = R"(A value, held: its memory is not reused while the lease, or an array of the value, lives.
+
+    >>> store = Store(1 << 20)
+    >>> with store.put({"pixels": np.arange(4)}) as lease:
+    ...     lease.value()["pixels"]
+    array([0, 1, 2, 3])
+)";
+constexpr const char* VALUE = R"(Returns the value, its tensors read-only views of the memory where it lies, which they hold.
+
+Args:
+    as_: the library that the tensors are of: "numpy"; "torch"; or "bits", where kinds that NumPy has no word for are
+        unsigned integers. A write through a torch tensor ends this process: torch has no read-only tensors.
+    writable: the tensors are private copies.
+
+Raises:
+    DecodeError: the bytes are no value; the text has the path to what is wrong.
+    ClosedError: the lease has been released.
+
+    >>> lease = Store(1 << 20).put([np.zeros(2), "text"])
+    >>> lease.value()
+    [array([0., 0.]), 'text']
+)";
+
+}  // namespace
+
 void penstock::python::bind_values(nb::module_& m) {
     m.def("use_kinds", &use, "kinds"_a, "numpy_of"_a, "torch_of"_a,
           nb::sig("def use_kinds(kinds: list[tuple[int, typing.Any, typing.Any]], numpy_of: "
@@ -337,83 +288,40 @@ void penstock::python::bind_values(nb::module_& m) {
         },
         "ref_of"_a, "read"_a,
         nb::sig("def use_values(ref_of: collections.abc.Callable[..., typing.Any], read: "
-                "collections.abc.Callable[[Lease, typing.Any, bool], typing.Any]) -> None"),
+                "collections.abc.Callable[[typing.Any, typing.Any, bool], typing.Any]) -> None"),
         "Says what makes a reference of five numbers, and who reads a value that is not plain.");
-    m.def(
-        "array",
-        [](nb::object lease, u64 code, nb::handle shape, nb::handle as) -> nb::object {
-            Lease& held = nb::cast<Lease&>(lease);
-            held.require();
-            Sizes sizes;
-            As how;
-            if (known == nullptr || held.is_writable || held.at == nullptr || !shape_of(shape, sizes) ||
-                !as_of(as, how))
-                return nb::none();
-            bool was_shown = std::exchange(held.is_shown, true);
-            nb::object made = array_of(code, sizes, held.at, held.extent.nbytes, lease, false, how);
-            if (made.is_valid()) return made;
-            held.is_shown = was_shown;
-            PyErr_Clear();
-            return nb::none();
-        },
-        "lease"_a, "code"_a, "shape"_a, "as_"_a,
-        nb::sig("def array(lease: Lease, code: int, shape: tuple[int, ...], as_: str) -> typing.Any"),
-        "The tensor that lies there, read-only; from now on the lease goes with its last view, and not before. None: "
-        "not a plain one.");
-    m.def("array_to_fill", &array_to_fill, "lease"_a, "code"_a, "shape"_a, "as_"_a,
-          nb::sig("def array_to_fill(lease: Lease, code: int, shape: tuple[int, ...], as_: str) -> typing.Any"),
-          "The same of a writable lease, writable: as long as it lives the lease is not released.");
-    m.def("place_of", &place_of, "by"_a, "array"_a,
-          nb::sig("def place_of(by: Attachment, array: typing.Any) -> "
-                  "tuple[int, tuple[int, ...], int, int, int, int, int] | None"),
-          "Of an array that lies in one of array_to_fill(): code, shape, and the numbers of a reference. None: not a "
-          "plain one, or it lies elsewhere.");
-    m.def("forbid_writing", &forbid_writing, "array"_a,
-          "An array, and what it is a view of, say from now on that they are read-only.");
-    m.def(
-        "lease_of",
-        [](const Attachment& by, u64 address, u64 nbytes) -> nb::object {
-            nb::handle lease = lease_of(by, address, nbytes);
-            return lease.is_valid() ? nb::borrow(lease) : nb::none();
-        },
-        "by"_a, "address"_a, "nbytes"_a,
-        nb::sig("def lease_of(by: Attachment, address: int, nbytes: int) -> Lease | None"),
-        "The lease of array_to_fill() that these bytes lie in.");
-    m.def(
-        "nbytes_of",
-        [](u64 code, nb::handle shape) -> u64 {
-            Sizes sizes;
-            if (known == nullptr || code == 0 || code > known->kinds.size() || !shape_of(shape, sizes)) return 0;
-            u64 nbytes = sizes.product * known->kinds[code - 1].itemsize;
-            return nbytes > MAX_NBYTES ? 0 : nbytes;
-        },
-        "code"_a, "shape"_a, nb::sig("def nbytes_of(code: int, shape: tuple[int, ...]) -> int"),
-        "Of a plain tensor; 0: it is none, or has no bytes.");
-    nb::class_<Stored>(m, "Stored", nb::pooled(),
-                       "A value of the store, held: it is not evicted while this, or an array of it, lives.")
+    nb::class_<Stored>(m, "Lease", nb::pooled(), LEASE)
         .def(
             "__init__",
-            [](Stored* self, nb::object lease) {
-                nb::cast<Lease&>(lease);
-                new (self) Stored(std::move(lease));
+            [](Stored* self, nb::object block) {
+                nb::cast<Lease&>(block);
+                new (self) Stored(std::move(block));
             },
-            "lease"_a, nb::sig("def __init__(self, lease: Lease) -> None"))
+            "block"_a, nb::sig("def __init__(self, block: BlockLease) -> None"))
+        .def_static(
+            "of_message", [](nb::object message, u64 nbytes) { return new Stored(std::move(message), nbytes); },
+            "message"_a, "nbytes"_a, nb::sig("def of_message(message: typing.Any, nbytes: int) -> Lease"),
+            "Of a value that travels inline, which holds its message.")
         .def("value", &value_of, "as_"_a = "numpy", nb::kw_only(), "writable"_a = false,
              nb::sig("def value(self, as_: typing.Literal['numpy', 'torch', 'bits'] = 'numpy', *, writable: bool = "
                      "False) -> typing.Any"),
-             "The tree, its tensors read-only views of shared memory, which hold it; copies if `writable`. Raises "
-             "DecodeError, with the path, for what is no value.")
+             VALUE)
         .def_prop_ro("ref", &ref_of, nb::sig("def ref(self, /) -> typing.Any"),
-                     "Plain data, for any message: `Store.open_stored` over there.")
+                     "Where the value lies: numbers of a block, or the message that it came in.")
         .def_prop_ro(
-            "nbytes", [](const Stored& stored) { return stored.extent.nbytes; }, "Of the block, its layout included.")
+            "nbytes", [](const Stored& stored) { return stored.extent.nbytes; }, "Of the value, its layout included.")
         .def(
-            "hold", [](const Stored& stored) { return make_stored(stored.held()); },
-            nb::sig("def hold(self) -> Stored"), "The same value, held once more: each hold is released by itself.")
+            "hold",
+            [](const Stored& stored) {
+                nb::object holder = stored.held();
+                return stored.is_inline ? nb::cast(Stored(std::move(holder), stored.extent.nbytes))
+                                        : make_stored(std::move(holder));
+            },
+            nb::sig("def hold(self) -> Lease"), "The same value, held once more: each hold is released by itself.")
         .def(
             "release", [](Stored& stored) { stored.let_go(); },
-            "Holds it no longer; arrays that were taken from it still do, each until it is gone.")
+            "Holds the value no longer. Arrays that were taken from it still do, each until it is gone.")
         .def(
-            "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Stored"))
+            "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Lease"))
         .def("__exit__", [](Stored& stored, nb::args) { stored.let_go(); });
 }

@@ -65,27 +65,16 @@ struct Lease {
     bool is_writable = false;
     bool is_released = false;
     bool is_shown = false;    // by arrays that hold it without an export: it goes with the last of them, and not before
-    bool is_made = false;     // found by its address: see made_leases()
     bool is_filling = false;  // of what a store keeps, once this writer commits it; gone without a word: abandoned
     int exports = 0;
-
-    // Leases shown as arrays to be filled, by address; an array in one holds its lease. Under the GIL.
-    static std::map<u64, nb::handle>& made_leases() {
-        static auto* all = new std::map<u64, nb::handle>;
-        return *all;
-    }
 
     Lease() = default;
     Lease(const Lease&) = delete;
     Lease& operator=(const Lease&) = delete;
     ~Lease() { give_back(); }
-    void forget_made() {
-        if (std::exchange(is_made, false)) made_leases().erase(reinterpret_cast<u64>(at));
-    }
     void give_back() {
         if (is_released) return;
         is_released = true;
-        forget_made();
         if (by && by->is_ours()) {
             if (receiver)
                 receiver->release_record(lane, id);
@@ -135,25 +124,28 @@ inline nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent
     return made;
 }
 
-// A value of a store, held.
+// A value, held: where it lies in a store, or with the message that it came in. For Python this is `Lease`, and what
+// Lease is here is `BlockLease`.
 struct Stored {
-    nb::object lease;  // none: released
-    u64 segment;
-    Extent extent;
+    nb::object holder;  // a Lease; or what holds the message; none: released
+    bool is_inline;
+    u64 segment = 0;
+    Extent extent{};
 
-    explicit Stored(nb::object held) : lease(std::move(held)) {
-        const Lease& one = *nb::inst_ptr<Lease>(lease);
+    explicit Stored(nb::object held) : holder(std::move(held)), is_inline(false) {
+        const Lease& one = *nb::inst_ptr<Lease>(holder);
         one.require();
         if (one.receiver) throw Error(Fault::value, "a record that lies in a ring is no value of a store");
         segment = one.by->segment().nonce();
         extent = one.extent;
     }
+    Stored(nb::object message, u64 nbytes) : holder(std::move(message)), is_inline(true) { extent.nbytes = nbytes; }
     nb::object held() const {
-        if (lease.is_none()) throw Error(Fault::closed, "the value has been released");
-        nb::inst_ptr<Lease>(lease)->require();  // another owner may have released it
-        return lease;
+        if (holder.is_none()) throw Error(Fault::closed, "the value has been released");
+        if (!is_inline) nb::inst_ptr<Lease>(holder)->require();  // another owner may have released it
+        return holder;
     }
-    void let_go() { nb::object last = std::exchange(lease, nb::none()); }  // what it holds may go with it
+    void let_go() { nb::object last = std::exchange(holder, nb::none()); }  // what it holds may go with it
 };
 nb::object make_stored(nb::object lease);
 

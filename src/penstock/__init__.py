@@ -3,143 +3,104 @@
 from __future__ import annotations
 
 from importlib.metadata import version as _version
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from penstock._native import Lease, Receiver, Reservation, Sender
-from penstock.channel import AsyncReceiver, AsyncSender, Broadcast, Channel, Inbox, Ring
-from penstock.channel.channels import channel_of as _channel_of
-from penstock.codec import (
-    AsyncMessageReceiver,
-    AsyncMessageSender,
-    MessageChannel,
-    MessageReceiver,
-    MessageSender,
-    Part,
-    open_broadcast,
-    open_inbox,
-    open_ring,
-)
-from penstock.codec.channels import Messages as _Messages
+from penstock._native import Lease
+from penstock.channel import AsyncReceiver, AsyncSender, Receiver, Sender
+from penstock.codec import Broadcast, Buffer, Inbox, Ring
+from penstock.codec.channels import Channel as _Channel
+from penstock.codec.channels import channel_of as _channel_of
 from penstock.errors import (
-    ChannelError,
     ClosedError,
-    CorruptRecord,
     DecodeError,
     EndOfChannel,
-    LayoutMismatch,
     MemoryExhausted,
     Missing,
-    OutOfStep,
     PeerDied,
     PenstockError,
-    StaleRef,
     Timeout,
     WouldBlock,
 )
-from penstock.memory import Holder, Peer, Pool, PoolStats, Ref, Segment, Ticket
+from penstock.memory import Pool as _Pool
+from penstock.memory import Segment as _Segment
+from penstock.memory import Ticket as _Ticket
 from penstock.memory.segment import attached_segment as _attached_segment
-from penstock.tensor import (
-    Empty,
-    Incoming,
-    Item,
-    Making,
-    Outgoing,
-    Scope,
-    Store,
-    Stored,
-    TensorRef,
-    Tensors,
-    UnsupportedTensor,
-    key_of,
-)
+from penstock.tensor import Handle, Loan, Scope, Store, content_key
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeForm
+
     from penstock.tensor.cuda import CudaPool
 
 __version__ = _version("penstock")
 
+_T = TypeVar("_T")
+
 
 @overload
-def attach(where: Ticket | str | int) -> Channel | Pool | CudaPool | Segment: ...
+def attach(where: _Ticket | str | int) -> Any: ...
 @overload
-def attach(where: Ticket | str | int, *, messages: _Messages) -> MessageChannel: ...
+def attach(where: _Ticket | str | int, type: TypeForm[_T]) -> _Channel[_T]: ...
 def attach(
-    where: Ticket | str | int, *, messages: _Messages | None = None
-) -> Channel | MessageChannel | Pool | CudaPool | Segment:
-    """What a ticket, or an inherited descriptor (which is taken over, unless it is refused), leads to: a channel, a
-    pool (perhaps of device memory) or a segment.
+    where: _Ticket | str | int, type: Any = bytes
+) -> _Channel[Any] | Store | _Pool | CudaPool | _Segment:
+    """Attaches to a channel or a store of another process.
 
-    messages: the classes that the channel carries. Raises LayoutMismatch, which says how they differ, if it carries
-    others.
+    Args:
+        where: the ticket (`str(channel.ticket)`), for any process of the same user; or an inherited descriptor
+            (`channel.fd`), which is taken over unless this raises.
+        type: what the channel carries, as for `Ring`.
+
+    Returns:
+        A Ring, Broadcast, Inbox or Store; for tickets of `penstock.lowlevel`, a Pool, CudaPool or Segment.
+
+    Raises:
+        LayoutMismatch: the channel carries something else (the text says how they differ), or it is of another build,
+            or gone.
+        TypeError: no channel carries this type.
+
+        >>> ring = Ring()
+        >>> attach(str(ring.ticket)).open_sender().send(b"from another process")
+        >>> ring.open_receiver().receive()
+        b'from another process'
     """
     with _attached_segment(where) as segment:
-        if messages is not None:
-            return MessageChannel(_channel_of(segment), messages)
         if segment.kind == 1:
-            return Segment(segment)
+            return _Segment(segment)
         if segment.kind == 2:
             if segment.is_elsewhere:
                 # Imported here: a process without a device does not load its driver. The import does not call it.
                 from penstock.tensor.cuda import CudaPool
 
                 return CudaPool(segment)
-            return Store(segment) if segment.keeps else Pool(segment)
-        return _channel_of(segment)
+            return Store._of(segment) if segment.keeps else _Pool(segment)
+        return _channel_of(segment, type)
 
 
 __all__ = [
-    "AsyncMessageReceiver",
-    "AsyncMessageSender",
     "AsyncReceiver",
     "AsyncSender",
     "Broadcast",
-    "Channel",
-    "ChannelError",
+    "Buffer",
     "ClosedError",
-    "CorruptRecord",
     "DecodeError",
-    "Empty",
     "EndOfChannel",
-    "Holder",
+    "Handle",
     "Inbox",
-    "Incoming",
-    "Item",
-    "LayoutMismatch",
     "Lease",
-    "Making",
+    "Loan",
     "MemoryExhausted",
-    "MessageChannel",
-    "MessageReceiver",
-    "MessageSender",
     "Missing",
-    "OutOfStep",
-    "Outgoing",
-    "Part",
-    "Peer",
     "PeerDied",
     "PenstockError",
-    "Pool",
-    "PoolStats",
     "Receiver",
-    "Ref",
-    "Reservation",
     "Ring",
     "Scope",
-    "Segment",
     "Sender",
-    "StaleRef",
     "Store",
-    "Stored",
-    "TensorRef",
-    "Tensors",
-    "Ticket",
     "Timeout",
-    "UnsupportedTensor",
     "WouldBlock",
     "__version__",
     "attach",
-    "key_of",
-    "open_broadcast",
-    "open_inbox",
-    "open_ring",
+    "content_key",
 ]

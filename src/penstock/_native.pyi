@@ -127,14 +127,14 @@ class Segment:
 class Bytes:
     pass
 
-class Lease:
+class BlockLease:
     """
     The right to touch some shared bytes, as an object that exports them. Released once; by itself with its last view.
     """
 
     def release(self) -> None: ...
 
-    def __enter__(self) -> Lease: ...
+    def __enter__(self) -> BlockLease: ...
 
     def __exit__(self, *args) -> None: ...
 
@@ -172,9 +172,9 @@ class Attachment:
 
     def peers(self) -> list: ...
 
-    def take(self, nbytes: int, timeout: float | None = 0) -> Lease: ...
+    def take(self, nbytes: int, timeout: float | None = 0) -> BlockLease: ...
 
-    def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> Lease: ...
+    def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> BlockLease: ...
 
     def grant(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: int) -> None: ...
 
@@ -262,27 +262,27 @@ class Receiver:
         Raises Timeout, PeerDied after the last record of a sender that died, EndOfChannel after the last of one that closed.
         """
 
-    def receive_view(self, timeout: float | None = None) -> Lease:
+    def receive_view(self, timeout: float | None = None) -> BlockLease:
         """
         The next record where it lies: a read-only lease. A record in the ring keeps its room until the lease is released.
         """
 
     def receive_nowait(self) -> bytes: ...
 
-    def receive_view_nowait(self) -> Lease: ...
+    def receive_view_nowait(self) -> BlockLease: ...
 
-    def receive_frame(self, timeout: float | None = None) -> bytes | Lease:
+    def receive_frame(self, timeout: float | None = None) -> bytes | BlockLease:
         """
         The next record: a short one copied, one that lies in the pool where it lies.
         """
 
-    def receive_frame_nowait(self) -> bytes | Lease: ...
+    def receive_frame_nowait(self) -> bytes | BlockLease: ...
 
     def try_receive(self) -> bytes | None: ...
 
-    def try_receive_view(self) -> Lease | None: ...
+    def try_receive_view(self) -> BlockLease | None: ...
 
-    def try_receive_frame(self) -> bytes | Lease | None: ...
+    def try_receive_frame(self) -> bytes | BlockLease | None: ...
 
     @property
     def is_locked_out(self) -> bool:
@@ -346,25 +346,25 @@ class Store:
 
     def __init__(self, attachment: Attachment) -> None: ...
 
-    def get(self, key: bytes) -> Lease | None: ...
+    def get(self, key: bytes) -> BlockLease | None: ...
 
-    def get_value(self, key: bytes) -> Stored | None: ...
+    def get_value(self, key: bytes) -> Lease | None: ...
 
     @property
     def is_ours(self) -> bool:
         """Not of the process before a fork()."""
 
-    def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, Lease]:
+    def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]:
         """
         True and a writable lease, to be written and committed; or False and a lease of what is there. Waits while somebody else writes it, or for room.
         """
 
-    def commit(self, lease: Lease) -> bool:
+    def commit(self, lease: BlockLease) -> bool:
         """
         What was written is there for everybody, and the lease is for reading from now on: it must have no views. False: it was taken out meanwhile.
         """
 
-    def abandon(self, lease: Lease) -> None:
+    def abandon(self, lease: BlockLease) -> None:
         """
         Somebody else may write it. So it is, too, when the lease goes without a commit.
         """
@@ -385,65 +385,63 @@ def use_kinds(kinds: list[tuple[int, Any, Any]], numpy_of: Callable[[int], Any],
     Says, once, which numbers there are: for each code from 1 the itemsize, the dtype of its bits, and that of NumPy or None: then `numpy_of` gives it. torch_of: makes a tensor of an array of bits.
     """
 
-def use_values(ref_of: Callable[..., Any], read: Callable[[Lease, Any, bool], Any]) -> None:
+def use_values(ref_of: Callable[..., Any], read: Callable[[Any, Any, bool], Any]) -> None:
     """
     Says what makes a reference of five numbers, and who reads a value that is not plain.
     """
 
-def array(lease: Lease, code: int, shape: tuple[int, ...], as_: str) -> Any:
+class Lease:
     """
-    The tensor that lies there, read-only; from now on the lease goes with its last view, and not before. None: not a plain one.
+    A value, held: its memory is not reused while the lease, or an array of the value, lives.
+
+        >>> store = Store(1 << 20)
+        >>> with store.put({"pixels": np.arange(4)}) as lease:
+        ...     lease.value()["pixels"]
+        array([0, 1, 2, 3])
     """
 
-def array_to_fill(lease: Lease, code: int, shape: tuple[int, ...], as_: str) -> Any:
-    """
-    The same of a writable lease, writable: as long as it lives the lease is not released.
-    """
+    def __init__(self, block: BlockLease) -> None: ...
 
-def place_of(by: Attachment, array: Any) -> tuple[int, tuple[int, ...], int, int, int, int, int] | None:
-    """
-    Of an array that lies in one of array_to_fill(): code, shape, and the numbers of a reference. None: not a plain one, or it lies elsewhere.
-    """
-
-def forbid_writing(array: object) -> None:
-    """
-    An array, and what it is a view of, say from now on that they are read-only.
-    """
-
-def lease_of(by: Attachment, address: int, nbytes: int) -> Lease | None:
-    """The lease of array_to_fill() that these bytes lie in."""
-
-def nbytes_of(code: int, shape: tuple[int, ...]) -> int:
-    """Of a plain tensor; 0: it is none, or has no bytes."""
-
-class Stored:
-    """
-    A value of the store, held: it is not evicted while this, or an array of it, lives.
-    """
-
-    def __init__(self, lease: Lease) -> None: ...
+    @staticmethod
+    def of_message(message: Any, nbytes: int) -> Lease:
+        """Of a value that travels inline, which holds its message."""
 
     def value(self, as_: Literal['numpy', 'torch', 'bits'] = 'numpy', *, writable: bool = False) -> Any:
         """
-        The tree, its tensors read-only views of shared memory, which hold it; copies if `writable`. Raises DecodeError, with the path, for what is no value.
+        Returns the value, its tensors read-only views of the memory where it lies, which they hold.
+
+        Args:
+            as_: the library that the tensors are of: "numpy"; "torch"; or "bits", where kinds that NumPy has no word for are
+                unsigned integers. A write through a torch tensor ends this process: torch has no read-only tensors.
+            writable: the tensors are private copies.
+
+        Raises:
+            DecodeError: the bytes are no value; the text has the path to what is wrong.
+            ClosedError: the lease has been released.
+
+            >>> lease = Store(1 << 20).put([np.zeros(2), "text"])
+            >>> lease.value()
+            [array([0., 0.]), 'text']
         """
 
     @property
     def ref(self, /) -> Any:
-        """Plain data, for any message: `Store.open_stored` over there."""
+        """
+        Where the value lies: numbers of a block, or the message that it came in.
+        """
 
     @property
     def nbytes(self) -> int:
-        """Of the block, its layout included."""
+        """Of the value, its layout included."""
 
-    def hold(self) -> Stored:
+    def hold(self) -> Lease:
         """The same value, held once more: each hold is released by itself."""
 
     def release(self) -> None:
         """
-        Holds it no longer; arrays that were taken from it still do, each until it is gone.
+        Holds the value no longer. Arrays that were taken from it still do, each until it is gone.
         """
 
-    def __enter__(self) -> Stored: ...
+    def __enter__(self) -> Lease: ...
 
     def __exit__(self, *args) -> None: ...

@@ -3,29 +3,25 @@
 ring 1→1, broadcast 1→N, inbox N→1. Leaves to the codec what a record means.
 """
 
-from penstock._native import Receiver, Reservation, Sender
-from penstock.channel.aio import AsyncReceiver, AsyncSender
-from penstock.channel.channels import (
-    Broadcast,
-    Channel,
-    Inbox,
-    Ring,
-    open_broadcast,
-    open_inbox,
-    open_ring,
-)
+from penstock._native import Receiver as ByteReceiver
+from penstock._native import Reservation
+from penstock._native import Sender as ByteSender
+from penstock.channel.aio import AsyncByteReceiver, AsyncByteSender
+from penstock.channel.channels import Latency, OnDeath, SegmentChannel, create_segment
+from penstock.channel.ends import AsyncReceiver, AsyncSender, Receiver, Sender
 
 __all__ = [
+    "AsyncByteReceiver",
+    "AsyncByteSender",
     "AsyncReceiver",
     "AsyncSender",
-    "Broadcast",
-    "Channel",
-    "Inbox",
+    "ByteReceiver",
+    "ByteSender",
+    "Latency",
+    "OnDeath",
     "Receiver",
     "Reservation",
-    "Ring",
+    "SegmentChannel",
     "Sender",
-    "open_broadcast",
-    "open_inbox",
-    "open_ring",
+    "create_segment",
 ]

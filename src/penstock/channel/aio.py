@@ -219,7 +219,7 @@ class _End:
         self.close()
 
 
-class AsyncReceiver(_End):
+class AsyncByteReceiver(_End):
     """The receiving end in an event loop. The semantics are the Receiver's."""
 
     _end: _native.Receiver
@@ -247,25 +247,28 @@ class AsyncReceiver(_End):
         """The next record, copied. Raises as Receiver.receive does."""
         return await self._receive(timeout, self._end.try_receive)
 
-    async def receive_view(self, timeout: float | None = None) -> _native.Lease:
+    async def receive_view(self, timeout: float | None = None) -> _native.BlockLease:
         """The next record where it lies. Raises as Receiver.receive_view does."""
         return await self._receive(timeout, self._end.try_receive_view)
 
-    async def receive_frame(self, timeout: float | None = None) -> bytes | _native.Lease:
+    async def receive_frame(self, timeout: float | None = None) -> bytes | _native.BlockLease:
         """The next record: a short one copied, a long one where it lies."""
         return await self._receive(timeout, self._end.try_receive_frame)
 
     def receive_nowait(self) -> bytes:
         return self._end.receive_nowait()
 
-    def receive_frame_nowait(self) -> bytes | _native.Lease:
+    def receive_view_nowait(self) -> _native.BlockLease:
+        return self._end.receive_view_nowait()
+
+    def receive_frame_nowait(self) -> bytes | _native.BlockLease:
         return self._end.receive_frame_nowait()
 
     @property
     def source(self) -> int:
         return self._end.source
 
-    def __aiter__(self) -> AsyncReceiver:
+    def __aiter__(self) -> AsyncByteReceiver:
         return self
 
     async def __anext__(self) -> bytes:
@@ -275,7 +278,7 @@ class AsyncReceiver(_End):
             raise StopAsyncIteration from None
 
 
-class AsyncSender(_End):
+class AsyncByteSender(_End):
     """The sending end in an event loop. The semantics are the Sender's."""
 
     _end: _native.Sender

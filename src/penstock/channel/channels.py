@@ -1,19 +1,21 @@
-"""The three shapes of channel: made in one process, handed to others, opened there as a Sender or a Receiver.
+"""What the three shapes of channel have in common: a segment with lanes, cursors, and a pool for long records.
 
-Leaves to the native core: everything that happens after an end is open.
+Leaves to the native core: everything that happens after an end is open. Leaves to the codec what a record means, and so
+which ends a process gets.
 """
 
 from __future__ import annotations
 
 import os
 import resource
-from typing import Any, Literal
+import time
+from typing import Any, Literal, TypeVar
 
 from penstock import _native
-from penstock.channel.aio import AsyncReceiver, AsyncSender
-from penstock.errors import ClosedError, LayoutMismatch
+from penstock.channel.aio import AsyncByteReceiver, AsyncByteSender
+from penstock.errors import ClosedError, Timeout
 from penstock.memory.peers import Peer
-from penstock.memory.segment import Shareable, Ticket, attached_segment, fitting, placement, short, within
+from penstock.memory.segment import Shareable, fitting, placement, short, within
 
 Latency = Literal["eco", "auto", "spin"]
 OnDeath = Literal["raise", "ignore"]
@@ -23,25 +25,25 @@ INLINE_LIMIT = 64 << 10  # longer records go to the pool: from here on a view wi
 GRANULE_NBYTES = 1 << 20  # the pool claims pages in such pieces as it first needs them, and keeps them
 GRANULES = 32768
 SPILL_BLOCKS = 256  # records longer than INLINE_LIMIT that may be under way or held at once
+MAX_POLL_S = 0.02  # between two looks at the receivers that are still missing
+
+RING, BROADCAST, INBOX = 1, 2, 3  # the shapes, as layout.h numbers them
+
+_C = TypeVar("_C", bound="SegmentChannel")
 
 
-class Channel(Shareable):
-    """What is common to the three: a segment with lanes, cursors, and a pool for long records that grows on demand."""
-
-    STYLE = 0
+class SegmentChannel(Shareable):
+    """A channel as it lies in its segment. Opens the ends that take and give bytes."""
 
     @property
     def senders(self) -> int:
+        """How many senders the channel has room for."""
         return self._segment.lanes
 
     @property
     def receivers(self) -> int:
+        """How many receivers the channel has."""
         return self._segment.receivers
-
-    @property
-    def schema(self) -> bytes:
-        """What the messages of this channel are said to be; empty: it carries plain bytes."""
-        return bytes(self._segment.schema)
 
     def _join(self, name: str) -> _native.Attachment:
         if self._is_closed:
@@ -58,138 +60,86 @@ class Channel(Shareable):
             raise ValueError(f"'{self.name}' has {self.receivers} receivers: there is no receiver {index}")
         return _native.Receiver(attachment, -1 if index is None else index)
 
-    def sender(self, index: int | None = None, *, name: str = "") -> _native.Sender:
-        """Becomes a sender of this channel, in this process: the one of this index, or the first that is free.
-
-        `name` is what errors and `penstock inspect` call this process.
-        """
-        self._require_bytes()
-        return self._sender(index, self._join(name))
-
-    def receiver(self, index: int | None = None, *, name: str = "") -> _native.Receiver:
-        """Becomes a receiver of this channel, in this process.
-
-        Receivers are awaited from the start: what is sent before they come is kept for them. One that follows another
-        that closed or died gets what is sent after it has come.
-        """
-        self._require_bytes()
-        return self._receiver(index, self._join(name))
-
-    def async_sender(self, index: int | None = None, *, name: str = "") -> AsyncSender:
-        self._require_bytes()
-        return self._async_sender(index, self._join(name))
-
-    def async_receiver(self, index: int | None = None, *, name: str = "") -> AsyncReceiver:
-        self._require_bytes()
-        return self._async_receiver(index, self._join(name))
-
-    def _async_sender(self, index: int | None, attachment: _native.Attachment) -> AsyncSender:
+    def _async_sender(self, index: int | None, attachment: _native.Attachment) -> AsyncByteSender:
         attachment.bell_fd()  # before the end is claimed, which could not be opened a second time
-        return AsyncSender(self._sender(index, attachment), attachment)
+        return AsyncByteSender(self._sender(index, attachment), attachment)
 
-    def _async_receiver(self, index: int | None, attachment: _native.Attachment) -> AsyncReceiver:
+    def _async_receiver(self, index: int | None, attachment: _native.Attachment) -> AsyncByteReceiver:
         attachment.bell_fd()
-        return AsyncReceiver(self._receiver(index, attachment), attachment)
+        return AsyncByteReceiver(self._receiver(index, attachment), attachment)
 
-    def _require_bytes(self) -> None:
-        if self.schema:
-            raise LayoutMismatch(f"'{self.name}' carries messages: attach to it with messages=(…)")
+    def wait_for_receivers(self, timeout: float | None = None) -> None:
+        """Waits until each of the channel's receivers has been opened. Nothing has to wait for them: what is sent
+        before a receiver is open is kept for it.
+
+        Args:
+            timeout: seconds to wait; None for as long as it takes.
+
+        Raises:
+            Timeout: some receivers were not opened in time; the text has their indices.
+
+            >>> ring = Ring()
+            >>> receiver = ring.open_receiver()
+            >>> ring.wait_for_receivers(timeout=1)
+        """
+        began = time.monotonic()
+        pause = MAX_POLL_S / 64
+        while missing := [end["index"] for end in self.snapshot()["receivers"] if end["state"] == "expected"]:
+            if timeout is not None and time.monotonic() - began >= timeout:
+                raise Timeout(
+                    f"of the {self.receivers} receivers of '{self.name}', {missing} were not opened in {timeout:g} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_POLL_S)
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything the channel tells of itself, as `penstock inspect --json` prints it."""
-        found: dict[str, Any] = _native.snapshot(os.dup(self._segment.fd))
-        return found
+        """Returns the state of the channel and of all its ends, as `penstock inspect --json` prints it."""
+        state: dict[str, Any] = _native.snapshot(os.dup(self._segment.fd))
+        return state
 
     def trim(self, keep_nbytes: int = 0) -> int:
-        """Gives the machine back what long records once needed and nothing lies in now, beyond `keep_nbytes`.
+        """Returns pages of the pool for long records to the system, all but `keep_nbytes` of those that are not in use.
 
-        Returns how many bytes that were.
+        Returns the number of bytes returned.
         """
         return self._join("trim").trim(keep_nbytes)
 
     def peers(self) -> list[Peer]:
+        """Returns the processes that have joined the channel."""
         return [Peer.of(native) for native in self.snapshot()["peers"]]
 
     def close(self) -> None:
         """Closes this handle. Ends that were opened stay open; they keep the segment alive."""
         self._is_closed = True
 
-    def __enter__(self) -> Channel:
+    def __enter__(self: _C) -> _C:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class Ring(Channel):
-    """One sender, one receiver."""
-
-    STYLE = 1
-
-
-class Broadcast(Channel):
-    """One sender, many receivers; each gets every record."""
-
-    STYLE = 2
-
-
-class Inbox(Channel):
-    """Many senders, one receiver. In order for each sender; taken in turn among them."""
-
-    STYLE = 3
-
-
-def attach_channel(where: Ticket | str | int) -> Channel:
-    """The channel of a ticket or of an inherited descriptor, as what it is."""
-    with attached_segment(where) as segment:
-        return channel_of(segment)
-
-
-def channel_of(segment: _native.Segment) -> Channel:
-    for cls in (Ring, Broadcast, Inbox):
-        if segment.kind == 3 and segment.style == cls.STYLE:
-            return cls(segment)
-    raise LayoutMismatch(f"'{segment.name}' is not a channel")
-
-
-def open_ring(name: str = "ring", **options: Any) -> Ring:
-    """A channel from one process to one other. Options: see `open_broadcast`."""
-    return Ring(_create(Ring.STYLE, name, 1, 1, **options))
-
-
-def open_broadcast(receivers: int, name: str = "broadcast", **options: Any) -> Broadcast:
-    """A channel from one process to `receivers` others, each of which gets every record.
-
-    Options: see `penstock.open_broadcast`, which opens channels of messages too.
-    """
-    return Broadcast(_create(Broadcast.STYLE, name, 1, receivers, **options))
-
-
-def open_inbox(senders: int, name: str = "inbox", **options: Any) -> Inbox:
-    """A channel from up to `senders` processes at a time to one. Options: see `open_broadcast`."""
-    return Inbox(_create(Inbox.STYLE, name, senders, 1, **options))
-
-
-def _create(
-    style: int,
-    name: str,
-    senders: int,
-    receivers: int,
+def create_segment(
+    shape: int,
     *,
-    capacity: int | None = None,
-    inline_limit: int | None = None,
-    spill_nbytes: int | None = None,
-    spill_blocks: int = SPILL_BLOCKS,
-    max_peers: int | None = None,
-    latency: Latency = "auto",
-    on_receiver_death: OnDeath = "raise",
-    on_sender_death: OnDeath = "raise",
-    huge_pages: bool | str = False,
-    numa_node: int | None = None,
-    numa_required: bool = False,
-    prefault: bool = True,
+    name: str,
+    senders: int = 1,
+    receivers: int = 1,
     schema: bytes = b"",
+    capacity: int | None,
+    latency: Latency,
+    on_receiver_death: OnDeath,
+    on_sender_death: OnDeath,
+    max_peers: int | None,
+    inline_limit: int | None,
+    spill_nbytes: int | None,
+    spill_blocks: int,
+    huge_pages: bool | str,
+    numa_node: int | None,
+    numa_required: bool,
+    prefault: bool,
 ) -> _native.Segment:
+    """Creates the segment of a channel. The options are those of the classes in codec/channels.py."""
     if not 1 <= senders <= _native.MAX_SENDERS:
         raise ValueError(f"an inbox has 1 to {_native.MAX_SENDERS} senders, not {senders}")
     if not 1 <= receivers <= _native.MAX_RECEIVERS:
@@ -204,7 +154,7 @@ def _create(
         if word not in ("raise", "ignore"):
             raise ValueError(f"on_…_death is 'raise' or 'ignore', not {word!r}")
     if capacity is None:
-        capacity = LANE_NBYTES if style != Inbox.STYLE else LANE_NBYTES // 4
+        capacity = LANE_NBYTES if shape != INBOX else LANE_NBYTES // 4
     within("capacity", capacity, 4096, 1 << 31)
     if capacity & (capacity - 1):
         raise ValueError(f"capacity is a power of two, not {capacity}")
@@ -217,9 +167,9 @@ def _create(
     granule = GRANULE_NBYTES
     while spill_nbytes > granule * GRANULES:
         granule *= 2
-    shape = {
+    fields = {
         "kind": 3,
-        "style": style,
+        "style": shape,
         "max_peers": max_peers,
         "max_blocks": spill_blocks,
         "lanes": senders,
@@ -234,7 +184,7 @@ def _create(
         "granule_nbytes": granule if not huge_pages else 0,
     }
     return _native.Segment.create(
-        short(name), shape, prefault=prefault, schema=schema, **placement(huge_pages, numa_node, numa_required)
+        short(name), fields, prefault=prefault, schema=schema, **placement(huge_pages, numa_node, numa_required)
     )
 
 

@@ -4,25 +4,19 @@ Messages are msgspec structs, encoded as arrays; nothing that could be executed 
 the channel how frames travel, and to those above the line what messages there are.
 """
 
+from penstock.codec.buffer import Buffer
 from penstock.codec.catalogue import Catalogue, Schema
-from penstock.codec.channels import MessageChannel
-from penstock.codec.ends import AsyncMessageReceiver, AsyncMessageSender, MessageReceiver, MessageSender
+from penstock.codec.channels import Broadcast, Channel, Inbox, Ring
 from penstock.codec.frame import FrameDecoder, FrameEncoder
-from penstock.codec.opening import open_broadcast, open_inbox, open_ring
-from penstock.codec.part import Part
 
 __all__ = [
-    "AsyncMessageReceiver",
-    "AsyncMessageSender",
+    "Broadcast",
+    "Buffer",
     "Catalogue",
+    "Channel",
     "FrameDecoder",
     "FrameEncoder",
-    "MessageChannel",
-    "MessageReceiver",
-    "MessageSender",
-    "Part",
+    "Inbox",
+    "Ring",
     "Schema",
-    "open_broadcast",
-    "open_inbox",
-    "open_ring",
 ]

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.codec.part import CODES, Part
+from penstock.codec.buffer import CODES, Buffer
 from penstock.errors import DecodeError, LayoutMismatch
 
 MAX_MESSAGES = 127  # the first byte of a frame has seven bits for the number
@@ -32,7 +32,7 @@ SCALARS: dict[Any, str] = {
     bytes: "bytes",
     bytearray: "bytearray",
     memoryview: "memoryview",
-    Part: "part",
+    Buffer: "buffer",
 }
 SEQUENCES: dict[Any, str] = {
     list: "list",
@@ -170,10 +170,10 @@ class Catalogue:
 
 
 def _special(hint: Any) -> Any:
-    """What travels as a number that stands for something else: an array (its dtype) or Part; or None."""
+    """What travels as a number that stands for something else: an array (its dtype) or Buffer; or None."""
     if typing.get_origin(hint) is np.ndarray:
         return array_dtype(hint)
-    return Part if hint is Part else None
+    return Buffer if hint is Buffer else None
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

@@ -1,105 +1,438 @@
-"""Channels of messages: the three shapes of channel, and the handshake about what they carry.
+"""The three shapes of channel, by what they carry: bytes, buffers, or messages of agreed classes.
 
-Leaves to the channel everything but what its records mean.
+Leaves to the catalogue what a message may hold, and to the segment's channel everything else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import types
+import typing
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn
 
 import msgspec
 
-from penstock.channel import Channel
+from penstock import _native
+from penstock.channel import (
+    AsyncByteReceiver,
+    AsyncByteSender,
+    AsyncReceiver,
+    AsyncSender,
+    ByteReceiver,
+    ByteSender,
+    Latency,
+    OnDeath,
+    Receiver,
+    SegmentChannel,
+    Sender,
+)
+from penstock.channel.channels import BROADCAST, INBOX, RING, SPILL_BLOCKS, create_segment
+from penstock.codec.buffer import Buffer
 from penstock.codec.catalogue import Catalogue, Schema
-from penstock.codec.ends import AsyncMessageReceiver, AsyncMessageSender, MessageReceiver, MessageSender
+from penstock.codec.ends import (
+    AsyncBufferReceiver,
+    AsyncBufferSender,
+    AsyncMessageReceiver,
+    AsyncMessageSender,
+    BufferReceiver,
+    BufferSender,
+    MessageReceiver,
+    MessageSender,
+)
 from penstock.errors import LayoutMismatch
-from penstock.memory.peers import Peer
-from penstock.memory.segment import Ticket
+from penstock.memory.segment import Ticket, attached_segment
 
-Messages = tuple[type[msgspec.Struct], ...]
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm, TypeVar
+
+    T = TypeVar("T", default=bytes)
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+MAX_DESCRIBED = 1 << 20  # layout.h: schema_nbytes
 
 
-def classes_of(messages: Any) -> Messages:
-    """What was given as `messages=`, as a tuple. Raises TypeError."""
-    if isinstance(messages, type):
-        raise TypeError(f"messages is a tuple of classes: messages=({messages.__name__},)")
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
-        raise TypeError(f"messages is a tuple of classes, not {messages!r}")
-    return tuple(messages)
+builtin_type = type  # under the name that Ring(type=…) leaves free
 
 
-class MessageChannel:
-    """A ring, broadcast or inbox that carries messages of the agreed classes."""
+class Payload:
+    """What a channel carries: `of(bytes)`, `of(Buffer)`, `of(Step)` or `of(Step | Stop)`."""
 
-    def __init__(self, channel: Channel, messages: Messages) -> None:
+    def __init__(self, catalogue: Catalogue | None, *, is_viewed: bool = False) -> None:
+        self.catalogue = catalogue  # None: records are not messages
+        self.is_viewed = is_viewed  # receivers get a Buffer where the record lies, and not bytes
+
+    @classmethod
+    def of(cls, type: Any) -> Payload:
+        """Raises TypeError for what no channel carries."""
+        if type is bytes or type is Buffer:
+            return cls(None, is_viewed=type is Buffer)
+        is_union = typing.get_origin(type) in (typing.Union, types.UnionType)
+        classes = typing.get_args(type) if is_union else (type,)
+        for each in classes:
+            if not (isinstance(each, builtin_type) and issubclass(each, msgspec.Struct)):
+                raise TypeError(
+                    "a channel carries bytes, Buffer, a subclass of msgspec.Struct or a union of such (Step | Stop), "
+                    f"not {type!r:.200}"
+                )
+        return cls(Catalogue(*classes))
+
+    def described(self) -> bytes:
+        """Returns the description of the messages that lies in the channel's segment."""
+        if self.catalogue is None:
+            return b""
+        described = self.catalogue.schema.encode()
+        if len(described) > MAX_DESCRIBED:
+            raise ValueError(
+                f"the description of these {len(self.catalogue.messages)} classes takes {len(described):,} bytes; a "
+                f"channel has room for {MAX_DESCRIBED:,}: give them fewer fields, or shorter names"
+            )
+        return described
+
+    def require_same(self, segment: _native.Segment) -> None:
         """Raises LayoutMismatch, which says how they differ, where the channel carries something else."""
-        messages = classes_of(messages)
-        self.catalogue = Catalogue(*messages)
-        described = channel.schema
+        described = bytes(segment.schema)
         if not described:
-            raise LayoutMismatch(f"'{channel.name}' carries plain bytes: attach to it without messages")
-        self.catalogue.require_same(Schema.decode(described), channel.name)
-        self._channel = channel
-        self._messages = messages
+            if self.catalogue is not None:
+                raise LayoutMismatch(f"'{segment.name}' carries bytes, not {self.catalogue.names()}")
+            return
+        schema = Schema.decode(described)
+        if self.catalogue is None:
+            names = " | ".join(message.name for message in schema.messages)
+            raise LayoutMismatch(f"'{segment.name}' carries messages: attach to it as a channel of {names}")
+        self.catalogue.require_same(schema, segment.name)
 
-    def sender(self, index: int | None = None, *, name: str = "") -> MessageSender:
-        """Becomes a sender of this channel, as `Channel.sender` does."""
-        return MessageSender(self._channel._sender(index, self._channel._join(name)), self.catalogue)
+    # ── the ends that take or give it, made of those of bytes ──
+    def sender(self, end: ByteSender) -> Any:
+        if self.catalogue is not None:
+            return MessageSender(end, self.catalogue)
+        return BufferSender(end) if self.is_viewed else end
 
-    def receiver(self, index: int | None = None, *, name: str = "") -> MessageReceiver:
-        """Becomes a receiver of this channel, as `Channel.receiver` does."""
-        return MessageReceiver(self._channel._receiver(index, self._channel._join(name)), self.catalogue)
+    def receiver(self, end: ByteReceiver) -> Any:
+        if self.catalogue is not None:
+            return MessageReceiver(end, self.catalogue)
+        return BufferReceiver(end) if self.is_viewed else end
 
-    def async_sender(self, index: int | None = None, *, name: str = "") -> AsyncMessageSender:
-        return AsyncMessageSender(self._channel._async_sender(index, self._channel._join(name)), self.catalogue)
+    def async_sender(self, end: AsyncByteSender) -> Any:
+        if self.catalogue is not None:
+            return AsyncMessageSender(end, self.catalogue)
+        return AsyncBufferSender(end) if self.is_viewed else end
 
-    def async_receiver(self, index: int | None = None, *, name: str = "") -> AsyncMessageReceiver:
-        return AsyncMessageReceiver(self._channel._async_receiver(index, self._channel._join(name)), self.catalogue)
-
-    # ── what it shares with every channel ──
-    @property
-    def name(self) -> str:
-        return self._channel.name
-
-    @property
-    def senders(self) -> int:
-        return self._channel.senders
-
-    @property
-    def receivers(self) -> int:
-        return self._channel.receivers
-
-    @property
-    def fd(self) -> int:
-        return self._channel.fd
-
-    @property
-    def ticket(self) -> Ticket:
-        return self._channel.ticket
-
-    @property
-    def segment_nbytes(self) -> int:
-        return self._channel.segment_nbytes
-
-    def snapshot(self) -> dict[str, Any]:
-        return self._channel.snapshot()
-
-    def peers(self) -> list[Peer]:
-        return self._channel.peers()
-
-    def trim(self, keep_nbytes: int = 0) -> int:
-        return self._channel.trim(keep_nbytes)
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def __enter__(self) -> MessageChannel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def async_receiver(self, end: AsyncByteReceiver) -> Any:
+        if self.catalogue is not None:
+            return AsyncMessageReceiver(end, self.catalogue)
+        return AsyncBufferReceiver(end) if self.is_viewed else end
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Only while a process is being spawned, as every channel; it imports the classes as any program does.
-        return MessageChannel, (self._channel, self._messages)
+        if self.catalogue is None:
+            return Payload.of, (Buffer if self.is_viewed else bytes,)
+        return Payload.of, (typing.Union[self.catalogue.messages],)
+
+
+class Channel(SegmentChannel, Generic[T]):
+    """What the three shapes share: opening ends, and a look at their state."""
+
+    SHAPE: ClassVar[int]
+
+    def __init__(self, segment: _native.Segment, payload: Payload) -> None:
+        payload.require_same(segment)
+        super().__init__(segment)
+        self._payload = carried
+
+    @classmethod
+    def _of(cls, segment: _native.Segment, *state: Any) -> Channel[T]:
+        made = cls.__new__(cls)
+        Channel.__init__(made, segment, *state)
+        return made
+
+    def _state(self) -> tuple[Any, ...]:
+        return (self._payload,)
+
+    def open_sender(self, index: int | None = None, *, name: str = "") -> Sender[T]:
+        """Makes this process a sender of the channel.
+
+        Args:
+            index: which of the channel's senders; None for the first that is free.
+            name: of this process, in errors and in `penstock inspect`.
+
+        Raises:
+            ValueError: the channel has no such sender.
+            ChannelError: the sender is open in a living process.
+
+            >>> ring = Ring(name="steps")
+            >>> with ring.open_sender(name="scheduler") as sender:
+            ...     sender.send(b"step")
+        """
+        end: Sender[T] = self._payload.sender(self._sender(index, self._join(name)))
+        return end
+
+    def open_receiver(self, index: int | None = None, *, name: str = "") -> Receiver[T]:
+        """Makes this process a receiver of the channel.
+
+        The channel waits for its first receivers: what is sent before they are open is kept for them. A receiver that
+        takes the place of one that closed or died gets what is sent from then on.
+
+        Args:
+            index: which of the channel's receivers; None for the first that is free.
+            name: of this process, in errors and in `penstock inspect`.
+
+        Raises:
+            ValueError: the channel has no such receiver.
+            ChannelError: the receiver is open in a living process.
+
+            >>> ring = Ring()
+            >>> ring.open_sender().send(b"before the receiver")
+            >>> ring.open_receiver(name="worker").receive()
+            b'before the receiver'
+        """
+        end: Receiver[T] = self._payload.receiver(self._receiver(index, self._join(name)))
+        return end
+
+    def open_async_sender(self, index: int | None = None, *, name: str = "") -> AsyncSender[T]:
+        """Makes this process a sender of the channel, for asyncio. Args and Raises: those of `open_sender`."""
+        end: AsyncSender[T] = self._payload.async_sender(self._async_sender(index, self._join(name)))
+        return end
+
+    def open_async_receiver(self, index: int | None = None, *, name: str = "") -> AsyncReceiver[T]:
+        """Makes this process a receiver of the channel, for asyncio. Args and Raises: those of `open_receiver`."""
+        end: AsyncReceiver[T] = self._payload.async_receiver(self._async_receiver(index, self._join(name)))
+        return end
+
+
+class Ring(Channel[T]):
+    """One sender, one receiver.
+
+    Args:
+        type: what the channel carries: bytes; `Buffer`, received where it lies; a subclass of `msgspec.Struct` with
+            `array_like=True`; or a union of such subclasses.
+        name: of the channel, in errors and in `penstock inspect`.
+        capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
+            behind. Default: 1 MiB, 256 KiB in an inbox.
+        latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
+        on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
+            on with the ends that are left. Without any end left on one side, the other side is always told.
+        max_peers: processes that may be attached at a time.
+        inline_limit: longer records lie in the channel's pool, copied once for all receivers.
+        spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
+        spill_blocks: records that may lie in the pool at a time.
+        huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
+            by `penstock inspect`.
+
+    Raises:
+        TypeError: no channel carries this type.
+        ValueError: an option is out of its range.
+        MemoryExhausted: the machine has not so much memory left; the text has both numbers.
+
+        >>> class Step(msgspec.Struct, array_like=True):
+        ...     tokens: list[int]
+        >>> ring = Ring(Step)
+        >>> ring.open_sender().send(Step([1, 2, 3]))
+        >>> ring.open_receiver().receive()
+        Step(tokens=[1, 2, 3])
+    """
+
+    SHAPE = RING
+
+    def __init__(
+        self,
+        type: TypeForm[T] = bytes,  # type: ignore[assignment]
+        *,
+        name: str = "ring",
+        capacity: int | None = None,
+        latency: Latency = "auto",
+        on_receiver_death: OnDeath = "raise",
+        on_sender_death: OnDeath = "raise",
+        max_peers: int | None = None,
+        inline_limit: int | None = None,
+        spill_nbytes: int | None = None,
+        spill_blocks: int = SPILL_BLOCKS,
+        huge_pages: bool | str = False,
+        numa_node: int | None = None,
+        numa_required: bool = False,
+        prefault: bool = True,
+    ) -> None:
+        payload = Payload.of(type)
+        segment = create_segment(
+            self.SHAPE,
+            schema=payload.described(),
+            name=name,
+            capacity=capacity,
+            latency=latency,
+            on_receiver_death=on_receiver_death,
+            on_sender_death=on_sender_death,
+            max_peers=max_peers,
+            inline_limit=inline_limit,
+            spill_nbytes=spill_nbytes,
+            spill_blocks=spill_blocks,
+            huge_pages=huge_pages,
+            numa_node=numa_node,
+            numa_required=numa_required,
+            prefault=prefault,
+        )
+        super().__init__(segment, payload)
+
+
+class Broadcast(Channel[T]):
+    """One sender, several receivers; each receiver gets every message.
+
+    Args:
+        type: what the channel carries: bytes; `Buffer`, received where it lies; a subclass of `msgspec.Struct` with
+            `array_like=True`; or a union of such subclasses.
+        receivers: how many receivers the channel has.
+        name: of the channel, in errors and in `penstock inspect`.
+        capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
+            behind. Default: 1 MiB, 256 KiB in an inbox.
+        latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
+        on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
+            on with the ends that are left. Without any end left on one side, the other side is always told.
+        max_peers: processes that may be attached at a time.
+        inline_limit: longer records lie in the channel's pool, copied once for all receivers.
+        spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
+        spill_blocks: records that may lie in the pool at a time.
+        huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
+            by `penstock inspect`.
+
+    Raises:
+        TypeError: no channel carries this type.
+        ValueError: an option is out of its range.
+        MemoryExhausted: the machine has not so much memory left; the text has both numbers.
+
+        >>> steps = Broadcast(receivers=2)
+        >>> steps.open_sender().send(b"step")
+        >>> [steps.open_receiver(rank).receive() for rank in range(2)]
+        [b'step', b'step']
+    """
+
+    SHAPE = BROADCAST
+
+    def __init__(
+        self,
+        type: TypeForm[T] = bytes,  # type: ignore[assignment]
+        *,
+        receivers: int,
+        name: str = "broadcast",
+        capacity: int | None = None,
+        latency: Latency = "auto",
+        on_receiver_death: OnDeath = "raise",
+        on_sender_death: OnDeath = "raise",
+        max_peers: int | None = None,
+        inline_limit: int | None = None,
+        spill_nbytes: int | None = None,
+        spill_blocks: int = SPILL_BLOCKS,
+        huge_pages: bool | str = False,
+        numa_node: int | None = None,
+        numa_required: bool = False,
+        prefault: bool = True,
+    ) -> None:
+        payload = Payload.of(type)
+        segment = create_segment(
+            self.SHAPE,
+            schema=payload.described(),
+            receivers=receivers,
+            name=name,
+            capacity=capacity,
+            latency=latency,
+            on_receiver_death=on_receiver_death,
+            on_sender_death=on_sender_death,
+            max_peers=max_peers,
+            inline_limit=inline_limit,
+            spill_nbytes=spill_nbytes,
+            spill_blocks=spill_blocks,
+            huge_pages=huge_pages,
+            numa_node=numa_node,
+            numa_required=numa_required,
+            prefault=prefault,
+        )
+        super().__init__(segment, payload)
+
+
+class Inbox(Channel[T]):
+    """Several senders, one receiver: in order for each sender, and in turn among them.
+
+    Args:
+        type: what the channel carries: bytes; `Buffer`, received where it lies; a subclass of `msgspec.Struct` with
+            `array_like=True`; or a union of such subclasses.
+        senders: how many senders the channel has room for at a time.
+        name: of the channel, in errors and in `penstock inspect`.
+        capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
+            behind. Default: 1 MiB, 256 KiB in an inbox.
+        latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
+        on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
+            on with the ends that are left. Without any end left on one side, the other side is always told.
+        max_peers: processes that may be attached at a time.
+        inline_limit: longer records lie in the channel's pool, copied once for all receivers.
+        spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
+        spill_blocks: records that may lie in the pool at a time.
+        huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
+            by `penstock inspect`.
+
+    Raises:
+        TypeError: no channel carries this type.
+        ValueError: an option is out of its range.
+        MemoryExhausted: the machine has not so much memory left; the text has both numbers.
+
+        >>> inbox = Inbox(senders=2)
+        >>> for index in range(2):
+        ...     inbox.open_sender(index).send(b"from %d" % index)
+        >>> inbox.open_receiver().receive()
+        b'from 0'
+    """
+
+    SHAPE = INBOX
+
+    def __init__(
+        self,
+        type: TypeForm[T] = bytes,  # type: ignore[assignment]
+        *,
+        senders: int,
+        name: str = "inbox",
+        capacity: int | None = None,
+        latency: Latency = "auto",
+        on_receiver_death: OnDeath = "raise",
+        on_sender_death: OnDeath = "raise",
+        max_peers: int | None = None,
+        inline_limit: int | None = None,
+        spill_nbytes: int | None = None,
+        spill_blocks: int = SPILL_BLOCKS,
+        huge_pages: bool | str = False,
+        numa_node: int | None = None,
+        numa_required: bool = False,
+        prefault: bool = True,
+    ) -> None:
+        payload = Payload.of(type)
+        segment = create_segment(
+            self.SHAPE,
+            schema=payload.described(),
+            senders=senders,
+            name=name,
+            capacity=capacity,
+            latency=latency,
+            on_receiver_death=on_receiver_death,
+            on_sender_death=on_sender_death,
+            max_peers=max_peers,
+            inline_limit=inline_limit,
+            spill_nbytes=spill_nbytes,
+            spill_blocks=spill_blocks,
+            huge_pages=huge_pages,
+            numa_node=numa_node,
+            numa_required=numa_required,
+            prefault=prefault,
+        )
+        super().__init__(segment, payload)
+
+
+def attach_channel(where: Ticket | str | int, type: Any = bytes) -> Channel[Any]:
+    """Attaches to the channel of a ticket or of an inherited descriptor, as the shape that it has."""
+    with attached_segment(where) as segment:
+        return channel_of(segment, type)
+
+
+def channel_of(segment: _native.Segment, type: Any) -> Channel[Any]:
+    for cls in SHAPES:
+        if segment.kind == 3 and segment.style == cls.SHAPE:
+            return cls._of(segment, Payload.of(type))
+    raise LayoutMismatch(f"'{segment.name}' is not a channel")
+
+
+SHAPES: tuple[type[Channel[Any]], ...] = (Ring, Broadcast, Inbox)

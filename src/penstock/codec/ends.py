@@ -1,4 +1,4 @@
-"""The ends of a channel that carries messages: they take and give objects where the channel's own take and give bytes.
+"""The ends of channels that carry messages or buffers. They are made of the ends that take and give bytes.
 
 Leaves to the frame how an object becomes bytes, to the channel everything else.
 """
@@ -12,19 +12,22 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock import _native
-from penstock.channel import AsyncReceiver, AsyncSender
+from penstock.channel import AsyncByteReceiver, AsyncByteSender
+from penstock.codec.buffer import Buffer
 from penstock.codec.catalogue import Catalogue
 from penstock.codec.frame import FrameDecoder, FrameEncoder
 from penstock.errors import EndOfChannel
 
 _S = TypeVar("_S", bound="_InThreads")
 _L = TypeVar("_L", bound="_InLoop")
+_R = TypeVar("_R", bound="_Receiving")
+_A = TypeVar("_A", bound="_ReceivingInLoop")
 
 
 class _Closing:
     """What all four ends have of the end below them."""
 
-    _end: _native.Sender | _native.Receiver | AsyncSender | AsyncReceiver
+    _end: _native.Sender | _native.Receiver | AsyncByteSender | AsyncByteReceiver
 
     def close(self) -> None:
         self._end.close()
@@ -52,6 +55,46 @@ class _InLoop(_Closing):
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
+
+
+class _Receiving(_InThreads):
+    _end: _native.Receiver
+
+    def receive(self, timeout: float | None = None) -> Any:
+        raise NotImplementedError
+
+    @property
+    def source(self) -> int:
+        return self._end.source
+
+    def __iter__(self: _R) -> _R:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self.receive()
+        except EndOfChannel:
+            raise StopIteration from None
+
+
+class _ReceivingInLoop(_InLoop):
+    _end: AsyncByteReceiver
+
+    async def receive(self, timeout: float | None = None) -> Any:
+        raise NotImplementedError
+
+    @property
+    def source(self) -> int:
+        return self._end.source
+
+    def __aiter__(self: _A) -> _A:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self.receive()
+        except EndOfChannel:
+            raise StopAsyncIteration from None
 
 
 class _Turns:
@@ -85,7 +128,7 @@ class _Turns:
 
 
 class MessageSender(_InThreads):
-    """The end that sends. Threads may share it: their messages go one after the other."""
+    """Sends messages. Those of several threads go one after the other."""
 
     _end: _native.Sender
 
@@ -95,11 +138,6 @@ class MessageSender(_InThreads):
         self._turns = _Turns()
 
     def send(self, message: msgspec.Struct, timeout: float | None = None) -> None:
-        """Sends one message. Blocks while there is no room, until `timeout` seconds have passed.
-
-        What it holds may be changed as soon as this returns. Raises TypeError where it is not what its class says, and
-        else as `Sender.send` does.
-        """
         try:
             timeout = self._turns.take(self._end, timeout)
             self._end.send(self._encoder.encode(message), timeout)
@@ -107,7 +145,6 @@ class MessageSender(_InThreads):
             self._turns.give()
 
     def send_nowait(self, message: msgspec.Struct) -> None:
-        """The same, but raises WouldBlock instead of blocking."""
         try:
             self._turns.take(self._end, None)
             self._end.send_nowait(self._encoder.encode(message))
@@ -115,10 +152,8 @@ class MessageSender(_InThreads):
             self._turns.give()
 
 
-class MessageReceiver(_InThreads):
-    """The end that receives. Threads may share it: each message goes to one of them."""
-
-    _end: _native.Receiver
+class MessageReceiver(_Receiving):
+    """Receives messages: a short one from a copy of its frame, a long one from where it lies."""
 
     def __init__(self, native: _native.Receiver, catalogue: Catalogue) -> None:
         self._end = native
@@ -126,87 +161,42 @@ class MessageReceiver(_InThreads):
         self._turns = _Turns()
 
     def receive(self, timeout: float | None = None) -> Any:
-        """The next message. Blocks until there is one, or `timeout` seconds have passed.
-
-        Its arrays and parts are read-only views of its frame: of a copy, or, if it is long, of where it lies in the
-        channel's pool, which is held as long as one of them is. Raises DecodeError for bytes that are not a message,
-        which costs that message alone, and else as `Receiver.receive` does.
-        """
         try:
             timeout = self._turns.take(self._end, timeout)
             return self._decoder.decode(self._end.receive_frame(timeout))
         finally:
             self._turns.give()
 
-    def receive_view(self, timeout: float | None = None) -> Any:
-        """The same without any copy: its arrays and parts keep their room in the channel as long as they live."""
-        try:
-            timeout = self._turns.take(self._end, timeout)
-            return self._decoder.decode(self._end.receive_view(timeout))
-        finally:
-            self._turns.give()
-
     def receive_nowait(self) -> Any:
-        """The same as `receive`, but raises WouldBlock instead of blocking."""
         try:
             self._turns.take(self._end, None)
             return self._decoder.decode(self._end.receive_frame_nowait())
         finally:
             self._turns.give()
 
-    def try_receive(self) -> Any | None:
-        """The same, but gives None instead of blocking: an exception costs a hundred times as much as to look."""
-        try:
-            self._turns.take(self._end, None)
-            frame = self._end.try_receive_frame()
-            return None if frame is None else self._decoder.decode(frame)
-        finally:
-            self._turns.give()
-
-    @property
-    def source(self) -> int:
-        """The sender (its index) of the message that was received last."""
-        return self._end.source
-
-    def __iter__(self) -> MessageReceiver:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return self.receive()
-        except EndOfChannel:
-            raise StopIteration from None
 
 
 class AsyncMessageSender(_InLoop):
-    """The sending end in an event loop. The semantics are the MessageSender's."""
+    _end: AsyncByteSender
 
-    _end: AsyncSender
-
-    def __init__(self, end: AsyncSender, catalogue: Catalogue) -> None:
+    def __init__(self, end: AsyncByteSender, catalogue: Catalogue) -> None:
         self._end = end
         self._encoder = FrameEncoder(catalogue)
 
     async def send(self, message: msgspec.Struct, timeout: float | None = None) -> None:
-        """Sends one message as it is now; waits for room without holding the loop up. Raises as MessageSender.send."""
         frame = self._encoder.encode(message)
         if self._end.is_busy or not self._end.try_send(frame):
             # The caller goes on while this waits, so the arrays that the frame refers to are copied.
             await self._end.send(frame if isinstance(frame, bytes) else b"".join(frame), timeout)
 
     def send_nowait(self, message: msgspec.Struct) -> None:
-        """The same, but raises WouldBlock instead of waiting."""
         if self._end.is_busy:
             self._end.would_block()
         self._end.send_nowait(self._encoder.encode(message))
 
 
-class AsyncMessageReceiver(_InLoop):
-    """The receiving end in an event loop. The semantics are the MessageReceiver's."""
-
-    _end: AsyncReceiver
-
-    def __init__(self, end: AsyncReceiver, catalogue: Catalogue) -> None:
+class AsyncMessageReceiver(_ReceivingInLoop):
+    def __init__(self, end: AsyncByteReceiver, catalogue: Catalogue) -> None:
         self._end = end
         self._decoder = FrameDecoder(catalogue)
 
@@ -215,21 +205,64 @@ class AsyncMessageReceiver(_InLoop):
     async def receive(self, timeout: float | None = None) -> Any:
         return self._decoder.decode(await self._end.receive_frame(timeout))
 
-    async def receive_view(self, timeout: float | None = None) -> Any:
-        return self._decoder.decode(await self._end.receive_view(timeout))
-
     def receive_nowait(self) -> Any:
         return self._decoder.decode(self._end.receive_frame_nowait())
 
-    @property
-    def source(self) -> int:
-        return self._end.source
 
-    def __aiter__(self) -> AsyncMessageReceiver:
-        return self
 
-    async def __anext__(self) -> Any:
-        try:
-            return await self.receive()
-        except EndOfChannel:
-            raise StopAsyncIteration from None
+# ── buffers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _exported(record: Any) -> Any:
+    """The record as the native ends take it: one buffer, or a list of them."""
+    if type(record) is Buffer:
+        return record.view
+    if isinstance(record, (list, tuple)):
+        return [piece.view if type(piece) is Buffer else piece for piece in record]
+    return record
+
+
+class BufferSender(_InThreads):
+    _end: _native.Sender
+
+    def __init__(self, native: _native.Sender) -> None:
+        self._end = native
+
+    def send(self, message: Any, timeout: float | None = None) -> None:
+        self._end.send(_exported(message), timeout)
+
+    def send_nowait(self, message: Any) -> None:
+        self._end.send_nowait(_exported(message))
+
+
+class BufferReceiver(_Receiving):
+    def __init__(self, native: _native.Receiver) -> None:
+        self._end = native
+
+    def receive(self, timeout: float | None = None) -> Buffer:
+        return Buffer(self._end.receive_view(timeout))
+
+    def receive_nowait(self) -> Buffer:
+        return Buffer(self._end.receive_view_nowait())
+
+
+class AsyncBufferSender(_InLoop):
+    _end: AsyncByteSender
+
+    def __init__(self, end: AsyncByteSender) -> None:
+        self._end = end
+
+    async def send(self, message: Any, timeout: float | None = None) -> None:
+        await self._end.send(_exported(message), timeout)
+
+    def send_nowait(self, message: Any) -> None:
+        self._end.send_nowait(_exported(message))
+
+
+class AsyncBufferReceiver(_ReceivingInLoop):
+    def __init__(self, end: AsyncByteReceiver) -> None:
+        self._end = end
+
+    async def receive(self, timeout: float | None = None) -> Buffer:
+        return Buffer(await self._end.receive_view(timeout))
+
+    def receive_nowait(self) -> Buffer:
+        return Buffer(self._end.receive_view_nowait())

@@ -22,11 +22,11 @@ import msgspec
 import numpy as np
 
 from penstock.codec.catalogue import Catalogue, array_dtype, decode_error
-from penstock.codec.part import CODES, DTYPES, PLAIN, Part
+from penstock.codec.buffer import CODES, DTYPES, PLAIN, Buffer
 from penstock.errors import DecodeError
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from typing_extensions import Buffer as Exporter
 
 HEAD = struct.Struct("<BBHI")
 HEAD_NBYTES = HEAD.size
@@ -61,7 +61,7 @@ def gap_before(end: int, nbytes: int) -> int:
     return -end & (63 if nbytes >= LONG_NBYTES else 7)
 
 
-def split(frame: Buffer) -> Split:
+def split(frame: Exporter) -> Split:
     """Takes a frame apart. Raises DecodeError where its lengths do not fit."""
     view = memoryview(frame)
     if not view:
@@ -97,11 +97,11 @@ class FrameEncoder:
         }
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._hook)
         # Of the frame that is being made:
-        self._parts: list[Buffer] = []  # with what lies between them
+        self._parts: list[Exporter] = []  # with what lies between them
         self._end = 0  # of the last one, from the start of the first
         self._is_long = False
 
-    def encode(self, message: msgspec.Struct) -> bytes | list[Buffer]:
+    def encode(self, message: msgspec.Struct) -> bytes | list[Exporter]:
         """The frame, whole or in pieces. The pieces are the caller's own arrays: they are read when it is sent.
 
         Raises TypeError where the message, or one of its arrays and parts, is not what its class says.
@@ -126,7 +126,7 @@ class FrameEncoder:
             if self._parts or interrupted:
                 self._parts, self._end, self._is_long = interrupted or ([], 0, False)
 
-    def _with_parts(self, number: int, encoded: bytes) -> list[Buffer]:
+    def _with_parts(self, number: int, encoded: bytes) -> list[Exporter]:
         try:
             head = HEAD.pack(number | WITH_PARTS, self._is_long, 0, len(encoded))
         except struct.error:
@@ -140,7 +140,7 @@ class FrameEncoder:
     def _hook(self, value: Any) -> Any:
         if isinstance(value, _Array):
             return self._array(value)
-        if isinstance(value, Part):
+        if isinstance(value, Buffer):
             return self._part(PLAIN, value.nbytes, value.view) if value.nbytes else _Ext(PLAIN, b"")
         if isinstance(value, array.array):
             return self._array(np.frombuffer(value, value.typecode) if len(value) else np.empty(0, value.typecode))
@@ -210,12 +210,12 @@ class FrameDecoder:
         self.catalogue = catalogue
         self._decoders = [msgspec.msgpack.Decoder(cls, dec_hook=self._hook) for cls in catalogue.messages]
         self._hints: dict[int, tuple[Any, Any]] = {}  # by identity, which the second of the pair keeps alive
-        self._frame: Buffer = NOTHING
+        self._frame: Exporter = NOTHING
         self._first = 0  # where the parts of this frame begin
         self._end = 0  # of the part that was read last, from there
         self._nbytes = 0  # of all of them
 
-    def decode(self, frame: Buffer) -> Any:
+    def decode(self, frame: Exporter) -> Any:
         """The message. Raises DecodeError, with the path to what is wrong; the next frame is none the worse."""
         try:
             view = memoryview(frame)
@@ -248,7 +248,7 @@ class FrameDecoder:
         except WRONG as error:
             raise decode_error(self.catalogue, self.catalogue.messages[number - 1], error) from None
 
-    def _tell_what_was_meant(self, error: DecodeError, frame: Buffer) -> None:
+    def _tell_what_was_meant(self, error: DecodeError, frame: Exporter) -> None:
         with contextlib.suppress(*WRONG, IndexError, TypeError):
             found = split(frame)
             error.kind = self.catalogue.messages[found.number - 1] if found.number else None
@@ -294,9 +294,9 @@ class FrameDecoder:
         return made if shape is None else _reshaped(made, shape)
 
 
-def _part_of(view: memoryview) -> Part:
-    made = Part.__new__(Part)
-    made.view = view
+def _part_of(view: memoryview) -> Buffer:
+    made = Buffer.__new__(Buffer)
+    made._view, made._lease = view, None
     return made
 
 
@@ -322,6 +322,6 @@ def _target(hint: Any) -> tuple[np.dtype[Any] | None, int, int]:
     if typing.get_origin(hint) is np.ndarray:
         dtype = array_dtype(hint)
         return (dtype, CODES[dtype], dtype.itemsize)
-    if hint is Part:
+    if hint is Buffer:
         return (None, PLAIN, 1)
     raise TypeError(f"{hint!r} cannot be received")

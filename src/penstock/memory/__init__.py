@@ -3,10 +3,10 @@
 The layers above decide what peers send each other, and in which order.
 """
 
-from penstock._native import Lease
+from penstock._native import BlockLease
 from penstock.memory.peers import Peer
 from penstock.memory.pool import Holder, Pool, PoolStats
 from penstock.memory.ref import Ref
 from penstock.memory.segment import Segment, Ticket
 
-__all__ = ["Holder", "Lease", "Peer", "Pool", "PoolStats", "Ref", "Segment", "Ticket"]
+__all__ = ["BlockLease", "Holder", "Peer", "Pool", "PoolStats", "Ref", "Segment", "Ticket"]

@@ -116,7 +116,7 @@ class Pool(Shareable):
     def peers(self) -> list[Peer]:
         return [Peer.of(native) for native in self.place.peers()]
 
-    def take(self, nbytes: int, timeout: float | None = 0) -> _native.Lease:
+    def take(self, nbytes: int, timeout: float | None = 0) -> _native.BlockLease:
         """A writable lease of `nbytes`. Waits up to `timeout` seconds (None: for ever) for others to give some back.
 
         Raises MemoryExhausted, which names the holders.
@@ -129,7 +129,7 @@ class Pool(Shareable):
             error.asked = nbytes
             raise
 
-    def share(self, lease: _native.Lease, to: Iterable[Peer | int] = ()) -> Ref:
+    def share(self, lease: _native.BlockLease, to: Iterable[Peer | int] = ()) -> Ref:
         """Returns a reference to the leased bytes. Each peer in `to` is granted one open(): the block stays held even
         if our lease ends before the peer opens it. A grant ends with its use, or with either side. A peer may have
         joined the pool and never receive the reference, because it does not receive on that channel yet: then the
@@ -164,7 +164,7 @@ class Pool(Shareable):
             return False
         return self._checked(self.place.revoke, ref, index)
 
-    def open(self, ref: Ref) -> _native.Lease:
+    def open(self, ref: Ref) -> _native.BlockLease:
         """A read-only lease of the bytes that `ref` names. Raises StaleRef if they are gone or were never there."""
         try:
             return self.place.open(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes)

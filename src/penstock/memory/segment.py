@@ -113,15 +113,19 @@ class Shareable:
                 f"{type(self).__name__} '{self.name}' can be pickled only while a process is being spawned: "
                 "give others its ticket"
             )
-        return _from_spawn, (type(self), reduction.DupFd(self._segment.fd))
+        return _from_spawn, (type(self), reduction.DupFd(self._segment.fd), *self._state())
+
+    def _state(self) -> tuple[Any, ...]:
+        """What another process needs besides the segment to make the same of it."""
+        return ()
 
     @classmethod
-    def _of(cls: type[_T], segment: _native.Segment) -> _T:
-        return cls(segment)
+    def _of(cls: type[_T], segment: _native.Segment, *state: Any) -> _T:
+        return cls(segment, *state)
 
 
-def _from_spawn(cls: type[_T], duplicate: Any) -> _T:
-    return cls._of(_native.Segment.adopt(duplicate.detach()))
+def _from_spawn(cls: type[_T], duplicate: Any, *state: Any) -> _T:
+    return cls._of(_native.Segment.adopt(duplicate.detach()), *state)
 
 
 @contextlib.contextmanager

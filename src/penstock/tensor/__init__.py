@@ -1,37 +1,30 @@
-"""Tensors: as references in messages, as views of shared memory, as trees that lie in one piece of it.
+"""Tensors: values that lie in a store, handles of them in messages, and views of them where they lie.
 
 The memory layer below records the holders; the codec decides how messages travel. torch is used where it is installed,
 and needed nowhere.
 """
 
-from penstock.tensor.bridge import Tensors, TensorStats
-from penstock.tensor.item import Item
+from penstock._native import Lease
+from penstock.tensor.handle import Handle
 from penstock.tensor.kinds import UnsupportedTensor
-from penstock.tensor.ref import TensorRef
-from penstock.tensor.store import Kept, Store, StoreStats, key_of
-from penstock.tensor.stored import Making, Stored
-from penstock.tensor.transport import Incoming, IncomingStats, Outgoing, OutgoingStats, Scope
+from penstock.tensor.lease import Loan
+from penstock.tensor.scope import Scope, ScopeStats
+from penstock.tensor.store import Kept, Store, StoreStats, content_key
 from penstock.tensor.tree import Empty, Plan, plan, read
 
 __all__ = [
     "Empty",
-    "Incoming",
-    "IncomingStats",
-    "Item",
+    "Handle",
     "Kept",
-    "Making",
-    "Outgoing",
-    "OutgoingStats",
+    "Lease",
+    "Loan",
     "Plan",
     "Scope",
+    "ScopeStats",
     "Store",
     "StoreStats",
-    "Stored",
-    "TensorRef",
-    "TensorStats",
-    "Tensors",
     "UnsupportedTensor",
-    "key_of",
+    "content_key",
     "plan",
     "read",
 ]

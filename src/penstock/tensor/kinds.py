@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import functools
 import sys
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from penstock.memory.segment import MAX_NBYTES
 
 
 class Kind(NamedTuple):
@@ -23,6 +26,8 @@ class Kind(NamedTuple):
 class UnsupportedTensor(TypeError):
     """Something that cannot be sent as a tensor, or not as it is; the text says what to do instead."""
 
+
+MAX_DIMENSIONS = 32  # of NumPy before 2.0, and of codec/frame.py
 
 # The order is the wire's: new ones go to the end. Those from uint1 on have one number per byte, as torch has them.
 _NAMED = (
@@ -90,6 +95,20 @@ def _advice(what: str) -> str:
     if "q" in what:
         return "a quantised one is more than its numbers: send .int_repr() and its scales"
     return "no other process would know it: convert it, or send its bytes as .view('uint8')"
+
+
+def nbytes_of(kind: Kind, shape: tuple[int, ...]) -> int:
+    """Returns the size of a C-contiguous tensor. Raises ValueError if no tensor has the shape: it may be untrusted."""
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"expected at most {MAX_DIMENSIONS} dimensions, got {len(shape)}")
+    for size in shape:
+        if type(size) is not int or not 0 <= size <= MAX_NBYTES:
+            raise ValueError(f"expected sizes from 0 to {MAX_NBYTES}, got {shape!r:.80}")
+    nbytes = prod(shape) * kind.itemsize
+    # A size of 0 makes all other sizes harmless here, but not to code that multiplies only the other sizes.
+    if nbytes > MAX_NBYTES or (nbytes == 0 and prod(filter(None, shape)) * kind.itemsize > MAX_NBYTES):
+        raise ValueError(f"expected a tensor of at most {MAX_NBYTES} bytes, got {kind.name} {shape!r:.80}")
+    return nbytes
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """What goes in: anything that holds numbers in memory that this process can read, brought to one form and copied once.
 
-Leaves to the bridge where the copy goes.
+Leaves to the store where the copy goes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from penstock.tensor.kinds import Kind, UnsupportedTensor, imported, kind_of, kind_of_numpy, needed_torch, torch_dtype
-from penstock.tensor.ref import nbytes_of
+from penstock.tensor.kinds import Kind, UnsupportedTensor, imported, kind_of, kind_of_numpy, needed_torch, torch_dtype, nbytes_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -51,18 +50,16 @@ class Source(NamedTuple):
         return bytes(made)
 
 
-def source(array: Any, *, detach: bool = False) -> Source:
+def source(array: Any) -> Source:
     """Looks at an array or tensor without copying it. Raises UnsupportedTensor, which says what to do instead.
-
-    A tensor that requires grad is refused unless `detach` says that only its numbers are meant.
     """
     torch = imported("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        return _of_torch(torch, array, detach)
+        return _of_torch(torch, array)
     if isinstance(array, (np.ndarray, np.generic)):
         return _of_numpy(array)
     if hasattr(array, "__dlpack__"):
-        return _of_dlpack(array, detach)
+        return _of_dlpack(array)
     if hasattr(array, "__cuda_array_interface__"):
         raise _elsewhere(f"a {type(array).__name__}", "its device")
     try:
@@ -89,7 +86,7 @@ def _of_numpy(array: Any) -> Source:
     return Source(kind, made.shape, nbytes_of(kind, made.shape), made)
 
 
-def _of_torch(torch: Any, tensor: Any, detach: bool) -> Source:
+def _of_torch(torch: Any, tensor: Any) -> Source:
     what = f"a {tensor.dtype} {'tensor' if type(tensor) is torch.Tensor else type(tensor).__name__}"
     if tensor.is_quantized:
         kind_of(tensor.dtype)  # says what to do with it
@@ -100,9 +97,7 @@ def _of_torch(torch: Any, tensor: Any, detach: bool) -> Source:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UnsupportedTensor(f"{what} stands for other tensors: send those")
     if tensor.requires_grad:
-        if not detach:
-            raise UnsupportedTensor(f"{what} requires grad, which no other process could follow: say detach=True")
-        tensor = tensor.detach()
+        raise UnsupportedTensor(f"{what} requires grad, which no other process could follow: send .detach() of it")
     kind = kind_of(tensor.dtype)
     shape = tuple(tensor.shape)
     nbytes = nbytes_of(kind, shape)
@@ -114,7 +109,7 @@ def _of_torch(torch: Any, tensor: Any, detach: bool) -> Source:
     return Source(kind, shape, nbytes, made)
 
 
-def _of_dlpack(array: Any, detach: bool) -> Source:
+def _of_dlpack(array: Any) -> Source:
     what = f"a {type(array).__name__}"
     try:
         kind, index = array.__dlpack_device__() if hasattr(array, "__dlpack_device__") else (1, 0)
@@ -126,7 +121,7 @@ def _of_dlpack(array: Any, detach: bool) -> Source:
             raise
         except REFUSALS:  # torch has words for more kinds of numbers
             torch = needed_torch()
-            return _of_torch(torch, torch.from_dlpack(array), detach)
+            return _of_torch(torch, torch.from_dlpack(array))
     except UnsupportedTensor:
         raise
     except ImportError:

@@ -6,9 +6,7 @@ The native core decides which peer writes a key, which peers wait for it, what i
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,30 +14,46 @@ import numpy as np
 from penstock import _native
 from penstock.errors import LayoutMismatch, MemoryExhausted, Missing
 from penstock.installing import how_to_install
-from penstock.memory import Pool, Ref, Ticket
+from penstock.memory import Peer, Pool, PoolStats, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
-from penstock.memory.segment import attached_segment, fitting, placement, short, within
+from penstock.memory.segment import Shareable, attached_segment, fitting, placement, short, within
 from penstock.tensor.source import source
-from penstock.tensor.stored import Making, Stored, block_nbytes, write_value
+from penstock.tensor.lease import Loan, block_nbytes
 from penstock.tensor.tree import Plan, plan
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room
 MAX_ROUNDS = 64  # of making room that other peers took first, after the deadline
 PUT_TIMEOUT = 5.0  # seconds: for another process to write the same key, or for room that is held
 
 
-def key_of(*contents: Any, salt: bytes = b"") -> bytes:
+def content_key(*contents: Any, salt: bytes = b"") -> bytes:
     """Returns a key by content: blake3 of the bytes, dtypes and shapes of arrays, of bytes and of text.
 
-    Two contents with one key cannot be made, so a hit never shows one user what another has put. Different `salt`s
-    never share: give each tenant one if not even the existence of an equal value may show. Where the content has been
-    hashed already (by SHA-256, say), those 32 bytes are as good a key.
+    Two contents with one key cannot be made, so a hit never shows one user what another has put. Where the content has
+    been hashed already (by SHA-256, say), those 32 bytes are as good a key.
+
+    Args:
+        contents: arrays, bytes or text, in an order that counts.
+        salt: contents under different salts never share a key: give each tenant one if not even the existence of an
+            equal value may show.
+
+    Raises:
+        ImportError: blake3 is not installed; the text has the command.
+        UnsupportedTensor: of a content that has no bytes to hash.
+
+        >>> content_key(b"image", "resized") == content_key(b"image", "resized")
+        True
+        >>> len(content_key(np.zeros(3), salt=b"tenant 7"))
+        32
     """
     try:
         from blake3 import blake3
     except ImportError:
         hint = how_to_install("store")
-        raise ImportError(f"key_of needs blake3: {hint}, or bring keys of 32 bytes") from None
+        raise ImportError(f"content_key needs blake3: {hint}, or bring keys of 32 bytes") from None
     hashing = blake3()
     for content in (salt, *contents):
         if isinstance(content, str):
@@ -81,37 +95,47 @@ class StoreStats(msgspec.Struct, frozen=True):
     fills_awaited: int
     abandoned: int
     items: tuple[Kept, ...]
+    pool: PoolStats  # of the memory in which the values lie
 
 
-class Store(Pool):
-    """A pool that keeps values by key until their room is wanted: the longest unused, and those that free most, first.
+class Store(Shareable):
+    """Shared memory that keeps values by key until their room is wanted: the longest unused, and those that free most,
+    first. What a process holds is never evicted. Any number of processes put and get.
 
-    Any number of processes put and get; what one of them holds is never evicted. It is a pool too: blocks can be taken
-    and shared without a key, from the same memory.
+    A value is a tree of dicts, lists and tuples with tensors (of NumPy, torch or DLPack) and small plain values.
+
+    Args:
+        nbytes: room for all values, claimed now.
+        name: of the store, in errors and in `penstock inspect`.
+        max_items: values that may lie in the store at a time.
+        max_peers: processes that may be attached at a time.
+        peer_name: of this process, in errors and in `penstock inspect`.
+        huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
+            by `penstock inspect`.
+
+    Raises:
+        MemoryExhausted: the machine has not so much memory left; the text has both numbers.
+
+        >>> store = Store(1 << 20)
+        >>> key = content_key(b"image")
+        >>> store.put({"pixels": np.zeros((2, 2))}, key=key).release()
+        >>> store.get(key).value()["pixels"].shape
+        (2, 2)
     """
 
-    def __init__(self, segment: _native.Segment, peer_name: str = "") -> None:
-        super().__init__(segment, peer_name)
-        self._pool_nbytes = segment.pool_nbytes
-        self._kept: _native.Store | None = None
-        self._pins: dict[bytes, Stored] = {}
-        self._pinned: Counter[bytes] = Counter()
-
-    @classmethod
-    def create(  # type: ignore[override]
-        cls,
+    def __init__(
+        self,
         nbytes: int,
         *,
         name: str = "store",
-        peer_name: str = "",
         max_items: int = 4096,
         max_peers: int = 32,
+        peer_name: str = "",
         huge_pages: bool | str = False,
         numa_node: int | None = None,
         numa_required: bool = False,
         prefault: bool = True,
-    ) -> Store:
-        """Claims all its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
+    ) -> None:
         within("max_items", max_items, 1, _native.MAX_BLOCKS)
         shape = {
             "kind": 2,
@@ -122,130 +146,189 @@ class Store(Pool):
             "buckets": 1 << max_items.bit_length(),
         }
         options = placement(huge_pages, numa_node, numa_required)
-        return cls(_native.Segment.create(short(name), shape, prefault=prefault, **options), peer_name)
+        self._use(_native.Segment.create(short(name), shape, prefault=prefault, **options), peer_name)
+
+    def _use(self, segment: _native.Segment, peer_name: str) -> None:
+        super().__init__(segment)
+        self.pool = Pool(segment, peer_name)  # the memory: blocks without a key, and the processes that hold them
+        self._pool_nbytes = segment.pool_nbytes
+        self._kept: _native.Store | None = None
 
     @classmethod
-    def attach(cls, where: Ticket | str | int, *, peer_name: str = "") -> Store:
+    def _of(cls, segment: _native.Segment, peer_name: str = "") -> Self:
+        made = cls.__new__(cls)
+        made._use(segment, peer_name)
+        return made
+
+    @classmethod
+    def attach(cls, where: Ticket | str | int, *, peer_name: str = "") -> Self:
+        """Attaches to the store of a ticket, or of an inherited descriptor.
+
+        Args:
+            where: `str(store.ticket)`, the ticket itself, or a descriptor.
+            peer_name: of this process, in errors and in `penstock inspect`.
+
+        Raises:
+            LayoutMismatch: it is no store, or of another build, or gone.
+
+            >>> store = Store(1 << 20)
+            >>> Store.attach(str(store.ticket)).name
+            'store'
+        """
         with attached_segment(where) as segment:
             if segment.kind != 2 or not segment.keeps:
                 raise LayoutMismatch(f"'{segment.name}' is not a store")
-            return cls(segment, peer_name)
+            return cls._of(segment, peer_name)
 
     @property
     def nbytes(self) -> int:
-        """Of all values and blocks that fit."""
+        """Room for all values."""
         return self._pool_nbytes
 
     @property
-    def _store(self) -> _native.Store:
-        if self._kept is None or not self._kept.is_ours:
-            self._kept = _native.Store(self.place)
-            self._pins, self._pinned = {}, Counter()  # of the process before a fork()
+    def _keeper(self) -> _native.Store:
+        if self._kept is None or not self._kept.is_ours:  # of the process before a fork()
+            self._kept = _native.Store(self.pool.place)
         return self._kept
 
     # ── values ──
-    def put(self, key: bytes, value: Any, *, timeout: float | None = PUT_TIMEOUT, detach: bool = False) -> Stored:
-        """Keeps a tree (dicts, lists, tuples; tensors and small values) under a key, and holds it.
+    def put(self, value: Any, *, key: bytes | None = None, timeout: float | None = PUT_TIMEOUT) -> _native.Lease:
+        """Copies a value into the store, once, and returns a lease of it.
 
-        value: may be a `Plan` of it.
-        Copies once, unless the key is there. Waits while another writer writes the key; if that dies, writes the value.
-        Raises MemoryExhausted, which names the holders, when all that is in the way is held for `timeout` seconds;
-        Timeout when another writer of the key takes longer; UnsupportedTensor for what cannot be kept.
+        Args:
+            value: a tree of tensors and small values.
+            key: 32 bytes, as of `content_key`. A value that the store has under it already is not copied again. None:
+                the value has no key, and is gone with its last lease.
+            timeout: seconds to wait for room, or for another process that writes the same key; None for as long as it
+                takes. If that process dies, this one writes the value.
+
+        Raises:
+            MemoryExhausted: all that could make room is held; the text names the holders.
+            Timeout: another process is still writing the value.
+            UnsupportedTensor: of what cannot be kept, with its path in the value.
+
+            >>> store = Store(1 << 20)
+            >>> lease = store.put(np.arange(3), key=content_key(b"three"))
+            >>> lease.value()
+            array([0, 1, 2])
         """
-        planned = value if isinstance(value, Plan) else plan(value, detach=detach)
-        with self._making(key, planned, timeout) as making:
-            return making.commit()
+        planned = value if isinstance(value, Plan) else plan(value)
+        made = self._loan(key, planned, timeout)
+        if not isinstance(made, Loan):
+            return made
+        with made:
+            return made.commit()
 
-    def make(self, key: bytes, value: Any, *, timeout: float | None = PUT_TIMEOUT, detach: bool = False) -> Making:
-        """Returns a place under a key for a tree with tensors that are still `Empty`, to be filled where they will lie.
+    def get(self, key: bytes) -> _native.Lease:
+        """Returns a lease of the value kept under the key.
 
-        Copies only the arrays and small values that are given now. As with put(), one writer makes the value, unless
-        the key is there. Waits and raises as put() does. Other writers of the key wait while it is being made, so slow
-        work should be done before.
+        Raises:
+            Missing: there is none, or it is still being written.
+
+            >>> Store(1 << 20).get(bytes(32))
+            Traceback (most recent call last):
+                ...
+            penstock.errors.Missing: 'store' keeps nothing under 0000000000000000…
         """
-        return self._making(key, plan(value, detach=detach, is_filled_later=True), timeout)
-
-    def _making(self, key: bytes, planned: Plan, timeout: float | None) -> Making:
-        is_new, lease = self._store.begin(key, block_nbytes(planned), timeout)
-        return Making(self._store, lease, planned, is_new)
-
-    def lend(self, value: Any, *, timeout: float | None = 0, detach: bool = False) -> Stored:
-        """Copies a value once into a block without a key, and holds it. A process that receives its `ref` can open it
-        as long as any process holds it; with its last lease it is gone. Raises MemoryExhausted, as `take`."""
-        planned = value if isinstance(value, Plan) else plan(value, detach=detach)
-        with self.take(block_nbytes(planned), timeout) as lease:
-            write_value(lease, planned)
-            return self.open_stored(Ref(*lease.ref_numbers()))  # for reading: no holder may change what others read
-
-    def get(self, key: bytes) -> Stored:
-        """Returns the value kept under the key, held. Raises Missing if there is none, or it is still being written."""
         kept = self._kept
-        stored = (kept if kept is not None and kept.is_ours else self._store).get_value(key)
-        if stored is None:
+        lease = (kept if kept is not None and kept.is_ours else self._keeper).get_value(key)
+        if lease is None:
             raise Missing(f"'{self.name}' keeps nothing under {key.hex()[:16]}…")
-        return stored
+        return lease
 
-    def get_many(self, keys: Iterable[bytes]) -> dict[bytes, Stored]:
-        """Returns the values kept under these keys, held, by key; keys without a value are left out."""
-        get = self._store.get_value
-        found = {key: get(key) for key in keys}
-        return {key: stored for key, stored in found.items() if stored is not None}
+    def loan(
+        self, key: bytes | None, layout: Any, *, timeout: float | None = PUT_TIMEOUT
+    ) -> Loan | _native.Lease:
+        """Lends memory for a value to be made where it will lie; or returns a lease, if the store has the value.
 
-    def open_stored(self, ref: Ref) -> Stored:
-        """Returns a value by the `ref` of one of its holders. Raises StaleRef if it is gone."""
-        return Stored(self.open(ref))
+        One process makes the value of a key; others that want it wait meanwhile, so slow work should be done before.
 
-    def take(self, nbytes: int, timeout: float | None = 0) -> _native.Lease:
-        """Returns a writable lease of a block without a key, as `Pool.take`; values without a holder give way to it."""
+        Args:
+            key: as for `put`. Without one the answer is always a Loan.
+            layout: the value, with `penstock.lowlevel.Empty(shape, dtype)` for tensors to be filled.
+            timeout: as for `put`.
+
+        Raises:
+            MemoryExhausted, Timeout, UnsupportedTensor: as `put`.
+
+            >>> store = Store(1 << 20)
+            >>> loan = store.loan(content_key(b"image"), {"pixels": Empty(2, "int64")})
+            >>> loan.value()["pixels"][:] = 7
+            >>> loan.commit().value()
+            {'pixels': array([7, 7])}
+        """
+        planned = layout if isinstance(layout, Plan) else plan(layout, is_filled_later=True)
+        return self._loan(key, planned, timeout)
+
+    def _loan(self, key: bytes | None, planned: Plan, timeout: float | None) -> Loan | _native.Lease:
+        if key is None:
+            return Loan(self.pool, None, self._take(block_nbytes(planned), timeout), planned)
+        is_new, block = self._keeper.begin(key, block_nbytes(planned), timeout)
+        return Loan(self.pool, self._keeper, block, planned) if is_new else _native.Lease(block)
+
+    def _take(self, nbytes: int, timeout: float | None) -> _native.BlockLease:
+        """Returns a block without a key, as `Pool.take` does; values without a holder give way to it."""
         deadline = None if timeout is None else time.monotonic() + timeout
         made_room = 0
         while True:
             try:
-                if 0 <= nbytes <= self._pool_nbytes:
-                    return self.place.take(nbytes, 0)  # most often there is room, and no other check is needed
-                return super().take(nbytes, 0)
+                return self.pool.take(nbytes, 0)
             except MemoryExhausted:
                 left = None if deadline is None else deadline - time.monotonic()
                 is_late = left is not None and left <= 0
                 may_make = nbytes <= self.nbytes and (made_room < MAX_ROUNDS or not is_late)
-                if may_make and self._store.make_room(nbytes):
+                if may_make and self._keeper.make_room(nbytes):
                     made_room += 1
                     continue  # if another peer took that room first, more is made
                 if nbytes > self.nbytes or is_late:
                     raise
             try:
                 # A block that comes back may be the room, or have been in the way of making it: so each wait is short.
-                return super().take(nbytes, LOOK_AGAIN if left is None else min(left, LOOK_AGAIN))
+                return self.pool.take(nbytes, LOOK_AGAIN if left is None else min(left, LOOK_AGAIN))
             except MemoryExhausted:
                 pass
 
-    # ── what stays, and what goes ──
-    def pin(self, key: bytes) -> None:
-        """Holds a value until it is unpinned as often, or this process ends. Raises Missing if it is not there."""
-        stored = self._pins.get(key) or self.get(key)
-        self._pins[key] = stored
-        self._pinned[key] += 1
-
-    def unpin(self, key: bytes) -> None:
-        if not self._pinned[key]:
-            raise Missing(f"'{self.name}': this process has not pinned {key.hex()[:16]}…")
-        self._pinned[key] -= 1
-        if not self._pinned[key]:
-            del self._pinned[key], self._pins[key]
-
+    # ── what goes ──
     def remove(self, key: bytes) -> bool:
-        """Keeps the key no longer; holders of the value keep theirs. Returns False if the key was not there."""
-        return self._store.remove(key)
+        """Keeps the key no longer; holders of the value keep theirs. Returns whether the key was there.
+
+            >>> Store(1 << 20).remove(bytes(32))
+            False
+        """
+        return self._keeper.remove(key)
 
     def clear(self) -> int:
-        """Keeps no key any longer. Returns the number of keys given up."""
-        return self._store.clear()
+        """Keeps no key any longer. Returns the number of keys given up.
 
-    def stats_of_keys(self) -> StoreStats:
-        native: dict[str, Any] = self._store.stats()
+            >>> Store(1 << 20).clear()
+            0
+        """
+        return self._keeper.clear()
+
+    def stats(self) -> StoreStats:
+        """Returns counts of all processes, what is kept under each key, and the state of the memory.
+
+            >>> store = Store(1 << 20)
+            >>> lease = store.put(b"text", key=bytes(32))
+            >>> [(item.hits, item.holders) for item in store.stats().items]
+            [(0, 1)]
+        """
+        native: dict[str, Any] = self._keeper.stats()
         items = tuple(Kept(*item) for item in native.pop("items"))
-        return StoreStats(**native, items=items)
+        return StoreStats(**native, items=items, pool=self.pool.stats())
+
+    def peers(self) -> list[Peer]:
+        """Returns the processes that are attached."""
+        return self.pool.peers()
 
     def close(self) -> None:
-        self._pins, self._pinned, self._kept = {}, Counter(), None
-        super().close()
+        """Gives this process's place among the peers up, as soon as its last lease is gone."""
+        self._is_closed = True
+        self._kept = None
+        self.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from penstock.errors import DecodeError
-from penstock.tensor.kinds import KIND_OF_CODE, UnsupportedTensor, kind_of
-from penstock.tensor.ref import nbytes_of
+from penstock.tensor.kinds import KIND_OF_CODE, UnsupportedTensor, kind_of, nbytes_of
 from penstock.tensor.source import Source, source
 from penstock.tensor.views import As, copied, view, writable_as
 
@@ -64,12 +63,12 @@ class Plan(NamedTuple):
             one.write(buffer, offset + at)
 
 
-def plan(tree: Any, *, detach: bool = False, is_filled_later: bool = False) -> Plan:
+def plan(tree: Any, *, is_filled_later: bool = False) -> Plan:
     """Raises UnsupportedTensor, with the path, for what cannot be sent; copies nothing.
 
     is_filled_later: some of its tensors may be `Empty`, which write() leaves to read_to_fill().
     """
-    planned = _Planned(detach, is_filled_later)
+    planned = _Planned(is_filled_later)
     node = planned.node(tree, None, 0)
     return Plan(planned.end, msgspec.msgpack.encode(node), tuple(planned.sources))
 
@@ -114,8 +113,7 @@ def _require_64_bits(number: int, path: Path) -> None:
 
 
 class _Planned:
-    def __init__(self, detach: bool, is_filled_later: bool) -> None:
-        self.detach = detach
+    def __init__(self, is_filled_later: bool) -> None:
         self.is_filled_later = is_filled_later
         self.end = 0
         self.sources: list[tuple[int, Source]] = []
@@ -154,11 +152,11 @@ class _Planned:
         try:
             if type(value) is Empty:
                 if not self.is_filled_later:
-                    raise UnsupportedTensor(f"an {value!r} has no numbers yet: make() the value in the store")
+                    raise UnsupportedTensor(f"an {value!r} has no numbers yet: fill it in a loan of the store")
                 kind, shape = kind_of(value.dtype), value.shape
                 nbytes = nbytes_of(kind, shape)
             else:
-                found = source(value, detach=self.detach)
+                found = source(value)
                 kind, shape, nbytes, _ = found
         except (TypeError, ValueError) as error:
             raise UnsupportedTensor(f"{error} at {_at(path)}") from None

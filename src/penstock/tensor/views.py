@@ -8,7 +8,7 @@ private copy for writing. Pickling copies too: NumPy the numbers that a view sho
 
 Numbers are shown as they lie, bool too. A byte that is neither 0 nor 1 comes only from a writer that wrote bytes as
 bool. NumPy takes it as true; torch's result is unspecified. A check of all bytes would cost what a copy does, and the
-writer could still write after it. A tensor that travels inline is checked (ref.py).
+writer could still write after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from penstock._native import Bytes, Lease, use_kinds
+from penstock._native import BlockLease, Bytes, use_kinds
 from penstock.tensor.kinds import KIND_OF_CODE, KINDS, Kind, needed_torch, numpy_dtype, torch_dtype
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ As = Literal["numpy", "torch", "bits"]
 
 
 def view(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as_: As = "numpy") -> Any:
-    """Returns an array over the buffer, which the array keeps. The caller has checked that both fit: ref.py, tree.py.
+    """Returns an array over the buffer, which the array keeps. The caller has checked that both fit: tree.py.
 
     as_: "numpy", where kinds that NumPy has no word for are those of ml_dtypes if that is installed, and else unsigned
     integers of the same width; "bits", where those are always such integers; or "torch".
@@ -38,7 +38,7 @@ def view(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as
     if as_ != "torch":
         return shown_as(array, kind, as_)
     # torch gets a copy of memory that no mapping guards: a caller's bytes, or a block that this process can write.
-    is_guarded = isinstance(seen.obj, (Lease, Bytes)) and memoryview(buffer).readonly
+    is_guarded = isinstance(seen.obj, (BlockLease, Bytes)) and memoryview(buffer).readonly
     return shown_as(array if is_guarded else array.copy(), kind, as_)
 
 

@@ -3,7 +3,7 @@
 Imports without CUDA, and without torch; what needs a device raises NoDevice, which says what is missing.
 
     pool = cuda.CudaPool.create(2 << 30)  # in the producer; others attach to its ticket, or are spawned with it
-    tensors = cuda.CudaTensors(pool, Tensors(host))  # in each process, each with its own end of both pools
+    tensors = cuda.CudaTensors(pool, store)  # in each process, each with its own end of both
     ref = tensors.put(images, [place])  # `place`: the consumer's `tensors.place`, by any message
     images = tensors.view(ref)  # over there: the same memory
 """

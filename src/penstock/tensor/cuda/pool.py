@@ -72,8 +72,8 @@ class Held:
 
     __slots__ = ("lease", "mapped")
 
-    def __init__(self, lease: _native.Lease, mapped: Mapped) -> None:
-        self.lease: _native.Lease | None = lease
+    def __init__(self, lease: _native.BlockLease, mapped: Mapped) -> None:
+        self.lease: _native.BlockLease | None = lease
         self.mapped: Mapped | None = mapped
 
     def give_back(self) -> None:
@@ -86,7 +86,7 @@ class Slice:
 
     __slots__ = ("__weakref__", "_driver", "_held", "_streams", "address", "ref")
 
-    def __init__(self, driver: Driver, lease: _native.Lease, mapped: Mapped) -> None:
+    def __init__(self, driver: Driver, lease: _native.BlockLease, mapped: Mapped) -> None:
         self._driver = driver
         self._held: Held | None = None
         self._streams = [driver.stream()]  # which may raise: then there is nothing to give back in order
@@ -99,7 +99,7 @@ class Slice:
         return self.ref.nbytes
 
     @property
-    def lease(self) -> _native.Lease:
+    def lease(self) -> _native.BlockLease:
         if self._held is None or self._held.lease is None:
             raise ClosedError("the slice has been released")
         return self._held.lease
@@ -286,7 +286,7 @@ class CudaPool(Shareable):
         return self.driver.in_flight.flush(timeout)
 
     # ── the mapping ──
-    def _part(self, lease: _native.Lease) -> Slice:
+    def _part(self, lease: _native.BlockLease) -> Slice:
         part = Slice(self.driver, lease, self._map())
         self._parts.add(part)
         return part

@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from penstock.memory import Ref
-from penstock.tensor.kinds import KIND_OF_CODE, Kind
-from penstock.tensor.ref import TensorRef, nbytes_of
+from penstock.tensor.handle import Handle
+from penstock.tensor.kinds import KIND_OF_CODE, Kind, nbytes_of
 
 UUID_NBYTES = 16
 
@@ -52,25 +52,25 @@ class CudaRef(msgspec.Struct, frozen=True, array_like=True, tag=1):
 class HostRef(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """A tensor of a device that goes by host memory: for a receiver on another device, or because a pool was full."""
 
-    tensor: TensorRef
+    handle: Handle
 
     @property
     def nbytes(self) -> int:
-        return self.tensor.nbytes
+        return self.handle.nbytes
 
 
 Reference = CudaRef | HostRef
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """The place of a receiver of tensors: the device that it uses, and its peer index in both pools.
+    """The place of a receiver of tensors: the device that it uses, and its peer index in the pool and in the store.
 
     The receiver makes it (`CudaTensors.place`) and sends it to each sender.
     """
 
     device: bytes
     slices: int | None  # None: the receiver cannot have slices of the pool of device memory
-    host: int | None
+    store: int | None
 
     def __post_init__(self) -> None:
         _require_uuid(self.device)

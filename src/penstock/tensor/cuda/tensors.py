@@ -1,8 +1,8 @@
 """Tensors of a device between processes: put into a slice of device memory, or made in it, and seen where they lie.
 
 A tensor goes to the same device by the pool, which a process opens once; within one process by the memory itself; to
-any other device, and when the pool is full or there is none, by host memory, counted. The pools record the holders,
-`order.py` decides when a slice is free, and the caller how references travel.
+any other device, and when the pool is full or there is none, by host memory, counted. Pool and store record the
+holders, `order.py` decides when a slice is free, and the caller how references travel.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import MemoryExhausted, StaleRef, Timeout
-from penstock.tensor.bridge import Tensors
+from penstock._native import Lease
+from penstock.codec.buffer import Buffer
+from penstock.errors import MemoryExhausted, Missing, StaleRef, Timeout
 from penstock.tensor.cuda.driver import Driver, ForeignDevice, Found, driver_of
 from penstock.tensor.cuda.order import wait_for
 from penstock.tensor.cuda.pool import SHARE_TIMEOUT, CudaPool, Slice
 from penstock.tensor.cuda.ref import CudaRef, HostRef, Place, Reference
 from penstock.tensor.cuda.uploads import Uploads
-from penstock.tensor.kinds import Kind, kind_of
-from penstock.tensor.ref import nbytes_of
+from penstock.memory import Ref
+from penstock.tensor.handle import Handle
+from penstock.tensor.kinds import Kind, kind_of, nbytes_of
+from penstock.tensor.scope import INLINE_NBYTES
+from penstock.tensor.store import Store
+from penstock.tensor.tree import Empty, plan, read_to_fill
 
 
 class CudaStats(msgspec.Struct):
@@ -36,17 +41,27 @@ class CudaStats(msgspec.Struct):
 
 
 class CudaTensors:
-    """Tensors in a pool of device memory (None: there is none), and in host memory for receivers without access to it.
+    """Tensors in a pool of device memory, and in a store of host memory for receivers without access to the pool.
 
-    A producer has one; a consumer has one for each producer. `device`: of tensors that are put, and seen; None: the
-    pool's, or torch's current one.
+    A producer has one; a consumer has one for each producer. Without a pool all tensors go by host memory; without a
+    store, or without room there, such a tensor travels in its message.
     """
 
-    def __init__(self, pool: CudaPool | None, host: Tensors, *, driver: Driver | None = None) -> None:
+    def __init__(
+        self,
+        pool: CudaPool | None,
+        store: Store | None,
+        *,
+        driver: Driver | None = None,
+        inline_nbytes: int = INLINE_NBYTES,
+    ) -> None:
+        """driver: None for that of the pool, or of torch's current device. inline_nbytes: what goes by host memory and
+        is no larger travels in its message."""
+        self.inline_nbytes = inline_nbytes
         self.pool = pool
-        self.host = host
+        self.store = store
         self.driver = driver or (pool.driver if pool is not None else driver_of())
-        self.uploads = Uploads(*([host.pool] if host.pool is not None else []), driver=self.driver)
+        self.uploads = Uploads(*([store] if store is not None else []), driver=self.driver)
         self.stats = CudaStats()
 
     @property
@@ -56,7 +71,7 @@ class CudaTensors:
         return Place(
             self.driver.uuid,
             self.pool.peer.index if self.pool is not None and is_near else None,
-            self.host.pool.peer.index if self.host.pool is not None else None,
+            self.store.pool.peer.index if self.store is not None else None,
         )
 
     # ── senders ──
@@ -65,7 +80,7 @@ class CudaTensors:
 
         Copied once, on the current stream, and complete when this returns: a receiver waits for nothing. The copy lies
         in a slice of the pool if all of `to` can have that and there is room (waits `timeout` seconds for it); else in
-        host memory, or within the reference, as `Tensors` would.
+        host memory: in the store, or within the reference.
         """
         found = self.driver.found(tensor)
         places = tuple(to)
@@ -116,8 +131,8 @@ class CudaTensors:
         """Takes back what was granted with a reference that could not be sent after all."""
         for place in to:
             if isinstance(ref, HostRef):
-                if place.host is not None:
-                    self.host.revoke(ref.tensor, [place.host])
+                if self.store is not None and isinstance(ref.handle.where, Ref) and place.store is not None:
+                    self.store.pool.revoke(ref.handle.where, place.store)
             elif self.pool is not None and place.slices is not None:
                 self.pool.books.revoke(ref.where, place.slices)
 
@@ -132,7 +147,8 @@ class CudaTensors:
         """
         self.stats.views += 1
         if isinstance(ref, HostRef):
-            return self.uploads.copy_to_device(self.host.view(ref.tensor, self.driver.as_))
+            with self._opened(ref) as lease:
+                return self.uploads.copy_to_device(lease.value(self.driver.as_))
         if ref.device != self.driver.uuid:
             raise ForeignDevice(
                 f"the tensor lies on device {ref.device.hex()}, and this process uses {self.driver.uuid.hex()}"
@@ -153,7 +169,8 @@ class CudaTensors:
     def drop(self, ref: Reference) -> None:
         """Gives up a grant of this process, unread. Does nothing if the tensor is gone already."""
         if isinstance(ref, HostRef):
-            self.host.drop(ref.tensor)
+            with contextlib.suppress(StaleRef):
+                self._opened(ref).release()
         elif self.pool is not None:
             with contextlib.suppress(StaleRef):
                 self.pool.drop(ref.where)
@@ -186,19 +203,28 @@ class CudaTensors:
         ref = self.pool.share(part, peers).slice(offset, nbytes_of(kind, shape))
         return CudaRef(kind.code, shape, self.driver.uuid, ref)
 
-    def _by_host(self, tensor: Any, found: Found, places: tuple[Place, ...], timeout: float | None) -> HostRef:
-        peers = [place.host for place in places if place.host is not None]
-        name = found.kind.name
+    def _opened(self, ref: HostRef) -> Lease:
         try:
-            if len(peers) < len(places):
-                raise MemoryExhausted("not everybody has the pool of host memory")
-            made = self.host.empty(found.shape, name, as_=self.driver.as_, timeout=timeout)
-        except MemoryExhausted:
-            made = Tensors(None, inline_nbytes=found.nbytes).empty(found.shape, name, as_=self.driver.as_)
-            self._copied(made, tensor)
-            return HostRef(self.host.put(made, peers))
-        self._copied(made, tensor)
-        return HostRef(self.host.share(made, peers))
+            return ref.handle.open(self.store)
+        except Missing as missing:
+            raise StaleRef(str(missing)) from None
+
+    def _by_host(self, tensor: Any, found: Found, places: tuple[Place, ...], timeout: float | None) -> HostRef:
+        planned = plan(Empty(found.shape, found.kind.name), is_filled_later=True)
+        peers = [place.store for place in places if place.store is not None]
+        if self.store is not None and found.nbytes > self.inline_nbytes and len(peers) == len(places):
+            try:
+                loan = self.store.loan(None, planned, timeout=timeout)
+            except MemoryExhausted:
+                pass
+            else:
+                self._copied(loan.value(self.driver.as_), tensor)
+                with loan.commit() as lease:
+                    self.store.pool.grant_all(lease.ref, peers)
+                    return HostRef(Handle(None, lease.ref))
+        numbers = bytearray(planned.nbytes)
+        self._copied(read_to_fill(planned.layout, numbers, as_=self.driver.as_), tensor)
+        return HostRef(Handle(None, planned.layout, Buffer(numbers)))
 
     def _copied(self, to: Any, tensor: Any) -> None:
         self.driver.copy(to, tensor)

@@ -1,0 +1,214 @@
+"""The ends of a channel, as their users see them. What a channel carries decides which class an end is of.
+
+The ends of bytes are native objects. Those of messages and of buffers are made of them in codec/ends.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, TypeVar
+
+    S = TypeVar("S", contravariant=True, default=Any)
+    R = TypeVar("R", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    S = TypeVar("S", contravariant=True)
+    R = TypeVar("R", covariant=True)
+
+
+class _End(Protocol):
+    @property
+    def index(self) -> int:
+        """The place of this end among the channel's senders, or receivers."""
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Sender(_End, Protocol[S]):
+    """The sending end of a channel: `channel.open_sender()`. Threads may share it.
+
+        >>> ring = Ring()
+        >>> with ring.open_sender() as sender, ring.open_receiver() as receiver:
+        ...     sender.send(b"step")
+        ...     receiver.receive()
+        b'step'
+    """
+
+    def send(self, message: S, timeout: float | None = None) -> None:
+        """Sends one message, of any size. Blocks while the channel has no room for it. The caller may change what the
+        message holds as soon as this returns.
+
+        Args:
+            message: of the channel's type; on a channel of bytes or buffers also a list of buffers, sent as one record.
+            timeout: seconds to wait for room; None for as long as it takes.
+
+        Raises:
+            Timeout: no room in time; the text names the slowest receiver and how far it is behind.
+            PeerDied: a receiver's process died; raised once for each receiver.
+            EndOfChannel: all receivers have closed.
+            ClosedError: this end is closed.
+            MemoryExhausted: the message is larger than the channel's room for long records.
+            TypeError: the message is not what its class says.
+
+            >>> ring = Ring()
+            >>> ring.open_sender().send([b"two ", b"parts"])
+            >>> ring.open_receiver().receive()
+            b'two parts'
+        """
+
+    def send_nowait(self, message: S) -> None:
+        """Sends one message if there is room now.
+
+        Raises:
+            WouldBlock: no room now, or a stopped process holds a lock of the channel; the text names it.
+            PeerDied, EndOfChannel, ClosedError, MemoryExhausted, TypeError: as `send`.
+
+            >>> ring = Ring()
+            >>> ring.open_sender().send_nowait(b"step")
+            >>> ring.open_receiver().receive()
+            b'step'
+        """
+
+    def close(self) -> None:
+        """Ends this sender's part of the channel: receivers read what it has sent, then get EndOfChannel."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class Receiver(_End, Protocol[R]):
+    """The receiving end of a channel: `channel.open_receiver()`. Iterating over it ends with the channel. Threads may
+    share it: each message goes to one of them.
+
+        >>> ring = Ring()
+        >>> with ring.open_sender() as sender:
+        ...     sender.send(b"one")
+        ...     sender.send(b"two")
+        >>> list(ring.open_receiver())
+        [b'one', b'two']
+    """
+
+    def receive(self, timeout: float | None = None) -> R:
+        """Returns the next message. Blocks until there is one.
+
+        The arrays and buffers of a message are read-only. Those of a long message lie in the channel's pool, and hold
+        their place in it while they live.
+
+        Args:
+            timeout: seconds to wait; None for as long as it takes.
+
+        Raises:
+            Timeout: no message in time.
+            PeerDied: a sender's process died, and its last message has been received.
+            EndOfChannel: all senders have closed, and their last messages have been received.
+            DecodeError: the record is not a message of this channel; later messages are not concerned.
+            ClosedError: this end is closed.
+
+            >>> ring = Ring()
+            >>> ring.open_sender().send(b"step")
+            >>> ring.open_receiver().receive(timeout=1)
+            b'step'
+        """
+
+    def receive_nowait(self) -> R:
+        """Returns the next message if there is one now.
+
+        Raises:
+            WouldBlock: there is none now.
+            PeerDied, EndOfChannel, DecodeError, ClosedError: as `receive`.
+
+            >>> receiver = Ring().open_receiver()
+            >>> receiver.receive_nowait()
+            Traceback (most recent call last):
+                ...
+            penstock.errors.WouldBlock: no record now in 'ring'
+        """
+
+    @property
+    def source(self) -> int:
+        """The index of the sender of the message that was received last.
+
+            >>> inbox = Inbox(senders=2)
+            >>> inbox.open_sender(1).send(b"from the second")
+            >>> receiver = inbox.open_receiver()
+            >>> receiver.receive(), receiver.source
+            (b'from the second', 1)
+        """
+
+    def close(self) -> None:
+        """Leaves the channel: senders no longer wait for this receiver."""
+
+    def __iter__(self) -> Self: ...
+
+    def __next__(self) -> R: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class AsyncSender(_End, Protocol[S]):
+    """The sending end for asyncio: `channel.open_async_sender()`. Starts no thread, and does not block the loop.
+
+        >>> async def main(ring):
+        ...     async with ring.open_async_sender() as sender:
+        ...         await sender.send(b"step")
+        >>> ring = Ring()
+        >>> asyncio.run(main(ring))
+        >>> ring.open_receiver().receive()
+        b'step'
+    """
+
+    async def send(self, message: S, timeout: float | None = None) -> None:
+        """Sends one message, as it is now. Args and Raises: those of `Sender.send`."""
+
+    def send_nowait(self, message: S) -> None:
+        """Sends one message if there is room now. Raises: as `Sender.send_nowait`."""
+
+    def close(self) -> None:
+        """Ends this sender's part of the channel. A task that waits in it gets ClosedError."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: Any) -> None: ...
+
+
+class AsyncReceiver(_End, Protocol[R]):
+    """The receiving end for asyncio: `channel.open_async_receiver()`. `async for` over it ends with the channel.
+
+        >>> async def main(ring):
+        ...     async with ring.open_async_receiver() as receiver:
+        ...         return await receiver.receive(timeout=1)
+        >>> ring = Ring()
+        >>> ring.open_sender().send(b"step")
+        >>> asyncio.run(main(ring))
+        b'step'
+    """
+
+    async def receive(self, timeout: float | None = None) -> R:
+        """Returns the next message. Args and Raises: those of `Receiver.receive`."""
+
+    def receive_nowait(self) -> R:
+        """Returns the next message if there is one now. Raises: as `Receiver.receive_nowait`."""
+
+    @property
+    def source(self) -> int:
+        """The index of the sender of the message that was received last."""
+
+    def close(self) -> None:
+        """Leaves the channel. A task that waits in it gets ClosedError."""
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> R: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: Any) -> None: ...

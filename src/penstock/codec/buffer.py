@@ -1,0 +1,101 @@
+"""What lies in a frame beside the struct: arrays of numbers, and buffers. Written with one copy, read with none.
+
+Leaves to the frame where they lie.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock._native import BlockLease
+from penstock.errors import ClosedError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer as Exporter, Self
+
+# On the wire a kind of number is one of these; 0 is plain bytes.
+KINDS: tuple[np.dtype[Any], ...] = tuple(
+    np.dtype(name)
+    for name in (
+        "uint8", "bool", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
+        "float16", "float32", "float64", "complex64", "complex128",
+    )
+)  # fmt: skip
+CODES = {dtype: code for code, dtype in enumerate(KINDS, 1)}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+PLAIN = 0
+
+
+class Buffer:
+    """Bytes that are sent with one copy and received with none.
+
+    A field of a message (`image: Buffer`), or what a channel carries: on a `Ring(Buffer)`, receivers get each record as
+    a `Buffer` where it lies. What was received is read-only, and holds its place in the channel until release(), or
+    until the buffer and all views of it are gone.
+
+    Args:
+        exporter: bytes, an array, or anything else with the buffer protocol.
+
+    Raises:
+        TypeError: it has no buffer.
+
+        >>> ring = Ring(Buffer)
+        >>> ring.open_sender().send(Buffer(b"pixels"))
+        >>> with ring.open_receiver().receive() as buffer:
+        ...     bytes(buffer.view[:3])
+        b'pix'
+    """
+
+    __slots__ = ("_lease", "_view")
+
+    def __init__(self, exporter: Exporter) -> None:
+        view = memoryview(exporter)
+        if not view.c_contiguous:
+            view = memoryview(view.tobytes())
+        if view.format != "B" or view.ndim != 1:
+            view = view.cast("B") if view.nbytes else memoryview(b"")
+        self._view: memoryview | None = view
+        self._lease = exporter if type(exporter) is BlockLease else None
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, as a memoryview. Raises ClosedError after release()."""
+        if self._view is None:
+            raise ClosedError("the buffer has been released")
+        return self._view
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.nbytes
+
+    def release(self) -> None:
+        """Gives the place in the channel back, or, if other views of it live, when the last of those is gone."""
+        self._view = None
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def __len__(self) -> int:
+        return self.view.nbytes
+
+    def __bytes__(self) -> bytes:
+        return bytes(self.view)
+
+    def __deepcopy__(self, _: Any) -> Buffer:
+        return Buffer(bytes(self.view))
+
+    def __eq__(self, other: object) -> bool:
+        return self.view == other.view if isinstance(other, Buffer) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return "Buffer(released)" if self._view is None else f"Buffer({self.nbytes} bytes)"

@@ -1,0 +1,31 @@
+"""What `penstock` is made of, for engines that need more than its channels and its store.
+
+Blocks of a pool with grants (`Pool`, `BlockLease`, `Ref`), plain shared memory (`Segment`), a look at a channel as its
+records pass (`Tap`), records filled in place (`ByteSender.reserve`), and the errors of these.
+"""
+
+from penstock._native import Tap
+from penstock.channel import ByteReceiver, ByteSender, Reservation
+from penstock.errors import ChannelError, CorruptRecord, LayoutMismatch, OutOfStep, StaleRef
+from penstock.memory import BlockLease, Peer, Pool, Ref, Segment, Ticket
+from penstock.tensor import Empty, UnsupportedTensor
+
+__all__ = [
+    "BlockLease",
+    "ByteReceiver",
+    "ByteSender",
+    "ChannelError",
+    "CorruptRecord",
+    "Empty",
+    "LayoutMismatch",
+    "OutOfStep",
+    "Peer",
+    "Pool",
+    "Ref",
+    "Reservation",
+    "Segment",
+    "StaleRef",
+    "Tap",
+    "Ticket",
+    "UnsupportedTensor",
+]
