@@ -260,7 +260,7 @@ def run_call(turns: Turns) -> None:
         IMPLEMENTATIONS[PENSTOCK].check()
         import penstock
 
-        sender = penstock.open_ring().sender()
+        sender = penstock.Ring().open_sender()
         found["penstock: sender.is_closed"] = call_ns("s.is_closed", {"s": sender})
         sender.close()
     except Unavailable as missing:

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from bench.harness.output import Output, short, short_nbytes
-from penstock import Pool
+from penstock.lowlevel import Pool
 from penstock.tensor import Tensors
 from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, NoDevice, Place, Reference, Uploads, driver_of
 

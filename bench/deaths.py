@@ -29,7 +29,7 @@ WAIT = 60.0  # seconds for anything at all
 
 PEER = """
 import sys, penstock
-sender = penstock.attach(sys.argv[1]).sender(name="peer")
+sender = penstock.attach(sys.argv[1]).open_sender(name="peer")
 memory = bytearray(int(float(sys.argv[2]) * (1 << 30)))
 for at in range(0, len(memory), 4096):
     memory[at] = 1
@@ -40,8 +40,8 @@ sys.stdin.readline()
 
 def kill(gigabytes: float) -> tuple[float, float]:
     """Returns after how many milliseconds PeerDied was raised, and the pidfd readable."""
-    ring = penstock.open_ring(name="deaths")
-    with ring.receiver(name="survivor") as receiver:
+    ring = penstock.Ring(name="deaths")
+    with ring.open_receiver(name="survivor") as receiver:
         command = [sys.executable, "-c", PEER, str(ring.ticket), str(gigabytes)]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as peer:
             receiver.receive(timeout=WAIT)

@@ -201,7 +201,7 @@ def main(arguments: Sequence[str]) -> int:
 
     output = Output("pool", is_json=options.json, folder=options.out)
     output.begin()
-    pool = penstock.Pool.create(nbytes)
+    pool = lowlevel.Pool.create(nbytes)
     output.say(f"pool of {short_nbytes(nbytes)}, objects of 4 KiB to {short_nbytes(options.largest)}, {takes} takes")
     seeds = range(options.seed, options.seed + SEEDS)
     found, loads = [], []

@@ -6,18 +6,18 @@ import penstock
 
 
 def worker(steps, rank):
-    receiver = steps.receiver(rank, name=f"worker {rank}")
+    receiver = steps.open_receiver(rank, name=f"worker {rank}")
     held = receiver.receive_view(timeout=30)  # 32 MiB, where they lie
     assert len(held) == 32 << 20
     multiprocessing.Event().wait()  # for ever
 
 
 if __name__ == "__main__":
-    steps = penstock.open_broadcast(receivers=2)
+    steps = penstock.Broadcast(receivers=2)
     workers = [multiprocessing.get_context("spawn").Process(target=worker, args=(steps, rank)) for rank in range(2)]
     for process in workers:
         process.start()
-    with steps.sender(name="core") as core:
+    with steps.open_sender(name="core") as core:
         core.send(bytes(32 << 20))
         while steps.snapshot()["receivers"][1]["records"] == 0:  # until worker 1 has it
             pass

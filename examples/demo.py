@@ -21,20 +21,20 @@ class Done(msgspec.Struct, array_like=True):
 
 
 def worker(rank, steps, results, store):
-    with results.sender(rank, name=f"worker {rank}") as sender:
-        for step in steps.receiver(rank, name=f"worker {rank}"):
+    with results.open_sender(rank, name=f"worker {rank}") as sender:
+        for step in steps.open_receiver(rank, name=f"worker {rank}"):
             sender.send(Done(float(store.get(step.image).value()[rank].sum()) if step.image else 0.0))
 
 
 if __name__ == "__main__":
-    steps = penstock.open_broadcast(receivers=WORKERS, messages=(Step,))
-    results = penstock.open_inbox(senders=WORKERS, messages=(Done,))
-    store = penstock.Store.create(64 << 20, peer_name="core")
+    steps = penstock.Broadcast(Step, receivers=WORKERS)
+    results = penstock.Inbox(Done, senders=WORKERS)
+    store = penstock.Store(64 << 20, peer_name="core")
     spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=worker, args=(rank, steps, results, store)) for rank in range(WORKERS)]
     for process in workers:
         process.start()
-    with steps.sender(name="core") as core, results.receiver(name="core") as inbox:
+    with steps.open_sender(name="core") as core, results.open_receiver(name="core") as inbox:
         image = store.put(key := bytes(32), np.ones((WORKERS, 1 << 21), np.float32))  # 32 MiB, copied once
         core.send(Step(key))
         total = sum(inbox.receive(timeout=60).total for _ in workers)

@@ -16,12 +16,12 @@ class Submit(msgspec.Struct, array_like=True):
 
 def main():
     pixels = np.ones((3, 448, 448), np.float32)
-    store = penstock.Store.create(64 << 20)
-    requests = penstock.open_ring(messages=(Submit,))
-    with requests.sender() as sender, requests.receiver() as receiver:
+    store = penstock.Store(64 << 20)
+    requests = penstock.Ring(Submit)
+    with requests.open_sender() as sender, requests.open_receiver() as receiver:
         outgoing = penstock.Outgoing(store)  # one in each server
         with outgoing.scope() as scope:  # one for each request
-            sender.send(Submit(1, scope.put(pixels, penstock.key_of(pixels))))  # inline where there is no room
+            sender.send(Submit(1, scope.put(pixels, penstock.content_key(pixels))))  # inline where there is no room
 
             incoming = penstock.Incoming(store)  # one in each worker; a core passes items on, and needs no store
             submit = receiver.receive(timeout=5)

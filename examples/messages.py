@@ -18,7 +18,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True):
     sampling: Sampling
 
 
-with penstock.open_ring(messages=(Submit,)) as requests, requests.sender() as sender, requests.receiver() as receiver:
+with penstock.Ring(Submit) as requests, requests.open_sender() as sender, requests.open_receiver() as receiver:
     sender.send(Submit(1, numpy.arange(40_000, dtype=numpy.int32), Sampling(0.8)))
     submit = receiver.receive(timeout=5)  # submit.ids: a read-only view of shared memory
     assert submit.ids.sum() == sum(range(40_000)) and submit.sampling.temperature == 0.8

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-import penstock
+from penstock import lowlevel
 
 image = np.arange(1 << 20, dtype=np.uint8)
-pool = penstock.Pool.create(64 << 20)  # claimed now, or MemoryExhausted now
+pool = lowlevel.Pool.create(64 << 20)  # claimed now, or MemoryExhausted now
 lease = pool.take(image.nbytes)
 np.frombuffer(lease, image.dtype)[:] = image  # or let the decoder write there
 ref = pool.share(lease, to=[pool.peer])  # plain data, for any message; whoever is named may open it once

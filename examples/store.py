@@ -8,6 +8,7 @@ import multiprocessing
 import numpy as np
 
 import penstock
+from penstock import lowlevel
 
 
 def preprocess(image):
@@ -20,9 +21,9 @@ def reader(store, key):
 
 def main():
     image = np.random.default_rng(0).integers(0, 256, (448, 448, 3), np.uint8)
-    store = penstock.Store.create(64 << 20)  # claimed now, or MemoryExhausted now
+    store = penstock.Store(64 << 20)  # claimed now, or MemoryExhausted now
 
-    key = penstock.key_of(image)  # 32 bytes of what is in it, and of how it was processed
+    key = penstock.content_key(image)  # 32 bytes of what is in it, and of how it was processed
     try:
         stored = store.get(key)  # held, for as long as `stored` or an array of it lives
     except penstock.Missing:
@@ -34,15 +35,15 @@ def main():
     process.start()
     process.join()
 
-    key = penstock.key_of(image, "in place")
-    shape = penstock.Empty((448, 448, 3), "float32")
+    key = penstock.content_key(image, "in place")
+    shape = lowlevel.Empty((448, 448, 3), "float32")
     with store.make(key, {"pixels": shape}) as making:  # others who want the key wait for commit()
         if making.is_new:
             np.divide(image, 255, out=making.value()["pixels"], dtype=np.float32)
         stored = making.commit()
     assert (stored.value()["pixels"] == pixels).all()
 
-    seen = store.stats_of_keys()
+    seen = store.stats()
     print(f"{len(seen.items)} values; hits: {seen.hits}, misses: {seen.misses}")
 
 

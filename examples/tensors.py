@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 import penstock
+from penstock import lowlevel
 
 
 class Hello(msgspec.Struct, array_like=True):
@@ -18,19 +19,19 @@ class Batch(msgspec.Struct, array_like=True):
 
 def consumer(pool, hellos, batches):
     tensors = penstock.Tensors(pool)
-    with hellos.sender() as sender:
+    with hellos.open_sender() as sender:
         sender.send(Hello(pool.peer.index))
-    for batch in batches.receiver():
+    for batch in batches.open_receiver():
         pixels = tensors.view(batch.pixels)  # as_="torch" for a tensor of torch; writable=True for a copy
         print(pixels.shape, pixels.mean())  # the memory is given back with its last view
 
 
 def main():
-    pool = penstock.Pool.create(64 << 20)
-    hellos, batches = penstock.open_ring(messages=(Hello,)), penstock.open_ring(messages=(Batch,))
+    pool = lowlevel.Pool.create(64 << 20)
+    hellos, batches = penstock.Ring(Hello), penstock.Ring(Batch)
     process = multiprocessing.get_context("spawn").Process(target=consumer, args=(pool, hellos, batches))
     process.start()
-    with hellos.receiver() as receiver, batches.sender() as sender:
+    with hellos.open_receiver() as receiver, batches.open_sender() as sender:
         there = receiver.receive(timeout=30).place
         tensors = penstock.Tensors(pool)
 

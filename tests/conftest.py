@@ -176,8 +176,8 @@ def warmed_up() -> None:
     assert Path("/proc/thread-self/children").exists(), "this kernel does not tell who our children are"
     multiprocessing.resource_tracker.ensure_running()
     eventually(lambda: any("resource_tracker" in one for one in children()))  # it has our name until it is itself
-    channel = penstock.open_ring()
-    sender, receiver = channel.sender(), channel.receiver()
+    channel = penstock.Ring()
+    sender, receiver = channel.open_sender(), channel.open_receiver()
     sender.send(b"x")
     receiver.receive(timeout=1)
     for end in (sender, receiver, channel):

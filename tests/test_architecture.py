@@ -56,7 +56,7 @@ def imports(module: list[str], source: str) -> Iterator[tuple[int, list[str]]]:
             base = module[: -node.level] if node.level else []
             base = base + (node.module.split(".") if node.module else [])
             for alias in node.names:
-                # `from penstock import memory` means the layer; `from penstock import open_ring` the package
+                # `from penstock import memory` means the layer; `from penstock import Ring` the package
                 yield node.lineno, [*base, alias.name] if base != ["penstock"] or alias.name in LEVEL else base
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -206,7 +206,7 @@ def test_an_import_from_above_is_found_however_it_is_written() -> None:
         "def late():\n    from penstock.engine import core",
         "if TYPE_CHECKING:\n    from penstock.engine import core",
         "importlib.import_module('penstock.engine')",
-        "from penstock import open_ring",
+        "from penstock import Ring",
         "from penstock import integrations",
         "from penstock.tensor import Store",
         "import penstock.elsewhere",
@@ -232,8 +232,8 @@ def test_an_import_from_the_same_layer_or_from_below_is_allowed() -> None:
         "import numpy, struct, multiprocessing",
     ):
         assert not broken_imports(ring, source), f"found: {source}"
-    assert not broken_imports(["penstock", "__init__"], "from .channel import open_ring\nimport penstock.tensor")
-    assert not broken_imports(["penstock", "engine", "core"], "from penstock import open_ring")
+    assert not broken_imports(["penstock", "__init__"], "from .channel import Ring\nimport penstock.tensor")
+    assert not broken_imports(["penstock", "engine", "core"], "from penstock import Ring")
 
 
 def test_the_package_and_the_integrations_see_only_what_is_below_the_line() -> None:

@@ -235,7 +235,7 @@ def run_worker(wire: str, scratch: str, tree: Cluster, me: ProcessId) -> None:
     device = SimulatedRunner(config.simulated, config.max_num_seqs)
     end = WIRES[wire][1](scratch, me.index, config.tensor_parallel_size)
     row = StatusBoard(tree.board, writable=True).row(me.group)
-    inbox = group.inbox.sender(tree.worker_lane(me.index), name=str(me))
+    inbox = group.inbox.open_sender(tree.worker_lane(me.index), name=str(me))
     inbox.send(Ready(me.index, device.blocks, device.vocabulary), config.start_timeout)
     end.meet()
     names: dict[int, str] = {}  # by slot: whom the device knows

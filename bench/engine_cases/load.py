@@ -51,9 +51,9 @@ class Server:
         self.rule = TokenRule(simulated)
         self.vocabulary = simulated.vocabulary
         self.row = bench.board.row(0)
-        self._deltas = tree.servers[0].receiver(name=name)
-        self._core = tree.groups[0].inbox.sender(0, name=name)
-        self._outputs = [one.sender(0, name=name) for one in tree.groups[0].announced]
+        self._deltas = tree.servers[0].open_receiver(name=name)
+        self._core = tree.groups[0].inbox.open_sender(0, name=name)
+        self._outputs = [one.open_sender(0, name=name) for one in tree.groups[0].announced]
 
     def close(self) -> None:
         for end in (self._deltas, self._core, *self._outputs):

@@ -16,7 +16,7 @@ def check() -> None:
         import penstock
     except ImportError as error:
         raise Unavailable(f"penstock cannot be imported: {error}") from None
-    for name in ("open_broadcast", "open_inbox"):
+    for name in ("Broadcast", "Inbox"):
         if not hasattr(penstock, name):
             raise Unavailable(f"penstock has no {name}()")
 
@@ -24,16 +24,16 @@ def check() -> None:
 def lay(receivers: int, scratch: Path, latency: str, receive: str) -> Wires:
     import penstock
 
-    frames = penstock.open_broadcast(receivers=receivers, latency=latency)
-    replies = penstock.open_inbox(senders=receivers, latency=latency)
+    frames = penstock.Broadcast(receivers=receivers, latency=latency)
+    replies = penstock.Inbox(senders=receivers, latency=latency)
     return Wires([(frames, replies, receive)] * (receivers + 1))
 
 
 class Sender:
     def __init__(self, wire: tuple[Any, Any, str], seat: Seat, meet: Meet) -> None:
         self._frames, self._replies, _ = wire
-        self._sender = self._frames.sender()
-        self._inbox = self._replies.receiver()
+        self._sender = self._frames.open_sender()
+        self._inbox = self._replies.open_receiver()
         self._receivers = range(seat.receivers)
         self.send = partial(self._sender.send, timeout=TIMEOUT)
 
@@ -56,8 +56,8 @@ class Sender:
 class Receiver:
     def __init__(self, wire: tuple[Any, Any, str], seat: Seat, meet: Meet) -> None:
         frames, replies, receive = wire
-        self._receiver = frames.receiver(seat.rank - 1)
-        self._sender = replies.sender(seat.rank - 1)
+        self._receiver = frames.open_receiver(seat.rank - 1)
+        self._sender = replies.open_sender(seat.rank - 1)
         self.reply = partial(self._sender.send, timeout=TIMEOUT)
         if receive == "view":
             self.receive = self._receive_view

@@ -46,11 +46,11 @@ def check() -> None:
 
 def lay(receivers: int, scratch: Path, largest: str, images: str) -> Wires:
     about = Images(int(images), int(largest))
-    store = penstock.Store.create(int(ROOM * sum(about.sizes)), name="images")
-    requests = penstock.open_inbox(senders=SERVERS, messages=(Request,), name="requests")
-    steps = penstock.open_broadcast(receivers=WORKERS, messages=(Step,), name="steps")
-    done = penstock.open_inbox(senders=WORKERS, messages=(Done,), name="done")
-    answers = [penstock.open_ring(messages=(Answer,), name="answers") for _ in range(SERVERS)]
+    store = penstock.Store(int(ROOM * sum(about.sizes)), name="images")
+    requests = penstock.Inbox(Request, senders=SERVERS, name="requests")
+    steps = penstock.Broadcast(Step, receivers=WORKERS, name="steps")
+    done = penstock.Inbox(Done, senders=WORKERS, name="done")
+    answers = [penstock.Ring(Answer, name="answers") for _ in range(SERVERS)]
     core = (requests, steps, done, answers)
     servers = [(store, requests, answers[index], index, int(images), int(largest)) for index in range(SERVERS)]
     return Wires([core, *servers, *((store, steps, done, index) for index in range(WORKERS))])
@@ -61,11 +61,11 @@ def request_nbytes() -> int:
     from penstock.codec.catalogue import Catalogue
     from penstock.codec.frame import FrameEncoder
 
-    encoded: Any = FrameEncoder(Catalogue(Request)).encode(Request(4_000_123, 3, (99,), (key_of(1, 4, 123),)))
+    encoded: Any = FrameEncoder(Catalogue(Request)).encode(Request(4_000_123, 3, (99,), (content_key(1, 4, 123),)))
     return sum(map(len, encoded)) if isinstance(encoded, list) else len(encoded)
 
 
-def key_of(kind: int, rank: int, number: int) -> bytes:
+def content_key(kind: int, rank: int, number: int) -> bytes:
     return bytes([kind, rank]) + number.to_bytes(30, "little")
 
 
@@ -90,19 +90,19 @@ class Server(serving.Server):
     def __init__(self, wire: tuple[Any, ...], rank: int) -> None:
         self._store, requests, answers, self._index, images, largest = wire
         super().__init__(rank, Images(images, largest))
-        self._sender = requests.sender(self._index)
-        self._answers = answers.receiver()
+        self._sender = requests.open_sender(self._index)
+        self._answers = answers.open_receiver()
         self._store.join()
         self._held: Any = None
 
     def fill(self, order: Order) -> Report:
         if self._index == 0:
             for image in range(len(self.images.sizes)):
-                self._store.put(key_of(0, 0, image), {"pixels": self.images[image]})
+                self._store.put(content_key(0, 0, image), {"pixels": self.images[image]})
         return Report()
 
     def ask(self, request: int, image: int, is_kept: bool) -> bool:
-        key = key_of(0, 0, image) if is_kept else key_of(1, self.rank, request)
+        key = content_key(0, 0, image) if is_kept else content_key(1, self.rank, request)
         try:
             self._held = self._store.get(key)  # held until the answer is here
             is_hit = True
@@ -126,10 +126,10 @@ class Server(serving.Server):
 class Core(serving.Core):
     def __init__(self, wire: tuple[Any, ...]) -> None:
         requests, steps, done, answers = wire
-        self._requests = requests.receiver()
-        self._steps = steps.sender()
-        self._done = done.receiver()
-        self._answers = [each.sender() for each in answers]
+        self._requests = requests.open_receiver()
+        self._steps = steps.open_sender()
+        self._done = done.open_receiver()
+        self._answers = [each.open_sender() for each in answers]
 
     def take(self) -> list[Any]:
         taken = [self._requests.receive(timeout=TIMEOUT)]
@@ -156,8 +156,8 @@ class Core(serving.Core):
 class Worker(serving.Worker):
     def __init__(self, wire: tuple[Any, ...]) -> None:
         self._store, steps, done, index = wire
-        self._steps = steps.receiver(index)
-        self._sender = done.sender(index)
+        self._steps = steps.open_receiver(index)
+        self._sender = done.open_sender(index)
         self._store.join()
 
     def receive(self) -> list[tuple[int, int, Any]]:

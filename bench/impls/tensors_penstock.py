@@ -34,9 +34,9 @@ def lay(receivers: int, scratch: Path, largest: str, how: str = "store", as_: st
         check_torch()
     import penstock
 
-    store = penstock.Store.create(PLACES * (int(largest) + (1 << 20)), name="images")
-    tokens = penstock.open_broadcast(receivers=receivers, name="keys")
-    replies = penstock.open_inbox(senders=receivers, name="replies")
+    store = penstock.Store(PLACES * (int(largest) + (1 << 20)), name="images")
+    tokens = penstock.Broadcast(receivers=receivers, name="keys")
+    replies = penstock.Inbox(senders=receivers, name="replies")
     return Wires([(store, tokens, replies, how, as_)] * (receivers + 1))
 
 
@@ -47,8 +47,8 @@ class Sender(tensors.Sender):
         import penstock
 
         self._store, tokens, replies, how, _ = wire
-        self._sender = tokens.sender()
-        self._inbox = replies.receiver()
+        self._sender = tokens.open_sender()
+        self._inbox = replies.open_receiver()
         self._receivers = range(seat.receivers)
         self._peers = [each for each in meet(self._store.join().index)[1:] if isinstance(each, int)]
         self._tensors = penstock.Tensors(self._store)
@@ -120,8 +120,8 @@ class Receiver(tensors.Receiver):
         import penstock
 
         self._store, tokens, replies, how, self._as = wire
-        self._receiver = tokens.receiver(seat.rank - 1)
-        self._sender = replies.sender(seat.rank - 1)
+        self._receiver = tokens.open_receiver(seat.rank - 1)
+        self._sender = replies.open_sender(seat.rank - 1)
         meet(self._store.join().index)
         self._tensors = penstock.Tensors(self._store)
         self._decode = msgspec.msgpack.Decoder(penstock.TensorRef).decode

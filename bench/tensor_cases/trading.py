@@ -169,7 +169,7 @@ def run(processes: int, threads: int, operations: int, nbytes: int) -> Trade:
     import penstock
 
     spawn = get_context("spawn")
-    store = penstock.Store.create(nbytes, name="traded")
+    store = penstock.Store(nbytes, name="traded")
     pairs = [spawn.Pipe() for _ in range(processes)]
     started = []
     try:
@@ -205,7 +205,7 @@ def run(processes: int, threads: int, operations: int, nbytes: int) -> Trade:
 def left_over(store: Any) -> list[str]:
     """What must not be, when nobody holds anything: a key twice, bytes that no key has, blocks after a clear()."""
     faults = []
-    items = store.stats_of_keys().items
+    items = store.stats().items
     if len({item.key for item in items}) != len(items):
         faults.append("a key is there twice")
     faults += [f"{item.holders} still hold a value" for item in items if item.holders]

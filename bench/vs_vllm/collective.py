@@ -80,7 +80,7 @@ def groups(receivers: int) -> Iterator[list[Group]]:
     """Gloo's and ours. Raises Unavailable where there is no torch."""
     python = python_with("torch")
     with contextlib.ExitStack() as closing, tempfile.TemporaryDirectory(prefix="penstock-compare-") as folder:
-        channel = closing.enter_context(penstock.open_broadcast(receivers, "compare"))
+        channel = closing.enter_context(penstock.Broadcast(receivers=receivers, name="compare"))
         made = []
         for kind, its_python, address in (
             ("gloo", python, f"file://{folder}/gloo"),

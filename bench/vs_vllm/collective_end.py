@@ -75,7 +75,7 @@ class Penstock:
         import penstock
 
         channel: Any = penstock.attach(address)
-        self._end = channel.sender() if rank == 0 else channel.receiver(rank - 1)
+        self._end = channel.open_sender() if rank == 0 else channel.open_receiver(rank - 1)
         self._rank = rank
 
     def about(self) -> dict[str, Any]:

@@ -41,9 +41,7 @@ _T = TypeVar("_T")
 def attach(where: _Ticket | str | int) -> Any: ...
 @overload
 def attach(where: _Ticket | str | int, type: TypeForm[_T]) -> _Channel[_T]: ...
-def attach(
-    where: _Ticket | str | int, type: Any = bytes
-) -> _Channel[Any] | Store | _Pool | CudaPool | _Segment:
+def attach(where: _Ticket | str | int, type: Any = bytes) -> _Channel[Any] | Store | _Pool | CudaPool | _Segment:
     """Attaches to a channel or a store of another process.
 
     Args:

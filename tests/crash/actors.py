@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 import penstock
-from penstock import _native
+from penstock import _native, lowlevel
 
 HEAD = struct.Struct("<IIQQ")  # actor, kind, number, length of what follows
 RECORD, LAST = 1, 2
@@ -33,13 +33,13 @@ WATCHDOG = 25.0
 class Board:
     """Numbers that outlive whoever wrote them: a word for all, and two for each actor."""
 
-    def __init__(self, segment: penstock.Segment) -> None:
+    def __init__(self, segment: lowlevel.Segment) -> None:
         self.segment = segment
         self.words = segment.view(writable=True).cast("Q")
 
     @classmethod
     def create(cls) -> Board:
-        return cls(penstock.Segment.create(8 * (8 + CELLS * BOARD_ACTORS), name="board"))
+        return cls(lowlevel.Segment.create(8 * (8 + CELLS * BOARD_ACTORS), name="board"))
 
     def sent(self, actor: int) -> int:
         return self.words[8 + CELLS * actor + SENT]
@@ -108,9 +108,9 @@ def insist(make: Any) -> Any:
 class Actor:
     """One end of a channel; with a pool, of the broadcast that carries the references."""
 
-    def __init__(self, talk: Connection, part: Part, is_sender: bool, pool: penstock.Pool | None = None) -> None:
+    def __init__(self, talk: Connection, part: Part, is_sender: bool, pool: lowlevel.Pool | None = None) -> None:
         self.talk, self.part = talk, part
-        self.board = Board(penstock.Segment.attach(part.board))
+        self.board = Board(lowlevel.Segment.attach(part.board))
         channel = penstock.attach(part.through if pool else part.where)
         claim = channel.sender if is_sender else channel.receiver
         self.end = insist(lambda: claim(part.index, name=f"actor {part.actor}"))
@@ -252,7 +252,7 @@ def receiver(talk: Connection, part: Part) -> None:
 def lender(talk: Connection, part: Part) -> None:
     """Fills blocks and sends references to all who listen, each granted to each; keeps a few."""
     arm_coming(part)
-    pool = penstock.Pool.attach(part.where, peer_name=f"actor {part.actor}")
+    pool = lowlevel.Pool.attach(part.where, peer_name=f"actor {part.actor}")
     pool.join()
     actor = Actor(talk, part, is_sender=True, pool=pool)
     kept: list[Any] = []
@@ -280,16 +280,16 @@ def lender(talk: Connection, part: Part) -> None:
 def borrower(talk: Connection, part: Part) -> None:
     """Opens what it is sent, looks whether it is what it should be, and holds some of it for a while."""
     arm_coming(part)
-    pool = penstock.Pool.attach(part.where, peer_name=f"borrower {part.actor}")
+    pool = lowlevel.Pool.attach(part.where, peer_name=f"borrower {part.actor}")
     actor = Actor(talk, part, is_sender=False, pool=pool)
     held = Held(part.holds)
     stale: list[int] = []
 
     def met(record: bytes, number: int, nbytes: int) -> None:
-        ref = msgspec.json.decode(record[HEAD.size :], type=penstock.Ref)
+        ref = msgspec.json.decode(record[HEAD.size :], type=lowlevel.Ref)
         try:
             lease = pool.open(ref)
-        except penstock.StaleRef:
+        except lowlevel.StaleRef:
             stale.append(number)  # its lender died, or it was lent before we came
             return
         assert lease.nbytes == nbytes, f"a lease of {lease.nbytes} bytes where {nbytes} were lent"

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 import penstock
-from penstock import Incoming, Item, Missing, Outgoing, Store
+from penstock import Incoming, Item, Missing, Outgoing, Store, lowlevel
 from penstock.tensor import Scope
 from tests.crash.actors import RECEIVED, SENT, Board, insist
 
@@ -81,14 +81,14 @@ def must_be_whole(pixels: Any, content: int) -> None:
 class Carrier:
     def __init__(self, talk: Connection, role: Role) -> None:
         self.talk, self.role = talk, role
-        self.board = Board(penstock.Segment.attach(role.board))
+        self.board = Board(lowlevel.Segment.attach(role.board))
         self.chance = random.Random(role.actor)
 
     def is_likely(self, probability: float) -> bool:
         return self.chance.random() < probability
 
     def end_of(self, ticket: str, messages: Any, kind: str, index: int | None = None) -> Any:
-        channel = penstock.attach(ticket, messages=messages)
+        channel = penstock.attach(ticket, messages)
         return insist(lambda: getattr(channel, kind)(index))
 
     def note(self, cell: int, count: int) -> None:

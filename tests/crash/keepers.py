@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import penstock
-from penstock import _native
+from penstock import _native, lowlevel
 from tests.crash import actors
 
 # Named points that only those pass who use a store.
@@ -55,7 +55,7 @@ def fill(store: Any, lease: Any, name: int) -> None:
 def keeper(talk: Connection, part: actors.Part) -> None:
     """Any key, again and again; holds a few; takes some out, and lets some go half written."""
     by, store = join(part)
-    board = actors.Board(penstock.Segment.attach(part.board))
+    board = actors.Board(lowlevel.Segment.attach(part.board))
     chance = random.Random(part.actor)
     held = actors.Held(2)
     talk.send(("ready", os.getpid()))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-from penstock import _native
+from penstock import _native, lowlevel
 from tests.conftest import eventually
 from tests.crash import actors
 from tests.crash.zygote import Child, Zygote
@@ -42,15 +42,15 @@ class Scene:
         self.options = options
         self.board = actors.Board.create()
         shape: dict[str, Any] = {"capacity": 16 << 10, "spill_nbytes": 64 << 20, "spill_blocks": 64}
-        self.pool: penstock.Pool | None = None
+        self.pool: lowlevel.Pool | None = None
         if style == "ring":
-            self.channel: penstock.Channel = penstock.open_ring(**shape)
+            self.channel: penstock.Channel = penstock.Ring(**shape)
         elif style == "inbox":
-            self.channel = penstock.open_inbox(3, **shape)
+            self.channel = penstock.Inbox(senders=3, **shape)
         else:
-            self.channel = penstock.open_broadcast(3, **shape)
+            self.channel = penstock.Broadcast(receivers=3, **shape)
         if style == "pool":
-            self.pool = penstock.Pool.create(POOL_NBYTES, name="pool", max_blocks=64, max_peers=16)
+            self.pool = lowlevel.Pool.create(POOL_NBYTES, name="pool", max_blocks=64, max_peers=16)
         self.roles = ("lender", "borrower") if style == "pool" else ("sender", "receiver")
         self.cast: list[Cast] = []
         self.dead: list[Cast] = []

@@ -74,7 +74,7 @@ def dies_between_result_and_answer(tree: Cluster, me: ProcessId) -> None:
 
 
 def cannot_load(tree: Cluster, me: ProcessId) -> None:
-    tree.groups[me.group].inbox.sender(tree.worker_lane(me.index), name=str(me))  # so that the core mourns for it
+    tree.groups[me.group].inbox.open_sender(tree.worker_lane(me.index), name=str(me))  # so that the core mourns for it
     time.sleep(0.2)
     raise ValueError("there are no weights in '/models/x'")
 

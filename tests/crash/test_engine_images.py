@@ -58,7 +58,7 @@ async def must_be_held_by_nobody(tree: Running) -> None:
 
 
 def held(store: Store) -> list[object]:
-    kept = store.stats_of_keys().items
+    kept = store.stats().items
     strays = store.stats().blocks - len(kept)  # without a key
     return [one for one in kept if one.holders or one.is_being_written] + ([strays] if strays else [])
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from penstock import lowlevel
 from tests.conftest import eventually
 from tests.crash.zygote import Zygote
 from tests.support.processes import assert_how
@@ -21,7 +22,7 @@ from tests.support.processes import assert_how
 def hold_views(talk: Connection, where: str, index: int) -> None:
     """Reads, and keeps views of the last few records, of those in the ring and of those in the pool."""
     held = []
-    with penstock.attach(where).receiver(index) as receiver:
+    with penstock.attach(where).open_receiver(index) as receiver:
         talk.send(("ready",))
         count = 0
         while True:
@@ -37,8 +38,8 @@ def hold_views(talk: Connection, where: str, index: int) -> None:
 
 
 def test_one_of_eight_that_dies_with_views_in_its_hands_gives_them_back(zygote: Zygote) -> None:
-    with penstock.open_broadcast(8, capacity=1 << 16, inline_limit=1024) as channel:
-        sender = channel.sender()
+    with penstock.Broadcast(receivers=8, capacity=1 << 16, inline_limit=1024) as channel:
+        sender = channel.open_sender()
         children = [zygote.child(hold_views, str(channel.ticket), index) for index in range(8)]
         try:
             for child in children:
@@ -75,7 +76,7 @@ def test_one_of_eight_that_dies_with_views_in_its_hands_gives_them_back(zygote: 
 
 
 def lend_and_wait(talk: Connection, where: str) -> None:
-    pool = penstock.Pool.attach(where, peer_name="lender")
+    pool = lowlevel.Pool.attach(where, peer_name="lender")
     lease = pool.take(1000)
     memoryview(lease)[:] = b"l" * 1000
     ref = pool.share(lease)
@@ -84,7 +85,7 @@ def lend_and_wait(talk: Connection, where: str) -> None:
 
 
 def test_a_reference_of_a_dead_peer_is_stale_and_its_successors_are_not(zygote: Zygote) -> None:
-    with penstock.Pool.create(1 << 20, max_blocks=1, max_peers=2, name="pool", peer_name="survivor") as pool:
+    with lowlevel.Pool.create(1 << 20, max_blocks=1, max_peers=2, name="pool", peer_name="survivor") as pool:
         pool.join()
         before = None
         for round in range(5):
@@ -92,9 +93,9 @@ def test_a_reference_of_a_dead_peer_is_stale_and_its_successors_are_not(zygote: 
             try:
                 _, *numbers, index, epoch = child.hear("ref")
                 assert (index, epoch) == (1, round + 1)  # the same place among the peers, in a new epoch
-                ref = penstock.Ref(*numbers)
+                ref = lowlevel.Ref(*numbers)
                 if before is not None:
-                    with pytest.raises(penstock.StaleRef):
+                    with pytest.raises(lowlevel.StaleRef):
                         pool.open(before)
                 held = pool.open(ref)
                 child.kill()
@@ -102,7 +103,7 @@ def test_a_reference_of_a_dead_peer_is_stale_and_its_successors_are_not(zygote: 
                 eventually(lambda: {peer.index: peer.state for peer in pool.peers()}[1] == "dead")
                 assert bytes(memoryview(held)) == b"l" * 1000  # ours still, whoever is dead
                 held.release()
-                with pytest.raises(penstock.StaleRef):
+                with pytest.raises(lowlevel.StaleRef):
                     pool.open(ref)
                 before = ref
             finally:
@@ -111,7 +112,7 @@ def test_a_reference_of_a_dead_peer_is_stale_and_its_successors_are_not(zygote: 
 
 
 def touch(where: str) -> None:
-    with penstock.attach(where).sender() as sender:
+    with penstock.attach(where).open_sender() as sender:
         sender.send(b"from " + multiprocessing.current_process().name.encode(), timeout=20)
 
 
@@ -122,12 +123,12 @@ def test_trees_that_others_manage_leave_our_segments_alone(method: str) -> None:
 import multiprocessing, penstock
 from tests.crash.test_holders import touch
 if __name__ == "__main__":
-    inbox = penstock.open_inbox(4)
+    inbox = penstock.Inbox(4)
     context = multiprocessing.get_context({method!r})
     children = [context.Process(target=touch, args=(str(inbox.ticket),), name=str(i)) for i in range(4)]
     for child in children: child.start()
     for child in children: child.join()
-    with inbox.receiver() as receiver:
+    with inbox.open_receiver() as receiver:
         assert sorted(receiver.receive(timeout=20) for _ in range(4)) == [f"from {{i}}".encode() for i in range(4)]
 """
     root = Path(__file__).parents[2]
@@ -149,13 +150,13 @@ if __name__ == "__main__":
 
 
 def die_while_waiting(talk: Connection, where: str) -> None:
-    receiver = penstock.attach(where).receiver(name="waits")
+    receiver = penstock.attach(where).open_receiver(name="waits")
     talk.send(("ready",))
     receiver.receive()
 
 
 def test_how_a_peer_died_is_said_where_it_can_be_known() -> None:
-    with penstock.open_ring() as ring, ring.sender() as sender:
+    with penstock.Ring() as ring, ring.open_sender() as sender:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=die_while_waiting, args=(theirs, str(ring.ticket)))

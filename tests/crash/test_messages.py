@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import penstock
+from penstock import lowlevel
 from tests import tiers
 from tests.conftest import eventually
 from tests.crash.actors import Board, insist
@@ -43,9 +44,9 @@ VALUES = [Settings(number, ("word",) * number) for number in range(40)]
 
 
 def sender(talk: Connection, role: Role) -> None:
-    board = Board(penstock.Segment.attach(role.board))
-    channel = penstock.attach(role.where, messages=MESSAGES)
-    end = insist(lambda: channel.sender())
+    board = Board(lowlevel.Segment.attach(role.board))
+    channel = penstock.attach(role.where, MESSAGES)
+    end = insist(lambda: channel.open_sender())
     number = 0
     talk.send(("ready", os.getpid()))
     while not board.is_over:
@@ -62,9 +63,9 @@ def sender(talk: Connection, role: Role) -> None:
 
 
 def receiver(talk: Connection, role: Role) -> None:
-    board = Board(penstock.Segment.attach(role.board))
-    channel = penstock.attach(role.where, messages=MESSAGES)
-    end = insist(lambda: channel.receiver(role.index))
+    board = Board(lowlevel.Segment.attach(role.board))
+    channel = penstock.attach(role.where, MESSAGES)
+    end = insist(lambda: channel.open_receiver(role.index))
     talk.send(("ready", os.getpid()))
     due: tuple[int, int] | None = None  # sender and number; None: not known, as this receiver came late
     count = 0
@@ -92,7 +93,7 @@ def test_who_follows_one_that_was_killed_can_read_what_it_gets(zygote: Zygote, s
     chance = random.Random(seed)
     board = Board.create()
     options = {"capacity": 16 << 10, "inline_limit": 2048, "on_receiver_death": "ignore", "on_sender_death": "ignore"}
-    with penstock.open_broadcast(3, messages=MESSAGES, spill_nbytes=8 << 20, **options) as channel:
+    with penstock.Broadcast(MESSAGES, receivers=3, spill_nbytes=8 << 20, **options) as channel:
         parts = {"sender 0": sender, "receiver 0": receiver, "receiver 1": receiver, "receiver 2": receiver}
         where = str(board.segment.ticket), str(channel.ticket)
         play = Replacing(zygote, parts, lambda index, actor: Role(*where, index, actor))

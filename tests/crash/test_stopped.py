@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock import _native
+from penstock import _native, lowlevel
 from tests.conftest import eventually
 from tests.crash.scenes import Scene
 from tests.crash.zygote import Child, Zygote
@@ -33,14 +33,14 @@ def stop(child: Child) -> None:
 
 
 def sleepy_receiver(talk: Connection, where: str) -> None:
-    with penstock.attach(where).receiver(name="sleeper") as end:
+    with penstock.attach(where).open_receiver(name="sleeper") as end:
         talk.send(("ready",))
         talk.send(("got", [int(record) for record in end]))
 
 
 def holder(talk: Connection, where: str, point: str) -> None:
     """Takes and gives back blocks until it is stopped at the point, holding a lock."""
-    pool = penstock.Pool.attach(where, peer_name="holder")
+    pool = lowlevel.Pool.attach(where, peer_name="holder")
     kept = pool.take(1000)
     talk.send(("ready", list(_ref(pool, kept))))
     talk.recv()
@@ -54,13 +54,13 @@ def holder(talk: Connection, where: str, point: str) -> None:
     talk.send(("closed",))
 
 
-def _ref(pool: penstock.Pool, lease: penstock.Lease) -> tuple[int, ...]:
+def _ref(pool: lowlevel.Pool, lease: penstock.Lease) -> tuple[int, ...]:
     ref = pool.share(lease)
     return ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes
 
 
 def test_a_full_ring_names_the_stopped_receiver_and_it_resumes(zygote: Zygote) -> None:
-    with penstock.open_ring(capacity=4096) as ring, ring.sender() as sender:
+    with penstock.Ring(capacity=4096) as ring, ring.open_sender() as sender:
         child = zygote.child(sleepy_receiver, str(ring.ticket))
         try:
             child.hear("ready")
@@ -86,7 +86,7 @@ def test_a_full_ring_names_the_stopped_receiver_and_it_resumes(zygote: Zygote) -
 
 def test_a_receiver_that_waits_is_told_that_the_sender_is_stopped(zygote: Zygote) -> None:
     with Scene(zygote, "ring") as scene:
-        with scene.channel.receiver() as receiver:
+        with scene.channel.open_receiver() as receiver:
             sender = scene.add("sender", 0)
             sender.hear("ready")
             receiver.receive(timeout=20)
@@ -131,11 +131,11 @@ def test_a_stopped_receiver_of_a_broadcast_keeps_what_it_holds_and_misses_nothin
 
 @pytest.mark.parametrize("point", ["block.locked", "pool.locked"])
 def test_a_peer_that_is_stopped_with_a_lock_keeps_it_and_nobody_dies_of_that(zygote: Zygote, point: str) -> None:
-    pool = penstock.Pool.create(1 << 20, name="pool", peer_name="survivor")
+    pool = lowlevel.Pool.create(1 << 20, name="pool", peer_name="survivor")
     own = pool.take(1000)
     child = zygote.child(holder, str(pool.ticket), point)
     try:
-        ref = penstock.Ref(*child.hear("ready")[1])
+        ref = lowlevel.Ref(*child.hear("ready")[1])
         opened = pool.open(ref)
         child.talk.send("go")
         eventually(lambda: is_stopped(child), 20)
@@ -159,7 +159,7 @@ def test_a_peer_that_is_stopped_with_a_lock_keeps_it_and_nobody_dies_of_that(zyg
 
 
 def leaver(talk: Connection, where: str) -> None:
-    pool = penstock.Pool.attach(where, peer_name="leaver")
+    pool = lowlevel.Pool.attach(where, peer_name="leaver")
     talk.send(("ready",))
     leases = [pool.take(100) for _ in range(8)]
     talk.send(("taken",))
@@ -170,7 +170,7 @@ def leaver(talk: Connection, where: str) -> None:
 
 
 def test_leaving_while_somebody_is_stopped_with_a_lock_is_no_crash(zygote: Zygote) -> None:
-    pool = penstock.Pool.create(1 << 20, name="pool", peer_name="survivor")
+    pool = lowlevel.Pool.create(1 << 20, name="pool", peer_name="survivor")
     pool.join()
     stopped = zygote.child(holder, str(pool.ticket), "block.locked")
     other = zygote.child(leaver, str(pool.ticket))
@@ -212,7 +212,7 @@ def test_one_that_dies_while_it_is_stopped_is_dead(zygote: Zygote) -> None:
 # ── deadlines, while a peer is stopped with a lock ───────────────────────────────────────────────────────────────────
 def stopping_sender(talk: Connection, where: str, point: str) -> None:
     """Sends a long record, and is stopped at the point, within a lock."""
-    sender = penstock.attach(where).sender(1, name="holder")
+    sender = penstock.attach(where).open_sender(1, name="holder")
     talk.send(("ready",))
     talk.recv()
     _native.arm_point(point, "stop", 1)
@@ -223,7 +223,7 @@ def stopping_sender(talk: Connection, where: str, point: str) -> None:
 
 def stopping_reader(talk: Connection, where: str) -> None:
     """Is stopped while it gives a long record back, within the lock of its block."""
-    receiver = penstock.attach(where).receiver(0, name="holder")
+    receiver = penstock.attach(where).open_receiver(0, name="holder")
     lease = receiver.receive_view(timeout=20)
     talk.send(("ready",))
     talk.recv()
@@ -277,7 +277,11 @@ def must_say(call: Callable[[], object], kind: type[BaseException], child: Child
 
 
 def test_a_sender_keeps_its_deadline_while_a_peer_is_stopped_within_the_lock_of_the_pool(zygote: Zygote) -> None:
-    with penstock.open_inbox(3, name="inbox") as inbox, inbox.receiver() as receiver, inbox.sender(0) as sender:
+    with (
+        penstock.Inbox(senders=3, name="inbox") as inbox,
+        inbox.open_receiver() as receiver,
+        inbox.open_sender(0) as sender,
+    ):
         with stopped_within_a_lock(zygote, stopping_sender, str(inbox.ticket), "pool.locked") as child:
             must_say(lambda: sender.send_nowait(LONG), penstock.WouldBlock, child)
             must_say(lambda: sender.send(LONG, timeout=0.1), penstock.Timeout, child)
@@ -293,7 +297,7 @@ def test_a_sender_keeps_its_deadline_while_a_peer_is_stopped_within_the_lock_of_
 
 
 def test_a_pool_keeps_deadlines_while_a_peer_is_stopped_within_its_lock(zygote: Zygote) -> None:
-    with penstock.Pool.create(1 << 20, name="pool") as pool:
+    with lowlevel.Pool.create(1 << 20, name="pool") as pool:
         child = zygote.child(holder, str(pool.ticket), "pool.locked")
         try:
             child.hear("ready")
@@ -311,7 +315,7 @@ def test_a_pool_keeps_deadlines_while_a_peer_is_stopped_within_its_lock(zygote: 
 
 
 def test_a_store_keeps_deadlines_while_a_peer_is_stopped_within_its_lock(zygote: Zygote) -> None:
-    with penstock.Store.create(1 << 20, name="store") as store:
+    with penstock.Store(1 << 20, name="store") as store:
         with stopped_within_a_lock(zygote, stopping_putter, str(store.ticket)) as child:
             for timeout in (0, 0.1):
                 must_say(
@@ -323,8 +327,8 @@ def test_a_store_keeps_deadlines_while_a_peer_is_stopped_within_its_lock(zygote:
 
 
 def test_a_receiver_keeps_its_deadline_while_a_peer_is_stopped_within_the_lock_of_a_record(zygote: Zygote) -> None:
-    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
-        receiver = channel.receiver(1)
+    with penstock.Broadcast(receivers=2, on_receiver_death="ignore") as channel, channel.open_sender() as sender:
+        receiver = channel.open_receiver(1)
         sender.send(LONG)
         with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)) as child:
             must_say(receiver.receive_nowait, penstock.WouldBlock, child)
@@ -350,10 +354,10 @@ def test_an_event_loop_goes_on_while_a_peer_is_stopped_within_a_lock(zygote: Zyg
         return max(after - before for before, after in itertools.pairwise(pauses))
 
     async def send() -> float:
-        return await longest_pause(lambda: inbox.async_sender(2).send(LONG, timeout=0.1))
+        return await longest_pause(lambda: inbox.open_async_sender(2).send(LONG, timeout=0.1))
 
     async def receive() -> float:
-        receiver = channel.async_receiver(1)
+        receiver = channel.open_async_receiver(1)
         sender.send(LONG)
         with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)):
             pause = await longest_pause(lambda: receiver.receive(timeout=0.1))
@@ -361,17 +365,17 @@ def test_an_event_loop_goes_on_while_a_peer_is_stopped_within_a_lock(zygote: Zyg
         receiver.close()
         return pause
 
-    with penstock.open_inbox(3, name="inbox") as inbox, inbox.receiver():
+    with penstock.Inbox(senders=3, name="inbox") as inbox, inbox.open_receiver():
         with stopped_within_a_lock(zygote, stopping_sender, str(inbox.ticket), "pool.locked"):
             assert asyncio.run(send()) < 0.09
-    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
+    with penstock.Broadcast(receivers=2, on_receiver_death="ignore") as channel, channel.open_sender() as sender:
         assert asyncio.run(receive()) < 0.09
 
 
 # ── what a stopped peer's lock has put off ───────────────────────────────────────────────────────────────────────────
 def test_a_release_that_was_put_off_is_done_soon_after_the_peer_goes_on(zygote: Zygote) -> None:
-    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
-        receiver = channel.receiver(1)
+    with penstock.Broadcast(receivers=2, on_receiver_death="ignore") as channel, channel.open_sender() as sender:
+        receiver = channel.open_receiver(1)
         sender.send(LONG)
         lease = receiver.receive_view(timeout=20)
         with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)) as child:
@@ -384,8 +388,8 @@ def test_a_release_that_was_put_off_is_done_soon_after_the_peer_goes_on(zygote: 
 
 @pytest.mark.parametrize("kept", ["nothing", "a record that it received"])
 def test_a_place_that_was_closed_under_a_stopped_peer_is_free_soon_after_it_goes_on(zygote: Zygote, kept: str) -> None:
-    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
-        receiver = channel.receiver(1, name="closed")
+    with penstock.Broadcast(receivers=2, on_receiver_death="ignore") as channel, channel.open_sender() as sender:
+        receiver = channel.open_receiver(1, name="closed")
         held = []
         if kept != "nothing":
             sender.send(LONG)
@@ -396,20 +400,20 @@ def test_a_place_that_was_closed_under_a_stopped_peer_is_free_soon_after_it_goes
             receiver.close()
             assert time.monotonic() - began < A_DEADLINE
             with pytest.raises(ValueError, match="receiver 1 of 'broadcast' is taken: 'closed'"):
-                channel.receiver(1)
+                channel.open_receiver(1)
             go_on(child)
             eventually(lambda: channel.snapshot()["receivers"][1]["state"] == "closed", within=1)
             held.clear()
             eventually(lambda: [peer.state for peer in channel.peers() if peer.name == "closed"] == ["left"], within=1)
-            with channel.receiver(1) as successor:
+            with channel.open_receiver(1) as successor:
                 sender.send(b"for both", timeout=20)
                 assert successor.receive(timeout=20) == b"for both"
         eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0)
 
 
 def test_an_idle_process_has_nothing_to_retry_when_what_was_put_off_is_done(zygote: Zygote) -> None:
-    with penstock.open_broadcast(2, on_receiver_death="ignore") as channel, channel.sender() as sender:
-        receiver = channel.receiver(1)
+    with penstock.Broadcast(receivers=2, on_receiver_death="ignore") as channel, channel.open_sender() as sender:
+        receiver = channel.open_receiver(1)
         sender.send(LONG)
         with stopped_within_a_lock(zygote, stopping_reader, str(channel.ticket)) as child:
             receiver.close()

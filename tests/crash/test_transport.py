@@ -48,7 +48,7 @@ def must_be_held_by_nobody(store: Store) -> None:
     """Now, or as soon as the dead have been reaped."""
 
     def held() -> tuple[object, ...]:
-        kept = store.stats_of_keys().items
+        kept = store.stats().items
         stats = store.stats()
         strays = stats.blocks - len(kept)
         return stats.holders, [one for one in kept if one.holders or one.is_being_written], strays
@@ -72,10 +72,10 @@ def test_requests_end_at_every_stage_and_processes_die_and_nothing_stays_held(zy
         "on_sender_death": "ignore",
     }
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(Store.create(carriers.NBYTES, max_items=256, name="images"))
-        inboxes = [penstock.open_inbox(SERVERS, messages=ASKED, **options) for _ in range(CORES)]
-        steps = [penstock.open_broadcast(WORKERS, messages=ASKED, **options) for _ in range(CORES)]
-        answers = [penstock.open_inbox(CORES * WORKERS, messages=ANSWERED, **options) for _ in range(SERVERS)]
+        store = stack.enter_context(Store(carriers.NBYTES, max_items=256, name="images"))
+        inboxes = [penstock.Inbox(ASKED, senders=SERVERS, **options) for _ in range(CORES)]
+        steps = [penstock.Broadcast(ASKED, receivers=WORKERS, **options) for _ in range(CORES)]
+        answers = [penstock.Inbox(ANSWERED, senders=CORES * WORKERS, **options) for _ in range(SERVERS)]
         for channel in (*inboxes, *steps, *answers):
             stack.enter_context(channel)
         tickets = [tuple(str(one.ticket) for one in some) for some in (inboxes, steps, answers)]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock import _native
+from penstock import _native, lowlevel
 from tests import tiers
 from tests.conftest import eventually
 from tests.crash.scenes import TOLD_WITHIN, TOLD_WITHIN_WHEN_BUSY, is_busy
@@ -35,20 +35,20 @@ def shared_nbytes() -> int:
 def tree(talk: Connection, depth: int = 2) -> None:
     """A parent with segments, and children and grandchildren in its group that use them."""
     os.setpgid(0, 0)
-    pool = penstock.Pool.create(BLOCK_NBYTES, name="tree")
-    channel = penstock.open_broadcast(4, name="tree", spill_nbytes=64 << 20)
+    pool = lowlevel.Pool.create(BLOCK_NBYTES, name="tree")
+    channel = penstock.Broadcast(receivers=4, name="tree", spill_nbytes=64 << 20)
     warnings.simplefilter("ignore")  # newer Pythons warn of fork() with threads
     for _ in range(3):
         if os.fork() == 0:
-            receiver = channel.receiver()
-            mine = penstock.Pool.attach(pool.ticket)
+            receiver = channel.open_receiver()
+            mine = lowlevel.Pool.attach(pool.ticket)
             lease = mine.take(1000)
             talk.send(("child", os.getpid()))
             for _ in receiver:
                 pass
             del lease
             os._exit(0)
-    sender = channel.sender()
+    sender = channel.open_sender()
     memoryview(pool.take(BLOCK_NBYTES // 2))[::4096] = bytes(BLOCK_NBYTES // 2 // 4096)
     while True:
         sender.send(bytes(100_000))
@@ -81,11 +81,11 @@ def is_running(pid: int) -> bool:
 def forking_user(talk: Connection) -> None:
     """Forks a child in the middle of everything, which uses, drops and collects what it inherited, and exits."""
     warnings.simplefilter("ignore")
-    pool = penstock.Pool.create(1 << 20, name="forked")
+    pool = lowlevel.Pool.create(1 << 20, name="forked")
     lease = pool.take(1000)
     memoryview(lease)[:] = b"p" * 1000
-    channel = penstock.open_ring(name="forked")
-    sender, receiver = channel.sender(), channel.receiver()
+    channel = penstock.Ring(name="forked")
+    sender, receiver = channel.open_sender(), channel.open_receiver()
     sender.send(b"before")
     view = receiver.receive_view()
     peers = len(pool.peers())
@@ -134,7 +134,7 @@ def test_a_child_of_fork_disturbs_nothing_of_its_parents(zygote: Zygote) -> None
 def fork_and_die(talk: Connection, where: str) -> None:
     """Its child outlives it with everything it inherited; it is dead all the same."""
     warnings.simplefilter("ignore")
-    sender = penstock.attach(where).sender(name="parent")
+    sender = penstock.attach(where).open_sender(name="parent")
     sender.send(b"x")
     if os.fork() == 0:
         talk.send(("child", os.getpid()))
@@ -144,7 +144,7 @@ def fork_and_die(talk: Connection, where: str) -> None:
 
 
 def test_a_parent_is_dead_though_its_child_lives(zygote: Zygote) -> None:
-    with penstock.open_ring() as ring, ring.receiver() as receiver:
+    with penstock.Ring() as ring, ring.open_receiver() as receiver:
         child = zygote.child(fork_and_die, str(ring.ticket))
         try:
             assert receiver.receive(timeout=20) == b"x"
@@ -168,7 +168,7 @@ PEERS_OFFSET, SLOT_NBYTES = 4096, 128  # layout.h: where the table of peers lies
 def test_a_pid_that_was_given_to_another_process_does_not_keep_the_dead_alive(zygote: Zygote) -> None:
     import mmap
 
-    pool = penstock.Pool.create(1 << 20, name="pool")
+    pool = lowlevel.Pool.create(1 << 20, name="pool")
     lease = pool.take(100)
     with mmap.mmap(pool.fd, PEERS_OFFSET + 32 * SLOT_NBYTES) as control:
         start = _native.start_ticks(os.getpid())
@@ -177,7 +177,7 @@ def test_a_pid_that_was_given_to_another_process_does_not_keep_the_dead_alive(zy
         control[at : at + 8] = forged.to_bytes(8, "little")
         own = int.from_bytes(control[PEERS_OFFSET : PEERS_OFFSET + 8], "little")
         assert own == (1 << 60) | (os.getpid() << 38) | start
-    other = penstock.Pool.attach(pool.ticket)  # whoever comes makes all look
+    other = lowlevel.Pool.attach(pool.ticket)  # whoever comes makes all look
     other.join()
     eventually(lambda: {peer.index: peer.state for peer in pool.peers()}[1] == "dead")
     assert {peer.index: peer.state for peer in pool.peers()}[0] == "live"

@@ -162,8 +162,8 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
                 assert other.outgoing.stats().inline > 0
             store = launcher.tree.store
             assert store is not None
-            assert len(store.stats_of_keys().items) == len(family.images)
-            while any(one.holders for one in store.stats_of_keys().items) or store.stats().blocks > len(family.images):
+            assert len(store.stats().items) == len(family.images)
+            while any(one.holders for one in store.stats().items) or store.stats().blocks > len(family.images):
                 await asyncio.sleep(0.01)  # a worker has answered, and lets go of what it has read
         finally:
             await launcher.stop()

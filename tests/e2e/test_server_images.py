@@ -108,12 +108,12 @@ async def the_server_does_without_torch(tree: Seeing) -> None:
 async def the_same_image_is_found_in_the_store(tree: Seeing) -> None:
     image = part(picture(33, 21, seed=9))
     _, want = tree.want([image, text("a")], picture(33, 21, seed=9))
-    before = tree.store.stats_of_keys()
+    before = tree.store.stats()
     assert (await tree.chat(image, text("a"))).choices[0].message.content == want
-    first = tree.store.stats_of_keys()
+    first = tree.store.stats()
     assert (await tree.chat(image, text("a"))).choices[0].message.content == want
     await tree.chat(image, image, text("another"))
-    last = tree.store.stats_of_keys()
+    last = tree.store.stats()
     assert (first.puts, first.hits) == (before.puts + 1, before.hits)
     assert last.puts == first.puts and last.hits > first.hits
 
@@ -204,7 +204,7 @@ async def a_server_that_dies_holds_no_image_and_the_next_one_finds_it(tree: Seei
     _, want = tree.want([image], picture(40, 40, seed=11))
     stream = await tree.chat(image, stream=True, max_tokens=400)
     await anext(aiter(stream))
-    puts = tree.store.stats_of_keys().puts
+    puts = tree.store.stats().puts
     assert held(tree.store)
     dead = tree.child("server").pid
     os.kill(dead, signal.SIGKILL)
@@ -214,7 +214,7 @@ async def a_server_that_dies_holds_no_image_and_the_next_one_finds_it(tree: Seei
     await tree.until(lambda: not held(tree.store))
     await tree.until(lambda: dead not in {one.pid for one in tree.children()}, START)
     assert (await tree.chat(image, timeout=START)).choices[0].message.content == want
-    assert tree.store.stats_of_keys().puts == puts
+    assert tree.store.stats().puts == puts
 
 
 SCENES = (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import penstock
-from penstock import _native
+from penstock import _native, lowlevel
 from tests.faults.stage import PROMPTLY, WAIT, Actor, Broken, Changed, Own, Stage
 
 HEAD = struct.Struct("<QQ")  # number, length in all
@@ -46,9 +46,9 @@ def must_be(record: Any, number: int, nbytes: int | None = None) -> None:
 
 # ── steps: channels ──────────────────────────────────────────────────────────────────────────────────────────────────
 def open_channel(own: Own, style: str, *many: int) -> tuple[str, int]:
-    own.channel = {"ring": penstock.open_ring, "broadcast": penstock.open_broadcast, "inbox": penstock.open_inbox}[
-        style
-    ](*many, **CHANNEL)
+    own.channel = {"ring": penstock.Ring, "broadcast": penstock.Broadcast, "inbox": penstock.Inbox}[style](
+        *many, **CHANNEL
+    )
     return str(own.channel.ticket), own.channel.fd
 
 
@@ -57,19 +57,19 @@ def attach(own: Own, ticket: str) -> None:
 
 
 def become_sender(own: Own) -> None:
-    own.sender = own.channel.sender(name=own.name)
+    own.sender = own.channel.open_sender(name=own.name)
 
 
 def become_receiver(own: Own) -> None:
-    own.receiver = own.channel.receiver(name=own.name)
+    own.receiver = own.channel.open_receiver(name=own.name)
 
 
 def become_async_sender(own: Own) -> None:
-    own.sender = own.channel.async_sender(name=own.name)
+    own.sender = own.channel.open_async_sender(name=own.name)
 
 
 def become_async_receiver(own: Own) -> None:
-    own.receiver = own.channel.async_receiver(name=own.name)
+    own.receiver = own.channel.open_async_receiver(name=own.name)
 
 
 def send(own: Own, number: int, nbytes: int) -> None:
@@ -188,12 +188,12 @@ def let_go(own: Own) -> None:
 
 # ── steps: pools ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def create_pool(own: Own) -> tuple[str, int]:
-    own.pool = penstock.Pool.create(POOL_NBYTES, name="pool", peer_name=own.name, max_blocks=64, max_peers=8)
+    own.pool = lowlevel.Pool.create(POOL_NBYTES, name="pool", peer_name=own.name, max_blocks=64, max_peers=8)
     return str(own.pool.ticket), own.pool.fd
 
 
 def attach_pool(own: Own, ticket: str) -> None:
-    own.pool = penstock.Pool.attach(ticket, peer_name=own.name)
+    own.pool = lowlevel.Pool.attach(ticket, peer_name=own.name)
 
 
 def join(own: Own) -> int:
@@ -243,13 +243,13 @@ def stop_within_take(own: Own) -> None:
 
 # ── steps: segments and stores ───────────────────────────────────────────────────────────────────────────────────────
 def create_segment(own: Own) -> tuple[str, int]:
-    own.segment = penstock.Segment.create(100_000, name="plain", numa_node=0)
+    own.segment = lowlevel.Segment.create(100_000, name="plain", numa_node=0)
     own.segment.view(writable=True)[:1000] = payload(3, 1000)
     return str(own.segment.ticket), own.segment.fd
 
 
 def attach_segment(own: Own, ticket: str) -> None:
-    own.segment = penstock.Segment.attach(ticket)
+    own.segment = lowlevel.Segment.attach(ticket)
     must_be(bytes(own.segment.view()[:1000]), 3)
 
 
@@ -257,14 +257,14 @@ def adopt_segment(own: Own) -> None:
     """By a descriptor, as one that was inherited. If it is refused, the descriptor is ours still."""
     fd = os.dup(own.segment.fd)
     try:
-        penstock.Segment.attach(fd)
+        lowlevel.Segment.attach(fd)
     except BaseException:
         os.close(fd)
         raise
 
 
 def create_store(own: Own) -> tuple[str, int]:
-    own.store = penstock.Store.create(POOL_NBYTES, peer_name=own.name, max_items=32, max_peers=8)
+    own.store = penstock.Store(POOL_NBYTES, peer_name=own.name, max_items=32, max_peers=8)
     return str(own.store.ticket), own.store.fd
 
 
@@ -276,27 +276,27 @@ def value_of(number: int, nbytes: int = 50_000) -> dict[str, Any]:
     return {"number": number, "pixels": np.frombuffer(payload(number, nbytes), np.uint8)}
 
 
-def key_of(number: int) -> bytes:
+def content_key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
 def put(own: Own, number: int, nbytes: int = 50_000) -> None:
-    own.stored = own.store.put(key_of(number), value_of(number, nbytes), timeout=WAIT)
+    own.stored = own.store.put(content_key(number), value_of(number, nbytes), timeout=WAIT)
 
 
 def put_many(own: Own) -> None:
     """More than there is room for."""
     for number in range(20, 30):
-        own.store.put(key_of(number), value_of(number, 150_000), timeout=WAIT).release()
+        own.store.put(content_key(number), value_of(number, 150_000), timeout=WAIT).release()
 
 
 def get(own: Own, number: int) -> None:
-    with own.store.get(key_of(number)) as stored:
+    with own.store.get(content_key(number)) as stored:
         must_be(stored.value()["pixels"].tobytes(), number)
 
 
 def hold(own: Own, number: int) -> None:
-    own.stored = own.store.get(key_of(number))
+    own.stored = own.store.get(content_key(number))
 
 
 def verify_held(own: Own, number: int) -> None:
@@ -305,7 +305,7 @@ def verify_held(own: Own, number: int) -> None:
 
 def begin_make(own: Own, number: int) -> None:
     own.making = own.store.make(
-        key_of(number), {"number": number, "pixels": penstock.Empty((50_000,), "uint8")}, timeout=WAIT
+        content_key(number), {"number": number, "pixels": lowlevel.Empty((50_000,), "uint8")}, timeout=WAIT
     )
 
 

@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from penstock import Item, Part, Ref
+from penstock import Item, Part
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import FREE, PREEMPTED, RUNNING, Input
 from penstock.engine.protocol.messages import STEPS, SamplingParams, Step
+from penstock.lowlevel import Ref
 from penstock.tensor import plan
 
-CATALOGUE = Catalogue(*STEPS)
+CATALOGUE = Catalogue.of(STEPS)
 SLOTS, BLOCKS, BLOCK_SIZE, MAX_BLOCKS = 12, 500, 4, 40
 LAYOUT = plan({"pixels": np.arange(9.0)}).layout
 ITEMS = (

@@ -54,12 +54,12 @@ class Channels(RuleBasedStateMachine):
         if comes_first:
             self.come(0)
         for lane in range(self.senders_count):
-            self.senders[lane] = self.channel.sender(lane)
+            self.senders[lane] = self.channel.open_sender(lane)
 
     def come(self, index: int) -> None:
         if index in self.readers:
             return
-        reader = Reader(self.channel.receiver(index), self.senders_count)
+        reader = Reader(self.channel.open_receiver(index), self.senders_count)
         if index in self.absent:
             reader.expected = self.absent.pop(index)
         self.readers[index] = reader
@@ -172,26 +172,26 @@ class Channels(RuleBasedStateMachine):
 
 class Ring(Channels):
     def open(self) -> penstock.Channel:
-        return penstock.open_ring(**BOUNDED)
+        return penstock.Ring(**BOUNDED)
 
 
 class Broadcast(Channels):
     receivers_count = 3
 
     def open(self) -> penstock.Channel:
-        return penstock.open_broadcast(3, **BOUNDED)
+        return penstock.Broadcast(receivers=3, **BOUNDED)
 
 
 class Inbox(Channels):
     senders_count = 3
 
     def open(self) -> penstock.Channel:
-        return penstock.open_inbox(3, **BOUNDED)
+        return penstock.Inbox(senders=3, **BOUNDED)
 
     @rule(lane=st.integers(0, 2))
     def another_sender_follows(self, lane: int) -> None:
         self.senders.pop(lane).close()
-        self.senders[lane] = self.channel.sender(lane)
+        self.senders[lane] = self.channel.open_sender(lane)
 
 
 def check(machine: Callable[[], RuleBasedStateMachine]) -> None:

@@ -28,9 +28,9 @@ class Play:
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self.receivers_count = chance.choice((1, 2, 4))
-        self.channel = penstock.open_broadcast(
-            self.receivers_count,
-            messages=(Job,),
+        self.channel = penstock.Broadcast(
+            Job,
+            receivers=self.receivers_count,
             capacity=1 << chance.choice((12, 14)),
             inline_limit=700,
             on_receiver_death="ignore",
@@ -40,9 +40,9 @@ class Play:
         self.sent: list[Job] = []
         self.receivers: dict[int, penstock.MessageReceiver] = {}
         self.due: dict[int, int] = {}  # the next message each must get; of one that comes late it is not known
-        self.sender = self.channel.sender()
+        self.sender = self.channel.open_sender()
         for index in range(self.receivers_count):
-            self.receivers[index] = self.channel.receiver(index)
+            self.receivers[index] = self.channel.open_receiver(index)
             self.due[index] = 0
         self.refused = self.late = 0
 
@@ -84,7 +84,7 @@ class Play:
         if index in self.receivers and len(self.receivers) > 1:
             self.receivers.pop(index).close()
         elif index not in self.receivers:
-            self.receivers[index] = self.channel.receiver(index)
+            self.receivers[index] = self.channel.open_receiver(index)
             self.due[index] = -1
             self.late += 1
 

@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock import ClosedError, Lease, MemoryExhausted, Pool, Ref, StaleRef
+from penstock import ClosedError, Lease, MemoryExhausted
+from penstock.lowlevel import Pool, Ref, StaleRef
 from tests import tiers
 
 NBYTES = 8192

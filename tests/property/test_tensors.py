@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
-from penstock import Pool
+from penstock.lowlevel import Pool
 from penstock.tensor import TensorRef, Tensors, plan, read
 from penstock.tensor.kinds import KINDS
 from tests import tiers

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock import lowlevel
 from tests import tiers
 from tests.conftest import eventually, spawn
 from tests.crash.zygote import Zygote
@@ -34,7 +35,7 @@ def zygote():
 def note_arrivals(talk: Connection, where: str, index: int) -> None:
     """Says of each record how long it took, and how many were lost: none may be."""
     late = []
-    with penstock.attach(where).receiver(index) as receiver:
+    with penstock.attach(where).open_receiver(index) as receiver:
         talk.send(("ready",))
         for due, record in enumerate(receiver):
             number, sent = NUMBER.unpack(record)
@@ -49,7 +50,7 @@ def test_after_a_pause_a_burst_arrives_and_nobody_sleeps_on(zygote: Zygote, seed
     import random
 
     chance = random.Random(seed)
-    with penstock.open_broadcast(receivers) as channel, channel.sender() as sender:
+    with penstock.Broadcast(receivers=receivers) as channel, channel.open_sender() as sender:
         children = [zygote.child(note_arrivals, str(channel.ticket), index) for index in range(receivers)]
         try:
             for child in children:
@@ -75,7 +76,7 @@ def test_after_a_pause_a_burst_arrives_and_nobody_sleeps_on(zygote: Zygote, seed
 # ── a slow receiver ──────────────────────────────────────────────────────────────────────────────────────────────────
 def read_slowly(talk: Connection, where: str, index: int, is_slow: bool) -> None:
     channel = penstock.attach(where)
-    with channel.receiver(index, name="slow" if is_slow else f"quick {index}") as receiver:
+    with channel.open_receiver(index, name="slow" if is_slow else f"quick {index}") as receiver:
         talk.send(("ready",))
         if is_slow:
             talk.send(("first", receiver.receive()))
@@ -90,7 +91,7 @@ def read_slowly(talk: Connection, where: str, index: int, is_slow: bool) -> None
 
 
 def test_a_slow_receiver_holds_the_sender_up_and_is_named_and_the_others_read_on(zygote: Zygote) -> None:
-    with penstock.open_broadcast(3, capacity=4096) as channel, channel.sender() as sender:
+    with penstock.Broadcast(receivers=3, capacity=4096) as channel, channel.open_sender() as sender:
         children = [zygote.child(read_slowly, str(channel.ticket), index, index == 1) for index in range(3)]
         slow = children[1]
         try:
@@ -125,7 +126,7 @@ def test_a_slow_receiver_holds_the_sender_up_and_is_named_and_the_others_read_on
 
 # ── more processes than processors ───────────────────────────────────────────────────────────────────────────────────
 def count_all(talk: Connection, where: str, index: int) -> None:
-    with penstock.attach(where).receiver(index) as receiver:
+    with penstock.attach(where).open_receiver(index) as receiver:
         talk.send(("ready",))
         talk.send(("all", sum(1 for _ in receiver)))
 
@@ -134,8 +135,8 @@ def count_all(talk: Connection, where: str, index: int) -> None:
 def test_sixty_four_receivers_on_few_processors_all_get_on(zygote: Zygote, latency: Any) -> None:
     receivers = 64 if latency == "auto" else 16
     records = 300
-    with penstock.open_broadcast(receivers, capacity=16384, latency=latency, max_peers=80) as channel:
-        with channel.sender() as sender:
+    with penstock.Broadcast(receivers=receivers, capacity=16384, latency=latency, max_peers=80) as channel:
+        with channel.open_sender() as sender:
             children = [zygote.child(count_all, str(channel.ticket), index) for index in range(receivers)]
             try:
                 for child in children:
@@ -156,8 +157,8 @@ def resident() -> int:
 
 
 def test_a_process_that_sends_and_receives_for_long_does_not_grow() -> None:
-    with penstock.open_ring(spill_nbytes=16 << 20) as ring, ring.sender() as sender, ring.receiver() as receiver:
-        pool = penstock.Pool.create(1 << 20)
+    with penstock.Ring(spill_nbytes=16 << 20) as ring, ring.open_sender() as sender, ring.open_receiver() as receiver:
+        pool = lowlevel.Pool.create(1 << 20)
 
         def once(number: int) -> None:
             sender.send(bytes(number % 3000), timeout=10)
@@ -188,10 +189,10 @@ def test_a_process_that_sends_and_receives_for_long_does_not_grow() -> None:
 
 
 def test_ends_that_come_and_go_leave_nothing_in_a_process_that_stays() -> None:
-    with penstock.open_broadcast(2) as channel, channel.sender() as sender, channel.receiver(0) as stays:
+    with penstock.Broadcast(receivers=2) as channel, channel.open_sender() as sender, channel.open_receiver(0) as stays:
         threads = threading.active_count()
         for number in range(300):
-            with channel.receiver(1):
+            with channel.open_receiver(1):
                 sender.send(b"x" * (1 + number))
                 assert len(stays.receive(timeout=10)) == 1 + number
             if number == 50:
@@ -203,7 +204,7 @@ def test_ends_that_come_and_go_leave_nothing_in_a_process_that_stays() -> None:
 
 # ── what a steady trickle costs ──────────────────────────────────────────────────────────────────────────────────────
 def read_and_tell(channel: penstock.Channel) -> None:
-    with channel.receiver() as receiver:
+    with channel.open_receiver() as receiver:
         receiver.receive()
         began, used = time.monotonic(), time.process_time()
         for _ in receiver:
@@ -218,9 +219,9 @@ def test_a_thousand_records_a_second_do_not_keep_a_processor_busy(latency: Any) 
     while 0 not in statuses:  # a busy machine makes pairs of records that come together, or far apart
         assert len(statuses) < 3, "the receiver used more each time; its figures are above"
         with (
-            penstock.open_ring(latency=latency) as ring,
+            penstock.Ring(latency=latency) as ring,
             spawn(read_and_tell, ring) as process,
-            ring.sender() as sender,
+            ring.open_sender() as sender,
         ):
             sender.send(b"first", timeout=20)
             deadline = time.monotonic() + 3
@@ -233,7 +234,7 @@ def test_a_thousand_records_a_second_do_not_keep_a_processor_busy(latency: Any) 
 
 
 def wait_long(channel: penstock.Channel) -> None:
-    with channel.receiver() as receiver:
+    with channel.open_receiver() as receiver:
         used = time.process_time()
         with pytest.raises(penstock.Timeout):
             receiver.receive(timeout=3)
@@ -241,6 +242,6 @@ def wait_long(channel: penstock.Channel) -> None:
 
 
 def test_who_waits_for_nothing_costs_nothing() -> None:
-    with penstock.open_ring() as ring, spawn(wait_long, ring) as process:
+    with penstock.Ring() as ring, spawn(wait_long, ring) as process:
         process.join()
         assert process.exitcode == 0

@@ -46,7 +46,7 @@ def shared_nbytes(tree: Served) -> tuple[int, int]:
     store = tree.launcher.tree.store
     assert store is not None
     named = sum(one.stat().st_size for one in Path("/dev/shm").iterdir() if "penstock" in one.name)
-    return named, sum(one.nbytes for one in store.stats_of_keys().items)
+    return named, sum(one.nbytes for one in store.stats().items)
 
 
 def must_not_grow(settled: list[dict[str, Look]], late: list[dict[str, Look]]) -> None:

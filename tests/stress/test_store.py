@@ -110,7 +110,7 @@ def trade(ticket: str, seed: int, out: Path) -> None:
 def test_many_put_and_get_at_three_times_the_capacity_and_the_longest_waits_are_told(seed: int, tmp_path: Path) -> None:
     parts: Times = defaultdict(list)
     outs = [tmp_path / str(number) for number in range(PROCESSES)]
-    with Store.create(NBYTES) as store:
+    with Store(NBYTES) as store:
         with contextlib.ExitStack() as stack:
             traders = [
                 stack.enter_context(spawn(trade, str(store.ticket), seed + number, out, within=LIMIT))
@@ -120,7 +120,7 @@ def test_many_put_and_get_at_three_times_the_capacity_and_the_longest_waits_are_
                 trader.join()
             assert [trader.exitcode for trader in traders] == [0] * PROCESSES
         eventually(lambda: store.stats().holders == ())
-        stats = store.stats_of_keys()
+        stats = store.stats()
         assert stats.evictions > 100 and stats.hits > 100
         assert len({item.key for item in stats.items}) == len(stats.items) == store.stats().blocks
         assert not any(item.is_being_written for item in stats.items)

@@ -42,7 +42,7 @@ def payloads(lane: int, largest: int) -> list[tuple[bytes, bytes]]:
 def send_many(channel: penstock.Channel, lane: int, records: int, largest: int) -> None:
     made = payloads(lane, largest)
     pack = struct.Struct("<Q").pack
-    with channel.sender(lane) as sender:
+    with channel.open_sender(lane) as sender:
         for number in range(records):
             head, body = made[number % PIECES]
             sender.send([pack(number), head, body], timeout=WATCHDOG)
@@ -51,7 +51,7 @@ def send_many(channel: penstock.Channel, lane: int, records: int, largest: int) 
 def receive_many(channel: penstock.Channel, index: int, records: int, checks: int = 1) -> None:
     due = [0] * channel.senders
     unpack = HEAD.unpack_from
-    with channel.receiver(index) as receiver:
+    with channel.open_receiver(index) as receiver:
         for count in range(records * channel.senders):
             record = receiver.receive(timeout=WATCHDOG)
             number, lane, nbytes, checksum = unpack(record)
@@ -79,9 +79,9 @@ def test_every_record_arrives_once_whole_and_in_order(style: str, records: int, 
     records = int(records * tiers.STREAMS_SCALE)
     many = {"ring": (1, 1), "broadcast": (1, 4), "inbox": (4, 1)}[style]
     make = {
-        "ring": lambda: penstock.open_ring(**options),
-        "broadcast": lambda: penstock.open_broadcast(4, **options),
-        "inbox": lambda: penstock.open_inbox(4, **options),
+        "ring": lambda: penstock.Ring(**options),
+        "broadcast": lambda: penstock.Broadcast(receivers=4, **options),
+        "inbox": lambda: penstock.Inbox(senders=4, **options),
     }[style]
     with make() as channel:
         largest = channel._segment.inline_limit * 2

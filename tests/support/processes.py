@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock import Peer, PeerDied
+from penstock import PeerDied
+from penstock.lowlevel import Peer
 from tests.conftest import eventually
 
 PROMISED = 0.1  # seconds: what the package promises about deaths, closing and interrupts

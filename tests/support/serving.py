@@ -194,8 +194,8 @@ async def must_be_as_before(tree: Served, within: float = START, *, is_keeping: 
     await until_told(tree, "penstock_open_requests", 0)
     store = tree.launcher.tree.store
     if store is not None and is_keeping:
-        await tree.until(lambda: not any(one.holders for one in store.stats_of_keys().items))
-        assert store.stats().blocks == len(store.stats_of_keys().items)
+        await tree.until(lambda: not any(one.holders for one in store.stats().items))
+        assert store.stats().blocks == len(store.stats().items)
     elif store is not None:
         assert store.stats().blocks == 0
 

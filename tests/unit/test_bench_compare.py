@@ -16,7 +16,7 @@ from bench.vs_vllm import collective, comparison, formats, ours, vllm2024, vllm_
 from bench.vs_vllm.peer_process import PeerProcess
 from bench.vs_vllm.rounds import Local, Round, take_turns
 from bench.vs_vllm.workload import BLOCK, Decode
-from penstock import OutOfStep
+from penstock.lowlevel import OutOfStep
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +220,7 @@ def test_a_program_that_says_nothing_is_unavailable_after_its_time() -> None:
 def test_our_side_of_the_broadcast_is_measured_without_torch() -> None:
     import penstock
 
-    with penstock.open_broadcast(2) as channel:
+    with penstock.Broadcast(receivers=2) as channel:
         group = collective.Group("penstock", sys.executable, 2, str(channel.ticket))
         try:
             group.wait_until_ready()

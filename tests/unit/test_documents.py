@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import penstock
+from penstock import lowlevel
 from penstock.cli import parser
 from penstock.tensor.bridge import TensorStats
 from penstock.tensor.store import StoreStats
@@ -101,9 +102,9 @@ def keys_of(value: Any) -> set[str]:
 
 
 def test_everything_that_inspect_tells_is_explained() -> None:
-    with penstock.Store.create(1 << 20) as store, penstock.open_inbox(2) as inbox:
+    with penstock.Store(1 << 20) as store, penstock.Inbox(senders=2) as inbox:
         held = store.put(bytes(32), np.zeros(100_000, np.uint8))
-        with inbox.sender() as first, inbox.sender() as second, inbox.receiver():
+        with inbox.open_sender() as first, inbox.open_sender() as second, inbox.open_receiver():
             first.send(b"x")
             second.send(b"x")
             seen = inspect.look(os.getpid())
@@ -116,7 +117,7 @@ def test_everything_that_inspect_tells_is_explained() -> None:
 
 def test_every_number_that_an_object_counts_is_explained() -> None:
     counted: tuple[type[msgspec.Struct], ...] = (
-        *(OutgoingStats, IncomingStats, TensorStats, StoreStats, penstock.PoolStats, penstock.Holder),
+        *(OutgoingStats, IncomingStats, TensorStats, StoreStats, lowlevel.PoolStats, lowlevel.Holder),
     )
     for kind in counted:
         missing = set(kind.__struct_fields__) - told(COUNTERS)

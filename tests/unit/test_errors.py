@@ -43,7 +43,7 @@ def test_an_error_that_was_made_by_hand_has_its_fields() -> None:
 
 
 def test_a_time_out_is_also_pythons_own() -> None:
-    with penstock.open_ring() as channel, channel.receiver() as receiver, pytest.raises(TimeoutError):
+    with penstock.Ring() as channel, channel.open_receiver() as receiver, pytest.raises(TimeoutError):
         receiver.receive(timeout=0)
 
 

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import DecodeError, Part
+from penstock import DecodeError, Part, lowlevel
 from penstock.codec import Catalogue, FrameDecoder
 from penstock.codec.catalogue import Schema
 from penstock.codec.frame import HEAD
@@ -106,8 +106,8 @@ def test_payloads_of_others_do_nothing(tmp_path: Path) -> None:
     assert struck.exists(), "the bomb is none"
     struck.rmdir()
     tried = decoded = 0
-    with penstock.open_ring(messages=(Message,)) as channel:
-        raw_end, receiver = channel.sender()._end, channel.receiver()
+    with penstock.Ring(Message) as channel:
+        raw_end, receiver = channel.open_sender()._end, channel.open_receiver()
         for payload in payloads:
             for frame in frames(payload):
                 tried += 1
@@ -119,9 +119,9 @@ def test_payloads_of_others_do_nothing(tmp_path: Path) -> None:
                 decoded += 1
                 assert isinstance(message, Message)
                 assert isinstance(message.text, (str, int, type(None)))
-            with pytest.raises(penstock.LayoutMismatch):
+            with pytest.raises(lowlevel.LayoutMismatch):
                 Schema.decode(payload)
-            with pytest.raises(penstock.LayoutMismatch):
+            with pytest.raises(lowlevel.LayoutMismatch):
                 penstock.attach(payload.decode("latin1"))
         raw_end.close()
         receiver.close()
@@ -132,7 +132,7 @@ def test_payloads_of_others_do_nothing(tmp_path: Path) -> None:
 def test_a_class_is_never_looked_up_by_a_name_that_came_from_outside() -> None:
     """The description in the segment names classes; the decoder knows only its own."""
     decoder = FrameDecoder(Catalogue(Message))
-    for name in ("os.system", "penstock.Pool", "builtins.eval"):
+    for name in ("os.system", "lowlevel.Pool", "builtins.eval"):
         with pytest.raises(DecodeError):
             decoder.decode(b"\x02" + msgspec.msgpack.encode([name]))
         got = decoder.decode(b"\x01" + msgspec.msgpack.encode([name]))

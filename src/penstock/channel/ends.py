@@ -33,11 +33,11 @@ class _End(Protocol):
 class Sender(_End, Protocol[S]):
     """The sending end of a channel: `channel.open_sender()`. Threads may share it.
 
-        >>> ring = Ring()
-        >>> with ring.open_sender() as sender, ring.open_receiver() as receiver:
-        ...     sender.send(b"step")
-        ...     receiver.receive()
-        b'step'
+    >>> ring = Ring()
+    >>> with ring.open_sender() as sender, ring.open_receiver() as receiver:
+    ...     sender.send(b"step")
+    ...     receiver.receive()
+    b'step'
     """
 
     def send(self, message: S, timeout: float | None = None) -> None:
@@ -135,11 +135,11 @@ class Receiver(_End, Protocol[R]):
     def source(self) -> int:
         """The index of the sender of the message that was received last.
 
-            >>> inbox = Inbox(senders=2)
-            >>> inbox.open_sender(1).send(b"from the second")
-            >>> receiver = inbox.open_receiver()
-            >>> receiver.receive(), receiver.source
-            (b'from the second', 1)
+        >>> inbox = Inbox(senders=2)
+        >>> inbox.open_sender(1).send(b"from the second")
+        >>> receiver = inbox.open_receiver()
+        >>> receiver.receive(), receiver.source
+        (b'from the second', 1)
         """
 
     def close(self) -> None:
@@ -157,13 +157,13 @@ class Receiver(_End, Protocol[R]):
 class AsyncSender(_End, Protocol[S]):
     """The sending end for asyncio: `channel.open_async_sender()`. Starts no thread, and does not block the loop.
 
-        >>> async def main(ring):
-        ...     async with ring.open_async_sender() as sender:
-        ...         await sender.send(b"step")
-        >>> ring = Ring()
-        >>> asyncio.run(main(ring))
-        >>> ring.open_receiver().receive()
-        b'step'
+    >>> async def main(ring):
+    ...     async with ring.open_async_sender() as sender:
+    ...         await sender.send(b"step")
+    >>> ring = Ring()
+    >>> asyncio.run(main(ring))
+    >>> ring.open_receiver().receive()
+    b'step'
     """
 
     async def send(self, message: S, timeout: float | None = None) -> None:
@@ -183,13 +183,13 @@ class AsyncSender(_End, Protocol[S]):
 class AsyncReceiver(_End, Protocol[R]):
     """The receiving end for asyncio: `channel.open_async_receiver()`. `async for` over it ends with the channel.
 
-        >>> async def main(ring):
-        ...     async with ring.open_async_receiver() as receiver:
-        ...         return await receiver.receive(timeout=1)
-        >>> ring = Ring()
-        >>> ring.open_sender().send(b"step")
-        >>> asyncio.run(main(ring))
-        b'step'
+    >>> async def main(ring):
+    ...     async with ring.open_async_receiver() as receiver:
+    ...         return await receiver.receive(timeout=1)
+    >>> ring = Ring()
+    >>> ring.open_sender().send(b"step")
+    >>> asyncio.run(main(ring))
+    b'step'
     """
 
     async def receive(self, timeout: float | None = None) -> R:

@@ -13,7 +13,8 @@ from penstock._native import BlockLease
 from penstock.errors import ClosedError
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer as Exporter, Self
+    from typing_extensions import Buffer as Exporter
+    from typing_extensions import Self
 
 # On the wire a kind of number is one of these; 0 is plain bytes.
 KINDS: tuple[np.dtype[Any], ...] = tuple(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections.abc
 import enum
 import hashlib
+import inspect
 import types
 import typing
 from collections.abc import Iterator
@@ -89,6 +90,22 @@ class Catalogue:
         others = tuple(one for cls, one in self.structs.items() if cls not in messages)
         self.fingerprint = hashlib.sha256(msgspec.json.encode((described, others))).hexdigest()[:16]
         self.schema = Schema(version("penstock"), self.fingerprint, described, others)
+
+    @classmethod
+    def of(cls, type: Any) -> Catalogue:
+        """The classes of a union (`Step | Stop`), or one class. Raises TypeError for what no channel carries."""
+        is_union = typing.get_origin(type) in (typing.Union, types.UnionType)
+        messages = typing.get_args(type) if is_union else (type,)
+        for message in messages:
+            if not (inspect.isclass(message) and issubclass(message, msgspec.Struct)):
+                raise TypeError(
+                    "a channel carries bytes, Buffer, a subclass of msgspec.Struct or a union of such (Step | Stop), "
+                    f"not {type!r:.200}"
+                )
+        return cls(*messages)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Catalogue, self.messages  # what it found out of them is found out again
 
     def foreign(self, cls: type) -> TypeError:
         return TypeError(f"{cls.__name__} is not a message of this channel, which carries {self.names()}")

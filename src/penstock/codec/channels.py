@@ -5,11 +5,7 @@ Leaves to the catalogue what a message may hold, and to the segment's channel ev
 
 from __future__ import annotations
 
-import types
-import typing
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn
-
-import msgspec
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from penstock import _native
 from penstock.channel import (
@@ -53,9 +49,6 @@ else:
 MAX_DESCRIBED = 1 << 20  # layout.h: schema_nbytes
 
 
-builtin_type = type  # under the name that Ring(type=…) leaves free
-
-
 class Payload:
     """What a channel carries: `of(bytes)`, `of(Buffer)`, `of(Step)` or `of(Step | Stop)`."""
 
@@ -68,15 +61,7 @@ class Payload:
         """Raises TypeError for what no channel carries."""
         if type is bytes or type is Buffer:
             return cls(None, is_viewed=type is Buffer)
-        is_union = typing.get_origin(type) in (typing.Union, types.UnionType)
-        classes = typing.get_args(type) if is_union else (type,)
-        for each in classes:
-            if not (isinstance(each, builtin_type) and issubclass(each, msgspec.Struct)):
-                raise TypeError(
-                    "a channel carries bytes, Buffer, a subclass of msgspec.Struct or a union of such (Step | Stop), "
-                    f"not {type!r:.200}"
-                )
-        return cls(Catalogue(*classes))
+        return cls(Catalogue.of(type))
 
     def described(self) -> bytes:
         """Returns the description of the messages that lies in the channel's segment."""
@@ -124,11 +109,6 @@ class Payload:
             return AsyncMessageReceiver(end, self.catalogue)
         return AsyncBufferReceiver(end) if self.is_viewed else end
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        if self.catalogue is None:
-            return Payload.of, (Buffer if self.is_viewed else bytes,)
-        return Payload.of, (typing.Union[self.catalogue.messages],)
-
 
 class Channel(SegmentChannel, Generic[T]):
     """What the three shapes share: opening ends, and a look at their state."""
@@ -138,7 +118,7 @@ class Channel(SegmentChannel, Generic[T]):
     def __init__(self, segment: _native.Segment, payload: Payload) -> None:
         payload.require_same(segment)
         super().__init__(segment)
-        self._payload = carried
+        self._payload = payload
 
     @classmethod
     def _of(cls, segment: _native.Segment, *state: Any) -> Channel[T]:

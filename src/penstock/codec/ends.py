@@ -175,7 +175,6 @@ class MessageReceiver(_Receiving):
             self._turns.give()
 
 
-
 class AsyncMessageSender(_InLoop):
     _end: AsyncByteSender
 
@@ -207,7 +206,6 @@ class AsyncMessageReceiver(_ReceivingInLoop):
 
     def receive_nowait(self) -> Any:
         return self._decoder.decode(self._end.receive_frame_nowait())
-
 
 
 # ── buffers ──────────────────────────────────────────────────────────────────────────────────────────────────────────

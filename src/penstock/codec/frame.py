@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from penstock.codec.catalogue import Catalogue, array_dtype, decode_error
 from penstock.codec.buffer import CODES, DTYPES, PLAIN, Buffer
+from penstock.codec.catalogue import Catalogue, array_dtype, decode_error
 from penstock.errors import DecodeError
 
 if TYPE_CHECKING:

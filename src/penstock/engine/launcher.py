@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from penstock import ChannelError, MessageSender, PeerDied
+from penstock import PeerDied, Sender
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process import ChildProcess, ProcessEnd
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
@@ -24,6 +24,7 @@ from penstock.engine.model_dir import GENERATION, with_model_defaults
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Stop
 from penstock.engine.worker import worker
+from penstock.lowlevel import ChannelError
 
 MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
 BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before the next start, after so many failed ones …
@@ -184,7 +185,7 @@ class Launcher:
         ]
         self.units = (*groups, *self._servers)
         lane = self.tree.launcher_lane
-        self._inboxes = [group.inbox.sender(lane, name="launcher") for group in self.tree.groups]
+        self._inboxes = [group.inbox.open_sender(lane, name="launcher") for group in self.tree.groups]
         self._failure: TreeFailed | None = None
         self._is_over = asyncio.Event()  # the tree has failed, or a signal ends it
         self._left = asyncio.Event()  # no child process is left
@@ -318,7 +319,7 @@ def _meeting() -> str:
         return f"tcp://127.0.0.1:{found.getsockname()[1]}"
 
 
-def _tell_to_stop(inbox: MessageSender) -> None:
+def _tell_to_stop(inbox: Sender) -> None:
     for _ in range(2):  # the first may only raise the death of a core before this one
         with contextlib.suppress(PeerDied, ChannelError):
             return inbox.send_nowait(Stop("the tree ends"))

@@ -24,7 +24,7 @@ from typing import Any
 
 import uvicorn
 
-import penstock
+from penstock import lowlevel
 from penstock.engine.client.client import Client
 from penstock.engine.cluster.logs import LOGGER, event
 from penstock.engine.cluster.process import starting
@@ -51,8 +51,8 @@ class ServerArgs:
 
     options: ServerOptions
     listener: socket.socket
-    tally: penstock.Segment
-    notice: penstock.Segment  # not read here: `penstock top` finds the server by it
+    tally: lowlevel.Segment
+    notice: lowlevel.Segment  # not read here: `penstock top` finds the server by it
 
 
 def listen(options: ServerOptions) -> socket.socket:

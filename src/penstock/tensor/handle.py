@@ -96,9 +96,9 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     def __bytes__(self) -> bytes:
         """Returns the handle as bytes, for messages of another library: `Handle.from_bytes` makes it again.
 
-            >>> handle = Scope().put({"size": 3})
-            >>> Handle.from_bytes(bytes(handle)).open().value()
-            {'size': 3}
+        >>> handle = Scope().put({"size": 3})
+        >>> Handle.from_bytes(bytes(handle)).open().value()
+        {'size': 3}
         """
         tensors = None if self.tensors is None else self.tensors.view
         return msgspec.msgpack.encode((self.key, self.where, tensors))

@@ -123,8 +123,8 @@ class Loan:
     def abandon(self) -> None:
         """Gives the key up for another process to make the value. May be called again.
 
-            >>> loan = Store(1 << 20).loan(content_key(b"image"), Empty(3, "int64"))
-            >>> loan.abandon()
+        >>> loan = Store(1 << 20).loan(content_key(b"image"), Empty(3, "int64"))
+        >>> loan.abandon()
         """
         block, self._block = self._block, None
         if block is not None and self._keeper is not None:

@@ -156,10 +156,10 @@ class Scope:
     def stats(self) -> ScopeStats:
         """Returns what became of the values so far.
 
-            >>> scope = Scope()
-            >>> handle = scope.put(b"text")
-            >>> scope.stats().inline_small
-            1
+        >>> scope = Scope()
+        >>> handle = scope.put(b"text")
+        >>> scope.stats().inline_small
+        1
         """
         with self._changing:
             return msgspec.structs.replace(self._stats)
@@ -167,10 +167,10 @@ class Scope:
     def release(self) -> None:
         """Releases all leases of the scope. A process that has opened a handle keeps its own. May be called again.
 
-            >>> scope = Scope()
-            >>> scope.release()
-            >>> scope.is_released
-            True
+        >>> scope = Scope()
+        >>> scope.release()
+        >>> scope.is_released
+        True
         """
         with self._changing:
             self._is_released = True

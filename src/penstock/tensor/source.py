@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from penstock.tensor.kinds import Kind, UnsupportedTensor, imported, kind_of, kind_of_numpy, needed_torch, torch_dtype, nbytes_of
+from penstock.tensor.kinds import (
+    Kind,
+    UnsupportedTensor,
+    imported,
+    kind_of,
+    kind_of_numpy,
+    nbytes_of,
+    needed_torch,
+    torch_dtype,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -51,8 +60,7 @@ class Source(NamedTuple):
 
 
 def source(array: Any) -> Source:
-    """Looks at an array or tensor without copying it. Raises UnsupportedTensor, which says what to do instead.
-    """
+    """Looks at an array or tensor without copying it. Raises UnsupportedTensor, which says what to do instead."""
     torch = imported("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _of_torch(torch, array)

@@ -6,7 +6,7 @@ The native core decides which peer writes a key, which peers wait for it, what i
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 import numpy as np
@@ -17,8 +17,8 @@ from penstock.installing import how_to_install
 from penstock.memory import Peer, Pool, PoolStats, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import Shareable, attached_segment, fitting, placement, short, within
-from penstock.tensor.source import source
 from penstock.tensor.lease import Loan, block_nbytes
+from penstock.tensor.source import source
 from penstock.tensor.tree import Plan, plan
 
 if TYPE_CHECKING:
@@ -236,9 +236,11 @@ class Store(Shareable):
             raise Missing(f"'{self.name}' keeps nothing under {key.hex()[:16]}…")
         return lease
 
-    def loan(
-        self, key: bytes | None, layout: Any, *, timeout: float | None = PUT_TIMEOUT
-    ) -> Loan | _native.Lease:
+    @overload
+    def loan(self, key: None, layout: Any, *, timeout: float | None = PUT_TIMEOUT) -> Loan: ...
+    @overload
+    def loan(self, key: bytes, layout: Any, *, timeout: float | None = PUT_TIMEOUT) -> Loan | _native.Lease: ...
+    def loan(self, key: bytes | None, layout: Any, *, timeout: float | None = PUT_TIMEOUT) -> Loan | _native.Lease:
         """Lends memory for a value to be made where it will lie; or returns a lease, if the store has the value.
 
         One process makes the value of a key; others that want it wait meanwhile, so slow work should be done before.
@@ -292,26 +294,26 @@ class Store(Shareable):
     def remove(self, key: bytes) -> bool:
         """Keeps the key no longer; holders of the value keep theirs. Returns whether the key was there.
 
-            >>> Store(1 << 20).remove(bytes(32))
-            False
+        >>> Store(1 << 20).remove(bytes(32))
+        False
         """
         return self._keeper.remove(key)
 
     def clear(self) -> int:
         """Keeps no key any longer. Returns the number of keys given up.
 
-            >>> Store(1 << 20).clear()
-            0
+        >>> Store(1 << 20).clear()
+        0
         """
         return self._keeper.clear()
 
     def stats(self) -> StoreStats:
         """Returns counts of all processes, what is kept under each key, and the state of the memory.
 
-            >>> store = Store(1 << 20)
-            >>> lease = store.put(b"text", key=bytes(32))
-            >>> [(item.hits, item.holders) for item in store.stats().items]
-            [(0, 1)]
+        >>> store = Store(1 << 20)
+        >>> lease = store.put(b"text", key=bytes(32))
+        >>> [(item.hits, item.holders) for item in store.stats().items]
+        [(0, 1)]
         """
         native: dict[str, Any] = self._keeper.stats()
         items = tuple(Kept(*item) for item in native.pop("items"))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import penstock
-from penstock import _native
+from penstock import _native, lowlevel
 from penstock.engine.cluster.cuda_devices import cuda_devices, torch_build
 from penstock.engine.model_dir import read_config, with_model_defaults
 from penstock.engine.preflight import require_model, require_tokenizer
@@ -82,7 +82,7 @@ def examine_kernel() -> Finding:
 
 def examine_memfd() -> Finding:
     try:
-        penstock.Segment.create(1, name="doctor").view().release()
+        lowlevel.Segment.create(1, name="doctor").view().release()
     except (OSError, penstock.PenstockError) as error:
         return Finding("missing", "memfd", f"no segment can be made: {error}")
     return Finding("ok", "memfd", "segments can be made, sealed and mapped; /dev/shm is not used")
@@ -104,8 +104,8 @@ def examine_futex() -> Finding:
     """One record to a thread that sleeps for it, and how long it took to wake."""
     woken_ns: list[int] = []
     with contextlib.ExitStack() as ends:
-        ring = penstock.open_ring("doctor", latency="eco")
-        sender, receiver = ring.sender(), ring.receiver()
+        ring = penstock.Ring(name="doctor", latency="eco")
+        sender, receiver = ring.open_sender(), ring.open_receiver()
         ends.callback(sender.close)
         ends.callback(receiver.close)
 

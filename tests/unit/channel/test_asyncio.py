@@ -18,7 +18,7 @@ from tests.support.processes import assert_how, forked, program, soon, thread
 
 
 def new_ring(**options: object) -> penstock.Ring:
-    return penstock.open_ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    return penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
 
 
 def run(work: Callable[[AsyncSender, AsyncReceiver], Awaitable[object]], **options: object) -> None:
@@ -26,7 +26,7 @@ def run(work: Callable[[AsyncSender, AsyncReceiver], Awaitable[object]], **optio
 
     async def main() -> None:
         channel = new_ring(**options)
-        async with channel.async_sender() as sender, channel.async_receiver() as receiver:
+        async with channel.open_async_sender() as sender, channel.open_async_receiver() as receiver:
             await asyncio.wait_for(work(sender, receiver), 30)
 
     asyncio.run(main())
@@ -344,7 +344,7 @@ def test_the_other_sides_close_ends_a_full_send() -> None:
 
 def test_the_same_ends_serve_one_loop_after_another() -> None:
     channel = new_ring()
-    sender, receiver = channel.async_sender(), channel.async_receiver()
+    sender, receiver = channel.open_async_sender(), channel.open_async_receiver()
 
     async def exchange(number: int) -> None:
         waiting = asyncio.create_task(receiver.receive())
@@ -369,7 +369,7 @@ def test_the_same_ends_serve_one_loop_after_another() -> None:
 
 def test_a_loop_that_was_stopped_while_an_end_waited_does_not_break_the_next() -> None:
     channel = new_ring()
-    sender, receiver = channel.sender(), channel.async_receiver()
+    sender, receiver = channel.open_sender(), channel.open_async_receiver()
 
     async def give_up() -> None:
         waiting = asyncio.create_task(receiver.receive())  # cancelled by the end of the loop
@@ -409,10 +409,10 @@ def test_an_idle_loop_costs_nothing_and_no_thread() -> None:
 def test_a_waiting_loop_is_woken_from_another_thread_soon() -> None:
     def measure() -> float:
         channel = new_ring()
-        with channel.sender() as sender:
+        with channel.open_sender() as sender:
 
             async def main() -> float:
-                async with channel.async_receiver() as receiver:
+                async with channel.open_async_receiver() as receiver:
                     record = await receiver.receive(timeout=20)
                     assert time.monotonic() > float(record)
                     return time.monotonic() - float(record)
@@ -429,8 +429,8 @@ def test_a_waiting_loop_is_woken_from_another_thread_soon() -> None:
 
 def test_a_waiting_end_is_seen_from_outside() -> None:
     async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        channel = penstock.open_ring()
-        async with channel.async_receiver() as waiting_end:
+        channel = penstock.Ring()
+        async with channel.open_async_receiver() as waiting_end:
             task = asyncio.create_task(waiting_end.receive())
             await waits(task)
             assert channel.snapshot()["receivers"][0]["waiting_ns"] > 0
@@ -445,7 +445,7 @@ def test_a_waiting_end_is_seen_from_outside() -> None:
 # ── with other processes ─────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_synchronous_sender_elsewhere_and_an_asynchronous_receiver_here() -> None:
     source = """
-        with penstock.attach(sys.argv[1]).sender() as sender:
+        with penstock.attach(sys.argv[1]).open_sender() as sender:
             for number in range(1500):
                 sender.send(str(number).encode() * (1 + number % 50), timeout=25)
                 if number % 300 == 0:
@@ -454,7 +454,7 @@ def test_a_synchronous_sender_elsewhere_and_an_asynchronous_receiver_here() -> N
     channel = new_ring()
 
     async def main() -> None:
-        async with channel.async_receiver() as receiver:
+        async with channel.open_async_receiver() as receiver:
             number = 0
             async for record in receiver:
                 assert record == b"%d" % number * (1 + number % 50)
@@ -472,14 +472,18 @@ def test_an_asynchronous_echo_elsewhere_answers_a_synchronous_one_here() -> None
 
         async def main():
             there, back = (penstock.attach(ticket) for ticket in sys.argv[1:3])
-            async with there.async_receiver() as receiver, back.async_sender() as sender:
+            async with there.open_async_receiver() as receiver, back.open_async_sender() as sender:
                 async for record in receiver:
                     await sender.send(record)
 
         asyncio.run(main())
     """
     there, back = new_ring(), new_ring()
-    with program(source, there.ticket, back.ticket) as other, there.sender() as sender, back.receiver() as receiver:
+    with (
+        program(source, there.ticket, back.ticket) as other,
+        there.open_sender() as sender,
+        back.open_receiver() as receiver,
+    ):
         for number in range(1500):
             sender.send(b"%d" % number, timeout=10)
             assert receiver.receive(timeout=10) == b"%d" % number
@@ -489,13 +493,13 @@ def test_an_asynchronous_echo_elsewhere_answers_a_synchronous_one_here() -> None
 
 def test_a_senders_death_ends_a_wait_within_a_tenth_of_a_second() -> None:
     source = """
-        sender = penstock.attach(sys.argv[1]).sender(name="victim")
+        sender = penstock.attach(sys.argv[1]).open_sender(name="victim")
         sender.send(b"ready")
         hear()
     """
 
     async def main(channel: penstock.Ring, kill: Callable[[], float]) -> float:
-        async with channel.async_receiver() as receiver:
+        async with channel.open_async_receiver() as receiver:
             assert await receiver.receive(timeout=20) == b"ready"
             waiting = asyncio.create_task(receiver.receive())
             await waits(waiting)
@@ -517,7 +521,7 @@ def test_a_senders_death_ends_a_wait_within_a_tenth_of_a_second() -> None:
 
 def test_a_receivers_death_ends_a_full_send() -> None:
     source = """
-        receiver = penstock.attach(sys.argv[1]).receiver(name="victim")
+        receiver = penstock.attach(sys.argv[1]).open_receiver(name="victim")
         say("ready")
         hear()
     """
@@ -536,16 +540,16 @@ def test_a_receivers_death_ends_a_full_send() -> None:
         channel = new_ring()
         with program(source, channel.ticket) as other:
             assert other.hear() == "ready"
-            return asyncio.run(main(channel.async_sender(), other.kill))
+            return asyncio.run(main(channel.open_async_sender(), other.kill))
 
     soon(measure)
 
 
 def test_many_asynchronous_receivers_of_a_broadcast_all_get_everything() -> None:
     async def main() -> None:
-        channel = penstock.open_broadcast(16, capacity=4096, spill_nbytes=1 << 20)
-        async with channel.async_sender() as sender, contextlib.AsyncExitStack() as ends:
-            receivers = [await ends.enter_async_context(channel.async_receiver()) for _ in range(16)]
+        channel = penstock.Broadcast(receivers=16, capacity=4096, spill_nbytes=1 << 20)
+        async with channel.open_async_sender() as sender, contextlib.AsyncExitStack() as ends:
+            receivers = [await ends.enter_async_context(channel.open_async_receiver()) for _ in range(16)]
 
             async def consume(receiver: AsyncReceiver) -> list[bytes]:
                 return [record async for record in receiver]
@@ -562,9 +566,9 @@ def test_many_asynchronous_receivers_of_a_broadcast_all_get_everything() -> None
 
 def test_many_asynchronous_senders_of_an_inbox_are_all_heard() -> None:
     async def main() -> None:
-        channel = penstock.open_inbox(8, capacity=4096)
-        async with channel.async_receiver() as receiver, contextlib.AsyncExitStack() as ends:
-            senders = [await ends.enter_async_context(channel.async_sender()) for _ in range(8)]
+        channel = penstock.Inbox(senders=8, capacity=4096)
+        async with channel.open_async_receiver() as receiver, contextlib.AsyncExitStack() as ends:
+            senders = [await ends.enter_async_context(channel.open_async_sender()) for _ in range(8)]
 
             async def produce(sender: AsyncSender) -> None:
                 for number in range(100):
@@ -584,7 +588,7 @@ def test_many_asynchronous_senders_of_an_inbox_are_all_heard() -> None:
 
 def test_a_child_of_fork_has_none_of_its_parents_ends() -> None:
     channel = new_ring()
-    sender, receiver = channel.async_sender(), channel.async_receiver()
+    sender, receiver = channel.open_async_sender(), channel.open_async_receiver()
 
     def use_them() -> None:
         async def main() -> None:
@@ -612,7 +616,7 @@ def test_ends_that_are_dropped_leave_nothing_with_the_loop() -> None:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(10):
             channel = new_ring()
-            async with channel.async_receiver() as receiver:
+            async with channel.open_async_receiver() as receiver:
                 with pytest.raises(Timeout):
                     await receiver.receive(timeout=0.001)
         del channel, receiver
@@ -628,7 +632,7 @@ IN_A_LOOP = """
     import asyncio
     async def main():
         channel = penstock.attach(sys.argv[1])
-        receiver, sender = channel.async_receiver(name="loop"), penstock.attach(sys.argv[2]).sender(name="answers")
+        receiver, sender = channel.open_async_receiver(name="loop"), penstock.attach(sys.argv[2]).open_sender(name="answers")
         say("ready")
         async for record in receiver:
             sender.send(record)
@@ -639,7 +643,7 @@ IN_A_LOOP = """
 def test_a_receiver_in_a_loop_gets_what_a_sender_without_a_free_descriptor_sends() -> None:
     source = """
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-        ask, answers = penstock.attach(sys.argv[1]).sender(), penstock.attach(sys.argv[2]).receiver()
+        ask, answers = penstock.attach(sys.argv[1]).open_sender(), penstock.attach(sys.argv[2]).open_receiver()
         say("ready")
         hear()
         hogs = []
@@ -673,10 +677,10 @@ def test_a_receiver_in_a_loop_that_may_not_be_looked_into_gets_what_is_sent() ->
             os.setgid(65534)
             os.setuid(65534)
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
-        ring, back = penstock.open_ring(name="ring"), penstock.open_ring(name="back")
+        ring, back = penstock.Ring(name="ring"), penstock.Ring(name="back")
         if os.fork() == 0:
             with contextlib.suppress(penstock.PeerDied, penstock.EndOfChannel):
-                ask, answers = ring.sender(), back.receiver()
+                ask, answers = ring.open_sender(), back.open_receiver()
                 for number in range(10):
                     time.sleep(0.3 if number == 0 else 0)
                     ask.send(b"%d" % number)
@@ -685,7 +689,7 @@ def test_a_receiver_in_a_loop_that_may_not_be_looked_into_gets_what_is_sent() ->
                     say("after", time.monotonic() - began)
             os._exit(0)
         async def main():
-            receiver, sender = ring.async_receiver(), back.sender()
+            receiver, sender = ring.open_async_receiver(), back.open_sender()
             for _ in range(10):
                 sender.send(await receiver.receive(timeout=20))
         asyncio.run(main())
@@ -703,7 +707,7 @@ def test_a_receiver_in_a_loop_that_may_not_be_looked_into_gets_what_is_sent() ->
 def test_an_end_that_is_dropped_in_a_running_loop_is_closed(end: str, has_waited: bool) -> None:
     async def main() -> None:
         ring = new_ring()
-        dropped = ring.async_sender() if end == "senders" else ring.async_receiver()
+        dropped = ring.open_async_sender() if end == "senders" else ring.open_async_receiver()
         if has_waited:
             with pytest.raises(Timeout):
                 if isinstance(dropped, AsyncSender):
@@ -724,11 +728,11 @@ def test_an_end_that_is_dropped_in_a_running_loop_is_closed(end: str, has_waited
 def test_a_task_that_waits_in_an_end_is_kept_though_nothing_else_refers_to_it() -> None:
     async def main() -> None:
         ring = new_ring()
-        sender = ring.sender()
+        sender = ring.open_sender()
         got: list[bytes] = []
 
         async def receive() -> None:
-            got.append(await ring.async_receiver().receive())
+            got.append(await ring.open_async_receiver().receive())
 
         asyncio.ensure_future(receive())  # noqa: RUF006
         for _ in range(5):

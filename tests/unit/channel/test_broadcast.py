@@ -13,10 +13,10 @@ from tests.support.processes import program
 
 @contextlib.contextmanager
 def broadcast(count: int, **options: object) -> Iterator[tuple[Sender, list[Receiver]]]:
-    channel = penstock.open_broadcast(count, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    channel = penstock.Broadcast(receivers=count, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
     with contextlib.ExitStack() as ends:
-        sender = ends.enter_context(channel.sender())
-        yield sender, [ends.enter_context(channel.receiver(name=f"worker {rank}")) for rank in range(count)]
+        sender = ends.enter_context(channel.open_sender())
+        yield sender, [ends.enter_context(channel.open_receiver(name=f"worker {rank}")) for rank in range(count)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 64])
@@ -33,9 +33,9 @@ def test_every_receiver_gets_every_record_in_order(count: int) -> None:
 
 
 def test_sixty_four_receivers_share_one_copy_of_a_long_record() -> None:
-    channel = penstock.open_broadcast(64, spill_nbytes=1 << 20)
-    with channel.sender() as sender, contextlib.ExitStack() as ends:
-        receivers = [ends.enter_context(channel.receiver()) for _ in range(64)]
+    channel = penstock.Broadcast(receivers=64, spill_nbytes=1 << 20)
+    with channel.open_sender() as sender, contextlib.ExitStack() as ends:
+        receivers = [ends.enter_context(channel.open_receiver()) for _ in range(64)]
         sender.send(b"s" * 900_000)  # there is no room for two
         views = [receiver.receive_view(timeout=5) for receiver in receivers]
         assert channel.snapshot()["pool"][0]["blocks"] == 1
@@ -113,37 +113,37 @@ def test_the_sender_is_told_when_the_last_receiver_has_closed_and_not_before() -
 
 
 def test_an_expected_receiver_that_is_absent_has_its_records_kept() -> None:
-    channel = penstock.open_broadcast(2, capacity=4096)
-    with channel.sender() as sender, channel.receiver() as first:
+    channel = penstock.Broadcast(receivers=2, capacity=4096)
+    with channel.open_sender() as sender, channel.open_receiver() as first:
         for _ in range(4):
             sender.send(b"x" * 960)
             first.receive(timeout=1)
         with pytest.raises(Timeout, match="receiver 1, which has not attached yet, is 4 records"):
             sender.send(b"x" * 960, timeout=0.01)
-        with channel.receiver() as second:
+        with channel.open_receiver() as second:
             assert [second.receive(timeout=1) for _ in range(4)] == [b"x" * 960] * 4
             sender.send(b"y", timeout=1)
             assert first.receive(timeout=1) == second.receive(timeout=1) == b"y"
 
 
 def test_places_are_given_by_number_or_first_come() -> None:
-    channel = penstock.open_broadcast(3)
-    with channel.receiver(1) as one, channel.receiver() as zero, channel.receiver() as two:
+    channel = penstock.Broadcast(receivers=3)
+    with channel.open_receiver(1) as one, channel.open_receiver() as zero, channel.open_receiver() as two:
         assert (zero.index, one.index, two.index) == (0, 1, 2)
         with pytest.raises(ValueError, match="receiver 0 of 'broadcast' is taken"):
-            channel.receiver()
+            channel.open_receiver()
         one.close()
-        with channel.receiver() as again:
+        with channel.open_receiver() as again:
             assert again.index == 1
 
 
 def test_a_receiver_that_comes_late_gets_what_is_sent_from_then_on() -> None:
-    with penstock.open_broadcast(2) as channel, channel.sender() as sender, channel.receiver() as stays:
-        with channel.receiver() as leaves:
+    with penstock.Broadcast(receivers=2) as channel, channel.open_sender() as sender, channel.open_receiver() as stays:
+        with channel.open_receiver() as leaves:
             sender.send(b"1")
             assert leaves.receive(timeout=1) == b"1"
         sender.send(b"2")
-        with channel.receiver(1) as late:
+        with channel.open_receiver(1) as late:
             assert late.try_receive() is None
             sender.send(b"3")
             sender.send(b"s" * 100_000)
@@ -154,10 +154,10 @@ def test_a_receiver_that_comes_late_gets_what_is_sent_from_then_on() -> None:
 
 def test_receivers_come_and_go_and_none_gets_a_record_twice_or_out_of_order(seed: int) -> None:
     choose = random.Random(seed)
-    channel = penstock.open_broadcast(4, capacity=4096, spill_nbytes=1 << 20)
-    with channel.sender() as sender:
+    channel = penstock.Broadcast(receivers=4, capacity=4096, spill_nbytes=1 << 20)
+    with channel.open_sender() as sender:
         # By place: the receiver, and the number that it must get next.
-        present: dict[int, tuple[Receiver, int]] = {rank: (channel.receiver(rank), 0) for rank in range(4)}
+        present: dict[int, tuple[Receiver, int]] = {rank: (channel.open_receiver(rank), 0) for rank in range(4)}
         number = 0
         for _ in range(3000):
             rank = choose.randrange(4)
@@ -165,7 +165,7 @@ def test_receivers_come_and_go_and_none_gets_a_record_twice_or_out_of_order(seed
             if action < 0.02 and rank in present and len(present) > 1:
                 present.pop(rank)[0].close()
             elif action < 0.05 and rank not in present:
-                present[rank] = channel.receiver(rank), number
+                present[rank] = channel.open_receiver(rank), number
             elif action < 0.4:
                 with contextlib.suppress(WouldBlock):
                     sender.send_nowait([b"%08d" % number, bytes(choose.choice([0, 50, 500, 3000]))])
@@ -191,7 +191,7 @@ def test_other_processes_all_get_everything() -> None:
     source = """
         import zlib
         check, count = 0, 0
-        with penstock.attach(sys.argv[1]).receiver(int(sys.argv[2])) as receiver:
+        with penstock.attach(sys.argv[1]).open_receiver(int(sys.argv[2])) as receiver:
             say("ready")
             for record in receiver:
                 check, count = zlib.crc32(record, check), count + 1
@@ -199,7 +199,10 @@ def test_other_processes_all_get_everything() -> None:
     """
     import zlib
 
-    with penstock.open_broadcast(3, capacity=1 << 14, spill_nbytes=1 << 22) as channel, channel.sender() as sender:
+    with (
+        penstock.Broadcast(receivers=3, capacity=1 << 14, spill_nbytes=1 << 22) as channel,
+        channel.open_sender() as sender,
+    ):
         with contextlib.ExitStack() as others:
             programs = [others.enter_context(program(source, channel.ticket, rank)) for rank in range(3)]
             check = 0

@@ -49,7 +49,7 @@ def tell(other: Program, *words: object) -> None:
 # ── a sender dies ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_parked_receiver_is_told_of_its_senders_death_within_a_tenth_of_a_second() -> None:
     def measure() -> float:
-        with penstock.open_ring("deltas") as channel, channel.receiver() as receiver:
+        with penstock.Ring(name="deltas") as channel, channel.open_receiver() as receiver:
             with victim(channel, "sender") as other:
                 assert other.hear() == "ready"
                 with thread(receiver.receive) as waiting:
@@ -74,7 +74,7 @@ def test_a_parked_receiver_is_told_of_its_senders_death_within_a_tenth_of_a_seco
     ],
 )
 def test_the_signal_is_named(number: int, how: str) -> None:
-    with penstock.open_ring() as channel, channel.receiver() as receiver, victim(channel, "sender") as other:
+    with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
         assert other.hear() == "ready"
         other.kill(number)
         with pytest.raises(PeerDied) as told:
@@ -84,7 +84,7 @@ def test_the_signal_is_named(number: int, how: str) -> None:
 
 @pytest.mark.parametrize("status", [0, 3, 255])
 def test_the_exit_status_of_one_that_left_without_closing_is_named(status: int) -> None:
-    with penstock.open_ring() as channel, channel.receiver() as receiver, victim(channel, "sender") as other:
+    with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
         assert other.hear() == "ready"
         other.say("exit", status)
         with pytest.raises(PeerDied) as told:
@@ -94,10 +94,10 @@ def test_the_exit_status_of_one_that_left_without_closing_is_named(status: int) 
 
 def test_a_process_that_ends_in_order_has_closed() -> None:
     source = """
-        sender = penstock.attach(sys.argv[1]).sender()
+        sender = penstock.attach(sys.argv[1]).open_sender()
         sender.send(b"bye")
     """
-    with penstock.open_ring() as channel, channel.receiver() as receiver, program(source, channel.ticket) as other:
+    with penstock.Ring() as channel, channel.open_receiver() as receiver, program(source, channel.ticket) as other:
         assert receiver.receive(timeout=10) == b"bye"
         with pytest.raises(EndOfChannel):
             receiver.receive(timeout=10)
@@ -105,7 +105,7 @@ def test_a_process_that_ends_in_order_has_closed() -> None:
 
 
 def test_what_a_dead_sender_had_sent_is_read_before_its_death_is_told() -> None:
-    with penstock.open_ring() as channel, channel.receiver() as receiver, victim(channel, "sender") as other:
+    with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
         assert other.hear() == "ready"
         for number in range(5):
             tell(other, "send", number)
@@ -118,7 +118,7 @@ def test_what_a_dead_sender_had_sent_is_read_before_its_death_is_told() -> None:
 
 
 def test_a_spilled_reservation_of_a_dead_sender_is_given_back() -> None:
-    with penstock.open_ring(spill_nbytes=1 << 20) as channel, channel.receiver() as receiver:
+    with penstock.Ring(spill_nbytes=1 << 20) as channel, channel.open_receiver() as receiver:
         with victim(channel, "sender") as other:
             assert other.hear() == "ready"
             tell(other, "reserve", 800_000)
@@ -131,8 +131,8 @@ def test_a_spilled_reservation_of_a_dead_sender_is_given_back() -> None:
 
 
 def test_a_sender_that_follows_one_that_died_goes_on_and_the_death_is_told_once() -> None:
-    channel = penstock.open_ring()
-    with channel.receiver() as receiver:
+    channel = penstock.Ring()
+    with channel.open_receiver() as receiver:
         for generation in range(3):
             with victim(channel, "sender") as other:
                 assert other.hear() == "ready"
@@ -142,7 +142,7 @@ def test_a_sender_that_follows_one_that_died_goes_on_and_the_death_is_told_once(
                 with pytest.raises(PeerDied) as told:
                     receiver.receive(timeout=5)
                 assert told.value.pid == other.pid
-        with channel.sender() as sender:
+        with channel.open_sender() as sender:
             sender.send(b"new")
             assert receiver.receive(timeout=5) == b"new"
             with pytest.raises(WouldBlock):
@@ -150,8 +150,8 @@ def test_a_sender_that_follows_one_that_died_goes_on_and_the_death_is_told_once(
 
 
 def test_a_death_that_the_receiver_did_not_see_is_told_before_the_first_record_of_the_next_sender() -> None:
-    channel = penstock.open_ring()
-    with channel.receiver() as receiver:
+    channel = penstock.Ring()
+    with channel.open_receiver() as receiver:
         with victim(channel, "sender") as other:
             assert other.hear() == "ready"
             tell(other, "send old")
@@ -159,7 +159,7 @@ def test_a_death_that_the_receiver_did_not_see_is_told_before_the_first_record_o
             other.kill()
             other.process.wait()
             eventually(lambda: channel.peers()[1].state == "dead")
-        with channel.sender() as sender:
+        with channel.open_sender() as sender:
             sender.send(b"new")
             assert receiver.receive(timeout=5) == b"old"
             assert receiver.receive(timeout=5) == b"older"
@@ -171,20 +171,20 @@ def test_a_death_that_the_receiver_did_not_see_is_told_before_the_first_record_o
 
 
 def test_a_place_that_was_its_dead_senders_is_free_for_another() -> None:
-    channel = penstock.open_ring()
-    with victim(channel, "sender") as other, channel.receiver():
+    channel = penstock.Ring()
+    with victim(channel, "sender") as other, channel.open_receiver():
         assert other.hear() == "ready"
         with pytest.raises(ValueError, match=rf"'victim' \(pid {other.pid}\)"):
-            channel.sender()
+            channel.open_sender()
         other.kill()
         eventually(lambda: channel.snapshot()["senders"][0]["state"] == "dead")
-        with channel.sender() as sender:
+        with channel.open_sender() as sender:
             assert sender.index == 0
 
 
 def test_an_inbox_tells_each_death_once_and_goes_on_with_the_others() -> None:
-    channel = penstock.open_inbox(4)
-    with channel.receiver() as receiver, channel.sender(0) as alive, contextlib.ExitStack() as others:
+    channel = penstock.Inbox(senders=4)
+    with channel.open_receiver() as receiver, channel.open_sender(0) as alive, contextlib.ExitStack() as others:
         victims = [others.enter_context(victim(channel, "sender")) for _ in range(3)]
         for number, other in enumerate(victims):
             assert other.hear() == "ready"
@@ -210,8 +210,8 @@ def test_an_inbox_tells_each_death_once_and_goes_on_with_the_others() -> None:
 
 
 def test_senders_that_never_pause_do_not_keep_a_death_from_the_receiver() -> None:
-    channel = penstock.open_inbox(2)
-    with channel.receiver() as receiver, channel.sender(0) as alive, victim(channel, "sender") as other:
+    channel = penstock.Inbox(senders=2)
+    with channel.open_receiver() as receiver, channel.open_sender(0) as alive, victim(channel, "sender") as other:
         assert other.hear() == "ready"
         for number in range(3):
             tell(other, "send", number)
@@ -229,8 +229,8 @@ def test_senders_that_never_pause_do_not_keep_a_death_from_the_receiver() -> Non
 
 
 def test_an_inbox_that_ignores_deaths_goes_on_without_a_word() -> None:
-    channel = penstock.open_inbox(2, on_sender_death="ignore")
-    with channel.receiver() as receiver, channel.sender(0) as alive, victim(channel, "sender") as other:
+    channel = penstock.Inbox(senders=2, on_sender_death="ignore")
+    with channel.open_receiver() as receiver, channel.open_sender(0) as alive, victim(channel, "sender") as other:
         assert other.hear() == "ready"
         tell(other, "send last words")
         other.kill()
@@ -246,7 +246,7 @@ def test_an_inbox_that_ignores_deaths_goes_on_without_a_word() -> None:
 # ── a receiver dies ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_parked_sender_is_told_of_its_receivers_death_within_a_tenth_of_a_second() -> None:
     def measure() -> float:
-        with penstock.open_ring("steps", capacity=4096) as channel, channel.sender() as sender:
+        with penstock.Ring(name="steps", capacity=4096) as channel, channel.open_sender() as sender:
             with victim(channel, "receiver") as other:
                 assert other.hear() == "ready"
                 for _ in range(4):
@@ -266,7 +266,7 @@ def test_a_parked_sender_is_told_of_its_receivers_death_within_a_tenth_of_a_seco
 
 
 def test_a_sender_that_waits_for_memory_is_told_of_the_holders_death() -> None:
-    with penstock.open_ring(spill_nbytes=1 << 20) as channel, channel.sender() as sender:
+    with penstock.Ring(spill_nbytes=1 << 20) as channel, channel.open_sender() as sender:
         with victim(channel, "receiver") as other:
             assert other.hear() == "ready"
             sender.send(bytes(700_000))
@@ -279,8 +279,8 @@ def test_a_sender_that_waits_for_memory_is_told_of_the_holders_death() -> None:
 
 
 def test_a_broadcast_tells_each_death_once_and_goes_on_with_the_others() -> None:
-    channel = penstock.open_broadcast(3, capacity=4096)
-    with channel.sender() as sender, channel.receiver(0) as alive, contextlib.ExitStack() as others:
+    channel = penstock.Broadcast(receivers=3, capacity=4096)
+    with channel.open_sender() as sender, channel.open_receiver(0) as alive, contextlib.ExitStack() as others:
         victims = [others.enter_context(victim(channel, "receiver")) for _ in range(2)]
         for other in victims:
             assert other.hear() == "ready"
@@ -304,8 +304,8 @@ def test_a_broadcast_tells_each_death_once_and_goes_on_with_the_others() -> None
 
 
 def test_a_broadcast_that_ignores_deaths_goes_on_without_a_word() -> None:
-    channel = penstock.open_broadcast(2, capacity=4096, on_receiver_death="ignore")
-    with channel.sender() as sender, channel.receiver(0) as alive, victim(channel, "receiver") as other:
+    channel = penstock.Broadcast(receivers=2, capacity=4096, on_receiver_death="ignore")
+    with channel.open_sender() as sender, channel.open_receiver(0) as alive, victim(channel, "receiver") as other:
         assert other.hear() == "ready"
         for number in range(4):
             sender.send(b"%d" % number * 960)
@@ -319,8 +319,8 @@ def test_a_broadcast_that_ignores_deaths_goes_on_without_a_word() -> None:
 
 
 def test_what_a_dead_receiver_held_is_given_back() -> None:
-    channel = penstock.open_broadcast(2, spill_nbytes=1 << 20, on_receiver_death="ignore")
-    with channel.sender() as sender, channel.receiver(0) as alive, victim(channel, "receiver") as other:
+    channel = penstock.Broadcast(receivers=2, spill_nbytes=1 << 20, on_receiver_death="ignore")
+    with channel.open_sender() as sender, channel.open_receiver(0) as alive, victim(channel, "receiver") as other:
         assert other.hear() == "ready"
         for _ in range(4):
             sender.send(bytes(200_000))
@@ -338,8 +338,8 @@ def test_what_a_dead_receiver_held_is_given_back() -> None:
     ids=["counted soon", "counted late"],
 )
 def test_a_death_is_told_with_what_was_held_only_when_that_is_counted(delay_us: int, held: str) -> None:
-    channel = penstock.open_ring(spill_nbytes=1 << 20)
-    with channel.sender() as sender, victim(channel, "receiver") as other:
+    channel = penstock.Ring(spill_nbytes=1 << 20)
+    with channel.open_sender() as sender, victim(channel, "receiver") as other:
         assert other.hear() == "ready"
         sender.send(bytes(200_000))
         tell(other, "hold")
@@ -356,8 +356,8 @@ def test_a_death_is_told_with_what_was_held_only_when_that_is_counted(delay_us: 
 
 
 def test_a_receiver_that_follows_one_that_died_gets_what_is_sent_from_then_on() -> None:
-    channel = penstock.open_ring()
-    with channel.sender() as sender:
+    channel = penstock.Ring()
+    with channel.open_sender() as sender:
         with victim(channel, "receiver") as other:
             assert other.hear() == "ready"
             sender.send(b"1")
@@ -366,7 +366,7 @@ def test_a_receiver_that_follows_one_that_died_gets_what_is_sent_from_then_on() 
             sender.send(b"lost")
             other.kill()
             eventually(lambda: channel.snapshot()["receivers"][0]["state"] == "dead")
-        with channel.receiver() as receiver:
+        with channel.open_receiver() as receiver:
             with pytest.raises(PeerDied) as told:
                 sender.send(b"2")
             assert told.value.pid == other.pid
@@ -376,13 +376,13 @@ def test_a_receiver_that_follows_one_that_died_gets_what_is_sent_from_then_on() 
 
 
 def test_a_death_is_told_once_only_to_each_sender_of_an_inbox() -> None:
-    channel = penstock.open_inbox(2)
-    with channel.sender() as one, channel.sender() as other_sender:
+    channel = penstock.Inbox(senders=2)
+    with channel.open_sender() as one, channel.open_sender() as other_sender:
         with victim(channel, "receiver") as other:
             assert other.hear() == "ready"
             other.kill()
             eventually(lambda: channel.snapshot()["receivers"][0]["state"] == "dead")
-        with channel.receiver() as receiver:
+        with channel.open_receiver() as receiver:
             for sender in (one, other_sender):
                 with pytest.raises(PeerDied):
                     sender.send(b"x")
@@ -392,7 +392,7 @@ def test_a_death_is_told_once_only_to_each_sender_of_an_inbox() -> None:
 
 # ── a peer stops ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_stopped_receiver_is_not_dead_and_goes_on_where_it_was() -> None:
-    with penstock.open_ring(capacity=4096) as channel, channel.sender() as sender:
+    with penstock.Ring(capacity=4096) as channel, channel.open_sender() as sender:
         with victim(channel, "receiver") as other:
             assert other.hear() == "ready"
             sender.send(b"1")
@@ -410,7 +410,7 @@ def test_a_stopped_receiver_is_not_dead_and_goes_on_where_it_was() -> None:
 
 
 def test_a_stopped_sender_is_not_dead() -> None:
-    with penstock.open_ring() as channel, channel.receiver() as receiver, victim(channel, "sender") as other:
+    with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
         assert other.hear() == "ready"
         tell(other, "send 1")
         assert receiver.receive(timeout=5) == b"1"
@@ -424,7 +424,7 @@ def test_a_stopped_sender_is_not_dead() -> None:
 
 
 def test_a_peer_that_dies_while_it_is_stopped_is_dead() -> None:
-    with penstock.open_ring() as channel, channel.receiver() as receiver, victim(channel, "sender") as other:
+    with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
         assert other.hear() == "ready"
         other.kill(signal.SIGSTOP)
         eventually(lambda: channel.peers()[1].state == "stopped")

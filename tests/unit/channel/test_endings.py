@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock import MemoryExhausted, PeerDied, Pool
+from penstock import MemoryExhausted, PeerDied
+from penstock.lowlevel import Pool
 from tests.conftest import eventually
 from tests.support.processes import DYING, assert_how, program, soon
 
@@ -17,9 +18,9 @@ OWNER_DIED = 0x40000000
 # A peer of a channel and of a pool, that holds a block of it.
 PEER = """
 channel = penstock.attach(sys.argv[1])
-pool = penstock.Pool.attach(sys.argv[2], peer_name="peer")
+pool = lowlevel.Pool.attach(sys.argv[2], peer_name="peer")
 lease = pool.take(1 << 20)
-sender = channel.sender(name="peer")
+sender = channel.open_sender(name="peer")
 sender.send(b"ready")
 """
 EXEC = """
@@ -36,7 +37,7 @@ def test_an_exec_is_told_within_a_tenth_of_a_second_and_gives_back_what_was_held
     def measure() -> float:
         pool = Pool.create(1 << 20, peer_name="survivor")
         pool.join()
-        with penstock.open_ring() as channel, channel.receiver() as receiver:
+        with penstock.Ring() as channel, channel.open_receiver() as receiver:
             with program(PEER + EXEC, channel.ticket, pool.ticket) as other:
                 assert receiver.receive(timeout=10) == b"ready"
                 with pytest.raises(MemoryExhausted):
@@ -57,7 +58,7 @@ def test_an_exec_is_told_within_a_tenth_of_a_second_and_gives_back_what_was_held
 def test_a_lock_that_another_thread_held_at_an_exec_is_taken_over() -> None:
     pool = Pool.create(2 << 20, peer_name="survivor", max_peers=2)
     pool.join()
-    with penstock.open_ring() as channel, channel.receiver() as receiver:
+    with penstock.Ring() as channel, channel.open_receiver() as receiver:
         with program(PEER + EXEC, channel.ticket, pool.ticket) as other:
             assert receiver.receive(timeout=10) == b"ready"
             peer = next(peer for peer in pool.peers() if peer.name == "peer")
@@ -72,7 +73,7 @@ def test_a_lock_that_another_thread_held_at_an_exec_is_taken_over() -> None:
 
 def test_an_exec_that_nobody_was_there_to_see_is_found_by_the_next_who_comes() -> None:
     pool = Pool.create(1 << 20, peer_name="next")
-    channel = penstock.open_ring()
+    channel = penstock.Ring()
     with program(PEER + 'say("ready")' + EXEC, channel.ticket, pool.ticket) as other:
         assert other.hear() == "ready"
         other.say("exec")
@@ -85,7 +86,7 @@ def test_an_exec_that_nobody_was_there_to_see_is_found_by_the_next_who_comes() -
 def test_a_process_that_joins_again_after_an_exec_is_another_peer() -> None:
     again = """
 import sys, penstock
-pool = penstock.Pool.attach(sys.argv[1], peer_name="after")
+pool = lowlevel.Pool.attach(sys.argv[1], peer_name="after")
 with pool.take(100) as lease:
     print("again", flush=True)
     sys.stdin.readline()
@@ -93,7 +94,7 @@ with pool.take(100) as lease:
 sys.stdin.readline()
 """
     source = f"""
-pool = penstock.Pool.attach(sys.argv[1], peer_name="before")
+pool = lowlevel.Pool.attach(sys.argv[1], peer_name="before")
 lease = pool.take(1000)
 say("ready")
 hear()
@@ -127,7 +128,7 @@ hear()
     def measure() -> float:
         pool = Pool.create(1 << 20, peer_name="survivor")
         pool.join()
-        with penstock.open_ring() as channel, channel.receiver() as receiver:
+        with penstock.Ring() as channel, channel.open_receiver() as receiver:
             with program(PEER + source, channel.ticket, pool.ticket) as other:
                 assert receiver.receive(timeout=10) == b"ready"
                 assert other.hear() == "large"
@@ -149,7 +150,7 @@ hear()
 @pytest.mark.parametrize("word", [0, OWNER_DIED, OWNER_DIED | 0x80000000, 0xFFFFFFFF, 1], ids=hex)
 def test_a_mark_that_the_kernel_did_not_make_is_not_believed(word: int) -> None:
     source = """
-pool = penstock.Pool.attach(sys.argv[1], peer_name="peer")
+pool = lowlevel.Pool.attach(sys.argv[1], peer_name="peer")
 lease = pool.take(100)
 say("ready")
 hear()
@@ -164,7 +165,7 @@ hear()
         slot = next(peer.index for peer in pool.peers() if peer.name == "peer")
         os.pwrite(pool.fd, word.to_bytes(4, "little"), PEERS + slot * PEER_NBYTES + WATCHER)
         guest = Pool.attach(pool.ticket, peer_name="guest")
-        with program("penstock.Pool.attach(sys.argv[1]).join(); hear()", pool.ticket):  # so that all look again
+        with program("lowlevel.Pool.attach(sys.argv[1]).join(); hear()", pool.ticket):  # so that all look again
             guest.join()
             time.sleep(0.3)
             assert states(pool)["peer"] == "live"

@@ -13,10 +13,10 @@ from tests.support.processes import program
 
 @contextlib.contextmanager
 def inbox(count: int, **options: object) -> Iterator[tuple[list[Sender], Receiver]]:
-    channel = penstock.open_inbox(count, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    channel = penstock.Inbox(senders=count, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
     with contextlib.ExitStack() as ends:
-        senders = [ends.enter_context(channel.sender(name=f"api {rank}")) for rank in range(count)]
-        yield senders, ends.enter_context(channel.receiver())
+        senders = [ends.enter_context(channel.open_sender(name=f"api {rank}")) for rank in range(count)]
+        yield senders, ends.enter_context(channel.open_receiver())
 
 
 @pytest.mark.parametrize("count", [1, 2, 64])
@@ -67,21 +67,21 @@ def test_the_end_comes_when_all_senders_have_closed() -> None:
 
 
 def test_a_place_that_nobody_has_taken_yet_is_waited_for() -> None:
-    channel = penstock.open_inbox(2)
-    with channel.receiver() as receiver:
-        channel.sender().close()
+    channel = penstock.Inbox(senders=2)
+    with channel.open_receiver() as receiver:
+        channel.open_sender().close()
         with pytest.raises(Timeout):
             receiver.receive(timeout=0.01)
-        with channel.sender() as late:
+        with channel.open_sender() as late:
             late.send(b"late")
         assert list(receiver) == [b"late"]
 
 
 def test_a_place_that_was_closed_is_given_to_the_next_and_nothing_is_mixed_up() -> None:
-    channel = penstock.open_inbox(1)
-    with channel.receiver() as receiver:
+    channel = penstock.Inbox(senders=1)
+    with channel.open_receiver() as receiver:
         for generation in range(50):
-            with channel.sender() as sender:
+            with channel.open_sender() as sender:
                 assert sender.index == 0
                 sender.send(b"%d" % generation)
                 sender.send(b"%d" % generation * 30_000)
@@ -102,12 +102,12 @@ def _next(receiver: Receiver) -> bytes | None:
 
 
 def test_the_end_of_an_inbox_is_not_for_ever() -> None:
-    channel = penstock.open_inbox(1)
-    with channel.receiver() as receiver:
-        channel.sender().close()
+    channel = penstock.Inbox(senders=1)
+    with channel.open_receiver() as receiver:
+        channel.open_sender().close()
         with pytest.raises(EndOfChannel):
             receiver.receive(timeout=1)
-        with channel.sender() as sender:
+        with channel.open_sender() as sender:
             sender.send(b"again")
             assert receiver.receive(timeout=1) == b"again"
             with pytest.raises(WouldBlock):
@@ -115,13 +115,13 @@ def test_the_end_of_an_inbox_is_not_for_ever() -> None:
 
 
 def test_what_was_sent_before_the_receiver_came_is_kept_for_it() -> None:
-    channel = penstock.open_inbox(3, capacity=4096)
+    channel = penstock.Inbox(senders=3, capacity=4096)
     with contextlib.ExitStack() as ends:
         for rank in range(3):
-            sender = ends.enter_context(channel.sender())
+            sender = ends.enter_context(channel.open_sender())
             for number in range(10):
                 sender.send(b"%d:%d" % (rank, number))
-        with channel.receiver() as receiver:
+        with channel.open_receiver() as receiver:
             records = [receiver.receive(timeout=1) for _ in range(30)]
     for rank in range(3):
         own = [record for record in records if record.startswith(b"%d:" % rank)]
@@ -129,11 +129,11 @@ def test_what_was_sent_before_the_receiver_came_is_kept_for_it() -> None:
 
 
 def test_a_receiver_that_follows_another_gets_what_is_sent_after_it_came_by_everybody() -> None:
-    channel = penstock.open_inbox(2)
-    with channel.sender() as one, channel.sender() as other:
-        with channel.receiver():
+    channel = penstock.Inbox(senders=2)
+    with channel.open_sender() as one, channel.open_sender() as other:
+        with channel.open_receiver():
             one.send(b"lost")
-        with channel.receiver() as receiver:
+        with channel.open_receiver() as receiver:
             other.send(b"a")
             one.send(b"b")
             assert sorted(receiver.receive(timeout=1) for _ in range(2)) == [b"a", b"b"]
@@ -150,16 +150,16 @@ def test_senders_are_told_that_the_receiver_has_closed() -> None:
 
 def test_random_senders_sizes_and_restarts_keep_the_order_of_each(seed: int) -> None:
     choose = random.Random(seed)
-    channel = penstock.open_inbox(5, capacity=4096, spill_nbytes=1 << 20)
-    with channel.receiver() as receiver:
-        senders = {rank: channel.sender(rank) for rank in range(5)}
+    channel = penstock.Inbox(senders=5, capacity=4096, spill_nbytes=1 << 20)
+    with channel.open_receiver() as receiver:
+        senders = {rank: channel.open_sender(rank) for rank in range(5)}
         sent: dict[int, list[bytes]] = {rank: [] for rank in range(5)}
         for number in range(5000):
             rank = choose.randrange(5)
             action = choose.random()
             if action < 0.01:
                 senders.pop(rank).close()
-                senders[rank] = channel.sender(rank)
+                senders[rank] = channel.open_sender(rank)
             elif action < 0.5:
                 record = b"%d" % number + bytes(choose.choice([0, 60, 600, 4000]))
                 with contextlib.suppress(WouldBlock):
@@ -181,11 +181,11 @@ def test_random_senders_sizes_and_restarts_keep_the_order_of_each(seed: int) -> 
 
 def test_other_processes_send_and_all_of_it_arrives() -> None:
     source = """
-        with penstock.attach(sys.argv[1]).sender() as sender:
+        with penstock.attach(sys.argv[1]).open_sender() as sender:
             for number in range(800):
                 sender.send(number.to_bytes(4, "little") * (1 if number % 40 else 20_000), timeout=25)
     """
-    with penstock.open_inbox(3, spill_nbytes=1 << 22) as channel, channel.receiver() as receiver:
+    with penstock.Inbox(senders=3, spill_nbytes=1 << 22) as channel, channel.open_receiver() as receiver:
         with contextlib.ExitStack() as others:
             for _ in range(3):
                 others.enter_context(program(source, channel.ticket))

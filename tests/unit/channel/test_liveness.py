@@ -12,14 +12,15 @@ import textwrap
 
 import pytest
 
-from penstock import Pool, _native
+from penstock import _native
+from penstock.lowlevel import Pool
 from tests.conftest import eventually
 from tests.support.processes import DYING, IS_SANITIZED, Program, program
 
 MIB = 1 << 20
 
 HOLDER = """
-pool = penstock.Pool.attach(sys.argv[1], peer_name="holder")
+pool = lowlevel.Pool.attach(sys.argv[1], peer_name="holder")
 lease = pool.take(1 << 20)
 with memoryview(lease) as view:
     view[:] = b"A" * len(view)
@@ -83,7 +84,7 @@ def code(*parts: str) -> str:
 @needs_descriptors
 def test_a_peer_that_cannot_be_watched_for_want_of_descriptors_keeps_what_it_holds() -> None:
     source = """
-        pool = penstock.Pool.attach(sys.argv[1], peer_name="exhausted")
+        pool = lowlevel.Pool.attach(sys.argv[1], peer_name="exhausted")
         pool.join()
         fill()
         say("full")
@@ -123,7 +124,7 @@ def test_a_peer_that_cannot_be_watched_for_want_of_descriptors_keeps_what_it_hol
 @needs_descriptors
 def test_a_lock_is_not_taken_over_from_a_holder_that_cannot_be_looked_at() -> None:
     source = """
-        pool = penstock.Pool.attach(sys.argv[1], peer_name="waiter")
+        pool = lowlevel.Pool.attach(sys.argv[1], peer_name="waiter")
         pool.join()
         fill()
         say("full")
@@ -134,7 +135,7 @@ def test_a_lock_is_not_taken_over_from_a_holder_that_cannot_be_looked_at() -> No
             say(error)
     """
     holder_source = """
-        pool = penstock.Pool.attach(sys.argv[1], peer_name="holder")
+        pool = lowlevel.Pool.attach(sys.argv[1], peer_name="holder")
         pool.join()
         penstock._native.arm_point("pool.locked", "stop", 1)
         pool.take(64)
@@ -159,7 +160,7 @@ def test_a_lock_is_not_taken_over_from_a_holder_that_cannot_be_looked_at() -> No
 @needs_descriptors
 def test_joining_with_few_descriptors_is_done_or_refused_and_leaves_nothing() -> None:
     source = """
-        pool = penstock.Pool.attach(sys.argv[1], peer_name="guest")
+        pool = lowlevel.Pool.attach(sys.argv[1], peer_name="guest")
         refused = 0
         for free in range(8):
             fill(but=free)
@@ -171,7 +172,7 @@ def test_joining_with_few_descriptors_is_done_or_refused_and_leaves_nothing() ->
                 assert "Too many open files (RLIMIT_NOFILE is 128): raise it" in str(error), error
                 refused += 1
             empty()
-            pool = penstock.Pool.attach(sys.argv[1], peer_name="guest")
+            pool = lowlevel.Pool.attach(sys.argv[1], peer_name="guest")
         first = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             fill(but=1)
@@ -194,7 +195,7 @@ def test_joining_with_few_descriptors_is_done_or_refused_and_leaves_nothing() ->
 def test_a_process_that_may_not_open_a_pidfd_is_refused(name: str) -> None:
     source = """
         deny(PIDFD_OPEN, getattr(errno, sys.argv[2]))
-        pool = penstock.Pool.attach(int(sys.argv[1]), peer_name="denied")
+        pool = lowlevel.Pool.attach(int(sys.argv[1]), peer_name="denied")
         try:
             pool.take(64)
         except OSError as error:
@@ -234,7 +235,7 @@ def test_another_time_namespace_is_refused() -> None:
         pytest.skip("needs root and unshare(1)")
     pool = Pool.create(MIB, peer_name="holder")
     pool.join()
-    attach = f"import penstock; penstock.Pool.attach({pool.fd}).join()"
+    attach = f"import penstock; lowlevel.Pool.attach({pool.fd}).join()"
     command = [unshare, "--time", "--fork", "--boottime", "1000", sys.executable, "-c", attach]
     ended = subprocess.run(command, pass_fds=[pool.fd], capture_output=True, text=True, timeout=30)
     if "unshare:" in ended.stderr:
@@ -248,7 +249,7 @@ def test_a_proc_of_another_pid_namespace_is_refused() -> None:
     unshare = shutil.which("unshare")
     if os.geteuid() != 0 or unshare is None:
         pytest.skip("needs root and unshare(1)")
-    join = "import penstock; penstock.Pool.create(4096).join()"
+    join = "import penstock; lowlevel.Pool.create(4096).join()"
     command = [unshare, "--pid", "--fork", sys.executable, "-c", join]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if "unshare:" in ended.stderr:
@@ -262,7 +263,7 @@ def test_a_process_without_a_thread_to_spare_is_refused_with_its_signals_as_befo
     source = """
         most = resource.getrlimit(resource.RLIMIT_NPROC)[1]
         os.setresuid(65534, 65534, 65534)
-        pool = penstock.Pool.create(4096)
+        pool = lowlevel.Pool.create(4096)
         resource.setrlimit(resource.RLIMIT_NPROC, (1, most))
         before = len(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, ())
         for _ in range(3):

@@ -3,9 +3,9 @@
 import pytest
 
 import penstock
-from penstock import MemoryExhausted
+from penstock import MemoryExhausted, lowlevel
 
-RING = penstock.open_ring
+RING = penstock.Ring
 WRONG = [
     {"capacity": 0},
     {"capacity": -4096},
@@ -39,26 +39,26 @@ WRONG = [
 @pytest.mark.parametrize("options", WRONG, ids=repr)
 def test_an_impossible_option_of_a_channel_is_a_value_error(options: dict[str, object]) -> None:
     with pytest.raises(ValueError):
-        penstock.open_ring(**options)
+        penstock.Ring(**options)
 
 
 @pytest.mark.parametrize("options", [{"capacity": 4096.0}, {"capacity": "4096"}, {"spill_nbytes": 1.5}], ids=repr)
 def test_a_size_that_is_no_whole_number_is_refused(options: dict[str, object]) -> None:
     with pytest.raises((TypeError, ValueError)):
-        penstock.open_ring(**options)
+        penstock.Ring(**options)
 
 
 def test_an_option_that_does_not_exist_is_refused() -> None:
     with pytest.raises(TypeError, match="colour"):
-        penstock.open_ring(colour="red")
+        penstock.Ring(colour="red")
 
 
 @pytest.mark.parametrize("count", [0, -1, 65, 1 << 40])
 def test_a_broadcast_has_one_to_sixty_four_receivers_and_an_inbox_so_many_senders(count: int) -> None:
     with pytest.raises(ValueError, match=f"1 to 64 receivers, not {count}"):
-        penstock.open_broadcast(count)
+        penstock.Broadcast(receivers=count)
     with pytest.raises(ValueError, match=f"1 to 64 senders, not {count}"):
-        penstock.open_inbox(count)
+        penstock.Inbox(senders=count)
 
 
 @pytest.mark.parametrize(
@@ -79,17 +79,17 @@ def test_a_broadcast_has_one_to_sixty_four_receivers_and_an_inbox_so_many_sender
 )
 def test_an_impossible_option_of_a_pool_is_a_value_error(options: dict[str, object]) -> None:
     with pytest.raises(ValueError):
-        penstock.Pool.create(4096, **options)
+        lowlevel.Pool.create(4096, **options)
 
 
-@pytest.mark.parametrize("create", [penstock.Pool.create, penstock.Segment.create])
+@pytest.mark.parametrize("create", [lowlevel.Pool.create, lowlevel.Segment.create])
 @pytest.mark.parametrize("nbytes", [0, -1, -(1 << 70)])
 def test_a_segment_and_a_pool_have_at_least_one_byte(create: object, nbytes: int) -> None:
     with pytest.raises(ValueError, match=f"at least one byte, not {nbytes}"):
         create(nbytes)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("create", [penstock.Pool.create, penstock.Segment.create])
+@pytest.mark.parametrize("create", [lowlevel.Pool.create, lowlevel.Segment.create])
 @pytest.mark.parametrize(
     "nbytes", [1 << 42, (1 << 44) - 4096, 1 << 44, (1 << 44) + 1, 1 << 50, (1 << 63) - 1, 1 << 64, 1 << 70]
 )
@@ -103,7 +103,11 @@ def test_more_than_there_can_be_is_memory_exhausted_with_both_numbers(create: ob
 
 @pytest.mark.parametrize("latency", ["eco", "auto", "spin"])
 def test_each_latency_carries_records(latency: str) -> None:
-    with penstock.open_ring(latency=latency) as channel, channel.sender() as sender, channel.receiver() as receiver:
+    with (
+        penstock.Ring(latency=latency) as channel,
+        channel.open_sender() as sender,
+        channel.open_receiver() as receiver,
+    ):
         sender.send(b"x")
         assert receiver.receive(timeout=1) == b"x"
         assert channel.snapshot()["latency"] == latency
@@ -114,14 +118,14 @@ def test_the_smallest_and_the_largest_ring_work() -> None:
         {"capacity": 4096, "inline_limit": 64, "spill_nbytes": 64, "spill_blocks": 1},
         {"capacity": 1 << 26},
     ):
-        with penstock.open_ring(**options) as channel, channel.sender() as sender, channel.receiver() as receiver:
+        with penstock.Ring(**options) as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
             for record in (b"", b"x" * 64):
                 sender.send(record, timeout=1)
                 assert receiver.receive(timeout=1) == record
 
 
 def test_a_channel_of_one_block_spills_one_record_at_a_time() -> None:
-    with penstock.open_ring(spill_blocks=1) as channel, channel.sender() as sender, channel.receiver() as receiver:
+    with penstock.Ring(spill_blocks=1) as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         for _ in range(3):
             sender.send_nowait(bytes(100_000))
             with pytest.raises(penstock.WouldBlock):
@@ -145,7 +149,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_will_do_and_is_shown_as_far_as_it_fits(name: str) -> None:
-    with penstock.open_ring(name) as channel, channel.receiver(name=name) as receiver:
+    with penstock.Ring(name=name) as channel, channel.open_receiver(name=name) as receiver:
         for shown in (channel.name, receiver.name, penstock.attach(channel.ticket).name):
             assert name.startswith(shown)
             assert len(shown.encode()) >= min(28, len(name.encode()))
@@ -154,7 +158,7 @@ def test_any_name_will_do_and_is_shown_as_far_as_it_fits(name: str) -> None:
         assert channel.name in str(told.value)
         peer = channel.peers()[0].name
         assert peer.startswith("pid ") if name == "" else len(peer) > 0
-    pool = penstock.Pool.create(4096, name=name, peer_name=name)
+    pool = lowlevel.Pool.create(4096, name=name, peer_name=name)
     with pool.take(10):
         assert name == "" or name.startswith(pool.stats().holders[0].name)
         with pytest.raises(MemoryExhausted) as exhausted:
@@ -165,11 +169,11 @@ def test_any_name_will_do_and_is_shown_as_far_as_it_fits(name: str) -> None:
 @pytest.mark.parametrize("name", [5, None, b"bytes", "lone \ud800 surrogate"], ids=repr)
 def test_a_name_that_is_no_text_is_refused(name: object) -> None:
     with pytest.raises((TypeError, ValueError)):
-        penstock.open_ring(name)  # type: ignore[arg-type]
+        penstock.Ring(name=name)  # type: ignore[arg-type]
 
 
 def test_ends_and_counts_are_told() -> None:
-    with penstock.open_ring() as ring, penstock.open_broadcast(3) as broadcast, penstock.open_inbox(5) as inbox:
+    with penstock.Ring() as ring, penstock.Broadcast(receivers=3) as broadcast, penstock.Inbox(senders=5) as inbox:
         assert [(c.name, c.senders, c.receivers) for c in (ring, broadcast, inbox)] == [
             ("ring", 1, 1),
             ("broadcast", 1, 3),

@@ -16,8 +16,8 @@ SIZES = [0, 1, 1000, 5000]  # the last one is spilled
 
 @contextlib.contextmanager
 def ring(**options: object) -> Iterator[tuple[penstock.Ring, Sender, Receiver]]:
-    channel = penstock.open_ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
-    with channel.sender() as sender, channel.receiver() as receiver:
+    channel = penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield channel, sender, receiver
 
 
@@ -163,8 +163,8 @@ def test_closing_the_sender_aborts_and_a_late_commit_says_so() -> None:
 @pytest.mark.parametrize("nbytes", [1, 1000, 5000])
 @pytest.mark.parametrize("is_aborted", [False, True], ids=["open", "aborted"])
 def test_a_view_that_outlives_its_sender_writes_over_no_other_record(nbytes: int, is_aborted: bool) -> None:
-    with penstock.open_inbox(2, capacity=4096, spill_nbytes=1 << 20) as inbox, inbox.receiver() as receiver:
-        first = inbox.sender(0, name="first")
+    with penstock.Inbox(senders=2, capacity=4096, spill_nbytes=1 << 20) as inbox, inbox.open_receiver() as receiver:
+        first = inbox.open_sender(0, name="first")
         room = first.reserve(nbytes)
         view = memoryview(room)
         if is_aborted:
@@ -172,8 +172,8 @@ def test_a_view_that_outlives_its_sender_writes_over_no_other_record(nbytes: int
         first.close()
         assert first.is_closed
         with pytest.raises(ValueError, match=r"sender 0 .* closed, but views of its reservation .* 'first' \(pid"):
-            inbox.sender(0)
-        with inbox.sender(name="second") as second:
+            inbox.open_sender(0)
+        with inbox.open_sender(name="second") as second:
             assert second.index == 1
             second.send(b"A" * nbytes)
             view[:] = b"B" * nbytes
@@ -181,7 +181,7 @@ def test_a_view_that_outlives_its_sender_writes_over_no_other_record(nbytes: int
             assert inbox.snapshot()["pool"][0]["blocks"] == (1 if nbytes == 5000 else 0)
         view.release()
         assert inbox.snapshot()["pool"][0]["blocks"] == 0
-        with inbox.sender(0, name="third") as third:
+        with inbox.open_sender(0, name="third") as third:
             third.send(b"C" * nbytes)
             assert receiver.receive(timeout=1) == b"C" * nbytes
         assert list(receiver) == []
@@ -202,29 +202,29 @@ def test_a_view_that_outlives_its_sender_keeps_no_receiver_waiting(nbytes: int) 
 
 @pytest.mark.parametrize("nbytes", [1000, 5000])
 def test_a_view_keeps_its_room_when_sender_and_reservation_are_dropped(nbytes: int) -> None:
-    with penstock.open_inbox(1, capacity=4096, spill_nbytes=1 << 20) as inbox, inbox.receiver() as receiver:
-        view = memoryview(inbox.sender().reserve(nbytes))
+    with penstock.Inbox(senders=1, capacity=4096, spill_nbytes=1 << 20) as inbox, inbox.open_receiver() as receiver:
+        view = memoryview(inbox.open_sender().reserve(nbytes))
         gc.collect()
         with pytest.raises(ValueError, match="sender 0 of 'inbox' is taken"):
-            inbox.sender(0)
+            inbox.open_sender(0)
         view[:] = b"B" * nbytes
         view.release()
         gc.collect()
-        with inbox.sender(0) as successor:
+        with inbox.open_sender(0) as successor:
             successor.send(b"A" * nbytes)
             assert receiver.receive(timeout=1) == b"A" * nbytes
 
 
 def test_a_view_of_many_views_keeps_the_room_until_the_last_is_dropped() -> None:
-    with penstock.open_inbox(1, capacity=4096) as inbox, inbox.receiver():
-        with inbox.sender() as first:
+    with penstock.Inbox(senders=1, capacity=4096) as inbox, inbox.open_receiver():
+        with inbox.open_sender() as first:
             views = [memoryview(first.reserve(100))]
             views += [memoryview(views[0].obj) for _ in range(3)]
         while views:
             with pytest.raises(ValueError, match="drop them first"):
-                inbox.sender(0)
+                inbox.open_sender(0)
             views.pop()
-        inbox.sender(0).close()
+        inbox.open_sender(0).close()
 
 
 @pytest.mark.parametrize("nbytes", [-1, 2**63, 2**64, 1.5, "5", None], ids=repr)

@@ -18,8 +18,8 @@ INLINE = 1024
 
 @contextlib.contextmanager
 def ring(**options: object) -> Iterator[tuple[Sender, Receiver]]:
-    channel = penstock.open_ring(**{"capacity": CAPACITY, "spill_nbytes": 1 << 20, **options})
-    with channel.sender() as sender, channel.receiver() as receiver:
+    channel = penstock.Ring(**{"capacity": CAPACITY, "spill_nbytes": 1 << 20, **options})
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield sender, receiver
 
 
@@ -237,50 +237,50 @@ def test_a_closed_end_says_so() -> None:
 
 
 def test_ends_close_with_their_block() -> None:
-    channel = penstock.open_ring()
+    channel = penstock.Ring()
     with channel:
-        with channel.sender() as sender:
+        with channel.open_sender() as sender:
             assert not sender.is_closed
-        with channel.receiver() as receiver:
+        with channel.open_receiver() as receiver:
             assert not receiver.is_closed
         assert sender.is_closed
         assert receiver.is_closed
     with pytest.raises(ClosedError, match="channel 'ring' is closed"):
-        channel.sender()
+        channel.open_sender()
 
 
 def test_ends_close_when_they_are_dropped() -> None:
-    channel = penstock.open_ring()
-    sender = channel.sender()
-    receiver = channel.receiver()
+    channel = penstock.Ring()
+    sender = channel.open_sender()
+    receiver = channel.open_receiver()
     del sender
     with pytest.raises(EndOfChannel):
         receiver.receive(timeout=1)
 
 
 def test_a_place_that_is_taken_is_refused_with_its_owner() -> None:
-    channel = penstock.open_ring("numbers")
-    with channel.sender(name="first"), channel.receiver(name="second"):
+    channel = penstock.Ring(name="numbers")
+    with channel.open_sender(name="first"), channel.open_receiver(name="second"):
         with pytest.raises(ValueError, match="sender 0 of 'numbers' is taken: 'first'"):
-            channel.sender()
+            channel.open_sender()
         with pytest.raises(ValueError, match="receiver 0 of 'numbers' is taken: 'second'"):
-            channel.receiver(0)
+            channel.open_receiver(0)
         with pytest.raises(ValueError, match="there is no sender 1"):
-            channel.sender(1)
+            channel.open_sender(1)
         with pytest.raises(ValueError, match="there is no receiver 7"):
-            channel.receiver(7)
+            channel.open_receiver(7)
 
 
 def test_a_ring_that_was_closed_in_peace_has_no_second_sender() -> None:
-    channel = penstock.open_ring()
-    channel.sender().close()
+    channel = penstock.Ring()
+    channel.open_sender().close()
     with pytest.raises(ValueError, match="is taken and closed"):
-        channel.sender()
+        channel.open_sender()
 
 
 @pytest.mark.parametrize("index", [-1, -5, 2**31, 2**40])
 def test_an_impossible_index_is_refused(index: int) -> None:
-    channel = penstock.open_ring()
+    channel = penstock.Ring()
     for end in (channel.sender, channel.receiver, channel.async_sender, channel.async_receiver):
         with pytest.raises(ValueError, match=str(index)):
             end(index)
@@ -303,8 +303,8 @@ def test_nowait_says_that_there_is_nothing_or_no_room() -> None:
 
 
 def test_a_full_ring_says_by_whom_how_far_and_for_how_long() -> None:
-    channel = penstock.open_ring("steps", capacity=CAPACITY)
-    with channel.sender() as sender, channel.receiver(name="worker"):
+    channel = penstock.Ring(name="steps", capacity=CAPACITY)
+    with channel.open_sender() as sender, channel.open_receiver(name="worker"):
         for _ in range(32):
             sender.send(b"x" * 96)
         with pytest.raises(Timeout) as told:
@@ -322,8 +322,8 @@ def test_a_full_ring_says_by_whom_how_far_and_for_how_long() -> None:
 
 
 def test_a_receiver_that_never_came_is_named_as_such() -> None:
-    channel = penstock.open_ring(capacity=CAPACITY)
-    with channel.sender() as sender:
+    channel = penstock.Ring(capacity=CAPACITY)
+    with channel.open_sender() as sender:
         with pytest.raises(Timeout, match="receiver 0, which has not attached yet, is 4 records") as told:
             for _ in range(5):
                 sender.send(b"x" * 900, timeout=0.02)
@@ -331,11 +331,11 @@ def test_a_receiver_that_never_came_is_named_as_such() -> None:
 
 
 def test_waiting_for_a_record_ends_with_the_deadline_and_says_of_whom() -> None:
-    channel = penstock.open_ring("deltas")
-    with channel.receiver() as receiver:
+    channel = penstock.Ring(name="deltas")
+    with channel.open_receiver() as receiver:
         with pytest.raises(Timeout, match=r"no record for receiver 0 of 'deltas' within 2\d.\d ms; nobody has come"):
             receiver.receive(timeout=0.02)
-        with channel.sender(name="core") as sender:
+        with channel.open_sender(name="core") as sender:
             with pytest.raises(Timeout, match=r"'core' \(pid \d+\) has not sent yet"):
                 receiver.receive(timeout=0)
             sender.send(b"x")
@@ -363,40 +363,40 @@ def test_a_negative_timeout_is_one_that_has_passed_and_a_very_long_one_is_none()
 
 
 def test_what_was_sent_before_the_receiver_came_is_kept_for_it() -> None:
-    channel = penstock.open_ring()
-    with channel.sender() as sender:
+    channel = penstock.Ring()
+    with channel.open_sender() as sender:
         for number in range(100):
             sender.send(b"%d" % number)
         sender.send(b"s" * 100_000)
-        with channel.receiver() as receiver:
+        with channel.open_receiver() as receiver:
             assert [receiver.receive(timeout=1) for _ in range(100)] == [b"%d" % number for number in range(100)]
             assert receiver.receive(timeout=1) == b"s" * 100_000
 
 
 def test_a_receiver_may_come_first() -> None:
-    channel = penstock.open_ring()
-    with channel.receiver() as receiver, channel.sender() as sender:
+    channel = penstock.Ring()
+    with channel.open_receiver() as receiver, channel.open_sender() as sender:
         sender.send(b"x")
         assert receiver.receive(timeout=1) == b"x"
 
 
 def test_a_receiver_that_follows_one_that_closed_gets_what_is_sent_after_it_came() -> None:
-    channel = penstock.open_ring()
-    with channel.sender() as sender:
-        with channel.receiver() as receiver:
+    channel = penstock.Ring()
+    with channel.open_sender() as sender:
+        with channel.open_receiver() as receiver:
             sender.send(b"1")
             sender.send(b"2")
             assert receiver.receive(timeout=1) == b"1"
-        with channel.receiver() as receiver:
+        with channel.open_receiver() as receiver:
             sender.send(b"3")
             assert receiver.receive(timeout=1) == b"3"
             assert receiver.try_receive() is None
 
 
 def test_what_nobody_reads_any_more_gives_its_memory_back() -> None:
-    channel = penstock.open_ring(spill_nbytes=1 << 20)
-    with channel.sender() as sender:
-        receiver = channel.receiver()
+    channel = penstock.Ring(spill_nbytes=1 << 20)
+    with channel.open_sender() as sender:
+        receiver = channel.open_receiver()
         sender.send(b"s" * 200_000)
         sender.send(b"s" * 200_000)
         assert channel.snapshot()["pool"][0]["blocks"] == 2
@@ -405,8 +405,8 @@ def test_what_nobody_reads_any_more_gives_its_memory_back() -> None:
 
 
 def test_spilled_memory_is_given_back_as_soon_as_it_is_read() -> None:
-    channel = penstock.open_ring(spill_nbytes=1 << 20)
-    with channel.sender() as sender, channel.receiver() as receiver:
+    channel = penstock.Ring(spill_nbytes=1 << 20)
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         for number in range(20):
             sender.send(pattern(number, 600_000), timeout=1)  # the pool has room for one
             assert receiver.receive(timeout=1) == pattern(number, 600_000)
@@ -426,8 +426,8 @@ def test_a_record_longer_than_the_pool_is_an_error_with_both_numbers_and_the_nex
 
 
 def test_a_full_pool_holds_the_sender_up_and_says_how_much_was_asked_and_who_holds_the_rest() -> None:
-    channel = penstock.open_ring("images", spill_nbytes=1 << 20)
-    with channel.sender() as sender, channel.receiver(name="worker") as receiver:
+    channel = penstock.Ring(name="images", spill_nbytes=1 << 20)
+    with channel.open_sender() as sender, channel.open_receiver(name="worker") as receiver:
         sender.send(bytes(700_000))
         view = receiver.receive_view(timeout=1)
         with pytest.raises(WouldBlock):
@@ -443,8 +443,8 @@ def test_a_full_pool_holds_the_sender_up_and_says_how_much_was_asked_and_who_hol
 
 
 def test_the_counters_add_up() -> None:
-    channel = penstock.open_ring("counted", capacity=CAPACITY, inline_limit=INLINE, spill_nbytes=1 << 20)
-    with channel.sender(name="a") as sender, channel.receiver(name="b") as receiver:
+    channel = penstock.Ring(name="counted", capacity=CAPACITY, inline_limit=INLINE, spill_nbytes=1 << 20)
+    with channel.open_sender(name="a") as sender, channel.open_receiver(name="b") as receiver:
         for nbytes in (0, 10, 1024, 1025, 5000):
             sender.send(bytes(nbytes))
         receiver.receive(timeout=1)
@@ -465,9 +465,9 @@ def test_the_counters_add_up() -> None:
 
 
 def test_another_process_sends_and_this_one_receives() -> None:
-    with penstock.open_ring(capacity=1 << 16, spill_nbytes=1 << 22) as channel, channel.receiver() as receiver:
+    with penstock.Ring(capacity=1 << 16, spill_nbytes=1 << 22) as channel, channel.open_receiver() as receiver:
         source = """
-            with penstock.attach(sys.argv[1]).sender(name="stranger") as sender:
+            with penstock.attach(sys.argv[1]).open_sender(name="stranger") as sender:
                 for number in range(3000):
                     sender.send(number.to_bytes(4, "little") * (number % 500 * (50 if number % 100 == 0 else 1)))
         """
@@ -481,11 +481,11 @@ def test_another_process_sends_and_this_one_receives() -> None:
 
 
 def test_another_process_receives_what_this_one_sends() -> None:
-    with penstock.open_ring(capacity=1 << 16, spill_nbytes=1 << 22) as channel, channel.sender() as sender:
+    with penstock.Ring(capacity=1 << 16, spill_nbytes=1 << 22) as channel, channel.open_sender() as sender:
         source = """
             import hashlib
             digest = hashlib.sha256()
-            with penstock.attach(sys.argv[1]).receiver() as receiver:
+            with penstock.attach(sys.argv[1]).open_receiver() as receiver:
                 for record in receiver:
                     digest.update(record)
             say(digest.hexdigest())

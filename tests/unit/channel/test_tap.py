@@ -10,7 +10,8 @@ import zlib
 import pytest
 
 import penstock
-from penstock import CorruptRecord, LayoutMismatch, _native
+from penstock import _native, lowlevel
+from penstock.lowlevel import CorruptRecord, LayoutMismatch
 from tests.support.processes import program
 
 CAPACITY = 4096
@@ -18,7 +19,7 @@ Record = tuple[int, int, int, bytes | None]
 
 
 def small(**options: object) -> penstock.Ring:
-    return penstock.open_ring(**{"capacity": CAPACITY, "spill_nbytes": 1 << 20, **options})
+    return penstock.Ring(**{"capacity": CAPACITY, "spill_nbytes": 1 << 20, **options})
 
 
 def tap_of(channel: penstock.Channel, from_start: bool = False) -> _native.Tap:
@@ -43,7 +44,7 @@ def contents(channel: penstock.Channel) -> bytes:
 def test_a_tap_sees_what_is_sent_with_its_number_and_when() -> None:
     channel = small()
     tap = tap_of(channel)
-    with channel.sender() as sender, channel.receiver() as receiver:
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         began = time.monotonic_ns()
         for number in range(3):
             sender.send(b"record %d" % number)
@@ -59,10 +60,10 @@ def test_a_tap_sees_what_is_sent_with_its_number_and_when() -> None:
 
 
 def test_a_tap_sees_each_record_of_a_broadcast_once_whoever_else_has_read_it() -> None:
-    channel = penstock.open_broadcast(receivers=3, capacity=CAPACITY)
+    channel = penstock.Broadcast(receivers=3, capacity=CAPACITY)
     tap = tap_of(channel)
-    with channel.sender() as sender:
-        receivers = [channel.receiver() for _ in range(3)]
+    with channel.open_sender() as sender:
+        receivers = [channel.open_receiver() for _ in range(3)]
         for number in range(200):
             sender.send(b"%d" % number)
             for receiver in receivers:
@@ -72,10 +73,10 @@ def test_a_tap_sees_each_record_of_a_broadcast_once_whoever_else_has_read_it() -
 
 
 def test_a_tap_sees_every_lane_of_an_inbox_each_in_order() -> None:
-    channel = penstock.open_inbox(senders=5, capacity=CAPACITY)
+    channel = penstock.Inbox(senders=5, capacity=CAPACITY)
     tap = tap_of(channel)
-    senders = [channel.sender(index) for index in range(5)]
-    with channel.receiver():
+    senders = [channel.open_sender(index) for index in range(5)]
+    with channel.open_receiver():
         for number in range(10):
             for sender in senders[number % 5 :]:
                 sender.send(b"%d %d" % (sender.index, number))
@@ -88,9 +89,9 @@ def test_a_tap_sees_every_lane_of_an_inbox_each_in_order() -> None:
 
 
 def test_a_busy_lane_does_not_keep_another_from_being_seen() -> None:
-    channel = penstock.open_inbox(senders=2, capacity=CAPACITY)
+    channel = penstock.Inbox(senders=2, capacity=CAPACITY)
     tap = tap_of(channel)
-    with channel.sender(0) as busy, channel.sender(1) as rare:
+    with channel.open_sender(0) as busy, channel.open_sender(1) as rare:
         for _ in range(50):
             busy.send(b"busy")
         rare.send(b"rare")
@@ -100,7 +101,7 @@ def test_a_busy_lane_does_not_keep_another_from_being_seen() -> None:
 def test_no_more_is_read_than_was_asked_for_and_the_rest_comes_next() -> None:
     channel = small()
     tap = tap_of(channel)
-    with channel.sender() as sender:
+    with channel.open_sender() as sender:
         for number in range(10):
             sender.send(b"%d" % number)
         assert [frames(tap.read(most)) for most in (0, 1, 4, 100)] == [
@@ -115,7 +116,7 @@ def test_no_more_is_read_than_was_asked_for_and_the_rest_comes_next() -> None:
 def test_records_of_any_size_are_seen_whole_wherever_they_lie_in_the_ring(nbytes: int) -> None:
     channel = small()
     tap = tap_of(channel)
-    with channel.sender() as sender, channel.receiver() as receiver:
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         for number in range(20):
             sender.send(random.Random(number).randbytes(nbytes))
             assert frames(tap.read()) == [random.Random(number).randbytes(nbytes)]
@@ -125,7 +126,7 @@ def test_records_of_any_size_are_seen_whole_wherever_they_lie_in_the_ring(nbytes
 
 def test_a_tap_begins_with_what_comes_next_or_with_what_is_still_to_be_read() -> None:
     channel = small()
-    with channel.sender() as sender, channel.receiver() as receiver:
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         for number in range(10):
             sender.send(b"%d" % number)
         for _ in range(4):
@@ -142,7 +143,7 @@ def test_a_long_record_is_seen_while_somebody_has_still_to_read_it() -> None:
     channel = small()
     tap = tap_of(channel)
     long = random.Random(1).randbytes(300_000)
-    with channel.sender() as sender, channel.receiver() as receiver:
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         sender.send(long)
         assert frames(tap.read()) == [long]
         assert receiver.receive() == long
@@ -151,7 +152,7 @@ def test_a_long_record_is_seen_while_somebody_has_still_to_read_it() -> None:
 def test_a_long_record_that_is_gone_is_none_and_not_missed() -> None:
     channel = small()
     tap = tap_of(channel)
-    with channel.sender() as sender, channel.receiver() as receiver:
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         for number in range(3):
             sender.send(bytes(5000))
             sender.send(b"short %d" % number)
@@ -164,7 +165,7 @@ def test_a_long_record_that_is_gone_is_none_and_not_missed() -> None:
 def test_a_leased_long_record_can_still_be_seen() -> None:
     channel = small()
     tap = tap_of(channel)
-    with channel.sender() as sender, channel.receiver() as receiver:
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         sender.send(b"x" * 5000)
         with receiver.receive_view():
             assert frames(tap.read()) == [b"x" * 5000]
@@ -177,7 +178,7 @@ def test_what_a_tap_did_not_see_it_has_counted_as_missed(seed_of_sizes: int) -> 
     tap = tap_of(channel)
     sizes = random.Random(seed_of_sizes)
     seen: list[Record] = []
-    with channel.sender() as sender, channel.receiver() as receiver:
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         for number in range(3000):
             sender.send(b"%d " % number + bytes(sizes.randrange(1000)))
             receiver.receive()
@@ -190,9 +191,9 @@ def test_what_a_tap_did_not_see_it_has_counted_as_missed(seed_of_sizes: int) -> 
 
 
 def test_a_tap_that_was_lapped_while_nobody_had_read_begins_again_where_the_slowest_receiver_is() -> None:
-    channel = penstock.open_broadcast(receivers=2, capacity=CAPACITY)
+    channel = penstock.Broadcast(receivers=2, capacity=CAPACITY)
     tap = tap_of(channel)
-    with channel.sender() as sender, channel.receiver() as fast, channel.receiver() as slow:
+    with channel.open_sender() as sender, channel.open_receiver() as fast, channel.open_receiver() as slow:
         for _ in range(200):
             sender.send(bytes(100))
             fast.receive()
@@ -214,7 +215,7 @@ def test_under_full_load_a_tap_never_returns_a_torn_record(seed: int) -> None:
         bodies = [sizes.randbytes(sizes.choice((3, 90, 700, 2000, 9000))) for _ in range(64)]
         sums = [zlib.crc32(body).to_bytes(4, "little") for body in bodies]
         count, behind = 0, 0
-        with channel.sender() as sender, channel.receiver() as receiver:
+        with channel.open_sender() as sender, channel.open_receiver() as receiver:
             ends = time.monotonic() + 2.0
             while time.monotonic() < ends:
                 for number in sizes.choices(range(64), k=100):
@@ -250,8 +251,8 @@ def test_under_full_load_a_tap_never_returns_a_torn_record(seed: int) -> None:
 
 # ── nobody can tell ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_tap_changes_no_byte_of_the_segment_and_joins_nothing() -> None:
-    channel = penstock.open_inbox(senders=2, capacity=CAPACITY, spill_nbytes=1 << 20)
-    with channel.sender(0) as sender, channel.receiver() as receiver:
+    channel = penstock.Inbox(senders=2, capacity=CAPACITY, spill_nbytes=1 << 20)
+    with channel.open_sender(0) as sender, channel.open_receiver() as receiver:
         sender.send(b"first")
         receiver.receive()
         sender.send(b"second")
@@ -268,8 +269,8 @@ def test_a_tap_changes_no_byte_of_the_segment_and_joins_nothing() -> None:
 
 
 def test_a_record_that_is_gone_does_not_bring_its_pages_back() -> None:
-    channel = penstock.open_ring()
-    with channel.sender() as sender, channel.receiver() as receiver:
+    channel = penstock.Ring()
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         tap = tap_of(channel)
         sender.send(bytes(8 << 20))
         receiver.receive()
@@ -282,7 +283,7 @@ def test_a_record_that_is_gone_does_not_bring_its_pages_back() -> None:
 def test_a_sender_that_has_no_room_does_not_wait_for_a_tap() -> None:
     channel = small()
     tap = tap_of(channel, from_start=True)
-    with channel.sender() as sender, channel.receiver() as receiver:
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         for _ in range(500):
             sender.send(bytes(100), timeout=5)
             receiver.receive()
@@ -292,7 +293,7 @@ def test_a_sender_that_has_no_room_does_not_wait_for_a_tap() -> None:
 def test_a_segment_that_is_only_looked_at_cannot_be_joined_or_written() -> None:
     channel = small()
     segment = _native.Segment.adopt(os.dup(channel._segment.fd), is_observer=True)
-    with channel.sender() as sender:
+    with channel.open_sender() as sender:
         tap = _native.Tap(segment)
         sender.send(b"seen")
         assert frames(tap.read()) == [b"seen"]
@@ -303,7 +304,7 @@ def test_a_segment_that_is_only_looked_at_cannot_be_joined_or_written() -> None:
 
 
 def test_a_tap_of_what_is_no_channel_is_refused() -> None:
-    pool = penstock.Pool.create(1 << 16)
+    pool = lowlevel.Pool.create(1 << 16)
     with pytest.raises(LayoutMismatch, match="not a channel"):
         _native.Tap(pool._segment)
 
@@ -314,7 +315,7 @@ def test_a_tap_sees_all_that_a_sender_had_committed_before_it_was_killed_and_all
     tap = tap_of(channel)
     first = """
         channel = penstock.attach(sys.argv[1])
-        sender = channel.sender(name="first")
+        sender = channel.open_sender(name="first")
         for number in range(5):
             sender.send(b"first %d" % number)
         reserved = sender.reserve(500)
@@ -328,7 +329,7 @@ def test_a_tap_sees_all_that_a_sender_had_committed_before_it_was_killed_and_all
         running.kill(signal.SIGKILL)
         running.process.wait()
     assert frames(tap.read()) == [b"first %d" % number for number in (2, 3, 4)]
-    with channel.sender(name="next") as sender:
+    with channel.open_sender(name="next") as sender:
         for number in range(5):
             sender.send(b"next %d" % number)
     seen = tap.read()
@@ -340,7 +341,7 @@ def test_a_tap_sees_all_that_a_sender_had_committed_before_it_was_killed_and_all
 def test_a_tap_outlives_both_ends_and_the_channel() -> None:
     channel = small()
     tap = tap_of(channel)
-    with channel.sender() as sender, channel.receiver():
+    with channel.open_sender() as sender, channel.open_receiver():
         sender.send(b"last words")
     channel.close()
     del channel, sender
@@ -350,7 +351,7 @@ def test_a_tap_outlives_both_ends_and_the_channel() -> None:
 def test_what_is_no_record_is_an_error_after_what_came_before_it_and_not_the_end() -> None:
     channel = small()
     tap = tap_of(channel)
-    with channel.sender() as sender:
+    with channel.open_sender() as sender:
         for word in (b"before", b"victim", b"after"):
             sender.send(word)
         at = contents(channel).index(b"victim")

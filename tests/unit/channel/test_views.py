@@ -17,8 +17,8 @@ SIZES = [0, 1, 1000, 5000]  # the last one is spilled
 
 @contextlib.contextmanager
 def ring(**options: object) -> Iterator[tuple[penstock.Ring, Sender, Receiver]]:
-    channel = penstock.open_ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
-    with channel.sender() as sender, channel.receiver() as receiver:
+    channel = penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield channel, sender, receiver
 
 
@@ -179,8 +179,8 @@ def test_a_view_outlives_its_receiver_and_keeps_its_place() -> None:
 
 
 def test_a_view_outlives_the_channel() -> None:
-    channel = penstock.open_ring()
-    sender, receiver = channel.sender(), channel.receiver()
+    channel = penstock.Ring()
+    sender, receiver = channel.open_sender(), channel.open_receiver()
     sender.send(b"inline")
     sender.send(b"s" * 100_000)
     short, long = receiver.receive_view(timeout=1), receiver.receive_view(timeout=1)
@@ -203,8 +203,8 @@ def test_an_exception_in_a_receivers_block_gives_the_room_back_and_the_next_reco
 
 
 def test_views_of_several_receivers_are_independent() -> None:
-    channel = penstock.open_broadcast(2, capacity=4096)
-    with channel.sender() as sender, channel.receiver() as one, channel.receiver() as other:
+    channel = penstock.Broadcast(receivers=2, capacity=4096)
+    with channel.open_sender() as sender, channel.open_receiver() as one, channel.open_receiver() as other:
         for _ in range(4):
             sender.send(b"x" * 960)
         view = one.receive_view(timeout=1)
@@ -217,8 +217,8 @@ def test_views_of_several_receivers_are_independent() -> None:
 
 
 def test_views_from_one_sender_do_not_hold_another_one_up() -> None:
-    channel = penstock.open_inbox(2, capacity=4096)
-    with channel.sender() as one, channel.sender() as other, channel.receiver() as receiver:
+    channel = penstock.Inbox(senders=2, capacity=4096)
+    with channel.open_sender() as one, channel.open_sender() as other, channel.open_receiver() as receiver:
         for _ in range(4):
             one.send(b"x" * 960)
         views = [receiver.receive_view(timeout=1) for _ in range(4)]
@@ -248,7 +248,7 @@ def test_a_record_in_a_ring_is_not_shared_and_says_what_to_do() -> None:
 def test_writing_through_a_view_ends_the_writer_and_nobody_else() -> None:
     source = """
         import ctypes, numpy
-        with penstock.attach(sys.argv[1]).receiver(1) as receiver:
+        with penstock.attach(sys.argv[1]).open_receiver(1) as receiver:
             say("ready")
             lease = receiver.receive_view()
             array = numpy.frombuffer(lease, numpy.uint8)
@@ -256,10 +256,10 @@ def test_writing_through_a_view_ends_the_writer_and_nobody_else() -> None:
             say("written")
     """
     for nbytes in (100, 100_000):
-        channel = penstock.open_broadcast(2, on_receiver_death="ignore")
+        channel = penstock.Broadcast(receivers=2, on_receiver_death="ignore")
         with (
-            channel.sender() as sender,
-            channel.receiver(0) as receiver,
+            channel.open_sender() as sender,
+            channel.open_receiver(0) as receiver,
             program(source, channel.ticket, env=DYING) as other,
         ):
             assert other.hear() == "ready"

@@ -19,8 +19,8 @@ from tests.support.processes import IS_SANITIZED, PROMISED, forked, program, soo
 
 @contextlib.contextmanager
 def ring(**options: object) -> Iterator[tuple[penstock.Ring, Sender, Receiver]]:
-    channel = penstock.open_ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
-    with channel.sender() as sender, channel.receiver() as receiver:
+    channel = penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield channel, sender, receiver
 
 
@@ -117,12 +117,16 @@ def test_a_sender_that_waits_for_memory_is_woken_when_some_comes_back() -> None:
 def test_two_processes_answer_each_other_ten_thousand_times_without_losing_a_wake_up() -> None:
     source = """
         there, back = (penstock.attach(ticket) for ticket in sys.argv[1:3])
-        with there.receiver() as receiver, back.sender() as sender:
+        with there.open_receiver() as receiver, back.open_sender() as sender:
             for record in receiver:
                 sender.send(record)
     """
-    with penstock.open_ring() as there, penstock.open_ring() as back:
-        with program(source, there.ticket, back.ticket) as other, there.sender() as sender, back.receiver() as receiver:
+    with penstock.Ring() as there, penstock.Ring() as back:
+        with (
+            program(source, there.ticket, back.ticket) as other,
+            there.open_sender() as sender,
+            back.open_receiver() as receiver,
+        ):
             for number in range(10_000):
                 sender.send(b"%d" % number, timeout=10)
                 assert receiver.receive(timeout=10) == b"%d" % number
@@ -210,12 +214,12 @@ def test_the_other_sides_close_ends_a_wait(end: str) -> None:
 
 
 def test_a_receiver_that_comes_to_a_full_ring_wakes_its_sender_by_reading() -> None:
-    channel = penstock.open_ring(capacity=4096)
-    with channel.sender() as sender:
+    channel = penstock.Ring(capacity=4096)
+    with channel.open_sender() as sender:
         count = fill(sender)
         with thread(lambda: sender.send(b"last" * 240)) as waiting:
             eventually(lambda: is_parked(channel, "senders"))
-            with channel.receiver() as receiver:
+            with channel.open_receiver() as receiver:
                 for _ in range(count):
                     receiver.receive(timeout=1)
                 assert receiver.receive(timeout=5) == b"last" * 240
@@ -224,9 +228,9 @@ def test_a_receiver_that_comes_to_a_full_ring_wakes_its_sender_by_reading() -> N
 
 # ── an interrupt ends a wait ─────────────────────────────────────────────────────────────────────────────────────────
 INTERRUPTED = """
-channel = penstock.open_ring(capacity=4096, spill_nbytes=1 << 20)
-sender, receiver = channel.sender(), channel.receiver()
-pool = penstock.Pool.create(1 << 20)
+channel = penstock.Ring(capacity=4096, spill_nbytes=1 << 20)
+sender, receiver = channel.open_sender(), channel.open_receiver()
+pool = lowlevel.Pool.create(1 << 20)
 held = pool.take(1 << 20)
 
 def full():
@@ -303,11 +307,11 @@ def test_a_signal_handler_runs_while_its_process_waits_and_the_wait_goes_on() ->
     source = """
         channel = penstock.attach(sys.argv[1])
         signal.signal(signal.SIGUSR1, lambda *_: say("handled"))
-        with channel.receiver() as receiver:
+        with channel.open_receiver() as receiver:
             say("waiting")
             say(receiver.receive().decode())
     """
-    with penstock.open_ring() as channel, channel.sender() as sender, program(source, channel.ticket) as other:
+    with penstock.Ring() as channel, channel.open_sender() as sender, program(source, channel.ticket) as other:
         assert other.hear() == "waiting"
         for _ in range(3):
             other.kill(signal.SIGUSR1)
@@ -326,8 +330,8 @@ WAITS = {
     "reserve": ("sender", "reserve_for_ever()"),
 }
 HANDLES = """
-    ring = penstock.open_ring(name="handled", capacity=4096, spill_nbytes=1 << 20)
-    sender, receiver = ring.sender(), ring.receiver()
+    ring = penstock.Ring(name="handled", capacity=4096, spill_nbytes=1 << 20)
+    sender, receiver = ring.open_sender(), ring.open_receiver()
 
     def send_for_ever(record):
         while True:
@@ -444,7 +448,7 @@ DAEMONS = {
     "waits for long": "calls = (receiver.receive,)",
     "waits its turn": "calls = receiver.receive, receiver.receive",
     "puts": """
-        store = penstock.Store.create(1 << 20)
+        store = penstock.Store(1 << 20)
         def put():
             while True:
                 store.put(bytes(32), b"x" * 200_000).release()
@@ -452,15 +456,15 @@ DAEMONS = {
         calls = (put,)
     """,
     "takes": """
-        pool = penstock.Pool.create(1 << 20)
+        pool = lowlevel.Pool.create(1 << 20)
         held = pool.take(1 << 20)
         calls = (lambda: pool.take(1, timeout=30),)
     """,
 }
 ENDING = """
     import random
-    ring = penstock.open_ring()
-    sender, receiver = ring.sender(), ring.receiver()
+    ring = penstock.Ring()
+    sender, receiver = ring.open_sender(), ring.open_receiver()
     class Closer:
         def __init__(self, *ends):
             self.ends = ends
@@ -636,10 +640,10 @@ def test_a_child_of_fork_may_close_and_drop_an_end_in_which_a_thread_of_its_pare
 
 
 def test_a_child_of_fork_takes_an_end_of_its_own() -> None:
-    with penstock.open_ring() as channel, channel.receiver() as receiver:
+    with penstock.Ring() as channel, channel.open_receiver() as receiver:
 
         def send() -> None:
-            with channel.sender(name="child") as sender:
+            with channel.open_sender(name="child") as sender:
                 sender.send(b"from the child")
 
         assert forked(send) == 0

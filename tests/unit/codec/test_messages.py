@@ -19,8 +19,9 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import LayoutMismatch, Part
+from penstock import Part
 from penstock.codec.catalogue import Schema
+from penstock.lowlevel import LayoutMismatch
 from tests.conftest import eventually
 
 
@@ -47,16 +48,16 @@ WARM, COLD = Settings(1.2, ("a", "b")), Settings(0.1)
 def opened(style: str = "broadcast", **options: Any) -> penstock.MessageChannel:
     options = {"messages": MESSAGES, "on_receiver_death": "ignore", "on_sender_death": "ignore", **options}
     if style == "ring":
-        return penstock.open_ring(**options)
+        return penstock.Ring(**options)
     if style == "inbox":
-        return penstock.open_inbox(3, **options)
-    return penstock.open_broadcast(2, **options)
+        return penstock.Inbox(senders=3, **options)
+    return penstock.Broadcast(receivers=2, **options)
 
 
 @pytest.mark.parametrize("style", ["ring", "broadcast", "inbox"])
 def test_messages_go_in_and_come_out(style: str) -> None:
-    with opened(style) as channel, channel.sender() as sender:
-        receivers = [channel.receiver() for _ in range(channel.receivers)]
+    with opened(style) as channel, channel.open_sender() as sender:
+        receivers = [channel.open_receiver() for _ in range(channel.receivers)]
         big = np.arange(100_000, dtype=np.int32)
         for sent in (
             Job(1, WARM, np.arange(3, dtype=np.int32)),
@@ -80,7 +81,7 @@ def test_messages_go_in_and_come_out(style: str) -> None:
 
 
 def test_what_was_sent_may_be_changed_at_once() -> None:
-    with opened("ring") as channel, channel.sender() as sender, channel.receiver() as receiver:
+    with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         for size in (3, 300, 50_000):
             ids = np.arange(size, dtype=np.int32)
             sender.send(Job(size, ids=ids))
@@ -89,7 +90,11 @@ def test_what_was_sent_may_be_changed_at_once() -> None:
 
 
 def test_what_was_received_stays_as_it_is_however_much_comes_after() -> None:
-    with opened("ring", capacity=1 << 16) as channel, channel.sender() as sender, channel.receiver() as receiver:
+    with (
+        opened("ring", capacity=1 << 16) as channel,
+        channel.open_sender() as sender,
+        channel.open_receiver() as receiver,
+    ):
         kept = []
         for size in (3, 300, 50_000):
             sender.send(Job(size, ids=np.arange(size, dtype=np.int32)))
@@ -104,7 +109,11 @@ def test_what_was_received_stays_as_it_is_however_much_comes_after() -> None:
 
 
 def test_a_view_keeps_its_room_until_its_arrays_are_gone() -> None:
-    with opened("ring", capacity=1 << 16) as channel, channel.sender() as sender, channel.receiver() as receiver:
+    with (
+        opened("ring", capacity=1 << 16) as channel,
+        channel.open_sender() as sender,
+        channel.open_receiver() as receiver,
+    ):
         sender.send(Job(1, ids=np.arange(2000, dtype=np.int32)))
         got = receiver.receive_view(timeout=5)
         with pytest.raises((penstock.Timeout, penstock.WouldBlock)):
@@ -119,7 +128,11 @@ def test_a_view_keeps_its_room_until_its_arrays_are_gone() -> None:
 
 
 def test_a_long_message_is_held_in_the_pool_and_the_ring_stays_free() -> None:
-    with opened("ring", capacity=1 << 16) as channel, channel.sender() as sender, channel.receiver() as receiver:
+    with (
+        opened("ring", capacity=1 << 16) as channel,
+        channel.open_sender() as sender,
+        channel.open_receiver() as receiver,
+    ):
         kept = []
         for number in range(20):
             sender.send(Job(number, ids=np.full(50_000, number, np.int32)), timeout=5)
@@ -140,14 +153,14 @@ def test_bytes_and_messages_do_not_mix() -> None:
         for end in (raw.sender, raw.receiver):
             with pytest.raises(LayoutMismatch, match=r"carries messages: attach to it with messages="):
                 end()
-    with penstock.open_ring() as plain, pytest.raises(LayoutMismatch, match="carries plain bytes"):
-        penstock.attach(plain.ticket, messages=MESSAGES)
+    with penstock.Ring() as plain, pytest.raises(LayoutMismatch, match="carries plain bytes"):
+        penstock.attach(plain.ticket, MESSAGES)
 
 
 def test_two_builds_that_differ_refuse_each_other_and_say_how() -> None:
     other = msgspec.defstruct("Job", [("number", int), ("settings", Settings | None, None)], array_like=True)
     with opened("ring") as channel, pytest.raises(LayoutMismatch) as caught:
-        penstock.attach(channel.ticket, messages=(other, Stop))
+        penstock.attach(channel.ticket, other | Stop)
     text = str(caught.value)
     assert "Job has no 'ids: None | array[int32]' here" in text
     assert text.count(penstock.__version__) == 2
@@ -156,25 +169,30 @@ def test_two_builds_that_differ_refuse_each_other_and_say_how() -> None:
 def test_the_same_classes_from_another_process_fit() -> None:
     program = (
         "import sys, penstock, tests.unit.codec.test_messages as here\n"
-        "with penstock.attach(sys.argv[1], messages=here.MESSAGES) as channel, channel.sender() as sender:\n"
+        "with penstock.attach(sys.argv[1], messages=here.MESSAGES) as channel, channel.open_sender() as sender:\n"
         "    sender.send(here.Job(5, here.WARM))\n"
         "    sender.send(here.Stop('x'))\n"
     )
-    with opened("ring") as channel, channel.receiver() as receiver:
+    with opened("ring") as channel, channel.open_receiver() as receiver:
         subprocess.run([sys.executable, "-c", program, str(channel.ticket)], check=True, timeout=60)
         assert receiver.receive(timeout=5) == Job(5, WARM)
         assert [type(one) for one in receiver] == [Stop]
 
 
 def _echo(inward: penstock.MessageChannel, outward: penstock.MessageChannel) -> None:
-    with inward.receiver() as receiver, outward.sender() as sender:
+    with inward.open_receiver() as receiver, outward.open_sender() as sender:
         for message in receiver:
             sender.send(message)
 
 
 def test_a_channel_of_messages_reaches_a_spawned_process() -> None:
     context = multiprocessing.get_context("spawn")
-    with opened("ring") as there, opened("ring") as back, there.sender() as sender, back.receiver() as receiver:
+    with (
+        opened("ring") as there,
+        opened("ring") as back,
+        there.open_sender() as sender,
+        back.open_receiver() as receiver,
+    ):
         child = context.Process(target=_echo, args=(there, back))
         child.start()
         sender.send(Job(9, COLD, np.arange(5000, dtype=np.int32)))
@@ -198,10 +216,10 @@ def test_the_description_lies_in_the_segment_for_everybody_to_read() -> None:
 @pytest.mark.parametrize(("given", "why"), [(Job, r"messages=\(Job,\)"), (5, "not 5"), ("Job", "not 'Job'")], ids=str)
 def test_messages_is_a_tuple_of_classes(given: Any, why: str) -> None:
     with pytest.raises(TypeError, match=why):
-        penstock.open_ring(messages=given)
+        penstock.Ring(given)
     with opened() as channel, pytest.raises(TypeError, match=why):
-        penstock.attach(channel.ticket, messages=given)
-    with penstock.open_ring(messages=iter((Job,))) as ring:  # type: ignore[call-overload]
+        penstock.attach(channel.ticket, given)
+    with penstock.Ring(iter((Job,))) as ring:  # type: ignore[call-overload]
         assert ring.catalogue.messages == (Job,)
 
 
@@ -212,16 +230,16 @@ def test_a_description_that_does_not_fit_says_how_long_it_is() -> None:
     with pytest.raises(
         ValueError, match=r"of these 64 classes takes 1,\d+,\d+ bytes; a channel has room for 1,048,576"
     ):
-        penstock.open_ring(messages=many)
+        penstock.Ring(many)
 
 
 def test_a_receiver_that_comes_late_can_read_what_it_gets() -> None:
-    with opened() as channel, channel.sender() as sender:
-        first, gone = channel.receiver(0), channel.receiver(1)
+    with opened() as channel, channel.open_sender() as sender:
+        first, gone = channel.open_receiver(0), channel.open_receiver(1)
         sender.send(Job(1, WARM))
         assert first.receive(timeout=5) == gone.receive(timeout=5) == Job(1, WARM)
         gone.close()
-        late = channel.receiver(1)
+        late = channel.open_receiver(1)
         sender.send(Job(2, WARM))
         assert first.receive(timeout=5) == late.receive(timeout=5) == Job(2, WARM)
         first.close()
@@ -230,7 +248,7 @@ def test_a_receiver_that_comes_late_can_read_what_it_gets() -> None:
 
 # ── what goes wrong ──
 def test_a_message_that_cannot_be_decoded_costs_that_message_alone() -> None:
-    with opened("ring") as channel, channel.sender() as sender, channel.receiver() as receiver:
+    with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         sender.send(Job("not a number", WARM))  # type: ignore[arg-type]
         sender.send(Job(2, WARM))
         with pytest.raises(penstock.DecodeError, match=r"Job: expected `int`, got `str` at \$\.number"):
@@ -239,7 +257,7 @@ def test_a_message_that_cannot_be_decoded_costs_that_message_alone() -> None:
 
 
 def test_a_message_that_cannot_be_encoded_costs_nothing() -> None:
-    with opened("ring") as channel, channel.sender() as sender, channel.receiver() as receiver:
+    with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         for wrong in (Job(1, WARM, np.zeros(3)), Settings(), Job(1j)):  # type: ignore[arg-type]
             with pytest.raises(TypeError):
                 sender.send(wrong)
@@ -248,7 +266,7 @@ def test_a_message_that_cannot_be_encoded_costs_nothing() -> None:
 
 
 def test_nothing_that_is_not_there_is_waited_for() -> None:
-    with opened("ring") as channel, channel.sender(), channel.receiver() as receiver:
+    with opened("ring") as channel, channel.open_sender(), channel.open_receiver() as receiver:
         with pytest.raises(penstock.WouldBlock):
             receiver.receive_nowait()
         began = time.monotonic()
@@ -259,7 +277,7 @@ def test_nothing_that_is_not_there_is_waited_for() -> None:
 
 def test_who_only_looks_whether_there_is_a_message_gets_it_or_none() -> None:
     with opened() as channel:
-        sender, receiver = channel.sender(), channel.receiver(0)
+        sender, receiver = channel.open_sender(), channel.open_receiver(0)
         assert receiver.try_receive() is None
         sender.send(Job(1))
         assert receiver.try_receive() == Job(1)
@@ -270,7 +288,11 @@ def test_who_only_looks_whether_there_is_a_message_gets_it_or_none() -> None:
 
 
 def test_threads_share_ends() -> None:
-    with opened("ring", capacity=1 << 16) as channel, channel.sender() as sender, channel.receiver() as receiver:
+    with (
+        opened("ring", capacity=1 << 16) as channel,
+        channel.open_sender() as sender,
+        channel.open_receiver() as receiver,
+    ):
         values = [Settings(float(i)) for i in range(50)]
         got: list[Job] = []
 
@@ -301,7 +323,7 @@ def test_threads_share_ends() -> None:
 
 
 def test_closing_wakes_who_waits_in_another_thread() -> None:
-    with opened("ring") as channel, channel.sender(), channel.receiver() as receiver:
+    with opened("ring") as channel, channel.open_sender(), channel.open_receiver() as receiver:
         errors: list[BaseException] = []
 
         def wait() -> None:
@@ -322,7 +344,7 @@ def test_closing_wakes_who_waits_in_another_thread() -> None:
 def test_event_loops_take_and_give_messages() -> None:
     async def play() -> None:
         channel = opened("ring", capacity=1 << 14)
-        async with channel.async_sender() as sender, channel.async_receiver() as receiver:
+        async with channel.open_async_sender() as sender, channel.open_async_receiver() as receiver:
 
             async def send() -> None:
                 for number in range(300):
@@ -349,7 +371,7 @@ def test_event_loops_take_and_give_messages() -> None:
 def test_tasks_that_wait_for_their_turn_send_what_was_given_to_them() -> None:
     async def play() -> None:
         channel = opened("ring", capacity=4096, inline_limit=1024)
-        async with channel.async_sender() as sender, channel.async_receiver() as receiver:
+        async with channel.open_async_sender() as sender, channel.open_async_receiver() as receiver:
             arrays = [np.full(150, number, np.int32) for number in range(30)]
             tasks = [asyncio.ensure_future(sender.send(Job(i, WARM, one))) for i, one in enumerate(arrays)]
             await asyncio.sleep(0.01)
@@ -368,7 +390,7 @@ def test_tasks_that_wait_for_their_turn_send_what_was_given_to_them() -> None:
 
 
 def test_what_could_not_be_sent_is_let_go() -> None:
-    with opened("ring", capacity=4096, inline_limit=1024) as channel, channel.receiver():
+    with opened("ring", capacity=4096, inline_limit=1024) as channel, channel.open_receiver():
 
         def held_by(send: Any) -> list[Any]:
             ids = np.zeros(200, np.int32)
@@ -381,7 +403,7 @@ def test_what_could_not_be_sent_is_let_go() -> None:
             del ids
             return [] if gone() is None else gc.get_referrers(gone())
 
-        with channel.sender() as sender:
+        with channel.open_sender() as sender:
             assert held_by(sender.send_nowait) == []
             assert held_by(lambda message: sender.send(message, timeout=0.01)) == []
             assert held_by(lambda message: sender.send(Job(1, WARM, message.ids, 5))) == []
@@ -390,8 +412,8 @@ def test_what_could_not_be_sent_is_let_go() -> None:
 def test_a_message_that_a_loop_did_not_send_is_not_sent_later() -> None:
     async def play() -> None:
         channel = opened("ring", capacity=4096, inline_limit=1024)
-        async with channel.async_sender() as sender:
-            receiver = channel.receiver()
+        async with channel.open_async_sender() as sender:
+            receiver = channel.open_receiver()
             with pytest.raises(penstock.WouldBlock):
                 while True:
                     sender.send_nowait(Stop("x" * 200))
@@ -418,8 +440,8 @@ def test_a_loop_that_waits_for_room_keeps_views_as_they_were() -> None:
 
     async def play() -> None:
         channel = opened("ring", messages=(Viewed,), capacity=4096, inline_limit=1024)
-        async with channel.async_sender() as sender:
-            receiver = channel.receiver()
+        async with channel.open_async_sender() as sender:
+            receiver = channel.open_receiver()
             room = bytearray(b"a" * 450)
             sending = []
             for letter in b"bcdefghijk":
@@ -440,7 +462,7 @@ def test_a_loop_that_waits_for_room_keeps_views_as_they_were() -> None:
 
 @pytest.mark.parametrize("moment", ["the turn was taken", "it is given back"])
 def test_an_interrupt_leaves_no_end_shut(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened("ring") as channel, channel.sender() as sender, channel.receiver() as receiver:
+    with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         for end, use in (
             (sender, lambda: sender.send(Stop(), timeout=1)),
             (sender, lambda: sender.send_nowait(Stop())),

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from penstock import OutOfStep, Timeout
+from penstock import Timeout
 from penstock.codec.sequence import SequenceCheck, Sequenced, SequenceSender
+from penstock.lowlevel import OutOfStep
 
 A, B = 0xAAAAAAAA, 0xBBBBBBBB
 

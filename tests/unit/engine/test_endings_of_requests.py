@@ -35,10 +35,10 @@ class Engine:
 
     def __init__(self, tree: Cluster) -> None:
         group = tree.groups[0]
-        self.inbox = group.inbox.receiver(name="core 0.0 #1")
-        self.announced = group.announced[0].receiver(name="output 0.0 #1")
-        self.core = tree.servers[0].sender(tree.delta_lane(0), name="core 0.0 #1")
-        self.output = tree.servers[0].sender(tree.delta_lane(0, 0), name="output 0.0 #1")
+        self.inbox = group.inbox.open_receiver(name="core 0.0 #1")
+        self.announced = group.announced[0].open_receiver(name="output 0.0 #1")
+        self.core = tree.servers[0].open_sender(tree.delta_lane(0), name="core 0.0 #1")
+        self.output = tree.servers[0].open_sender(tree.delta_lane(0, 0), name="output 0.0 #1")
 
     def close(self) -> None:
         for end in (self.inbox, self.announced, self.core, self.output):
@@ -180,7 +180,7 @@ def test_a_time_out_does_not_begin_when_all_is_over() -> None:
 
 def test_failures_are_kept_for_who_is_too_slow_for_anything_else() -> None:
     tree = Cluster.lay(CONFIG)
-    receiver = tree.servers[0].receiver(name="server 0.0 #1")
+    receiver = tree.servers[0].open_receiver(name="server 0.0 #1")
     outbox = Outbox(tree, ProcessId("output", 0, 0, 1))
     delta = end_of(1, FinishReason.LENGTH)
     sent = 0

@@ -34,13 +34,13 @@ def pixels(number: int = 0) -> dict[str, np.ndarray]:
 
 
 def must_be_held_by_nobody(store: Store) -> None:
-    kept = store.stats_of_keys().items
+    kept = store.stats().items
     assert not [one for one in kept if one.holders or one.is_being_written]
     assert store.stats().blocks == len(kept)
 
 
 def a_store() -> Store:
-    return Store.create(8 << 20)
+    return Store(8 << 20)
 
 
 # ── what a stream holds ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,7 +136,7 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
             stats = outgoing.stats()
             assert stats.hits and stats.puts
             deadline = time.monotonic() + 5
-            while any(one.holders for one in tree.store.stats_of_keys().items) and time.monotonic() < deadline:
+            while any(one.holders for one in tree.store.stats().items) and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)  # threads that were putting when their request was cancelled
             must_be_held_by_nobody(tree.store)
             board.close()
@@ -170,7 +170,7 @@ def test_a_request_that_nobody_takes_holds_nothing() -> None:
 
 async def drain(tree: Cluster) -> None:
     """A core that listens and answers nobody."""
-    async with tree.groups[0].inbox.async_receiver(name="core 0.0 #1") as inbox:
+    async with tree.groups[0].inbox.open_async_receiver(name="core 0.0 #1") as inbox:
         while True:
             await inbox.receive()
 

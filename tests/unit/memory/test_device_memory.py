@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import LayoutMismatch, MemoryExhausted, Pool, Ref
+from penstock import MemoryExhausted
 from penstock.errors import ClosedError, Timeout
 from penstock.installing import how_to_install
+from penstock.lowlevel import LayoutMismatch, Pool, Ref
 from penstock.tensor.cuda import CudaPool, DeviceError, ForeignDevice, NoDevice, driver_of
 from penstock.tensor.cuda.pool import Slice
 from penstock.tensor.kinds import kind_of
@@ -38,7 +39,7 @@ def attached(ticket, number=0):
     return CudaPool.attach(ticket, driver=FakeDriver(number), peer_name="consumer")
 
 def opened(pool, words):
-    part = pool.open(penstock.Ref(*map(int, words.split())))
+    part = pool.open(lowlevel.Ref(*map(int, words.split())))
     return pool.driver.array(part.address, kind_of("uint8"), (part.nbytes,), part)
 """
 
@@ -300,7 +301,7 @@ def test_a_reference_that_is_stale_or_forged_is_refused_before_anything_is_mappe
         while True:
             try:
                 opened(pool, hear())
-            except penstock.StaleRef as error:
+            except lowlevel.StaleRef as error:
                 say("stale", pool.driver.opens)
             else:
                 say("opened", pool.driver.opens)
@@ -430,7 +431,7 @@ def test_a_producer_that_is_killed_is_told_and_its_memory_closed_with_the_last_v
         for value in (1, 2):
             part = pool.take(1024)
             pool.driver.array(part.address, kind_of("uint8"), (1024,), part)[:] = value
-            say(*[getattr(pool.share(part, [peer]), field) for field in penstock.Ref.__struct_fields__])
+            say(*[getattr(pool.share(part, [peer]), field) for field in lowlevel.Ref.__struct_fields__])
         hear()
         """
     with partner(producing) as producer:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, Pool
+from penstock import ClosedError
+from penstock.lowlevel import Pool
 from tests.support.processes import DYING, program
 
 
@@ -52,8 +53,8 @@ def test_the_kernel_refuses_what_gets_round_that_and_only_the_writer_dies() -> N
     pool = Pool.create(1 << 16)
     source = """
         import ctypes, numpy
-        pool = penstock.Pool.attach(sys.argv[1])
-        lease = pool.open(penstock.Ref(*map(int, sys.argv[2:])))
+        pool = lowlevel.Pool.attach(sys.argv[1])
+        lease = pool.open(lowlevel.Ref(*map(int, sys.argv[2:])))
         say(bytes(lease).decode())
         ctypes.memset(numpy.frombuffer(lease, numpy.uint8).ctypes.data, 0, 1)
         say("written")

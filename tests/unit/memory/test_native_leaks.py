@@ -9,18 +9,19 @@ PROGRAM = """
 import numpy as np
 
 import penstock
+from penstock import lowlevel
 from penstock.engine._native import BlockCache, PrefixHasher
 
-store = penstock.Store.create(1 << 20)
+store = penstock.Store(1 << 20)
 stored = store.put(bytes(32), {"pixels": np.ones((2, 3), np.float32), "sizes": [2, 3]})
 value = stored.value()
 making = store.make(bytes([1]) * 32, np.zeros(4, np.float32))
 being_made = making.value()
-pool = penstock.Pool.create(1 << 20)
+pool = lowlevel.Pool.create(1 << 20)
 lease = pool.take(4096)
 view = memoryview(lease)
-ring = penstock.open_ring()
-sender, receiver = ring.sender(), ring.receiver()
+ring = penstock.Ring()
+sender, receiver = ring.open_sender(), ring.open_receiver()
 sender.send(b"x" * 1000)
 record = receiver.receive_view()
 hasher = PrefixHasher(BlockCache(4), 2, 4)
@@ -39,7 +40,7 @@ import threading
 
 import penstock
 
-pool, is_taken = penstock.Pool.create(1 << 20), threading.Event()
+pool, is_taken = lowlevel.Pool.create(1 << 20), threading.Event()
 
 
 def hold():

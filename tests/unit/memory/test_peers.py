@@ -8,12 +8,13 @@ import time
 import pytest
 
 import penstock
-from penstock import MemoryExhausted, PeerDied, Pool, _native
+from penstock import MemoryExhausted, PeerDied, _native, lowlevel
+from penstock.lowlevel import Pool
 from tests.conftest import eventually
 from tests.support.processes import DYING, Program, forked, program, soon
 
 PEER = """
-pool = penstock.Pool.attach(sys.argv[1], peer_name=sys.argv[2])
+pool = lowlevel.Pool.attach(sys.argv[1], peer_name=sys.argv[2])
 say(pool.join().index)
 while True:
     word = hear()
@@ -31,14 +32,14 @@ while True:
 """
 
 
-def named(pool: Pool) -> dict[str, penstock.Peer]:
+def named(pool: Pool) -> dict[str, lowlevel.Peer]:
     return {peer.name: peer for peer in pool.peers()}
 
 
 def test_a_peer_joins_with_its_first_use_and_is_told_by_name_pid_and_number() -> None:
     pool = Pool.create(4096, peer_name="first")
     assert "first" not in [peer["name"] for peer in _native.snapshot(os.dup(pool.fd))["peers"]]
-    assert pool.peer == penstock.Peer(index=0, epoch=1, pid=os.getpid(), name="first", state="live", how="")
+    assert pool.peer == lowlevel.Peer(index=0, epoch=1, pid=os.getpid(), name="first", state="live", how="")
     other = Pool.attach(pool.ticket)
     assert other.join("second").name == "second"
     assert [peer.name for peer in pool.peers()] == ["first", "second"]
@@ -89,8 +90,8 @@ def test_a_pool_for_one_peer_says_so_in_the_singular() -> None:
 
 
 def test_a_closed_end_has_left() -> None:
-    channel = penstock.open_ring()
-    ends = [channel.sender(name="sender"), channel.receiver(name="receiver")]
+    channel = penstock.Ring()
+    ends = [channel.open_sender(name="sender"), channel.open_receiver(name="receiver")]
     assert [peer.state for peer in channel.peers()] == ["live", "live"]
     for end in ends:
         end.close()
@@ -98,8 +99,8 @@ def test_a_closed_end_has_left() -> None:
 
 
 def test_a_closed_asynchronous_end_has_left() -> None:
-    channel = penstock.open_ring()
-    ends = [channel.async_sender(name="sender"), channel.async_receiver(name="receiver")]
+    channel = penstock.Ring()
+    ends = [channel.open_async_sender(name="sender"), channel.open_async_receiver(name="receiver")]
     assert [peer.state for peer in channel.peers()] == ["live", "live"]
     for end in ends:
         end.close()
@@ -107,10 +108,10 @@ def test_a_closed_asynchronous_end_has_left() -> None:
 
 
 def test_a_ring_can_be_opened_and_closed_more_often_than_it_has_places() -> None:
-    channel = penstock.open_inbox(1)
+    channel = penstock.Inbox(senders=1)
     kept = []
     for _ in range(50):
-        kept.append(channel.sender())
+        kept.append(channel.open_sender())
         kept[-1].close()
 
 
@@ -202,7 +203,7 @@ def test_a_death_while_nobody_is_there_is_found_by_the_next_who_comes() -> None:
 
 def test_what_a_dead_peer_held_is_free_when_its_death_is_told() -> None:
     source = """
-        pool = penstock.Pool.attach(sys.argv[1], peer_name="victim")
+        pool = lowlevel.Pool.attach(sys.argv[1], peer_name="victim")
         leases = [pool.take(100) for _ in range(10)]
         say("ready")
         hear()
@@ -222,7 +223,7 @@ def test_what_a_dead_peer_held_is_free_when_its_death_is_told() -> None:
 
 def test_a_stopped_peer_is_stopped_and_nothing_is_taken_from_it() -> None:
     source = """
-        pool = penstock.Pool.attach(sys.argv[1], peer_name="sleeper")
+        pool = lowlevel.Pool.attach(sys.argv[1], peer_name="sleeper")
         lease = pool.take(100)
         say("ready")
         hear()
@@ -260,7 +261,7 @@ def test_a_peer_is_known_by_its_pid_and_the_time_it_started() -> None:
 def test_a_process_with_a_strange_name_is_known_too() -> None:
     source = """
         open("/proc/self/comm", "w").write(") R 1 (x")
-        pool = penstock.Pool.attach(sys.argv[1], peer_name="odd")
+        pool = lowlevel.Pool.attach(sys.argv[1], peer_name="odd")
         pool.join()
         say("ready")
         hear()
@@ -278,12 +279,12 @@ def test_a_process_with_several_segments_dies_in_all_of_them() -> None:
     source = """
         ends = []
         for ticket in sys.argv[1:]:
-            ends.append(penstock.attach(ticket).sender(name="victim"))
+            ends.append(penstock.attach(ticket).open_sender(name="victim"))
         say("ready")
         hear()
     """
-    channels = [penstock.open_ring(f"ring {number}") for number in range(5)]
-    receivers = [channel.receiver() for channel in channels]
+    channels = [penstock.Ring(name=f"ring {number}") for number in range(5)]
+    receivers = [channel.open_receiver() for channel in channels]
     with program(source, *(channel.ticket for channel in channels)) as other:
         assert other.hear() == "ready"
         other.kill()
@@ -311,7 +312,7 @@ def test_peers_come_and_die_a_hundred_times_and_leave_nothing() -> None:
 
 def test_the_watcher_sleeps_after_a_death_though_a_child_of_fork_has_copies_of_its_descriptors() -> None:
     source = """
-        pool = penstock.Pool.attach(sys.argv[1], peer_name="parent")
+        pool = lowlevel.Pool.attach(sys.argv[1], peer_name="parent")
         pool.join()
         hear()
         child = os.fork()

@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from penstock import ClosedError, Lease, MemoryExhausted, Pool
+from penstock import ClosedError, Lease, MemoryExhausted
+from penstock.lowlevel import Pool
 from tests.conftest import eventually
 from tests.support.processes import forked, program, soon, thread
 
@@ -15,7 +16,7 @@ ALIGNMENT = 64
 
 # A process with a pool; it takes what it hears, and lets go of it.
 HOLDER = """
-pool = penstock.Pool.attach(sys.argv[1], peer_name="holder")
+pool = lowlevel.Pool.attach(sys.argv[1], peer_name="holder")
 leases = []
 say("ready", pool.peer.index)
 while True:
@@ -24,9 +25,9 @@ while True:
     if word == "take":
         leases.append(pool.take(numbers[0]))
     elif word == "open":
-        leases.append(pool.open(penstock.Ref(*numbers)))
+        leases.append(pool.open(lowlevel.Ref(*numbers)))
     elif word == "read":
-        with pool.open(penstock.Ref(*numbers)) as lease:
+        with pool.open(lowlevel.Ref(*numbers)) as lease:
             say(bytes(lease).decode())
     elif word == "release":
         leases.pop().release()

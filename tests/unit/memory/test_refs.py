@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 import penstock
-from penstock import PeerDied, Pool, Ref, StaleRef
+from penstock import PeerDied
+from penstock.lowlevel import Pool, Ref, StaleRef
 from tests.conftest import eventually
 from tests.support.processes import program
 from tests.unit.memory.test_pool import HOLDER

@@ -18,7 +18,8 @@ import msgspec
 import pytest
 
 import penstock
-from penstock import LayoutMismatch, MemoryExhausted, Segment, Ticket, _native
+from penstock import MemoryExhausted, _native, lowlevel
+from penstock.lowlevel import LayoutMismatch, Segment, Ticket
 from tests.conftest import descriptors, eventually
 from tests.support.processes import DYING, IS_SANITIZED, forked, program, running
 
@@ -101,10 +102,10 @@ def test_nothing_has_a_name_and_nobody_listens() -> None:
 
     named, open_sockets = names_in("/dev/shm"), sockets()
     in_tmp = set(os.listdir("/tmp"))
-    pool = penstock.Pool.create(4096, name="nameless")
-    with pool.take(10), penstock.open_ring("nameless") as channel:
-        receiver = channel.async_receiver()
-        with channel.sender() as sender:
+    pool = lowlevel.Pool.create(4096, name="nameless")
+    with pool.take(10), penstock.Ring(name="nameless") as channel:
+        receiver = channel.open_async_receiver()
+        with channel.open_sender() as sender:
             sender.send(bytes(200_000))
         new = names_in("/dev/shm") - named
         assert not {name for name in new if "penstock" in name or "nameless" in name}
@@ -115,7 +116,7 @@ def test_nothing_has_a_name_and_nobody_listens() -> None:
 
 # ── how it reaches others ────────────────────────────────────────────────────────────────────────────────────────────
 READ = """
-segment = penstock.Segment.attach(sys.argv[1])
+segment = lowlevel.Segment.attach(sys.argv[1])
 say(bytes(segment.view()[:5]).decode(), segment.name, segment.nbytes)
 segment.view(writable=True)[:5] = b"there"
 """
@@ -133,7 +134,7 @@ def test_an_unrelated_process_attaches_by_ticket() -> None:
 def test_a_process_that_a_shell_started_attaches_by_ticket() -> None:
     segment = Segment.create(5000)
     write(segment, b"hello")
-    reads = "import penstock, sys; print(bytes(penstock.Segment.attach(sys.argv[1]).view()[:5]).decode())"
+    reads = "import penstock, sys; print(bytes(lowlevel.Segment.attach(sys.argv[1]).view()[:5]).decode())"
     command = f"(cd / && exec setsid {sys.executable} -c '{reads}' '{segment.ticket}')"
     with running(["/bin/sh", "-c", command]) as shell:
         assert shell.hear() == "hello"
@@ -168,13 +169,13 @@ import penstock
 
 def work(ring, pool, segment, said):
     assert bytes(segment.view()[:5]) == b"hello"
-    with pool.take(10) as lease, ring.sender(name="child") as sender:
+    with pool.take(10) as lease, ring.open_sender(name="child") as sender:
         sender.send(bytes(segment.view()[:5]) + said.encode())
 
 if __name__ == "__main__":
-    ring, pool, segment = penstock.open_ring(), penstock.Pool.create(4096), penstock.Segment.create(10)
+    ring, pool, segment = penstock.Ring(), lowlevel.Pool.create(4096), lowlevel.Segment.create(10)
     segment.view(writable=True)[:5] = b"hello"
-    with ring.receiver() as receiver:
+    with ring.open_receiver() as receiver:
         method = sys.argv[1]
         child = multiprocessing.get_context(method).Process(target=work, args=(ring, pool, segment, method))
         child.start()
@@ -190,7 +191,7 @@ if __name__ == "__main__":
         assert other.errors() == ""  # no word from a resource tracker
 
 
-@pytest.mark.parametrize("make", [lambda: Segment.create(10), lambda: penstock.Pool.create(10), penstock.open_ring])
+@pytest.mark.parametrize("make", [lambda: Segment.create(10), lambda: lowlevel.Pool.create(10), penstock.Ring])
 def test_pickling_is_refused_except_while_a_process_is_being_spawned(make: object) -> None:
     import copy
     import pickle
@@ -207,7 +208,7 @@ def test_pickling_is_refused_except_while_a_process_is_being_spawned(make: objec
 def test_ends_and_leases_are_not_pickled() -> None:
     import pickle
 
-    with penstock.open_ring() as ring, ring.sender() as sender, ring.receiver() as receiver:
+    with penstock.Ring() as ring, ring.open_sender() as sender, ring.open_receiver() as receiver:
         for unique in (sender, receiver):
             with pytest.raises(TypeError):
                 pickle.dumps(unique)
@@ -232,7 +233,7 @@ def test_fork_after_creation_leaves_the_parents_memory_alone() -> None:
 
 def test_what_the_last_holder_leaves_is_taken_back_by_the_kernel() -> None:
     source = """
-        segment = penstock.Segment.create(64 << 20)
+        segment = lowlevel.Segment.create(64 << 20)
         say(segment.ticket)
         hear()
     """
@@ -282,7 +283,7 @@ def test_even_root_does_not_attach_to_what_belongs_to_another_user() -> None:
     source = f"""
         os.setgid({NOBODY})
         os.setuid({NOBODY})
-        segment = penstock.Segment.create(4096)
+        segment = lowlevel.Segment.create(4096)
         say(segment.ticket)
         hear()
     """
@@ -352,13 +353,13 @@ def test_a_ticket_of_a_reused_pid_is_refused() -> None:
 
 
 def test_each_kind_is_attached_as_what_it_is_only() -> None:
-    segment, pool, ring = Segment.create(4096), penstock.Pool.create(4096), penstock.open_ring()
+    segment, pool, ring = Segment.create(4096), lowlevel.Pool.create(4096), penstock.Ring()
     from penstock.channel.channels import attach_channel
 
-    assert [type(penstock.attach(x.ticket)) for x in (segment, pool, ring)] == [Segment, penstock.Pool, penstock.Ring]
+    assert [type(penstock.attach(x.ticket)) for x in (segment, pool, ring)] == [Segment, lowlevel.Pool, penstock.Ring]
     for attach, wrong in (
         (Segment.attach, (pool, ring)),
-        (penstock.Pool.attach, (segment, ring)),
+        (lowlevel.Pool.attach, (segment, ring)),
         (attach_channel, (segment, pool)),
     ):
         for other in wrong:
@@ -375,7 +376,7 @@ def memfd(data: bytes, seals: int = SEAL_SHRINK | SEAL_GROW) -> int:
     return fd
 
 
-def contents(shared: penstock.Segment | penstock.Channel) -> bytes:
+def contents(shared: lowlevel.Segment | penstock.Channel) -> bytes:
     size = os.fstat(shared.fd).st_size
     return os.pread(shared.fd, min(size, 4 * MIB), 0)
 
@@ -411,7 +412,7 @@ def test_a_descriptor_that_is_not_open_is_an_os_error() -> None:
 
 
 def test_another_version_or_build_is_refused_with_both() -> None:
-    data = bytearray(contents(penstock.open_ring(capacity=4096, spill_nbytes=4096)))
+    data = bytearray(contents(penstock.Ring(capacity=4096, spill_nbytes=4096)))
     version, fingerprint = struct.unpack_from("<II", data, 8)
     assert (version, fingerprint) == (_native.LAYOUT_VERSION, _native.LAYOUT_FINGERPRINT)
     struct.pack_into("<I", data, 8, version + 1)
@@ -429,8 +430,8 @@ def test_a_header_with_any_flipped_bits_is_refused_or_good_and_nothing_breaks(se
     source = """
         import fcntl, random
         choose = random.Random(int(sys.argv[1]))
-        for shared in (penstock.Segment.create(4096), penstock.Pool.create(4096, max_blocks=4, max_peers=2),
-                       penstock.open_inbox(2, capacity=4096, spill_nbytes=4096, spill_blocks=4)):
+        for shared in (lowlevel.Segment.create(4096), lowlevel.Pool.create(4096, max_blocks=4, max_peers=2),
+                       penstock.Inbox(2, capacity=4096, spill_nbytes=4096, spill_blocks=4)):
             good = os.pread(shared.fd, os.fstat(shared.fd).st_size, 0)
             for _ in range(400):
                 data = bytearray(good)
@@ -443,15 +444,15 @@ def test_a_header_with_any_flipped_bits_is_refused_or_good_and_nothing_breaks(se
                 fcntl.fcntl(fd, 1033, 6)
                 try:
                     found = penstock.attach(fd)
-                    if isinstance(found, penstock.Segment):
+                    if isinstance(found, lowlevel.Segment):
                         bytes(found.view())
-                    elif isinstance(found, penstock.Pool):
+                    elif isinstance(found, lowlevel.Pool):
                         found.take(1)
                         found.stats()
                     else:
                         found.snapshot()
-                        found.sender().try_send(b"x")
-                        found.receiver().try_receive()
+                        found.open_sender().try_send(b"x")
+                        found.open_receiver().try_receive()
                 except (penstock.PenstockError, ValueError, OSError):
                     with contextlib.suppress(OSError):  # it was not refused when it was attached
                         os.close(fd)
@@ -467,8 +468,8 @@ def test_garbage_in_a_ring_is_a_corrupt_record_and_nothing_breaks(seed: int) -> 
         choose = random.Random(int(sys.argv[1]))
         kinds = {}
         for _ in range(150):
-            channel = penstock.open_ring(capacity=4096, spill_nbytes=1 << 16, spill_blocks=4)
-            with channel.sender() as sender, channel.receiver() as receiver:
+            channel = penstock.Ring(capacity=4096, spill_nbytes=1 << 16, spill_blocks=4)
+            with channel.open_sender() as sender, channel.open_receiver() as receiver:
                 for nbytes in (10, 500, 2000):
                     sender.send(bytes(nbytes))
                 size = os.fstat(channel.fd).st_size
@@ -514,14 +515,14 @@ def test_required_huge_pages_are_there_or_it_is_an_error_that_says_what_to_do() 
         assert told.value.asked >= 3 * MIB
         assert told.value.free < 3 * MIB
         with pytest.raises(MemoryExhausted):
-            penstock.open_ring(huge_pages="require", spill_nbytes=MIB)
+            penstock.Ring(huge_pages="require", spill_nbytes=MIB)
         with pytest.raises(MemoryExhausted):
-            penstock.Pool.create(MIB, huge_pages="require")
+            lowlevel.Pool.create(MIB, huge_pages="require")
 
 
 def test_a_channel_that_wishes_for_huge_pages_works_without_them() -> None:
-    with penstock.open_ring(huge_pages=True, spill_nbytes=4 * MIB) as ring, ring.sender() as sender:
-        with ring.receiver() as receiver:
+    with penstock.Ring(huge_pages=True, spill_nbytes=4 * MIB) as ring, ring.open_sender() as sender:
+        with ring.open_receiver() as receiver:
             sender.send(bytes(MIB))
             assert receiver.receive(timeout=1) == bytes(MIB)
 
@@ -542,7 +543,7 @@ def test_a_required_numa_node_that_is_not_there_is_an_error() -> None:
 # ── too little memory ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_more_than_the_machine_has_is_an_error_with_both_numbers() -> None:
     total = _native.total_memory()
-    for create in (Segment.create, penstock.Pool.create):
+    for create in (Segment.create, lowlevel.Pool.create):
         with pytest.raises(MemoryExhausted, match=r"does not fit: .* has .* left") as told:
             create(2 * total, name="greedy")
         assert told.value.asked >= 2 * total
@@ -562,7 +563,7 @@ def test_a_limit_on_address_space_is_an_error_with_both_numbers() -> None:
             assert told.value.asked >= room + 44 * MIB
             assert told.value.free <= limit
         write(Segment.create(MIB), b"still works")
-        with penstock.open_ring() as ring, ring.sender() as sender, ring.receiver() as receiver:
+        with penstock.Ring() as ring, ring.open_sender() as sender, ring.open_receiver() as receiver:
             sender.send(bytes(200_000))
             assert len(receiver.receive(timeout=1)) == 200_000
 
@@ -603,11 +604,11 @@ def test_a_full_dev_shm_does_not_matter_and_what_others_left_there_stays() -> No
     work = """
 import os, penstock
 before = os.stat("/dev/shm/foreign").st_size, os.statvfs("/dev/shm").f_bfree
-pool = penstock.Pool.create(8 << 20)
-with pool.take(8 << 20) as lease, penstock.open_ring() as ring, ring.sender() as sender:
+pool = lowlevel.Pool.create(8 << 20)
+with pool.take(8 << 20) as lease, penstock.Ring() as ring, ring.open_sender() as sender:
     memoryview(lease)[:] = bytes(8 << 20)
     sender.send(bytes(4 << 20))
-    with ring.receiver() as receiver:
+    with ring.open_receiver() as receiver:
         print(len(receiver.receive(timeout=5)), before[1], flush=True)
 assert before == (os.stat("/dev/shm/foreign").st_size, os.statvfs("/dev/shm").f_bfree)
 assert os.listdir("/dev/shm") == ["foreign"]
@@ -657,15 +658,15 @@ def test_a_control_groups_limit_is_an_error_with_both_numbers_and_nobody_is_kill
         with open(sys.argv[1], "w") as group:
             group.write(str(os.getpid()))
         mib = 1 << 20
-        for create in (penstock.Segment.create, penstock.Pool.create):
+        for create in (lowlevel.Segment.create, lowlevel.Pool.create):
             try:
                 create(200 * mib)
                 say("created")
             except penstock.MemoryExhausted as error:
                 say("its control group" in str(error), error.asked >= 200 * mib, 0 < error.free < 128 * mib)
-        some = penstock.Segment.create(8 * mib)
+        some = lowlevel.Segment.create(8 * mib)
         some.view(writable=True)[:] = bytes(8 * mib)
-        with penstock.open_ring() as ring, ring.sender() as sender, ring.receiver() as receiver:
+        with penstock.Ring() as ring, ring.open_sender() as sender, ring.open_receiver() as receiver:
             held, count = [], 0
             try:
                 while True:
@@ -688,9 +689,9 @@ def test_what_was_claimed_stays_when_memory_gets_short() -> None:
     source = """
         with open(sys.argv[1], "w") as group:
             group.write(str(os.getpid()))
-        segment = penstock.Segment.create(24 << 20)
+        segment = lowlevel.Segment.create(24 << 20)
         try:
-            penstock.Segment.create(120 << 20)
+            lowlevel.Segment.create(120 << 20)
         except penstock.MemoryExhausted:
             say("short")
         segment.view(writable=True)[:] = b"x" * (24 << 20)
@@ -715,9 +716,9 @@ def test_writing_through_a_read_only_view_ends_the_writer_only() -> None:
     assert bytes(segment.view()[:5]) == b"whole"
 
 
-@pytest.mark.parametrize("attach", [penstock.attach, Segment.attach, penstock.Pool.attach, penstock.Store.attach])
+@pytest.mark.parametrize("attach", [penstock.attach, Segment.attach, lowlevel.Pool.attach, penstock.Store.attach])
 def test_a_descriptor_that_is_refused_stays_the_callers(attach: Callable[[int], object]) -> None:
-    ring = penstock.open_ring()
+    ring = penstock.Ring()
     reading, writing = os.pipe()
     forged = os.memfd_create("penstock:forged")
     refused = [reading, writing, forged] + ([os.dup(ring.fd)] if attach is not penstock.attach else [])
@@ -733,7 +734,7 @@ def test_a_descriptor_that_is_refused_stays_the_callers(attach: Callable[[int], 
 
 
 def test_a_descriptor_that_is_accepted_is_taken_over() -> None:
-    ring = penstock.open_ring()
+    ring = penstock.Ring()
     fd = os.dup(ring.fd)
     penstock.attach(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import MemoryExhausted, Pool
+from penstock import MemoryExhausted
+from penstock.lowlevel import Pool
 from penstock.tensor import Tensors
 from penstock.tensor.cuda import (
     CudaPool,
@@ -46,7 +47,7 @@ CYCLES = 200_000_000  # of torch.cuda._sleep: about 0.1 s of a stream's time
 # A consumer, which hears a reference and says what it sees; "used" and "total" are about the device's memory.
 CONSUMER = """
 import msgspec, torch
-from penstock import Pool
+from penstock.lowlevel import Pool
 from penstock.tensor import Tensors
 from penstock.tensor.cuda import CudaPool, CudaTensors, Reference
 

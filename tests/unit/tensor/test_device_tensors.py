@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import Lease, MemoryExhausted, Pool, Ref, StaleRef, Store
+from penstock import Lease, MemoryExhausted, Store
 from penstock.errors import ClosedError
+from penstock.lowlevel import Pool, Ref, StaleRef
 from penstock.tensor import Tensors, UnsupportedTensor
 from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, ForeignDevice, HostRef, Place, Reference, Uploads
 from tests.conftest import eventually
@@ -92,7 +93,7 @@ def test_a_sender_that_writes_to_its_tensor_after_putting_it_changes_nothing() -
 
 def test_references_travel_in_messages_and_are_checked_there() -> None:
     ends = Ends(nbytes=KIB)
-    with penstock.open_ring(messages=(Image,)) as ring, ring.sender() as sender, ring.receiver() as receiver:
+    with penstock.Ring(Image) as ring, ring.open_sender() as sender, ring.open_receiver() as receiver:
         for number, size in enumerate((512, 5000)):  # in a slice; too large for the pool
             given = np.full(size, number, np.uint8)
             sender.send(Image(number, ends.producer.put(on_device(ends.device, given), [ends.consumer.place])))
@@ -269,7 +270,7 @@ def test_uploads_that_nobody_closes_hold_what_is_being_copied_and_unregister_whe
 
 def test_memory_is_registered_with_the_first_copy_once_and_until_it_is_closed() -> None:
     device = FakeDriver()
-    with Pool.create(1 << 16, name="a") as pool, Store.create(1 << 16) as store:
+    with Pool.create(1 << 16, name="a") as pool, Store(1 << 16) as store:
         uploads = Uploads(pool, store, driver=device)
         assert not device.registered
         for value in range(3):
@@ -317,7 +318,7 @@ def test_what_lies_in_no_segment_is_copied_too_and_counted() -> None:
         assert uploads.stats.pageable == 1 and not device.registered
         with pytest.raises(UnsupportedTensor, match="only contiguous"):
             uploads.copy_to_device(np.zeros((4, 4))[:, 1])
-    with penstock.open_ring() as ring, pytest.raises(ValueError, match="is a channel"):
+    with penstock.Ring() as ring, pytest.raises(ValueError, match="is a channel"):
         Uploads(ring, driver=device)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from penstock import ClosedError, MemoryExhausted, StaleRef, Timeout, _native
+from penstock import ClosedError, MemoryExhausted, Timeout, _native
+from penstock.lowlevel import StaleRef
 from tests.conftest import eventually
 from tests.support.processes import forked, program, soon, thread
 

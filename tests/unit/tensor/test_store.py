@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import MemoryExhausted, Missing, StaleRef
-from penstock.tensor import Store, UnsupportedTensor, key_of, plan
+from penstock import MemoryExhausted, Missing, lowlevel
+from penstock.lowlevel import StaleRef
+from penstock.tensor import Store, UnsupportedTensor, content_key, plan
 from tests.conftest import eventually
 from tests.support.processes import program
 
@@ -44,7 +45,7 @@ def holds(value: Any, number: int) -> bool:
 
 
 def test_what_was_put_is_got_by_everybody_without_a_copy() -> None:
-    with Store.create(4 * MB) as store, Store.attach(store.ticket) as other:
+    with Store(4 * MB) as store, Store.attach(store.ticket) as other:
         put = store.put(key(1), tree(1, MB))
         for one in (store, other):
             with one.get(key(1)) as got:
@@ -60,16 +61,16 @@ def test_what_was_put_is_got_by_everybody_without_a_copy() -> None:
 
 
 def test_a_second_put_of_a_key_copies_nothing_and_gives_the_first() -> None:
-    with Store.create(4 * MB) as store:
+    with Store(4 * MB) as store:
         first = store.put(key(1), tree(1))
         second = store.put(key(1), tree(2))
         assert first.ref == second.ref
         assert holds(second.value(), 1)
-        assert store.stats_of_keys().puts == 1
+        assert store.stats().puts == 1
 
 
 def test_what_is_not_there_is_missing_and_says_so() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         with pytest.raises(Missing, match="'store' keeps nothing under 0000"):
             store.get(key(7))
         with pytest.raises(KeyError):
@@ -77,7 +78,7 @@ def test_what_is_not_there_is_missing_and_says_so() -> None:
         store.put(key(1), tree(1))
         found = store.get_many([key(1), key(2), key(3)])
         assert list(found) == [key(1)] and holds(found[key(1)].value(), 1)
-        assert store.stats_of_keys().misses == 4
+        assert store.stats().misses == 4
         assert store.remove(key(1)) and not store.remove(key(1))
         found.clear()
         with pytest.raises(Missing):
@@ -87,14 +88,14 @@ def test_what_is_not_there_is_missing_and_says_so() -> None:
 
 @pytest.mark.parametrize("wrong", [b"", b"x" * 31, b"x" * 33, "x" * 32, None, bytearray(32)])
 def test_a_key_is_32_bytes(wrong: Any) -> None:
-    with Store.create(MB) as store, pytest.raises(ValueError, match="a key is 32 bytes"):
+    with Store(MB) as store, pytest.raises(ValueError, match="a key is 32 bytes"):
         store.put(wrong, 1)
 
 
 def test_room_is_made_of_what_nobody_holds_the_longest_unused_first() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         nbytes = store.put(key(100), tree(100, 100_000)).nbytes  # names of three digits, so that all are of one size
-    with Store.create(-(-nbytes // 64) * 64 * 8, max_items=64) as store:
+    with Store(-(-nbytes // 64) * 64 * 8, max_items=64) as store:
         held = store.put(key(100), tree(100, 100_000))
         array = held.value()["pixels"]
         held.release()  # the array still holds it
@@ -105,10 +106,10 @@ def test_room_is_made_of_what_nobody_holds_the_longest_unused_first() -> None:
             store.put(key(number), tree(number, 100_000)).release()
             with pytest.raises(Missing):
                 store.get(key(gone))
-        left = {int.from_bytes(item.key, "big") for item in store.stats_of_keys().items}
+        left = {int.from_bytes(item.key, "big") for item in store.stats().items}
         assert left == {100, 101, 105, 106, 107, 120, 121, 122}
         assert (array == 100).all()
-        assert store.stats_of_keys().evictions == 3
+        assert store.stats().evictions == 3
 
 
 @pytest.mark.parametrize("meanwhile", ["held", "put again", "nothing"])
@@ -126,7 +127,7 @@ def test_what_was_chosen_to_go_stays_if_it_is_wanted_by_then(meanwhile: str) -> 
         except MemoryExhausted:
             say("full")
     """
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         store.put(key(1), tree(1, 600_000)).release()
         with program(source, store.ticket) as other:
             eventually(other.is_stopped, 20)
@@ -141,12 +142,12 @@ def test_what_was_chosen_to_go_stays_if_it_is_wanted_by_then(meanwhile: str) -> 
                 store.get(key(1))
         else:
             assert holds(store.get(key(1)).value(), 2 if meanwhile == "put again" else 1)
-        stats = store.stats_of_keys()
+        stats = store.stats()
         assert len(stats.items) == 1 and stats.evictions == (held is None)
 
 
 def test_a_full_store_says_who_holds_what_is_in_the_way() -> None:
-    with Store.create(MB, peer_name="holder") as store:
+    with Store(MB, peer_name="holder") as store:
         held = [store.put(key(number), tree(number, 300_000)) for number in range(3)]
         with pytest.raises(MemoryExhausted, match=r"'holder' \(pid \d+\) holds"):
             store.put(key(9), tree(9, 300_000), timeout=0.01)
@@ -159,7 +160,7 @@ def test_a_full_store_says_who_holds_what_is_in_the_way() -> None:
 
 
 def test_who_waits_for_room_gets_it_when_it_is_there() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         held = store.put(key(1), tree(1, 900_000))
         timer = threading.Timer(0.05, held.release)
         timer.start()
@@ -168,7 +169,7 @@ def test_who_waits_for_room_gets_it_when_it_is_there() -> None:
 
 
 def test_a_value_that_cannot_be_kept_leaves_nothing() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         with pytest.raises(UnsupportedTensor, match=r"at \$\['a'\]\[0\]"):
             store.put(key(1), {"a": [object()]})
         assert store.stats().blocks == 0
@@ -187,18 +188,18 @@ def test_a_writer_that_fails_half_way_leaves_the_key_to_others(monkeypatch: pyte
     def fail(*_: Any) -> None:
         raise OSError("half-way")
 
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         with monkeypatch.context() as patch:
             patch.setattr(trees.Plan, "write", fail)
             with pytest.raises(OSError, match="half-way"):
                 store.put(key(1), tree(1))
         assert store.stats().blocks == 0
         assert holds(store.put(key(1), tree(1), timeout=0.1).value(), 1)
-        assert store.stats_of_keys().abandoned == 1
+        assert store.stats().abandoned == 1
 
 
 def test_a_reference_opens_the_value_elsewhere_and_is_stale_when_it_is_gone() -> None:
-    with Store.create(MB) as store, Store.attach(store.ticket) as other:
+    with Store(MB) as store, Store.attach(store.ticket) as other:
         put = store.put(key(1), tree(1))
         ref = put.ref
         assert holds(other.open_stored(ref).value(), 1)
@@ -210,7 +211,7 @@ def test_a_reference_opens_the_value_elsewhere_and_is_stale_when_it_is_gone() ->
 
 
 def test_what_is_held_outlives_a_clear() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         array = store.put(key(1), tree(1)).value()["pixels"]
         assert store.clear() == 1
         with pytest.raises(Missing):
@@ -223,7 +224,7 @@ def test_what_is_held_outlives_a_clear() -> None:
 
 
 def test_a_block_without_a_key_takes_the_room_of_what_nobody_holds() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         for number in range(8):
             store.put(key(number), tree(number, 120_000)).release()
         with store.take(900_000) as lease:
@@ -242,7 +243,7 @@ def test_a_block_without_a_key_takes_the_room_of_what_nobody_holds() -> None:
 
 
 def test_a_value_without_a_key_lives_as_long_as_somebody_holds_it_and_nobody_writes_it() -> None:
-    with Store.create(MB) as store, Store.attach(store.ticket) as other:
+    with Store(MB) as store, Store.attach(store.ticket) as other:
         lent = store.lend(tree(1, 400_000))
         again = lent.hold()
         with pytest.raises(ValueError, match="read-only"):
@@ -264,7 +265,7 @@ def test_a_value_without_a_key_lives_as_long_as_somebody_holds_it_and_nobody_wri
 
 
 def test_a_ticket_of_a_store_leads_to_a_store() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         store.put(key(1), tree(1))
         other = penstock.attach(store.ticket)
         assert isinstance(other, Store) and holds(other.get(key(1)).value(), 1)
@@ -272,7 +273,7 @@ def test_a_ticket_of_a_store_leads_to_a_store() -> None:
 
 
 def test_pins_are_counted_and_hold() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         with pytest.raises(Missing):
             store.pin(key(1))
         store.put(key(1), tree(1, 400_000)).release()
@@ -288,13 +289,13 @@ def test_pins_are_counted_and_hold() -> None:
 
 
 def test_a_block_of_the_same_pool_is_not_a_value() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         for content in (b"", b"x" * 4, b"\xff" * 200, bytes(64)):
             lease = store.take(len(content))
             memoryview(lease)[:] = content
             with pytest.raises(penstock.DecodeError):
                 store.open_stored(store.share(lease)).value()
-        with penstock.Pool.create(4096) as pool, pytest.raises(penstock.LayoutMismatch, match="is not a store"):
+        with lowlevel.Pool.create(4096) as pool, pytest.raises(lowlevel.LayoutMismatch, match="is not a store"):
             Store.attach(pool.ticket)
 
 
@@ -316,11 +317,11 @@ def test_keys_tell_contents_apart() -> None:
         (b"", b""),
         (np.zeros(0),),
     ]
-    keys = [key_of(*content) for content in contents]
+    keys = [content_key(*content) for content in contents]
     assert len(set(keys)) == len(keys) and {len(one) for one in keys} == {32}
-    assert key_of(array) == key_of(array.copy()) == key_of(np.arange(24, dtype=np.int32)[:12])
-    assert key_of(np.asfortranarray(array.reshape(3, 4))) == key_of(array.reshape(3, 4))
-    assert key_of(array, salt=b"tenant a") != key_of(array, salt=b"tenant b") != key_of(array)
+    assert content_key(array) == content_key(array.copy()) == content_key(np.arange(24, dtype=np.int32)[:12])
+    assert content_key(np.asfortranarray(array.reshape(3, 4))) == content_key(array.reshape(3, 4))
+    assert content_key(array, salt=b"tenant a") != content_key(array, salt=b"tenant b") != content_key(array)
 
 
 # ── many processes ──
@@ -337,7 +338,7 @@ def test_one_of_many_that_put_the_same_key_writes_and_all_get_it() -> None:
             assert (value["pixels"] == number).all()
         say("done")
     """
-    with Store.create(32 * MB) as store:
+    with Store(32 * MB) as store:
         with program(source, store.ticket) as a, program(source, store.ticket) as b, program(source, store.ticket) as c:
             for one in (a, b, c):
                 assert one.hear() == "ready"
@@ -345,7 +346,7 @@ def test_one_of_many_that_put_the_same_key_writes_and_all_get_it() -> None:
                 one.say("go")
             for one in (a, b, c):
                 assert one.hear() == "done"
-        stats = store.stats_of_keys()
+        stats = store.stats()
         assert stats.puts == 40 and stats.hits == 80
         assert store.stats().blocks == 40
 
@@ -358,7 +359,7 @@ def test_a_process_that_dies_while_it_holds_gives_it_back_and_the_value_stays() 
         say("holding")
         hear()
     """
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         store.put(bytes(32), tree(0, 600_000)).release()
         with program(source, store.ticket) as other:
             assert other.hear() == "holding"
@@ -379,7 +380,7 @@ def test_somebody_else_writes_when_the_writer_dies_half_way() -> None:
         say("half-way")
         hear()
     """
-    with Store.create(MB) as store, program(source, store.ticket) as other:
+    with Store(MB) as store, program(source, store.ticket) as other:
         assert other.hear() == "half-way"
         with pytest.raises(Missing):
             store.get(bytes(32))
@@ -388,11 +389,11 @@ def test_somebody_else_writes_when_the_writer_dies_half_way() -> None:
         got: list[Any] = []
         thread = threading.Thread(target=lambda: got.append(store.put(bytes(32), tree(3), timeout=20)))
         thread.start()
-        eventually(lambda: store.stats_of_keys().fills_awaited >= 2)
+        eventually(lambda: store.stats().fills_awaited >= 2)
         os.kill(other.pid, signal.SIGKILL)
         thread.join(20)
         assert holds(got[0].value(), 3)
-        assert store.stats_of_keys().abandoned == 1
+        assert store.stats().abandoned == 1
 
 
 @pytest.mark.parametrize("awaited", ["a writer", "room"])
@@ -409,7 +410,7 @@ def test_who_waits_in_a_put_is_interrupted_and_has_begun_nothing(awaited: str) -
             say("interrupted")
         hear()
     """
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         in_the_way: Any = (
             store._store.begin(bytes(32), 1000, 0) if awaited == "a writer" else store.put(key(1), tree(1, 900_000))
         )
@@ -426,7 +427,7 @@ def test_who_waits_in_a_put_is_interrupted_and_has_begun_nothing(awaited: str) -
 
 
 def test_a_child_of_fork_has_a_place_and_pins_of_its_own() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         store.put(key(1), tree(1)).release()
         store.pin(key(1))
         pid = os.fork()
@@ -438,12 +439,12 @@ def test_a_child_of_fork_has_a_place_and_pins_of_its_own() -> None:
                 os._exit(status)
         assert os.waitpid(pid, 0)[1] == 0
         store.unpin(key(1))
-        assert store.stats_of_keys().items[0].holders == 0
+        assert store.stats().items[0].holders == 0
 
 
 def test_threads_put_and_get_at_three_times_the_room(seed: int) -> None:
     errors: list[BaseException] = []
-    with Store.create(MB, max_items=64) as store:
+    with Store(MB, max_items=64) as store:
 
         def work(which: int) -> None:
             chance = random.Random(seed + which)
@@ -466,7 +467,7 @@ def test_threads_put_and_get_at_three_times_the_room(seed: int) -> None:
             thread.join()
         if errors:
             raise errors[0]
-        stats = store.stats_of_keys()
+        stats = store.stats()
         assert stats.evictions > 20 and stats.hits > 100
         keys = [item.key for item in stats.items]
         assert len(set(keys)) == len(keys)
@@ -482,5 +483,5 @@ def test_the_first_put_and_get_of_a_process_import_nothing_more() -> None:
             assert stored.value()["pixels"].sum() == 12
         say(*sorted(set(sys.modules) - before))
     """
-    with Store.create(MB) as store, program(source, store.ticket) as other:
+    with Store(MB) as store, program(source, store.ticket) as other:
         assert other.hear() == ""

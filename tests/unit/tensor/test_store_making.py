@@ -49,7 +49,7 @@ def is_whole(value: Any, number: int) -> bool:
 
 
 def test_what_was_made_in_place_is_got_by_everybody_where_it_was_written() -> None:
-    with Store.create(MB) as store, Store.attach(store.ticket) as other:
+    with Store(MB) as store, Store.attach(store.ticket) as other:
         with store.make(key(1), spec()) as making:
             assert making.is_new
             value = making.value()
@@ -64,12 +64,12 @@ def test_what_was_made_in_place_is_got_by_everybody_where_it_was_written() -> No
         with pytest.raises(ValueError, match="read-only"):
             made.value()["pixels"][0] = 1
         made.release()
-        assert store.stats().blocks == 1 and store.stats_of_keys().puts == 1
+        assert store.stats().blocks == 1 and store.stats().puts == 1
         assert is_whole(store.put(key(1), {"other": 1}).value(), 7), "a put of what was made copies nothing"
 
 
 def test_what_is_there_is_not_made_again() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         store.put(key(1), {"a": 1}).release()
         with store.make(key(1), spec()) as making:
             assert not making.is_new
@@ -83,7 +83,7 @@ def test_what_is_there_is_not_made_again() -> None:
 
 @pytest.mark.parametrize("how", ["left", "raised", "abandoned", "dropped"])
 def test_what_is_left_without_a_commit_was_never_there(how: str) -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         making = store.make(key(1), spec())
         if how == "left":
             with making:
@@ -98,13 +98,13 @@ def test_what_is_left_without_a_commit_was_never_there(how: str) -> None:
             with pytest.raises(ClosedError, match="committed or abandoned"):
                 making.commit()
         del making
-        assert store.stats().blocks == 0 and store.stats_of_keys().abandoned == 1
+        assert store.stats().blocks == 0 and store.stats().abandoned == 1
         with store.make(key(1), spec(), timeout=0) as making:
             assert making.is_new
 
 
 def test_an_array_that_outlives_its_abandoned_value_writes_where_nobody_looks() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         with store.make(key(1), spec()) as making:
             pixels = making.value()["pixels"]
         second = store.put(key(1), {"pixels": np.full(1000, 5, np.int32)}, timeout=0)
@@ -116,7 +116,7 @@ def test_an_array_that_outlives_its_abandoned_value_writes_where_nobody_looks() 
 
 
 def test_a_commit_is_refused_while_an_array_could_still_write_and_works_once_it_is_gone() -> None:
-    with Store.create(MB) as store, store.make(key(1), spec()) as making:
+    with Store(MB) as store, store.make(key(1), spec()) as making:
         fill(making.value(), 3)
         part = making.value()["pixels"][5:7]
         with pytest.raises(BufferError, match="drop them first"):
@@ -136,7 +136,7 @@ def test_every_kind_and_shape_has_its_place_and_no_two_share_it(seed: int) -> No
     chance = np.random.default_rng(seed)
     shapes = [(), (0, 3), 7, (2, 3, 5), np.int64(4)]
     specs = [Empty(shapes[index % len(shapes)], kind.name) for index, kind in enumerate(KINDS)]
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         with store.make(key(1), specs) as making:
             written = []
             for array in making.value("bits"):
@@ -161,14 +161,14 @@ def test_every_kind_and_shape_has_its_place_and_no_two_share_it(seed: int) -> No
     ],
 )
 def test_what_cannot_be_made_is_refused_with_its_path_and_takes_nothing(wrong: Any, words: str) -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         with pytest.raises(UnsupportedTensor, match=words):
             store.make(key(1), wrong)
         assert store.stats().blocks == 0
 
 
 def test_what_is_put_has_numbers() -> None:
-    with Store.create(MB) as store, pytest.raises(UnsupportedTensor, match=r"has no numbers yet.* at \$\['pixels'\]"):
+    with Store(MB) as store, pytest.raises(UnsupportedTensor, match=r"has no numbers yet.* at \$\['pixels'\]"):
         store.put(key(1), spec())
     with pytest.raises(UnsupportedTensor, match="has no numbers yet"):
         plan(Empty(3, "int8"))
@@ -177,7 +177,7 @@ def test_what_is_put_has_numbers() -> None:
 
 
 def test_who_wants_what_is_being_made_waits_and_has_it() -> None:
-    with Store.create(MB) as store, Store.attach(store.ticket) as other:
+    with Store(MB) as store, Store.attach(store.ticket) as other:
         got: list[Any] = []
 
         def want(number: int) -> None:
@@ -192,7 +192,7 @@ def test_who_wants_what_is_being_made_waits_and_has_it() -> None:
         with store.make(key(1), spec()) as making:
             for thread in threads:
                 thread.start()
-            eventually(lambda: store.stats_of_keys().fills_awaited >= 4)
+            eventually(lambda: store.stats().fills_awaited >= 4)
             assert not got
             with pytest.raises(penstock.Timeout, match="is being written by"):
                 other.make(key(1), spec(), timeout=0.01)
@@ -202,11 +202,11 @@ def test_who_wants_what_is_being_made_waits_and_has_it() -> None:
             thread.join(20)
         assert [one.ref for one in got] == [made.ref] * 4
         assert all(is_whole(one.value(), 6) for one in got)
-        assert store.stats_of_keys().puts == 1
+        assert store.stats().puts == 1
 
 
 def test_one_of_those_who_wait_makes_what_was_abandoned() -> None:
-    with Store.create(MB) as store, Store.attach(store.ticket) as other:
+    with Store(MB) as store, Store.attach(store.ticket) as other:
         made: list[bool] = []
 
         def want() -> None:
@@ -220,7 +220,7 @@ def test_one_of_those_who_wait_makes_what_was_abandoned() -> None:
         with store.make(key(1), spec()):
             for thread in threads:
                 thread.start()
-            eventually(lambda: store.stats_of_keys().fills_awaited >= 4)
+            eventually(lambda: store.stats().fills_awaited >= 4)
         for thread in threads:
             thread.join(20)
         assert sorted(made) == [False, False, False, True]
@@ -235,7 +235,7 @@ def test_what_a_dead_process_was_making_is_made_by_another() -> None:
         say("half-way")
         hear()
     """
-    with Store.create(MB) as store, program(source, store.ticket) as other:
+    with Store(MB) as store, program(source, store.ticket) as other:
         assert other.hear() == "half-way"
         with pytest.raises(Missing):
             store.get(bytes(32))
@@ -244,12 +244,12 @@ def test_what_a_dead_process_was_making_is_made_by_another() -> None:
             assert making.is_new
             fill(making.value(), 4)
             assert is_whole(making.commit().value(), 4)
-        assert store.stats_of_keys().puts == 2
+        assert store.stats().puts == 2
         eventually(lambda: store.stats().blocks == 1)
 
 
 def test_what_is_taken_out_while_it_is_made_is_had_by_its_maker_alone() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         with store.make(key(1), spec()) as making:
             assert store.clear() == 1
             fill(making.value(), 8)
@@ -262,7 +262,7 @@ def test_what_is_taken_out_while_it_is_made_is_had_by_its_maker_alone() -> None:
 
 
 def test_torch_fills_what_is_made_and_cannot_write_it_before_it_lets_go() -> None:
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         given = torch.arange(600, dtype=torch.bfloat16).reshape(20, 30)
         with store.make(key(1), {"pixels": Empty((20, 30), torch.bfloat16), "grid": (1, 2)}) as making:
             pixels = making.value("torch")["pixels"]

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import MemoryExhausted, Missing, StaleRef
+from penstock import MemoryExhausted, Missing
+from penstock.lowlevel import StaleRef
 from penstock.tensor import Store, TensorRef, Tensors
 from tests.conftest import eventually
 from tests.support.processes import program, thread
@@ -31,7 +32,7 @@ def is_whole(value: Any, number: int) -> bool:
 
 
 def test_what_a_server_writes_into_its_own_array_after_a_put_is_not_seen() -> None:
-    with Store.create(4 * MB) as store:
+    with Store(4 * MB) as store:
         given = image(1)
         stored = store.put(key(1), given)
         given["pixels"][:] = 9
@@ -40,7 +41,7 @@ def test_what_a_server_writes_into_its_own_array_after_a_put_is_not_seen() -> No
 
 
 def test_a_client_that_retries_the_same_request_makes_no_second_copy_and_ends_no_first_one() -> None:
-    with Store.create(4 * MB) as server, Store.attach(server.ticket) as worker:
+    with Store(4 * MB) as server, Store.attach(server.ticket) as worker:
         first = server.put(key(1), image(1))
         seen = worker.open_stored(first.ref).value()["pixels"]
         retried = server.put(key(1), image(1))
@@ -49,11 +50,11 @@ def test_a_client_that_retries_the_same_request_makes_no_second_copy_and_ends_no
         again = worker.open_stored(retried.ref)
         retried.release()
         assert is_whole(again.value(), 1) and (seen == 1).all()
-        assert server.stats_of_keys().puts == 1
+        assert server.stats().puts == 1
 
 
 def test_several_samples_of_one_image_each_hold_it_and_it_may_go_after_the_last() -> None:
-    with Store.create(MB) as store, Store.attach(store.ticket) as worker:
+    with Store(MB) as store, Store.attach(store.ticket) as worker:
         ref = store.put(key(1), image(1, 800_000)).ref
         samples = [worker.open_stored(ref).value() for _ in range(4)]
         while samples:
@@ -67,7 +68,7 @@ def test_several_samples_of_one_image_each_hold_it_and_it_may_go_after_the_last(
 
 def test_a_reference_that_nobody_opens_holds_nothing() -> None:
     """The image of a request whose prefix was computed before: its worker never asks for it."""
-    with Store.create(MB) as store, Store.attach(store.ticket) as worker:
+    with Store(MB) as store, Store.attach(store.ticket) as worker:
         ref = store.put(key(1), image(1, 800_000)).ref
         store.put(key(2), image(2, 800_000), timeout=0)
         with pytest.raises(StaleRef):
@@ -75,7 +76,7 @@ def test_a_reference_that_nobody_opens_holds_nothing() -> None:
 
 
 def test_a_tensor_that_was_granted_and_is_not_needed_is_given_up_without_a_look() -> None:
-    with Store.create(MB) as store, Store.attach(store.ticket) as other:
+    with Store(MB) as store, Store.attach(store.ticket) as other:
         ref = Tensors(store).put(np.ones(100_000), [other.join()])
         assert store.stats().blocks == 1
         Tensors(other).drop(ref)
@@ -84,7 +85,7 @@ def test_a_tensor_that_was_granted_and_is_not_needed_is_given_up_without_a_look(
 
 
 def test_after_a_clear_whoever_has_a_reference_is_told_and_puts_again() -> None:
-    with Store.create(4 * MB) as server, Store.attach(server.ticket) as worker:
+    with Store(4 * MB) as server, Store.attach(server.ticket) as worker:
         held, ref = server.put(key(1), image(1)).value(), server.put(key(2), image(2)).ref
         assert worker.clear() == 2
         with pytest.raises(StaleRef):
@@ -109,7 +110,7 @@ def test_a_get_while_another_process_clears_has_the_whole_or_misses() -> None:
             store.clear()
         say("done")
     """
-    with Store.create(MB) as store, program(source, store.ticket) as other:
+    with Store(MB) as store, program(source, store.ticket) as other:
         assert other.hear() == "ready"
         with thread(other.hear) as end:
             found = missed = 0
@@ -135,12 +136,12 @@ def test_a_worker_that_dies_as_it_opens_a_value_holds_nothing_and_keeps_nobody_w
         _native.arm_point(sys.argv[2], "kill", 1)
         store.get((1).to_bytes(32, "big"))
     """
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         store.put(key(1), image(1, 800_000)).release()
         with program(source, store.ticket, point) as worker:
             assert worker.process.wait() == -signal.SIGKILL
         assert is_whole(store.get(key(1)).value(), 1)
-        eventually(lambda: [item.holders for item in store.stats_of_keys().items] == [0])
+        eventually(lambda: [item.holders for item in store.stats().items] == [0])
         store.put(key(2), image(2, 800_000), timeout=5).release()
 
 
@@ -156,7 +157,7 @@ def test_a_put_while_another_process_is_stopped_in_its_eviction_does_not_wait_fo
         store.put(bytes(32), {"pixels": np.zeros(200_000, np.int32), "grid": [1, 2, 0]}, timeout=20)
         say("put")
     """
-    with Store.create(MB) as store:
+    with Store(MB) as store:
         store.put(key(1), image(1, 900_000)).release()
         with program(source, store.ticket) as other:
             assert other.hear() == "evicting"
@@ -165,7 +166,7 @@ def test_a_put_while_another_process_is_stopped_in_its_eviction_does_not_wait_fo
             os.kill(other.pid, signal.SIGCONT)
             assert other.hear() == "put"
         assert is_whole(store.get(bytes(32)).value(), 0)
-        stats = store.stats_of_keys()
+        stats = store.stats()
         assert stats.evictions == 2 and len(stats.items) == 1
 
 
@@ -174,7 +175,7 @@ def test_an_old_value_that_somebody_holds_is_in_nobodys_way(seed: int) -> None:
     chance = random.Random(seed)
     sizes = [int(4096 * 1024 ** chance.random()) for _ in range(400)]
     capacity = 16 * MB
-    with Store.create(capacity, max_items=1024) as store:
+    with Store(capacity, max_items=1024) as store:
         held = [store.put(key(1000 + number), image(number, 4096)) for number in range(3)]
         for _ in range(3):
             for number in chance.sample(range(400), 400):
@@ -182,15 +183,15 @@ def test_an_old_value_that_somebody_holds_is_in_nobodys_way(seed: int) -> None:
                     assert is_whole(stored.value(), number)
         for number, one in enumerate(held):
             assert is_whole(one.value(), number)
-        assert store.stats_of_keys().evictions > 100
-        kept = sum(item.nbytes for item in store.stats_of_keys().items)
+        assert store.stats().evictions > 100
+        kept = sum(item.nbytes for item in store.stats().items)
         assert kept > capacity // 2, f"{kept} bytes are kept where {capacity} fit: the rest is gaps"
 
 
 def test_a_message_says_where_an_image_is_in_less_than_200_bytes() -> None:
     import msgspec
 
-    with Store.create(4 * MB) as store:
+    with Store(4 * MB) as store:
         stored = store.put(key(1), image(1, 3 * MB))
         assert len(msgspec.msgpack.encode((key(1), stored.ref))) < 200
         assert len(msgspec.msgpack.encode(TensorRef.of("int32", (100_000,), stored.ref.slice(0, 400_000)))) < 200

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import Ref
 from penstock.errors import ClosedError, DecodeError
+from penstock.lowlevel import Ref
 from penstock.tensor import Store, plan
 from penstock.tensor.stored import HEAD, Stored, block_nbytes, read_value, tensors_at, write_value
 
@@ -65,7 +65,7 @@ def outcome(read: Any) -> Any:
 @pytest.mark.parametrize("tree", TREES, ids=range(len(TREES)))
 @pytest.mark.parametrize("as_", ["numpy", "bits"])
 def test_both_read_the_same_value(tree: Any, as_: Any) -> None:
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         stored, lease = lent(store, block_of(store, tree))
         assert shown(stored.value(as_)) == shown(read_value(lease, as_, False))
         assert shown(stored.value(as_)) == shown(stored.value(as_))
@@ -73,7 +73,7 @@ def test_both_read_the_same_value(tree: Any, as_: Any) -> None:
 
 
 def test_both_say_the_same_of_a_block_of_which_any_byte_is_another(seed: int) -> None:
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         chance = random.Random(seed)
         blocks = [block_of(store, tree) for tree in TREES]
         refused = 0
@@ -97,7 +97,7 @@ def test_both_say_the_same_of_a_block_of_which_any_byte_is_another(seed: int) ->
 
 
 def test_no_array_reaches_beyond_its_block() -> None:
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         tree = np.arange(64, dtype=np.uint8)
         block = block_of(store, tree)
         at = tensors_at(HEAD.unpack_from(block)[0])
@@ -108,7 +108,7 @@ def test_no_array_reaches_beyond_its_block() -> None:
 
 
 def test_a_block_that_does_not_begin_at_a_multiple_of_64_is_read_too() -> None:
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         block = b"shifted." + block_of(store, {"x": np.arange(8)})
         with store.take(len(block)) as lease:
             with memoryview(lease) as room:
@@ -118,7 +118,7 @@ def test_a_block_that_does_not_begin_at_a_multiple_of_64_is_read_too() -> None:
 
 
 def test_arrays_hold_a_value_that_was_released_and_nobody_can_write_them() -> None:
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         store.put(bytes(32), {"x": np.arange(1000)})
         stored = store.get(bytes(32))
         seen = stored.value()["x"]
@@ -129,7 +129,7 @@ def test_arrays_hold_a_value_that_was_released_and_nobody_can_write_them() -> No
         with pytest.raises(ClosedError):
             stored.hold()
         assert stored.ref == ref and stored.nbytes == ref.nbytes
-        (item,) = store.stats_of_keys().items
+        (item,) = store.stats().items
         assert item.holders == 1
         with pytest.raises(ValueError, match="WRITEABLE"):
             seen.flags.writeable = True
@@ -138,15 +138,15 @@ def test_arrays_hold_a_value_that_was_released_and_nobody_can_write_them() -> No
         part = seen[10:20]
         del seen
         assert part.tolist() == list(range(10, 20))
-        (item,) = store.stats_of_keys().items
+        (item,) = store.stats().items
         assert item.holders == 1
         del part
-        (item,) = store.stats_of_keys().items
+        (item,) = store.stats().items
         assert item.holders == 0
 
 
 def test_a_value_whose_lease_somebody_else_has_released_is_not_shown() -> None:
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         first = store.lend(np.arange(9))
         with store.open(first.ref) as lease:
             stored = Stored(lease)
@@ -157,7 +157,7 @@ def test_a_value_whose_lease_somebody_else_has_released_is_not_shown() -> None:
 
 
 def test_a_failure_is_told_though_arrays_still_hold_the_lease() -> None:
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         first = store.lend(np.arange(9))
         seen = []
         with pytest.raises(KeyError), store.open(first.ref) as lease:
@@ -168,7 +168,7 @@ def test_a_failure_is_told_though_arrays_still_hold_the_lease() -> None:
 
 
 def test_a_value_without_arrays_keeps_nobody_from_releasing_its_lease() -> None:
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         first = store.lend({"a": [1, 2], "b": "text"})
         with store.open(first.ref) as lease:
             assert Stored(lease).value() == {"a": [1, 2], "b": "text"}
@@ -176,7 +176,7 @@ def test_a_value_without_arrays_keeps_nobody_from_releasing_its_lease() -> None:
 
 
 def test_a_take_that_finds_no_room_counts_once() -> None:
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         before = store.stats().exhaustions
         held = [store.take(store.nbytes // 4) for _ in range(3)]
         store.put(bytes(32), np.zeros(store.nbytes // 8, np.uint8)).release()

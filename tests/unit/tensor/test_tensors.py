@@ -15,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import DecodeError, MemoryExhausted, PeerDied, Pool, Ref, StaleRef, _native
+from penstock import DecodeError, MemoryExhausted, PeerDied, _native
+from penstock.lowlevel import Pool, Ref, StaleRef
 from penstock.tensor import TensorRef, Tensors, UnsupportedTensor
 from penstock.tensor.kinds import KIND_OF_CODE, KINDS
 from tests.conftest import eventually, spawn
@@ -584,8 +585,8 @@ def test_a_reference_that_contradicts_itself_is_refused_where_it_is_made_and_whe
 ) -> None:
     with pytest.raises(ValueError, match=words):
         TensorRef(*fields)
-    channel = penstock.open_ring(messages=[Image])
-    with channel, channel.sender() as sender, channel.receiver() as receiver:
+    channel = penstock.Ring(Image)
+    with channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         sender.send(Image(1, TensorRef.of("uint8", (1,), b"x")))
         receiver.receive(timeout=SECONDS)
         forged = TensorRef.of("uint8", (1,), b"x")
@@ -634,8 +635,8 @@ def sum_up(images: Any, answers: Any, tickets: Pool) -> None:
     tensors = Tensors(tickets)
     tickets.join("worker")
     with (
-        penstock.attach(images, messages=[Image]).receiver() as receiver,
-        penstock.attach(answers, messages=[Seen]).sender() as sender,
+        penstock.attach(images, Image).open_receiver() as receiver,
+        penstock.attach(answers, Seen).open_sender() as sender,
     ):
         for image in receiver:
             pixels = tensors.view(image.pixels)
@@ -646,10 +647,10 @@ def sum_up(images: Any, answers: Any, tickets: Pool) -> None:
 
 def test_a_message_with_tensors_is_an_ordinary_message() -> None:
     pool, _ = new_pool()
-    images, answers = penstock.open_ring(messages=[Image]), penstock.open_ring(messages=[Seen])
+    images, answers = penstock.Ring(Image), penstock.Ring(Seen)
     tensors = Tensors(pool)
     pool.join("sender")
-    with images, answers, images.sender() as sender, answers.receiver() as receiver:
+    with images, answers, images.open_sender() as sender, answers.open_receiver() as receiver:
         with spawn(sum_up, str(images.ticket), str(answers.ticket), pool):
             worker = eventually(lambda: [peer for peer in pool.peers() if peer.name == "worker"], SECONDS)
             for number in range(50):

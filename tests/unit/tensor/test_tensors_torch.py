@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import penstock
-from penstock import Pool
+from penstock import lowlevel
+from penstock.lowlevel import Pool
 from penstock.tensor import TensorRef, Tensors, UnsupportedTensor, plan, read
 from penstock.tensor.kinds import KINDS, kind_of
 from tests.support.processes import DYING, program
@@ -279,7 +279,7 @@ STRAY = """
     import os, torch
     from penstock.tensor import Tensors, TensorRef
     from penstock import Ref
-    pool = penstock.Pool.attach(sys.argv[1], peer_name="stray")
+    pool = lowlevel.Pool.attach(sys.argv[1], peer_name="stray")
     tensors = Tensors(pool)
     seen = tensors.view(TensorRef.of("float32", (100,), Ref(*map(int, sys.argv[2:]))), "torch")
     say(seen.sum().item())
@@ -294,7 +294,7 @@ def test_a_stray_write_ends_the_process_that_writes_and_nobody_else_sees_it() ->
     made = tensors.empty(100, np.float32)
     made[:] = 2
     ref = tensors.share(made)
-    assert isinstance(ref.where, penstock.Ref)
+    assert isinstance(ref.where, lowlevel.Ref)
     where = ref.where
     fields = (where.segment, where.block, where.generation, where.offset, where.nbytes)
     with program(STRAY, pool.ticket, *fields, env=DYING) as stray:

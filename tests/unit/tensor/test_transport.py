@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, DecodeError, Incoming, Item, Missing, Outgoing, Part, Ref, Store, UnsupportedTensor
+from penstock import ClosedError, DecodeError, Incoming, Item, Missing, Outgoing, Part, Store, lowlevel
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
+from penstock.lowlevel import Ref, UnsupportedTensor
 from penstock.tensor import OutgoingStats, plan, transport
 from penstock.tensor.tree import Plan
 from tests.conftest import eventually
@@ -57,12 +58,12 @@ def travelled(item: Item) -> Item:
 
 
 def is_held_by_nobody(store: Store) -> bool:
-    stats = store.stats_of_keys()
+    stats = store.stats()
     return not any(one.holders for one in stats.items) and store.stats().blocks == len(stats.items)
 
 
 def images() -> Store:
-    return Store.create(4 * MB, name="images")
+    return Store(4 * MB, name="images")
 
 
 # ── what is sent ──
@@ -199,7 +200,7 @@ def test_a_value_that_somebody_else_is_writing_for_too_long_travels_inline() -> 
 
 
 def test_an_object_larger_than_the_store_travels_inline_is_counted_and_warned_of_once() -> None:
-    with Store.create(MB, name="small") as store:
+    with Store(MB, name="small") as store:
         outgoing, another = Outgoing(store), Outgoing(store)
         with outgoing.scope() as scope, another.scope() as other_scope:
             with pytest.warns(RuntimeWarning, match="does not fit the store 'small'.*travels inline.*raise") as warned:
@@ -210,7 +211,7 @@ def test_an_object_larger_than_the_store_travels_inline_is_counted_and_warned_of
             for number, item in enumerate(items):
                 assert shows(Incoming(store).open(travelled(item)).value(), number)
         assert outgoing.stats().inline_too_large == 3 and another.stats().inline_too_large == 1
-        assert store.stats_of_keys().evictions == 0
+        assert store.stats().evictions == 0
 
 
 def test_what_cannot_be_sent_is_refused_and_nothing_is_held() -> None:
@@ -231,7 +232,7 @@ def test_a_scope_ends_once_however_often_it_is_released() -> None:
         scope = outgoing.scope()
         assert outgoing.stats().open_scopes == 1 and not scope.is_released
         scope.put(image(1), key(1))
-        assert store.stats_of_keys().items[0].holders == 1
+        assert store.stats().items[0].holders == 1
         threads = [threading.Thread(target=scope.release) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -242,7 +243,7 @@ def test_a_scope_ends_once_however_often_it_is_released() -> None:
             scope.put(image(1), key(1))
         with pytest.raises(ClosedError):
             scope.put(image(2), key(2))
-        assert store.stats_of_keys().puts == 1 and is_held_by_nobody(store)
+        assert store.stats().puts == 1 and is_held_by_nobody(store)
 
 
 def test_a_scope_that_is_forgotten_holds_nothing() -> None:
@@ -281,7 +282,7 @@ def test_the_same_item_delivered_twice_is_one_value_held_until_the_last_lets_go(
         first = scope.put(image(1), key(1))
         assert scope.put(image(2), key(1)) == first, "the same key in one request is one value"
         again = retry.put(image(1), key(1))
-        assert again == first and store.stats_of_keys().puts == 1 and store.stats().blocks == 1
+        assert again == first and store.stats().puts == 1 and store.stats().blocks == 1
         opened = [incoming.open(item) for item in (first, first, travelled(first), again)]
         scope.release()
         assert shows(incoming.open(first).value(), 1), "the retry holds it"
@@ -310,7 +311,7 @@ def test_many_threads_put_one_key_in_one_scope_and_have_one_item() -> None:
             for thread in threads:
                 thread.join()
             assert len(items) == 8 and len(set(map(frame_of, items))) == 1
-            assert store.stats_of_keys().puts == 1
+            assert store.stats().puts == 1
         assert is_held_by_nobody(store) and outgoing.stats().items == 8
 
 
@@ -338,7 +339,7 @@ def test_who_opens_too_late_misses_that_one_value_and_can_have_it_again(its: byt
         scope.release()
         with pytest.raises(Missing, match=r"'images' has not got the value .* any more.*send that again") as missed:
             incoming.open(item)
-        assert isinstance(missed.value.__cause__, penstock.StaleRef)
+        assert isinstance(missed.value.__cause__, lowlevel.StaleRef)
         assert shows(incoming.open(fine).value(), 2), "another request has suffered"
         with outgoing.scope() as again:
             assert shows(incoming.open(again.put(image(1), its)).value(), 1)
@@ -377,14 +378,14 @@ def test_a_value_that_was_evicted_to_make_room_is_a_miss_and_never_another_value
         for number in range(1, 9):
             with outgoing.scope() as scope:
                 scope.put(image(number, MB), key(number))
-        assert store.stats_of_keys().evictions >= 4
+        assert store.stats().evictions >= 4
         with pytest.raises(Missing):
             incoming.open(old)
 
 
 def test_an_item_of_another_store_or_of_none_is_refused() -> None:
     with images() as store:
-        with Store.create(MB) as another, Outgoing(store).scope() as scope:
+        with Store(MB) as another, Outgoing(store).scope() as scope:
             keyed, unkeyed = scope.put(image(1), key(1)), scope.put(image(2))
             for item in (keyed, unkeyed):
                 with pytest.raises(Missing):
@@ -484,15 +485,15 @@ def test_an_inline_value_whose_layout_was_forged_is_refused(change: Callable[[by
 # ── processes ──
 FORWARDING = """
     import msgspec
-    from penstock import Item, open_ring
+    from penstock import Item, Ring
     import penstock
 
     class Request(msgspec.Struct, array_like=True, frozen=True):
         number: int
         items: tuple[Item, ...] = ()
 
-    inbox = penstock.attach(sys.argv[1], messages=(Request,)).receiver()
-    steps = penstock.attach(sys.argv[2], messages=(Request,)).sender()
+    inbox = penstock.attach(sys.argv[1], messages=(Request,)).open_receiver()
+    steps = penstock.attach(sys.argv[2], messages=(Request,)).open_sender()
     say("ready")
     for _ in range(int(sys.argv[3])):
         got = inbox.receive(timeout=20)
@@ -508,12 +509,12 @@ def test_a_core_without_a_store_forwards_items_and_never_maps_what_they_refer_to
     with images() as store:
         outgoing, incoming = Outgoing(store, inline_nbytes=1000), Incoming(store)
         with (
-            penstock.open_ring(messages=(Request,), name="inbox") as inbox,
-            penstock.open_ring(messages=(Request,), name="steps") as steps,
+            penstock.Ring(Request, name="inbox") as inbox,
+            penstock.Ring(Request, name="steps") as steps,
             program(FORWARDING, inbox.ticket, steps.ticket, 3) as core,
         ):
             assert core.hear() == "ready"
-            sender, receiver = inbox.sender(), steps.receiver()
+            sender, receiver = inbox.open_sender(), steps.open_receiver()
             with outgoing.scope() as scope, Outgoing(None).scope() as storeless:
                 sent = [
                     Request(0, (scope.put(image(0, MB), key(0)), scope.put(image(1, MB)))),

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import penstock
-from penstock import cli
+from penstock import cli, lowlevel
 from penstock.installing import how_to_install
 from penstock.tools.capture import command
 from penstock.tools.capture.capture_file import CapturedChannel, CaptureEntry, CaptureWriter
@@ -75,7 +75,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 def test_what_there_is_not_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    with subprocess.Popen(["sleep", "60"]) as idle, penstock.Segment.create(4096, name="raw") as segment:
+    with subprocess.Popen(["sleep", "60"]) as idle, lowlevel.Segment.create(4096, name="raw") as segment:
         for target, words in (
             (dead.pid, f"there is no process {dead.pid}"),
             (idle.pid, "has no segment of penstock open"),
@@ -88,7 +88,7 @@ def test_what_there_is_not_cannot_be_measured(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_ticket_of_another_build_is_refused_with_both_layouts(capsys: pytest.CaptureFixture[str]) -> None:
-    with penstock.open_ring("theirs") as ring:
+    with penstock.Ring(name="theirs") as ring:
         beginning = bytearray(os.pread(ring.fd, 4096, 0))
         beginning[8] += 1  # the version of the layout
         fd = os.memfd_create("penstock:theirs", os.MFD_ALLOW_SEALING)

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 import penstock
-from penstock import _native, cli
+from penstock import _native, cli, lowlevel
 from penstock.tools import inspect
 from penstock.tools.format import in_seconds, in_units
 from tests.conftest import eventually, spawn
@@ -25,38 +25,38 @@ from tests.conftest import eventually, spawn
 
 # ── processes to look at ─────────────────────────────────────────────────────────────────────────────────────────────
 def send_until_killed(channel: penstock.Channel, name: str) -> None:
-    sender = channel.sender(name=name)
+    sender = channel.open_sender(name=name)
     while True:
         sender.send(b"x" * 1000)
 
 
 def receive_until_killed(channel: penstock.Channel, name: str) -> None:
-    receiver = channel.receiver(name=name)
+    receiver = channel.open_receiver(name=name)
     with contextlib.suppress(penstock.PenstockError):
         while True:
             receiver.receive()
 
 
 def attach_and_sleep(channel: penstock.Channel, name: str) -> None:
-    receiver = channel.receiver(name=name)
+    receiver = channel.open_receiver(name=name)
     threading.Event().wait()
     receiver.close()
 
 
 def send_and_never_receive(to: penstock.Channel, back: penstock.Channel, name: str) -> None:
-    receiver = back.receiver(name=name)
+    receiver = back.open_receiver(name=name)
     send_until_killed(to, name)
     receiver.close()
 
 
 def pass_on(source: penstock.Channel, to: penstock.Channel, answers: penstock.Channel, name: str) -> None:
     """Sends one answer, and then gets stuck in sending."""
-    answering = answers.sender(name=name)
+    answering = answers.open_sender(name=name)
     answering.send(b"one")
     send_until_killed(to, name)
 
 
-def hold(pool: penstock.Pool, nbytes: int) -> None:
+def hold(pool: lowlevel.Pool, nbytes: int) -> None:
     pool.join("holder")
     lease = pool.take(nbytes)
     with contextlib.suppress(penstock.MemoryExhausted):
@@ -91,7 +91,7 @@ def levels() -> set[str]:
 
 # ── why somebody waits ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_sender_that_waits_for_a_stopped_receiver_is_told_with_both_names_and_how_far_it_is_behind() -> None:
-    ring = penstock.open_ring("x", capacity=4096)
+    ring = penstock.Ring(name="x", capacity=4096)
     with spawn(attach_and_sleep, ring, "slow") as slow, spawn(send_until_killed, ring, "fast") as fast:
         eventually(lambda: ring.snapshot()["receivers"][0]["state"] == "live", within=20)
         assert slow.pid is not None
@@ -104,7 +104,7 @@ def test_a_sender_that_waits_for_a_stopped_receiver_is_told_with_both_names_and_
 
 
 def test_two_processes_that_only_send_to_each_other_are_a_deadlock_and_told_once() -> None:
-    there, back = penstock.open_ring("there", capacity=4096), penstock.open_ring("back", capacity=4096)
+    there, back = penstock.Ring(name="there", capacity=4096), penstock.Ring(name="back", capacity=4096)
     with (
         spawn(send_and_never_receive, there, back, "a"),
         spawn(send_and_never_receive, back, there, "b"),
@@ -117,8 +117,8 @@ def test_two_processes_that_only_send_to_each_other_are_a_deadlock_and_told_once
 
 
 def test_who_waits_for_somebody_who_waits_is_told_with_the_whole_chain() -> None:
-    source, to = penstock.open_ring("source"), penstock.open_ring("to", capacity=4096)
-    answers = penstock.open_ring("answers")
+    source, to = penstock.Ring(name="source"), penstock.Ring(name="to", capacity=4096)
+    answers = penstock.Ring(name="answers")
     with (
         spawn(attach_and_sleep, to, "end"),
         spawn(pass_on, source, to, answers, "middle"),
@@ -131,8 +131,8 @@ def test_who_waits_for_somebody_who_waits_is_told_with_the_whole_chain() -> None
 
 
 def test_a_receiver_with_nothing_to_receive_is_idle_and_nobody_is_alarmed() -> None:
-    ring = penstock.open_ring("quiet")
-    sender = ring.sender(name="us")
+    ring = penstock.Ring(name="quiet")
+    sender = ring.open_sender(name="us")
     with closing(sender), spawn(receive_until_killed, ring, "them"):
         text = eventually(said("idle", "receiver 'them'", "ring 'quiet'"), within=20)
         assert "its sender 'us'" in text and "has not sent yet" in text
@@ -140,14 +140,14 @@ def test_a_receiver_with_nothing_to_receive_is_idle_and_nobody_is_alarmed() -> N
 
 
 def test_who_waits_for_a_sender_that_never_came_is_a_warning() -> None:
-    ring = penstock.open_ring("early")
+    ring = penstock.Ring(name="early")
     with spawn(receive_until_killed, ring, "them"):
         eventually(said("warning", "receiver 'them'", "its sender has never attached"), within=20)
         assert said("note", "no sender of ring 'early' has ever attached")()
 
 
 def test_a_sender_that_waits_for_a_receiver_that_never_came_is_stuck() -> None:
-    broadcast = penstock.open_broadcast(2, "early", capacity=4096)
+    broadcast = penstock.Broadcast(receivers=2, name="early", capacity=4096)
     with spawn(send_until_killed, broadcast, "them"):
         text = eventually(said("stuck", "sender 'them'"), within=20)
         assert "receiver 0, which has never attached, is 3 records" in text
@@ -155,14 +155,14 @@ def test_a_sender_that_waits_for_a_receiver_that_never_came_is_stuck() -> None:
 
 
 def answer_once(inbox: penstock.Channel, name: str) -> None:
-    sender = inbox.sender(name=name)
+    sender = inbox.open_sender(name=name)
     sender.send(b"one")
     threading.Event().wait()
     sender.close()
 
 
 def test_of_many_senders_the_stopped_one_is_named_as_a_suspect() -> None:
-    inbox = penstock.open_inbox(2, "answers")
+    inbox = penstock.Inbox(senders=2, name="answers")
     with (
         spawn(answer_once, inbox, "good"),
         spawn(answer_once, inbox, "bad") as bad,
@@ -176,19 +176,19 @@ def test_of_many_senders_the_stopped_one_is_named_as_a_suspect() -> None:
 
 
 def test_an_exhausted_pool_names_who_holds_the_most() -> None:
-    pool = penstock.Pool.create(1 << 20, name="full")
+    pool = lowlevel.Pool.create(1 << 20, name="full")
     with spawn(hold, pool, (1 << 20) - 64) as holder:
         text = eventually(said("warning", "pool 'full'", "1 time"), within=20)
         assert f"'holder' (pid {holder.pid}) holds 1023.9 KiB of it in 1 block" in text
 
 
-def take_and_wait(pool: penstock.Pool, name: str) -> None:
+def take_and_wait(pool: lowlevel.Pool, name: str) -> None:
     pool.join(name)
     pool.take(4096, timeout=None)
 
 
 def test_who_waits_for_memory_is_told_with_who_holds_it() -> None:
-    pool = penstock.Pool.create(1 << 20, name="full")
+    pool = lowlevel.Pool.create(1 << 20, name="full")
     with spawn(hold, pool, (1 << 20) - 64) as holder:
         eventually(lambda: pool.stats().exhaustions == 1, within=20)
         with spawn(take_and_wait, pool, "taker") as taker:
@@ -201,7 +201,7 @@ def test_who_waits_for_memory_is_told_with_who_holds_it() -> None:
 
 async def receive_in_a_loop(channel: penstock.Channel) -> None:
     with contextlib.suppress(penstock.PenstockError):
-        await channel.async_receiver(name="loop").receive()
+        await channel.open_async_receiver(name="loop").receive()
 
 
 def run_a_loop(channel: penstock.Channel) -> None:
@@ -209,15 +209,15 @@ def run_a_loop(channel: penstock.Channel) -> None:
 
 
 def test_a_receiver_in_an_event_loop_is_seen_to_wait_too() -> None:
-    ring = penstock.open_ring("x")
-    sender = ring.sender(name="us")
+    ring = penstock.Ring(name="x")
+    sender = ring.open_sender(name="us")
     with closing(sender), spawn(run_a_loop, ring):
         eventually(said("idle", "receiver 'loop'", "for records of ring 'x' since"), within=20)
 
 
 def test_a_process_that_died_is_a_note_that_says_how() -> None:
-    ring = penstock.open_ring("x")
-    sender = ring.sender(name="us")
+    ring = penstock.Ring(name="x")
+    sender = ring.open_sender(name="us")
     with closing(sender), spawn(receive_until_killed, ring, "them") as them:
         eventually(lambda: ring.snapshot()["receivers"][0]["state"] == "live", within=20)
         them.kill()
@@ -239,27 +239,27 @@ def test_a_lock_that_a_stopped_peer_holds_is_told() -> None:
     assert found[0]["text"].startswith("the lock of the pool 'p' is held by 'sleepy' (pid 999999999, stopped)")
 
 
-def store_of(pool: penstock.Pool) -> Any:
+def store_of(pool: lowlevel.Pool) -> Any:
     return _native.Store(pool.place)
 
 
-def keeping_pool(name: str, max_blocks: int = 16) -> penstock.Pool:
+def keeping_pool(name: str, max_blocks: int = 16) -> lowlevel.Pool:
     shape = {"kind": 2, "max_peers": 8, "max_blocks": max_blocks, "has_grants": 1, "pool_nbytes": 1 << 16}
-    return penstock.Pool(_native.Segment.create(name, {**shape, "buckets": 32}), "looker")
+    return lowlevel.Pool(_native.Segment.create(name, {**shape, "buckets": 32}), "looker")
 
 
 def key(number: int) -> bytes:
     return bytes([number]) * _native.KEY_NBYTES
 
 
-def begin_and_sleep(pool: penstock.Pool) -> None:
+def begin_and_sleep(pool: lowlevel.Pool) -> None:
     pool.join("slow writer")
     _, lease = store_of(pool).begin(key(0xCD), 5000)
     threading.Event().wait()
     lease.release()
 
 
-def put(pool: penstock.Pool, number: int, nbytes: int) -> None:
+def put(pool: lowlevel.Pool, number: int, nbytes: int) -> None:
     is_ours, lease = store_of(pool).begin(key(number), nbytes)
     assert is_ours
     store_of(pool).commit(lease)
@@ -327,8 +327,8 @@ def test_a_store_that_is_full_of_what_nobody_holds_alarms_nobody() -> None:
 
 # ── where it looks ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_looking_disturbs_nothing() -> None:
-    ring = penstock.open_ring("x")
-    with closing(ring.sender(name="a"), ring.receiver(name="b")):
+    ring = penstock.Ring(name="x")
+    with closing(ring.open_sender(name="a"), ring.open_receiver(name="b")):
         before = ring.snapshot()
         seen = inspect.look(os.getpid())
         after = ring.snapshot()
@@ -340,7 +340,7 @@ def test_looking_disturbs_nothing() -> None:
 
 
 def test_a_ticket_shows_its_own_segment_alone() -> None:
-    one, other = penstock.open_ring("one"), penstock.open_ring("other")
+    one, other = penstock.Ring(name="one"), penstock.Ring(name="other")
     seen = inspect.look(one.ticket)
     assert [segment["name"] for segment in seen["segments"] if segment["asked"]] == ["one"]
     assert {table.title.partition(":")[0] for table in inspect.tables_of(seen) if "old" in table.title} == {
@@ -350,7 +350,7 @@ def test_a_ticket_shows_its_own_segment_alone() -> None:
 
 
 def test_the_descendants_of_a_process_are_looked_at_too() -> None:
-    ring = penstock.open_ring("mine")
+    ring = penstock.Ring(name="mine")
     with spawn(receive_until_killed, ring, "child") as child:
 
         def has_found_it() -> bool:
@@ -389,8 +389,8 @@ def test_a_process_without_segments_is_one_line_and_status_two(capsys: pytest.Ca
 
 
 def test_a_ticket_whose_segment_is_closed_is_one_line_and_status_two(capsys: pytest.CaptureFixture[str]) -> None:
-    other = penstock.open_ring("other")
-    ticket = str(penstock.open_ring("gone").ticket)
+    other = penstock.Ring(name="other")
+    ticket = str(penstock.Ring(name="gone").ticket)
     assert cli.main(["inspect", ticket]) == 2
     assert "has closed the segment" in capsys.readouterr().err
     del other
@@ -405,8 +405,8 @@ def test_nonsense_is_refused_with_status_two() -> None:
 
 # ── how it is shown ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_json_is_the_whole_picture_and_the_sentences(capsys: pytest.CaptureFixture[str]) -> None:
-    ring = penstock.open_ring("x")
-    with closing(ring.sender(name="a")):
+    ring = penstock.Ring(name="x")
+    with closing(ring.open_sender(name="a")):
         assert cli.main(["inspect", str(os.getpid()), "--json"]) == 0
     seen = json.loads(capsys.readouterr().out)
     assert set(seen) == {"target", "verdict", "processes", "segments", "unreadable"}
@@ -420,8 +420,8 @@ def test_it_is_shown_with_and_without_rich(
 ) -> None:
     if not has_rich:
         monkeypatch.setitem(sys.modules, "rich", None)
-    ring = penstock.open_ring("[red]x")
-    with closing(ring.sender(name="[/b]a")), penstock.Pool.create(1 << 16, name="p", peer_name="holder") as pool:
+    ring = penstock.Ring(name="[red]x")
+    with closing(ring.open_sender(name="[/b]a")), lowlevel.Pool.create(1 << 16, name="p", peer_name="holder") as pool:
         lease = pool.take(100)
         assert cli.main(["inspect", str(os.getpid())]) == 0
         lease.release()
@@ -440,7 +440,7 @@ class Stop(msgspec.Struct, array_like=True):
 
 
 def test_a_channel_of_messages_says_which(capsys: pytest.CaptureFixture[str]) -> None:
-    ring, plain = penstock.open_ring("steps", messages=(Step, Stop)), penstock.open_ring("bytes")
+    ring, plain = penstock.Ring(Step | Stop, name="steps"), penstock.Ring(name="bytes")
     seen = inspect.look(os.getpid())
     assert {one["name"]: one.get("messages") for one in seen["segments"]} == {"steps": ["Step", "Stop"], "bytes": None}
     inspect.show(seen)
@@ -471,11 +471,11 @@ def test_a_segment_full_of_garbage_is_shown_all_the_same(seed: int, capsys: pyte
     chance = random.Random(seed)
     for _ in range(60):
         channels = [
-            penstock.open_ring("ring", capacity=4096, spill_nbytes=1 << 20),
-            penstock.open_broadcast(3, "broadcast", capacity=4096, spill_nbytes=1 << 20),
-            penstock.open_inbox(3, "inbox", capacity=4096, spill_nbytes=1 << 20),
+            penstock.Ring(name="ring", capacity=4096, spill_nbytes=1 << 20),
+            penstock.Broadcast(receivers=3, name="broadcast", capacity=4096, spill_nbytes=1 << 20),
+            penstock.Inbox(senders=3, name="inbox", capacity=4096, spill_nbytes=1 << 20),
         ]
-        pool = penstock.Pool.create(1 << 16, name="pool", max_blocks=16, max_peers=8)
+        pool = lowlevel.Pool.create(1 << 16, name="pool", max_blocks=16, max_peers=8)
         keeping = keeping_pool("store")
         shape_ends = 4096  # the header before it is checked once, and refused if it is impossible
         for fd in [*(channel.fd for channel in channels), pool.fd, keeping.fd]:
@@ -492,8 +492,8 @@ def test_a_segment_full_of_garbage_is_shown_all_the_same(seed: int, capsys: pyte
 
 
 def test_what_a_terminal_would_obey_is_not_passed_on_to_it(capsys: pytest.CaptureFixture[str]) -> None:
-    ring = penstock.open_ring("x")
-    with closing(ring.sender(name="evil")), mmap.mmap(ring.fd, 16 << 10) as memory:
+    ring = penstock.Ring(name="x")
+    with closing(ring.open_sender(name="evil")), mmap.mmap(ring.fd, 16 << 10) as memory:
         at = memory.find(b"evil")
         memory[at : at + 4] = b"\x1b[2\xff"
         assert cli.main(["inspect", str(os.getpid())]) == 0
@@ -502,7 +502,7 @@ def test_what_a_terminal_would_obey_is_not_passed_on_to_it(capsys: pytest.Captur
 
 
 def test_a_segment_of_another_build_is_named_and_does_not_hide_the_others() -> None:
-    ring, other = penstock.open_ring("fine"), penstock.open_ring("other")
+    ring, other = penstock.Ring(name="fine"), penstock.Ring(name="other")
     with mmap.mmap(other.fd, 4096) as memory:
         memory[8] ^= 0xFF  # the version
         seen = inspect.look(os.getpid())

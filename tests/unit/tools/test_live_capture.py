@@ -34,7 +34,7 @@ class Stop(msgspec.Struct, array_like=True, frozen=True):
 
 def send_slowly(channel: Any) -> None:
     """Two messages, over and over, as long as somebody looks."""
-    with channel.sender(name="core") as sender, channel.receiver(name="worker") as receiver:
+    with channel.open_sender(name="core") as sender, channel.open_receiver(name="worker") as receiver:
         number = 0
         while True:
             for message in (Step(number % 100, np.arange(50, dtype=np.int32)), Stop("x" * 10)):
@@ -45,7 +45,7 @@ def send_slowly(channel: Any) -> None:
 
 
 def send_at_full_speed(channel: Any) -> None:
-    with channel.sender() as sender, channel.receiver() as receiver:
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
         while True:
             for _ in range(100):
                 sender.send(b"x" * 100)
@@ -68,7 +68,7 @@ def has_sent(channel: Any) -> bool:
 @contextlib.contextmanager
 def in_use() -> Iterator[tuple[Any, int]]:
     """A channel of messages, and the process that uses it."""
-    with penstock.open_ring("steps", messages=(Step, Stop)) as ring, spawn(send_slowly, ring) as child:
+    with penstock.Ring(Step | Stop, name="steps") as ring, spawn(send_slowly, ring) as child:
         eventually(lambda: has_sent(ring), within=20)
         assert child.pid is not None
         yield ring, child.pid
@@ -126,7 +126,7 @@ def test_nobody_notices_that_somebody_looks() -> None:
 
 
 def test_under_load_what_was_seen_and_what_was_missed_is_all_that_was_sent() -> None:
-    with penstock.open_ring("fast", capacity=1 << 16) as ring, spawn(send_at_full_speed, ring) as child:
+    with penstock.Ring(name="fast", capacity=1 << 16) as ring, spawn(send_at_full_speed, ring) as child:
         eventually(lambda: has_sent(ring), within=20)
         assert child.pid is not None
         watched = live_capture.channels_of(child.pid, None)
@@ -183,7 +183,7 @@ def ended(looking: "subprocess.Popen[str]") -> str:
 
 
 def test_a_channel_on_which_nothing_happens_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    with penstock.open_broadcast(2, "quiet"):
+    with penstock.Broadcast(receivers=2, name="quiet"):
         options = command.CaptureOptions(os.getpid(), channel="quiet", seconds=0.05)
         assert command.run(options) == 0
     assert "no message while we looked" in capsys.readouterr().out

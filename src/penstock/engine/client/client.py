@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from penstock import AsyncMessageSender, ClosedError, DecodeError, PeerDied, PenstockError, WouldBlock
+from penstock import AsyncSender, ClosedError, DecodeError, PeerDied, PenstockError, WouldBlock
 from penstock.engine.client.delta_splitter import split_delta
 from penstock.engine.client.router import Router, traces
 from penstock.engine.client.stream import EngineError, OutputStream
@@ -37,7 +37,7 @@ from penstock.engine.protocol.messages import (
     Style,
     Submit,
 )
-from penstock.tensor import Outgoing, Scope
+from penstock.tensor import Scope
 
 MAX_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 SEND_TIMEOUT = 5.0  # seconds; for a core that takes no requests
@@ -70,13 +70,13 @@ class Client:
         self._me = ProcessId("server", 0, member, 1) if isinstance(member, int) else member
         self._config = tree.config
         index, name = self._me.index, str(self._me)
-        self._deltas = tree.servers[index].async_receiver(name=name)
-        self._cores = [group.inbox.async_sender(index, name=name) for group in tree.groups]
-        self._outputs = [[one.async_sender(index, name=name) for one in group.announced] for group in tree.groups]
+        self._deltas = tree.servers[index].open_async_receiver(name=name)
+        self._cores = [group.inbox.open_async_sender(index, name=name) for group in tree.groups]
+        self._outputs = [[one.open_async_sender(index, name=name) for one in group.announced] for group in tree.groups]
         self._board = StatusBoard(tree.board)
         self._rows = self._board.rows
         self._balance = Router()
-        self.outgoing = Outgoing(tree.store)
+        self._store = tree.store
         self._streams: dict[int, OutputStream] = {}
         self._open = [0] * len(tree.groups)  # of ours
         self._dead = [0] * len(tree.groups)  # the incarnation that we know to be dead
@@ -129,7 +129,7 @@ class Client:
         the index of its first choice; `timeout`: from now until the end of the answer.
 
         What stands in the prompt instead of text: `values` are put into the store beside the loop, and held there
-        until the stream is over; `items` are there already, or inline. `scope` holds them: one of `outgoing`, which is
+        until the stream is over; `items` are there already, or inline. `scope` holds them, and is
         the stream's from now on, and released also where this raises.
 
         Raises EngineError where no group takes it now.
@@ -137,7 +137,7 @@ class Client:
         began = time.monotonic()
         deadline = math.inf if timeout is None else began + timeout
         if scope is None and values:
-            scope = self.outgoing.scope()
+            scope = Scope(self._store)
         try:
             if scope is not None and values:
                 items += await asyncio.to_thread(_put, scope, tuple(values))
@@ -214,7 +214,7 @@ class Client:
         return request
 
     async def _send(
-        self, sender: AsyncMessageSender, message: msgspec.Struct, stream: OutputStream, until: float = math.inf
+        self, sender: AsyncSender, message: msgspec.Struct, stream: OutputStream, until: float = math.inf
     ) -> None:
         """Raises EngineError where the group of this stream does not take it."""
         deadline = min(until, time.monotonic() + SEND_TIMEOUT)
@@ -345,4 +345,4 @@ class Client:
 
 
 def _put(scope: Scope, values: tuple[ImageInput, ...]) -> tuple[Input, ...]:
-    return tuple((scope.put(one.value, one.key), one.position, one.length) for one in values)
+    return tuple((scope.put(one.value, key=one.key), one.position, one.length) for one in values)

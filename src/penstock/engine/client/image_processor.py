@@ -29,7 +29,7 @@ from penstock.engine.client.encoded_image import UPRIGHT, EncodedImage
 from penstock.engine.client.turns import FairThreadPool
 from penstock.engine.model_dir import VISION
 from penstock.errors import PenstockError
-from penstock.tensor import Item, Outgoing, Scope, key_of
+from penstock.tensor import Handle, Scope, Store, content_key
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 TILED = ("idefics3", "smolvlm")  # what these see of an image stands in several places of the prompt
@@ -63,7 +63,7 @@ class ImageRefused(PenstockError):
 class ProcessedImage(NamedTuple):
     """An image that is ready to travel."""
 
-    item: Item
+    item: Handle
     tokens: int  # how often the id of an image stands for it in the prompt
     rows: int  # of the tiles that it was cut into; 0: it is whole
     columns: int
@@ -75,7 +75,7 @@ class ImageProcessor:
     def __init__(
         self,
         path: str | Path,
-        outgoing: Outgoing,
+        store: Store | None,
         *,
         limits: ImageLimits | None = None,
         threads: int | None = None,
@@ -89,7 +89,7 @@ class ImageProcessor:
         Raises ValueError where the model takes no images, or its processor is not there.
         """
         self.limits = limits or ImageLimits()
-        self._outgoing = outgoing
+        self._store = store
         self._most_tokens = most_tokens
         config, self._processor, self._count = _processor_of(Path(path))
         self.image_id: int = config.image_token_id
@@ -119,7 +119,7 @@ class ImageProcessor:
             raw = raw()
         if len(raw) > self.limits.nbytes:
             raise ImageRefused(413, f"an image has at most {self.limits.nbytes} bytes, this one has {len(raw)}")
-        key = key_of(raw, salt=self._salt)
+        key = content_key(raw, salt=self._salt)
         found = self._find(key, scope)
         if found is not None:
             return found
@@ -138,14 +138,14 @@ class ImageProcessor:
             raise ImageRefused(
                 400, f"this model has at most {self._most_tokens} tokens, and the image takes {made['tokens']}"
             )
-        return _loaded(scope.put(made, key), made)
+        return _loaded(scope.put(made, key=key), made)
 
     def _find(self, key: bytes, scope: Scope) -> ProcessedImage | None:
-        store = self._outgoing.store
+        store = self._store
         try:
             if store is not None:
-                with store.get(key) as stored:
-                    return _loaded(scope.add(stored, key), stored.value())
+                with store.get(key) as lease:
+                    return _loaded(scope.add(lease, key=key), lease.value())
         except Missing:
             pass
         return None
@@ -195,7 +195,7 @@ class ImageProcessor:
         self.close()
 
 
-def _loaded(item: Item, made: Mapping[str, Any]) -> ProcessedImage:
+def _loaded(item: Handle, made: Mapping[str, Any]) -> ProcessedImage:
     return ProcessedImage(item, made["tokens"], made["rows"], made["columns"])
 
 

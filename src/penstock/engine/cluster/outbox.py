@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import deque
 from typing import TypeAlias
 
-from penstock import ChannelError, PeerDied, WouldBlock
-from penstock.codec import MessageSender
+from penstock import PeerDied, Sender, WouldBlock
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import Delta, Failed
+from penstock.lowlevel import ChannelError
 
 ATTEMPTS = 2  # the first may only raise the death of the server before this one
 MAX_KEPT = 1 << 14  # messages for one server: more than a minute of steps of 5 ms
@@ -25,7 +25,7 @@ Answer: TypeAlias = Delta | Failed
 class Outbox:
     def __init__(self, tree: Cluster, me: ProcessId) -> None:
         lane = tree.delta_lane(me.group, me.index if me.kind == "output" else None)
-        self._senders: list[MessageSender] = [one.sender(lane, name=str(me)) for one in tree.servers]
+        self._senders: list[Sender] = [one.open_sender(lane, name=str(me)) for one in tree.servers]
         self._kept: list[deque[Answer]] = [deque() for _ in tree.servers]
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-import penstock
+from penstock import lowlevel
 from penstock.engine.cluster.histogram import REQUEST_SECONDS, Histogram, words_of
 
 WORD_NBYTES = 8
@@ -49,12 +49,12 @@ class StatusBoard:
     PREFIX_HITS = 18  # those of them that it had
     QUEUE_TIMES = 24  # from here on: a histogram of how long sequences waited, from their arrival in the core
 
-    def __init__(self, segment: penstock.Segment, *, writable: bool = False) -> None:
+    def __init__(self, segment: lowlevel.Segment, *, writable: bool = False) -> None:
         self._words: memoryview[int] = segment.view(writable=writable).cast("Q")
 
     @staticmethod
-    def lay(groups: int, members: int = 0) -> penstock.Segment:
-        page = penstock.Segment.create(((1 + groups) * ROW_WORDS + members) * WORD_NBYTES, name="board")
+    def lay(groups: int, members: int = 0) -> lowlevel.Segment:
+        page = lowlevel.Segment.create(((1 + groups) * ROW_WORDS + members) * WORD_NBYTES, name="board")
         words = page.view(writable=True).cast("Q")
         words[StatusBoard.GROUPS], words[StatusBoard.MEMBERS] = groups, members
         return page

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import penstock
-from penstock import PeerDied, Store
+from penstock import PeerDied, Store, lowlevel
 from penstock.channel.channels import SPILL_BLOCKS
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig
@@ -28,10 +28,10 @@ PEERS = 128  # places are reused, but a process that dies often needs some while
 class EngineChannels:
     """The channels of a core, its workers and its output processors, which live and die together."""
 
-    inbox: penstock.MessageChannel  # to the core: from servers, then workers, then outputs, then the launcher
-    steps: penstock.MessageChannel  # from the core to workers, then outputs
-    results: penstock.MessageChannel  # from rank 0 to the core, then outputs
-    announced: tuple[penstock.MessageChannel, ...]  # to each output, from the servers
+    inbox: penstock.Inbox[INBOX]  # to the core: from servers, then workers, then outputs, then the launcher
+    steps: penstock.Broadcast[STEPS]  # from the core to workers, then outputs
+    results: penstock.Broadcast[RESULTS]  # from rank 0 to the core, then outputs
+    announced: tuple[penstock.Inbox[ANNOUNCED], ...]  # to each output, from the servers
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Cluster:
 
     config: EngineConfig
     groups: tuple[EngineChannels, ...]
-    servers: tuple[penstock.MessageChannel, ...]  # to each server: from each group's core, then its outputs
-    board: penstock.Segment
+    servers: tuple[penstock.Inbox[DELTAS], ...]  # to each server: from each group's core, then its outputs
+    board: lowlevel.Segment
     store: Store | None
     init_methods: list[
         str
@@ -58,26 +58,29 @@ class Cluster:
             tuple(_lay_group(config, number) for number in range(one.data_parallel_size)),
             # One lane more than there are senders: it is never taken, so the inbox never ends.
             tuple(
-                penstock.open_inbox(
-                    one.data_parallel_size * (1 + one.output_processors) + 1,
-                    f"deltas {server}",
-                    messages=DELTAS,
+                penstock.Inbox(
+                    DELTAS,
+                    senders=one.data_parallel_size * (1 + one.output_processors) + 1,
+                    name=f"deltas {server}",
                     max_peers=PEERS,
                 )
                 for server in range(one.api_server_count)
             ),
             StatusBoard.lay(one.data_parallel_size, len(all_processes(one))),
-            Store.create(one.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if one.store_nbytes else None,
+            Store(one.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if one.store_nbytes else None,
             [""] * one.data_parallel_size,
         )
 
     def close(self) -> None:
         """Closes what this process holds of it."""
         for group in self.groups:
-            for channel in (group.inbox, group.steps, group.results, *group.announced):
-                channel.close()
-        for channel in self.servers:
-            channel.close()
+            group.inbox.close()
+            group.steps.close()
+            group.results.close()
+            for announced in group.announced:
+                announced.close()
+        for deltas in self.servers:
+            deltas.close()
         self.board.close()
 
     # ── lanes ──
@@ -101,18 +104,18 @@ def _lay_group(config: EngineConfig, number: int) -> EngineChannels:
     workers, outputs = config.tensor_parallel_size, config.output_processors
     return EngineChannels(
         # As for the servers, the last lane keeps the inbox from ending; the launcher has it, and sends Stop.
-        penstock.open_inbox(
-            config.api_server_count + workers + outputs + 1, f"inbox {number}", messages=INBOX, max_peers=PEERS
+        penstock.Inbox(
+            INBOX, senders=config.api_server_count + workers + outputs + 1, name=f"inbox {number}", max_peers=PEERS
         ),
         # Inline images stay where they arrived for as long as their request runs. The inbox has room for fewer of them,
         # so a server that submits too many waits, and not the core.
-        penstock.open_broadcast(
-            workers + outputs, f"steps {number}", messages=STEPS, max_peers=PEERS, spill_blocks=2 * SPILL_BLOCKS
+        penstock.Broadcast(
+            STEPS, receivers=workers + outputs, name=f"steps {number}", max_peers=PEERS, spill_blocks=2 * SPILL_BLOCKS
         ),
-        penstock.open_broadcast(1 + outputs, f"results {number}", messages=RESULTS, max_peers=PEERS),
+        penstock.Broadcast(RESULTS, receivers=1 + outputs, name=f"results {number}", max_peers=PEERS),
         tuple(
-            penstock.open_inbox(
-                config.api_server_count + 1, f"announced {number}.{output}", messages=ANNOUNCED, max_peers=PEERS
+            penstock.Inbox(
+                ANNOUNCED, senders=config.api_server_count + 1, name=f"announced {number}.{output}", max_peers=PEERS
             )
             for output in range(outputs)
         ),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import penstock
-from penstock import DecodeError, PeerDied, Timeout
+from penstock import DecodeError, PeerDied, Timeout, WouldBlock
 from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
@@ -96,9 +96,9 @@ class EngineCore:
         self._row = StatusBoard(tree.board, writable=True).row(me.group)
         self._queue_times = queue_times_of(self._row)
         name = str(me)
-        self._inbox = group.inbox.receiver(name=name)
-        self._results = group.results.receiver(0, name=name)
-        self._steps = group.steps.sender(name=name)
+        self._inbox = group.inbox.open_receiver(name=name)
+        self._results = group.results.open_receiver(0, name=name)
+        self._steps = group.steps.open_sender(name=name)
         self._outbox = Outbox(tree, me)
         self._inline_output = inline_output
         self._is_stopped = False
@@ -173,7 +173,7 @@ class EngineCore:
                 raise Timeout(f"the outputs are not there within {self._config.start_timeout:g} s")
             time.sleep(AGAIN)
 
-    def _are_ours(self, channel: penstock.MessageChannel) -> bool:
+    def _are_ours(self, channel: penstock.codec.Channel[Any]) -> bool:
         seen = channel.snapshot()
         names = {peer["index"]: peer["name"] for peer in seen["peers"]}
         owners = [ProcessId.of(names.get(end["peer"], "")) for end in seen["receivers"] if end["state"] == "live"]
@@ -213,14 +213,14 @@ class EngineCore:
         """Handles the messages in the inbox, up to MAX_TAKEN_IN of them."""
         for _ in range(MAX_TAKEN_IN):
             try:
-                message = self._inbox.try_receive()
+                message = self._inbox.receive_nowait()
+            except WouldBlock:
+                return
             except PeerDied as death:
                 self._process_death(death)
             except DecodeError as error:
                 self._drop_malformed(error)
             else:
-                if message is None:
-                    return
                 self._receive(message)
 
     def _drop_malformed(self, error: DecodeError) -> None:

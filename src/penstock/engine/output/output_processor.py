@@ -13,8 +13,7 @@ import time
 from collections import deque
 from typing import TypeAlias
 
-from penstock import DecodeError, EndOfChannel, PeerDied, Timeout, WouldBlock
-from penstock.codec import MessageReceiver
+from penstock import DecodeError, EndOfChannel, PeerDied, Receiver, Timeout, WouldBlock
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
@@ -42,7 +41,7 @@ def run(tree: Cluster, me: ProcessId) -> None:
 class _Steps:
     """What the core sends, in its order; it can be looked at before it is used."""
 
-    def __init__(self, receiver: MessageReceiver) -> None:
+    def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._kept: deque[Step | Begin] = deque()  # taken from the channel, and not yet used
         self.has_ended = False  # what is kept is all that comes
@@ -64,8 +63,10 @@ class _Steps:
     def look(self) -> None:
         """Takes what is there. Raises PeerDied when the core has died, and does not come back with more."""
         try:
-            while (message := self._receiver.try_receive()) is not None:
-                self._keep(message)
+            while True:
+                self._keep(self._receiver.receive_nowait())
+        except WouldBlock:
+            pass
         except EndOfChannel:
             self.has_ended = True
 
@@ -92,11 +93,13 @@ class OutputProcessor:
         share = me.index, config.output_processors
         self._state = OutputState(vocabulary, config.max_model_len, config.end_ids, *share)
         self._outbox = Outbox(tree, me)
-        self._announced = group.announced[me.index].receiver(name=name)
-        self._inbox = group.inbox.sender(tree.output_lane(me.index), name=name)
+        self._announced = group.announced[me.index].open_receiver(name=name)
+        self._inbox = group.inbox.open_sender(tree.output_lane(me.index), name=name)
         self._to_core: deque[ToCore] = deque()  # for which there was no room yet
-        self._results = group.results.receiver(1 + me.index, name=name)
-        steps = group.steps.receiver(config.tensor_parallel_size + me.index, name=name)  # last: the core looks at it
+        self._results = group.results.open_receiver(1 + me.index, name=name)
+        steps = group.steps.open_receiver(
+            config.tensor_parallel_size + me.index, name=name
+        )  # last: the core looks at it
         self._steps = _Steps(steps)
         self._sequence = SequenceCheck()
         self._start_timeout = config.start_timeout

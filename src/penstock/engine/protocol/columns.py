@@ -9,14 +9,14 @@ import numpy.typing as npt
 
 from penstock.engine.protocol.messages import Inputs, Ints, SamplingParams, Slots
 from penstock.errors import DecodeError
-from penstock.tensor import Item
+from penstock.tensor import Handle
 
 FREE, RUNNING, PREEMPTED = 0, 1, 2
 STATUS = ("free", "running", "preempted")
 
 Index: TypeAlias = npt.NDArray[np.intp]
 Column: TypeAlias = npt.NDArray[Any]
-Input: TypeAlias = tuple[Item, int, int]  # and its position and length in the prompt
+Input: TypeAlias = tuple[Handle, int, int]  # and its position and length in the prompt
 
 MAX_POSITIONS = 1 << 30  # so that two of them can be added
 NOTHING: Ints = np.zeros(0, np.int32)

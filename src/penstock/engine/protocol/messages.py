@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from penstock.codec.sequence import Sequenced
 from penstock.errors import DecodeError
-from penstock.tensor import Item
+from penstock.tensor import Handle
 
 Slots = npt.NDArray[np.uint16]  # small numbers, each of one request that a core knows now
 Ints = npt.NDArray[np.int32]  # token ids, blocks, counts, lengths
@@ -91,7 +91,7 @@ class Inputs(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """What stands in prompts instead of text: images, say. The core passes the items on and opens none of them."""
 
     counts: Ints  # how many belong to each prompt
-    items: tuple[Item, ...]  # what travels inline keeps the frame that it came in
+    items: tuple[Handle, ...]  # what travels inline keeps the frame that it came in
     positions: Ints  # where in its prompt each one begins
     lengths: Ints  # and how many ids stand there for it
 
@@ -326,8 +326,8 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 # What each channel carries; its number in this list is the message's number on the wire.
-INBOX = (Submit, Abort, Ready, Halt, Announce, Stop)  # Announce: where the core is its own output processor
-ANNOUNCED = (Announce,)
-STEPS = (Step, Begin, Stop)
-RESULTS = (StepDone,)
-DELTAS = (Delta, Failed)
+INBOX = Submit | Abort | Ready | Halt | Announce | Stop  # Announce: where the core is its own output processor
+ANNOUNCED = Announce
+STEPS = Step | Begin | Stop
+RESULTS = StepDone
+DELTAS = Delta | Failed

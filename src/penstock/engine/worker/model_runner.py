@@ -29,7 +29,7 @@ from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Prob
 from penstock.engine.worker.sampler import SampledTokens, Sampler
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.vision_encoder import EncoderCache, Open
-from penstock.tensor import Incoming
+from penstock.tensor import Handle
 
 CPU_SHARE = 0.3  # of the memory that is available
 CUDA_SHARE = 0.9  # of what is free when the model is there
@@ -51,7 +51,7 @@ class ModelRunner:
         blocks: int | None = None,
         max_blocks_per_request: int | None = None,
         token_budget: int = 2048,
-        open_item: Open | None = None,
+        open_handle: Open | None = None,
         threads: int | None = None,
         processes: int = 1,
         end_ids: Collection[int] = (),
@@ -59,8 +59,8 @@ class ModelRunner:
     ) -> None:
         """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks, but not more
         than `max_blocks_per_request`. `threads`: that compute on a CPU; None: the fastest number, up to the share of
-        one of so many `processes`. `open_item`: gives images; None: only those that travel inline. `recorder`: of steps
-        in which each row computes one token; None: they are computed as any other.
+        one of so many `processes`. `open_handle`: opens images; None: only those that travel inline. `recorder`: of
+        steps in which each row computes one token; None: they are computed as any other.
 
         Raises ValueError where the model is none that is known here, or there is no room.
         """
@@ -85,7 +85,7 @@ class ModelRunner:
         # one rank chooses, as ranks that add up in another order may differ in the last bit
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._images = (
-            None if self._model.image_id is None else EncoderCache(self._model, open_item or Incoming(None).open, slots)
+            None if self._model.image_id is None else EncoderCache(self._model, open_handle or Handle.open, slots)
         )
         self._decoding = None
         if recorder is not None:

@@ -20,8 +20,7 @@ from penstock.engine.protocol.columns import NOTHING
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, Ints, Step
 from penstock.engine.worker.device import SamplerOutput, failures
-from penstock.tensor import Incoming, Item
-from penstock.tensor.transport import Held
+from penstock.tensor import Handle, Lease
 
 Words = npt.NDArray[np.uint64]
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -95,9 +94,9 @@ class SimulatedRunner:
         told: SimulatedDevice,
         slots: int,
         clock: Callable[[], float] = time.monotonic,
-        open_item: Callable[[Item], Held] | None = None,
+        open_handle: Callable[[Handle], Lease] | None = None,
     ) -> None:
-        """`open_item` gives images, and raises Missing; None: only those that travel inline."""
+        """`open_handle` gives images, and raises Missing; None: only those that travel inline."""
         self.blocks = told.blocks
         self.vocabulary = 1 << 31  # its rule takes any number
         self.max_short_prompt = None
@@ -107,7 +106,7 @@ class SimulatedRunner:
         self._rule = TokenRule(told)
         self._keys: Words = np.zeros(slots, np.uint64)  # by slot
         self._clock = clock
-        self._open_item = open_item or Incoming(None).open
+        self._open_handle = open_handle or Handle.open
         self._free_at = 0.0  # when the last step that was launched ends
         self._is_awaited = False  # a request of the last step with rows still runs
 
@@ -152,7 +151,7 @@ class SimulatedRunner:
             try:
                 for item, position, length in schedule.inputs[slot]:
                     if position + length > cached:
-                        with self._open_item(item) as held:
+                        with self._open_handle(item) as held:
                             _touch(held.value())
             except Missing:
                 failed[slot] = FinishReason.MISSING

@@ -22,10 +22,9 @@ from penstock.engine.protocol.columns import Index, Input
 from penstock.engine.protocol.messages import FinishReason, Ints
 from penstock.engine.worker.input_batch import InputBatch, moved
 from penstock.engine.worker.model import LoadedModel
-from penstock.tensor import Item
-from penstock.tensor.transport import Held
+from penstock.tensor import Handle, Lease
 
-Open = Callable[[Item], Held]  # raises Missing
+Open = Callable[[Handle], Lease]  # raises Missing
 Name: TypeAlias = "bytes | int"  # an image's key; without one, the `id()` of its item, as long as a slot has it
 MAX_NBYTES = 1 << 28  # of encoded images that are kept from one step to the next
 MAX_GRIDS = 1 << 14  # of images whose shape is remembered
@@ -46,9 +45,9 @@ class Unusable(Exception):
 class EncoderCache:
     """Of all requests, by slot."""
 
-    def __init__(self, model: LoadedModel, open_item: Open, slots: int) -> None:
+    def __init__(self, model: LoadedModel, open_handle: Open, slots: int) -> None:
         self._model = model
-        self._open_item = open_item
+        self._open_handle = open_handle
         self._image_id = model.image_id or 0
         self._encoded: OrderedDict[Name, Tensor] = OrderedDict()  # those last used last
         self._nbytes = 0
@@ -82,7 +81,7 @@ class EncoderCache:
         self._broken.pop(slot, None)
         self._ends[slot] = self._offsets[slot] = 0
 
-    def _is_wanted(self, item: Item) -> bool:
+    def _is_wanted(self, item: Handle) -> bool:
         """By another sample of its request."""
         return any(one is item for inputs in self._inputs.values() for (one, _, _), _ in inputs)
 
@@ -110,7 +109,7 @@ class EncoderCache:
         self._mrope_positions[slot] = ropes[:, : self._ends[slot]]
         self._offsets[slot] = ropes.max() + 1 - prompt.size
 
-    def _grid(self, item: Item) -> Tensor:
+    def _grid(self, item: Handle) -> Tensor:
         name = _name(item)
         if name not in self._grids:
             grid = self._open(item).get("image_grid_thw")
@@ -173,7 +172,7 @@ class EncoderCache:
             for row in rows
         ]
 
-    def _encoding(self, item: Item) -> Tensor:
+    def _encoding(self, item: Handle) -> Tensor:
         """Of an image [tokens, size]. Raises Unusable."""
         name = _name(item)
         if name in self._encoded:
@@ -204,12 +203,12 @@ class EncoderCache:
             self._nbytes -= self._encoded.popitem(last=False)[1].nbytes
 
     # ── opening ──
-    def _open(self, item: Item) -> dict[str, Tensor]:
+    def _open(self, item: Handle) -> dict[str, Tensor]:
         """An image's tensors, which hold it for as long as one of them lives. Raises Unusable."""
         found: dict[str, Tensor] = {}
         state = MISFIT
         try:
-            value = self._open_item(item).value("torch")
+            value = self._open_handle(item).value("torch")
             if isinstance(value, Mapping):
                 found = {name: one for name, one in value.items() if isinstance(one, Tensor)}
                 state = THERE
@@ -227,5 +226,5 @@ class EncoderCache:
         return Unusable(FinishReason.MISFIT)
 
 
-def _name(item: Item) -> Name:
+def _name(item: Handle) -> Name:
     return id(item) if item.key is None else item.key

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from penstock import EndOfChannel, Timeout
+from penstock import EndOfChannel, Handle, Lease, Timeout
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process import starting
@@ -24,7 +24,6 @@ from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop
 from penstock.engine.worker.device import Device, PendingStep
 from penstock.engine.worker.device_stats import DeviceStats
 from penstock.engine.worker.simulated_device import SimulatedRunner
-from penstock.tensor import Incoming
 
 if TYPE_CHECKING:  # decode_graphs imports torch
     from penstock.engine.worker.decode_graphs import GraphRecorder
@@ -47,8 +46,12 @@ def run(tree: Cluster, me: ProcessId) -> None:
 def device_of(tree: Cluster, me: ProcessId) -> Device:
     """Blocks until all ranks have come, and the model is loaded."""
     config = tree.config
+
+    def open_handle(handle: Handle) -> Lease:
+        return handle.open(tree.store)
+
     if config.simulated is not None:
-        return SimulatedRunner(config.simulated, config.max_num_seqs, open_item=Incoming(tree.store).open)
+        return SimulatedRunner(config.simulated, config.max_num_seqs, open_handle=open_handle)
     # Read when torch is loaded. Threads of a product that wait for each other look for about as long as it takes to
     # wake a thread, then give their processor away: core and servers need it, and bring the next step.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -70,7 +73,7 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
         max_blocks_per_request=config.max_num_seqs
         * config.max_blocks_per_request,  # which is what all of them can fill
         token_budget=config.max_num_batched_tokens,
-        open_item=Incoming(tree.store).open,
+        open_handle=open_handle,
         threads=config.threads,
         processes=config.tensor_parallel_size * config.data_parallel_size,
         end_ids=config.end_ids,
@@ -100,9 +103,9 @@ class Worker:
         self._row = StatusBoard(tree.board, writable=True).row(me.group)
         self._meter = DeviceStats(device) if me.index == 0 else None
         name = str(me)
-        self._steps = group.steps.receiver(me.index, name=name)
-        self._inbox = group.inbox.sender(tree.worker_lane(me.index), name=name)
-        self._results = group.results.sender(name=name) if me.index == 0 else None
+        self._steps = group.steps.open_receiver(me.index, name=name)
+        self._inbox = group.inbox.open_sender(tree.worker_lane(me.index), name=name)
+        self._results = group.results.open_sender(name=name) if me.index == 0 else None
         ready = Ready(me.index, device.blocks, device.vocabulary, device.max_short_prompt)
         retry_past_stale_deaths(me, lambda: self._inbox.send(ready, config.start_timeout), config.start_timeout)
         event("worker ready", blocks=device.blocks)
@@ -141,6 +144,7 @@ class Worker:
             self._is_stopped = True
             return None
         self._sequence.check(step)  # else the cache would not hold what the core believes
+        assert isinstance(step, Step), "Begin is the first message, and has been received"
         self._schedule.apply(step)
         began = time.monotonic_ns()
         self._flights.append((step, self._device.launch(self._schedule, step)))

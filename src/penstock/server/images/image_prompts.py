@@ -26,7 +26,7 @@ from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.images import image_urls
 from penstock.server.images.image_fetcher import ImageFetcher, is_remote
 from penstock.server.options import ServerOptions
-from penstock.tensor import Outgoing, Scope, Store
+from penstock.tensor import Scope, Store
 
 THREADS = 8  # at most: each may hold some copies of an image of as many pixels as are allowed
 
@@ -55,13 +55,12 @@ class ImagePrompts:
 
     def __init__(self, config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any) -> None:
         """Raises ValueError where the model lacks what it takes."""
-        # In the store, not inline: the next request with the same image finds even a small one there.
-        self._outgoing = Outgoing(store, inline_nbytes=0)
+        self._store = store
         threads = min(THREADS, len(os.sched_getaffinity(0)))
         self._most_tokens = config.max_model_len
         self._images = ImageProcessor(
             config.model,
-            self._outgoing,
+            store,
             limits=options.image_limits,
             threads=threads,
             most_tokens=self._most_tokens,
@@ -86,7 +85,8 @@ class ImagePrompts:
         except ValueError as error:
             message = f"{error}: the model's chat template writes it where an image stands, and no text may"
             raise ApiError(400, message, param="messages") from None
-        scope = self._outgoing.scope()
+        # In the store, not inline: the next request with the same image finds even a small one there.
+        scope = Scope(self._store, inline_nbytes=0)
         try:
             loaded = await self._load_all(named, scope)
         except BaseException:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import penstock
+from penstock import lowlevel
 from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Histogram, words_of
 
 ROUTES = ("chat", "completions", "tokenize", "models")
@@ -82,11 +82,11 @@ class ProcessCounters:
 
 
 class ServerCounters:
-    def __init__(self, segment: penstock.Segment, servers: int, *, writable: bool = False) -> None:
+    def __init__(self, segment: lowlevel.Segment, servers: int, *, writable: bool = False) -> None:
         words: Any = segment.view(writable=writable).cast("Q")
         size = len(words) // servers
         self.rows = [ProcessCounters(words[begin : begin + size]) for begin in range(0, servers * size, size)]
 
     @staticmethod
-    def lay(servers: int, engines: int = 1) -> penstock.Segment:
-        return penstock.Segment.create(servers * ProcessCounters.words(engines) * WORD_NBYTES, name="tally")
+    def lay(servers: int, engines: int = 1) -> lowlevel.Segment:
+        return lowlevel.Segment.create(servers * ProcessCounters.words(engines) * WORD_NBYTES, name="tally")

@@ -11,6 +11,7 @@ import time
 import msgspec
 
 import penstock
+from penstock import lowlevel
 from penstock.engine.cluster.topology import ProcessId, all_processes
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.options import ServerOptions
@@ -31,7 +32,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_simulated: bool
 
     @staticmethod
-    def lay(config: EngineConfig, options: ServerOptions, url: str) -> penstock.Segment:
+    def lay(config: EngineConfig, options: ServerOptions, url: str) -> lowlevel.Segment:
         notice = ServerInfo(
             version=penstock.__version__,
             pid=os.getpid(),
@@ -44,12 +45,12 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
             is_simulated=config.simulated is not None,
         )
         said = msgspec.json.encode(notice)
-        page = penstock.Segment.create(len(said), name=NAME)
+        page = lowlevel.Segment.create(len(said), name=NAME)
         page.view(writable=True)[:] = said
         return page
 
     @staticmethod
-    def read(page: penstock.Segment) -> ServerInfo:
+    def read(page: lowlevel.Segment) -> ServerInfo:
         """Raises msgspec.DecodeError where another version has laid it."""
         return msgspec.convert(harmless(msgspec.json.decode(page.view())), ServerInfo)
 

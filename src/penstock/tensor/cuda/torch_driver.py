@@ -19,7 +19,7 @@ from penstock.installing import how_to_install
 from penstock.tensor.cuda.driver import DeviceError, ForeignDevice, Found, NoDevice
 from penstock.tensor.cuda.order import InFlight, Marker
 from penstock.tensor.cuda.ref import UUID_NBYTES
-from penstock.tensor.kinds import Kind, UnsupportedTensor, kind_of, torch_dtype, nbytes_of
+from penstock.tensor.kinds import Kind, UnsupportedTensor, kind_of, nbytes_of, torch_dtype
 from penstock.tensor.views import As
 
 HANDLE_NBYTES = 64  # of CUipcMemHandle

@@ -85,7 +85,7 @@ def test_grey_and_translucent_images_are_images_too(tmp_path: Path) -> None:
 
 def test_an_image_that_has_been_made_is_found_and_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_in(tmp_path, "idefics3")
-    with Store.create(8 << 20) as store:
+    with Store(8 << 20) as store:
         outgoing = Outgoing(store, inline_nbytes=0)
         with ImageProcessor(tmp_path, outgoing, threads=2) as loader:
             with outgoing.scope() as scope:
@@ -94,8 +94,8 @@ def test_an_image_that_has_been_made_is_found_and_not_decoded(tmp_path: Path, mo
             with monkeypatch.context() as patched, outgoing.scope() as scope:
                 patched.setattr(image_processor, "_decoded", None)
                 assert load(loader, scope, picture()) == [first]
-                assert store.stats_of_keys().puts == 2
-            assert not any(one.holders for one in store.stats_of_keys().items)
+                assert store.stats().puts == 2
+            assert not any(one.holders for one in store.stats().items)
 
 
 def test_what_is_made_otherwise_or_for_somebody_else_is_another_image(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_large_image_that_was_made_while_it_waited_is_not_decoded_again(
     decoded, decode = [], image_processor._decoded
     monkeypatch.setattr(image_processor, "_decoded", lambda encoded: decoded.append(1) or decode(encoded))
     monkeypatch.setattr(image_processor, "LARGE_PIXELS", 1000)
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         outgoing = Outgoing(store, inline_nbytes=0)
         with ImageProcessor(model_in(tmp_path), outgoing, threads=1) as loader, outgoing.scope() as scope:
             assert len(set(load(loader, scope, *[picture()] * 16))) == 1
@@ -233,7 +233,7 @@ def test_an_image_that_is_made_a_square_is_as_large_as_that(tmp_path: Path) -> N
 
 
 def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path) -> None:
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         outgoing = Outgoing(store)
         with (
             ImageProcessor(model_in(tmp_path), outgoing, threads=1, most_tokens=3) as loader,
@@ -241,18 +241,18 @@ def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path
         ):
             with pytest.raises(ImageRefused, match="at most 3 tokens, and the image takes 4"):
                 load(loader, scope, picture())
-        assert store.stats_of_keys().puts == 0
+        assert store.stats().puts == 0
 
 
 def test_a_request_that_has_ended_meanwhile_holds_no_image(tmp_path: Path) -> None:
-    with Store.create(1 << 20) as store:
+    with Store(1 << 20) as store:
         outgoing = Outgoing(store, inline_nbytes=0)
         with ImageProcessor(model_in(tmp_path), outgoing, threads=1) as loader:
             scope = outgoing.scope()
             scope.release()
             with pytest.raises(ClosedError):
                 load(loader, scope, picture())
-        assert not any(one.holders for one in store.stats_of_keys().items)
+        assert not any(one.holders for one in store.stats().items)
 
 
 def test_a_model_without_images_and_a_folder_without_a_processor_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 
-import penstock
+from penstock import lowlevel
 from penstock.engine.cluster.status_board import ROW_WORDS, WORD_NBYTES, ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import all_processes
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
@@ -45,7 +45,7 @@ def test_who_only_reads_cannot_write() -> None:
         raise AssertionError("it was written")
 
 
-def count(page: penstock.Segment) -> None:
+def count(page: lowlevel.Segment) -> None:
     row = StatusBoard(page, writable=True).row(0)
     for number in itertools.cycle(range(1, 1 << 16)):
         row[StatusBoard.STEPS] = number * 0x0001_0001_0001_0001  # all four quarters are alike

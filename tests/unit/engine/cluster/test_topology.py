@@ -146,7 +146,7 @@ def test_a_model_that_is_not_there_is_refused() -> None:
 
 def test_a_core_that_is_told_to_stop_before_its_workers_are_ready_ends_and_does_not_fail() -> None:
     tree = Cluster.lay(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
-    with contextlib.closing(tree), tree.groups[0].inbox.sender(tree.launcher_lane, name="launcher") as launcher:
+    with contextlib.closing(tree), tree.groups[0].inbox.open_sender(tree.launcher_lane, name="launcher") as launcher:
         core = EngineCore(tree, ProcessId("core", 0, 0, 1))
         launcher.send(Stop("the tree ends"), 1)
         core.start()

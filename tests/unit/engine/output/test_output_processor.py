@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import EndOfChannel, OutOfStep, PeerDied, Timeout, WouldBlock
+from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock
 from penstock.codec import MessageReceiver, MessageSender
 from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster import outbox
@@ -38,6 +38,7 @@ from penstock.engine.protocol.messages import (
     Stop,
     Style,
 )
+from penstock.lowlevel import OutOfStep
 from tests.conftest import eventually, spawn
 from tests.support.processes import soon, thread
 
@@ -49,16 +50,18 @@ FLOOD = 200  # steps of 20 KB
 class Scene:
     def __init__(self, tree: Cluster, held: contextlib.ExitStack) -> None:
         group = tree.groups[0]
-        self.inbox: MessageReceiver = held.enter_context(group.inbox.receiver(name="core 0.0 #1"))
-        self.steps: MessageSender = held.enter_context(group.steps.sender(name="core 0.0 #1"))
-        self.results: MessageSender = held.enter_context(group.results.sender(name="worker 0.0 #1"))
-        held.enter_context(group.results.receiver(0, name="core 0.0 #1"))
-        self.worker: MessageReceiver = held.enter_context(group.steps.receiver(0, name="worker 0.0 #1"))
+        self.inbox: MessageReceiver = held.enter_context(group.inbox.open_receiver(name="core 0.0 #1"))
+        self.steps: MessageSender = held.enter_context(group.steps.open_sender(name="core 0.0 #1"))
+        self.results: MessageSender = held.enter_context(group.results.open_sender(name="worker 0.0 #1"))
+        held.enter_context(group.results.open_receiver(0, name="core 0.0 #1"))
+        self.worker: MessageReceiver = held.enter_context(group.steps.open_receiver(0, name="worker 0.0 #1"))
         self.servers = [
-            held.enter_context(one.receiver(name=f"server 0.{number} #1")) for number, one in enumerate(tree.servers)
+            held.enter_context(one.open_receiver(name=f"server 0.{number} #1"))
+            for number, one in enumerate(tree.servers)
         ]
         self.announced = [
-            held.enter_context(group.announced[0].sender(number, name=f"server 0.{number} #1")) for number in range(2)
+            held.enter_context(group.announced[0].open_sender(number, name=f"server 0.{number} #1"))
+            for number in range(2)
         ]
         self.output = an_output(tree)
         held.callback(self.output.close)
@@ -317,14 +320,14 @@ def send_first_step(steps: MessageSender) -> None:
 def core(tree: Cluster, words: Connection) -> None:
     """Sends a step, and lives on."""
     group = tree.groups[0]
-    with group.results.receiver(0, name="core 0.0 #1"), group.steps.sender(name="core 0.0 #1") as steps:
+    with group.results.open_receiver(0, name="core 0.0 #1"), group.steps.open_sender(name="core 0.0 #1") as steps:
         send_first_step(steps)
         words.send("sent")
         words.recv()
 
 
 def rank_0(tree: Cluster, words: Connection) -> None:
-    with tree.groups[0].results.sender(name="worker 0.0 #1"):
+    with tree.groups[0].results.open_sender(name="worker 0.0 #1"):
         words.send("there")
         words.recv()
 
@@ -346,7 +349,7 @@ def test_the_cores_death_is_told_within_a_tenth_of_a_second_wherever_it_sleeps(i
         ours, theirs = multiprocessing.Pipe()
         with laid() as tree, spawn(core, tree, theirs) as process:
             group = tree.groups[0]
-            with group.results.sender(name="worker 0.0 #1") as results, closing(an_output(tree)) as mine:
+            with group.results.open_sender(name="worker 0.0 #1") as results, closing(an_output(tree)) as mine:
                 assert ours.recv() == "sent"
                 if is_answered:
                     results.send(StepDone(77, 1, np.zeros(0, np.int32)), 1)
@@ -360,7 +363,7 @@ def test_the_death_of_rank_0_is_told_within_a_tenth_of_a_second() -> None:
         ours, theirs = multiprocessing.Pipe()
         with laid() as tree, spawn(rank_0, tree, theirs) as process:
             group = tree.groups[0]
-            with group.steps.sender(name="core 0.0 #1") as steps, closing(an_output(tree)) as mine:
+            with group.steps.open_sender(name="core 0.0 #1") as steps, closing(an_output(tree)) as mine:
                 assert ours.recv() == "there"
                 send_first_step(steps)
                 return told_after(process, mine, group.results, "worker 0.0 #1")

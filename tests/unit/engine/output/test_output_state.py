@@ -304,7 +304,7 @@ def test_what_is_told_can_be_sent() -> None:
     engine.state.announce(Announce(0, 2, Style.CHAT, HEAD))
     for key in ((0, 1, 0), (0, 2, 0)):
         engine.join(saying(A, B, EURO, key=key, logprobs=1, stop=("€",)))
-    catalogue = Catalogue(*DELTAS)
+    catalogue = Catalogue.of(DELTAS)
     encoder, decoder, sent = FrameEncoder(catalogue), FrameDecoder(catalogue), 0
     take = engine.servers.take
 

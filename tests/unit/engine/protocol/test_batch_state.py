@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 
-from penstock import DecodeError, Item, Part, Ref
+from penstock import DecodeError, Item, Part
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.core.step_builder import StepBuilder
@@ -23,6 +23,7 @@ from penstock.engine.protocol.messages import (
     SamplingParams,
     Step,
 )
+from penstock.lowlevel import Ref
 
 PARAMS = SamplingParams(temperature=0.8, top_p=0.95)
 
@@ -361,7 +362,7 @@ def test_a_plan_that_is_finished_begins_again_with_nothing() -> None:
 
 
 # ── on the wire ──────────────────────────────────────────────────────────────────────────────────────────────────────
-CATALOGUE = Catalogue(*STEPS)
+CATALOGUE = Catalogue.of(STEPS)
 LEADER = 0xFFFFFFFF
 
 

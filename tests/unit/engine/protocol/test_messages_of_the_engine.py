@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock import DecodeError, Item, Part, Ref
+from penstock import DecodeError, Item, Part
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.engine.protocol.messages import (
     ANNOUNCED,
@@ -31,6 +31,7 @@ from penstock.engine.protocol.messages import (
     Style,
     Submit,
 )
+from penstock.lowlevel import Ref
 from penstock.tensor import plan
 
 
@@ -129,11 +130,11 @@ def test_a_delta_whose_columns_do_not_fit_is_refused(fields: list[Any], why: str
         counts: np.ndarray | None = None
 
     counts = slots(*fields[2]) if len(fields) > 2 else None
-    encoder = FrameEncoder(Catalogue(*DELTAS))
+    encoder = FrameEncoder(Catalogue.of(DELTAS))
     fake = Loose(fields[0], np.zeros(fields[1], np.int32), b"", counts)
     frame = b"\x01" + msgspec.msgpack.Encoder(enc_hook=encoder._hook).encode(fake)
     with pytest.raises(DecodeError, match=why):
-        FrameDecoder(Catalogue(*DELTAS)).decode(frame)
+        FrameDecoder(Catalogue.of(DELTAS)).decode(frame)
 
 
 def test_a_result_has_one_id_for_each_row_that_samples() -> None:
@@ -185,9 +186,9 @@ def test_outputs_of_256_requests_fit_5000_bytes() -> None:
 
 def test_a_million_ids_are_sent_as_they_lie_and_received_where_they_lie() -> None:
     prompt = np.arange(1_000_000, dtype=np.int32)
-    frame = FrameEncoder(Catalogue(*INBOX)).encode(Submit(0, 1, prompt, PARAMS))
+    frame = FrameEncoder(Catalogue.of(INBOX)).encode(Submit(0, 1, prompt, PARAMS))
     assert isinstance(frame, list) and any(piece is prompt for piece in frame)
     whole = flat(frame)
-    received = FrameDecoder(Catalogue(*INBOX)).decode(whole)
+    received = FrameDecoder(Catalogue.of(INBOX)).decode(whole)
     assert np.shares_memory(received.prompt, np.frombuffer(whole, np.uint8))
     assert np.array_equal(received.prompt, prompt) and not received.prompt.flags.writeable

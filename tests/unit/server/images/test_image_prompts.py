@@ -76,7 +76,7 @@ class Scene:
 
     async def must_hold_nothing(self) -> None:
         deadline = time.monotonic() + 10
-        while any(one.holders for one in self.store.stats_of_keys().items) and time.monotonic() < deadline:
+        while any(one.holders for one in self.store.stats().items) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)  # a thread is at its last image
         assert self.outgoing.stats().open_scopes == 0
         must_be_held_by_nobody(self.store)
@@ -88,7 +88,7 @@ def asked(*parts: dict[str, Any]) -> ChatRequest:
 
 @contextlib.contextmanager
 def scene_of(model: Path, **options: Any) -> Iterator[Scene]:
-    with Store.create(8 << 20) as store:
+    with Store(8 << 20) as store:
         scene = Scene(model, store, **options)
         with contextlib.closing(scene.reader):
             yield scene
@@ -128,7 +128,7 @@ def test_the_same_image_is_neither_decoded_nor_made_again(llava: Path, monkeypat
         with monkeypatch.context() as patched:
             patched.setattr(image_processor, "_decoded", None)
             assert await scene.length(text("a"), part(picture(40, 40))) == length
-        assert scene.store.stats_of_keys().puts == 1 and scene.outgoing.stats().hits == 1
+        assert scene.store.stats().puts == 1 and scene.outgoing.stats().hits == 1
 
     with scene_of(llava) as scene:
         asyncio.run(look(scene))
@@ -167,7 +167,7 @@ def test_an_image_on_a_host_that_is_open_is_the_same_one_and_is_found_in_the_sto
             assert await scene.length(text("a"), there, there) == await scene.length(
                 text("a"), *[part(picture(40, 40))] * 2
             )
-            assert scene.store.stats_of_keys().puts == 1
+            assert scene.store.stats().puts == 1
 
         with scene_of(llava, allowed_media_domains=(f"127.0.0.1:{host.port}",)) as scene:
             asyncio.run(look(scene))

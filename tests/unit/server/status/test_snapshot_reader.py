@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock import Pool
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import Cluster
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import Stop
+from penstock.lowlevel import Pool
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
 from penstock.server.status.server_info import ServerInfo
@@ -140,7 +140,7 @@ def test_channels_and_the_store_tell_what_went_through_and_who_is_behind(laid: L
     assert set(before) == {"inbox 0", "steps 0", "results 0", "announced 0.0", "deltas 0", "deltas 1"}
     group = laid.tree.groups[0]
     with laid.tree.store.put(KEY, {"x": b"y" * 5000}):
-        sender, receiver = group.inbox.sender(0, name="me"), group.inbox.receiver(name="core 0.0 #1")
+        sender, receiver = group.inbox.open_sender(0, name="me"), group.inbox.open_receiver(name="core 0.0 #1")
         sender.send(Stop("x"))
         moment = SnapshotReader(os.getpid()).take()
         sender.close()
