@@ -92,13 +92,13 @@ class Server(serving.Server):
         super().__init__(rank, Images(images, largest))
         self._sender = requests.open_sender(self._index)
         self._answers = answers.open_receiver()
-        self._store.join()
+        self._store.pool.join()
         self._held: Any = None
 
     def fill(self, order: Order) -> Report:
         if self._index == 0:
             for image in range(len(self.images.sizes)):
-                self._store.put(content_key(0, 0, image), {"pixels": self.images[image]})
+                self._store.put({"pixels": self.images[image]}, key=content_key(0, 0, image))
         return Report()
 
     def ask(self, request: int, image: int, is_kept: bool) -> bool:
@@ -107,7 +107,7 @@ class Server(serving.Server):
             self._held = self._store.get(key)  # held until the answer is here
             is_hit = True
         except penstock.Missing:
-            self._held = self._store.put(key, {"pixels": self.images[image]})
+            self._held = self._store.put({"pixels": self.images[image]}, key=key)
             is_hit = False
         self._sender.send(Request(request, self._index, (image,), (key,)), timeout=TIMEOUT)
         return is_hit
@@ -158,7 +158,7 @@ class Worker(serving.Worker):
         self._store, steps, done, index = wire
         self._steps = steps.open_receiver(index)
         self._sender = done.open_sender(index)
-        self._store.join()
+        self._store.pool.join()
 
     def receive(self) -> list[tuple[int, int, Any]]:
         step = self._steps.receive(timeout=TIMEOUT)
