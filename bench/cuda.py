@@ -180,7 +180,7 @@ def with_consumer(
 ) -> Any:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    pool, host = CudaPool.create(nbytes), Pool.create(16 << 20)
+    pool, host = CudaPool.create(nbytes), Store(16 << 20)
     tensors = CudaTensors(pool, host)
     child = context.Process(target=consume, args=(theirs, str(pool.ticket), str(host.ticket), device))
     child.start()

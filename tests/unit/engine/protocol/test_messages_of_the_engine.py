@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock import DecodeError, Item, Part
+from penstock import Buffer, DecodeError, Handle
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.engine.protocol.messages import (
     ANNOUNCED,
@@ -65,7 +65,7 @@ def plain(value: Any) -> Any:
 LAID = plan({"pixels": np.arange(9.0)})
 INPUTS = Inputs(
     ints(2),
-    (Item(b"k" * 32, Ref(1 << 63, 5, 7, 0, 1 << 20)), Item(None, LAID.layout, Part(np.arange(9.0)))),
+    (Handle(b"k" * 32, Ref(1 << 63, 5, 7, 0, 1 << 20)), Handle(None, LAID.layout, Buffer(np.arange(9.0)))),
     ints(5, 600),
     ints(576, 3),
 )
