@@ -20,7 +20,7 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, StepDone, Submit
 from penstock.engine.worker.simulated_device import SimulatedRunner
-from penstock.tensor import Handle, Scope, Store
+from penstock.tensor import Handle, Scope
 
 SIZE, LENGTH = 4, 10  # of a block; ids of an image
 
