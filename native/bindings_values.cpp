@@ -320,7 +320,12 @@ void penstock::python::bind_values(nb::module_& m) {
             nb::sig("def hold(self) -> Lease"), "The same value, held once more: each hold is released by itself.")
         .def(
             "release", [](Stored& stored) { stored.let_go(); },
-            "Holds the value no longer. Arrays that were taken from it still do, each until it is gone.")
+            "Holds the value no longer. Arrays that were taken from it still do, each until it is gone.\n\n"
+            "    >>> lease = Store(1 << 20).put(np.zeros(3))\n"
+            "    >>> zeros = lease.value()\n"
+            "    >>> lease.release()\n"
+            "    >>> float(zeros.sum())\n"
+            "    0.0\n")
         .def(
             "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Lease"))
         .def("__exit__", [](Stored& stored, nb::args) { stored.let_go(); });

@@ -170,12 +170,26 @@ class Channel(SegmentChannel, Generic[T]):
         return end
 
     def open_async_sender(self, index: int | None = None, *, name: str = "") -> AsyncSender[T]:
-        """Makes this process a sender of the channel, for asyncio. Args and Raises: those of `open_sender`."""
+        """Makes this process a sender of the channel, for asyncio. Args and Raises are those of `open_sender`.
+
+        >>> async def main(ring):
+        ...     async with ring.open_async_sender() as sender:
+        ...         await sender.send(b"step")
+        >>> asyncio.run(main(Ring()))
+        """
         end: AsyncSender[T] = self._payload.async_sender(self._async_sender(index, self._join(name)))
         return end
 
     def open_async_receiver(self, index: int | None = None, *, name: str = "") -> AsyncReceiver[T]:
-        """Makes this process a receiver of the channel, for asyncio. Args and Raises: those of `open_receiver`."""
+        """Makes this process a receiver of the channel, for asyncio. Args and Raises are those of `open_receiver`.
+
+        >>> async def main(ring):
+        ...     ring.open_sender().send(b"step")
+        ...     async with ring.open_async_receiver() as receiver:
+        ...         return await receiver.receive()
+        >>> asyncio.run(main(Ring()))
+        b'step'
+        """
         end: AsyncReceiver[T] = self._payload.async_receiver(self._async_receiver(index, self._join(name)))
         return end
 
@@ -355,8 +369,9 @@ class Inbox(Channel[T]):
         >>> inbox = Inbox(senders=2)
         >>> for index in range(2):
         ...     inbox.open_sender(index).send(b"from %d" % index)
-        >>> inbox.open_receiver().receive()
-        b'from 0'
+        >>> receiver = inbox.open_receiver()
+        >>> sorted(receiver.receive() for _ in range(2))
+        [b'from 0', b'from 1']
     """
 
     SHAPE = INBOX

@@ -51,7 +51,7 @@ def flat(frame: Any) -> bytes:
     return b"".join(memoryview(piece).cast("B") for piece in frame) if isinstance(frame, list) else bytes(frame)
 
 
-def encoded(message: Any, *channel: type[msgspec.Struct]) -> bytes:
+def encoded(message: Any, channel: Any) -> bytes:
     return flat(FrameEncoder(Catalogue.of(channel)).encode(message))
 
 
