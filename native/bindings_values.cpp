@@ -248,14 +248,16 @@ nb::object penstock::python::make_stored(nb::object lease) {
 
 namespace {
 
-constexpr const char* LEASE = R"(A value, held: its memory is not reused while the lease, or an array of the value, lives.
+constexpr const char* LEASE =
+    R"(A value, held: its memory is not reused while the lease, or an array of the value, lives.
 
     >>> store = Store(1 << 20)
     >>> with store.put({"pixels": np.arange(4)}) as lease:
     ...     lease.value()["pixels"]
     array([0, 1, 2, 3])
 )";
-constexpr const char* VALUE = R"(Returns the value, its tensors read-only views of the memory where it lies, which they hold.
+constexpr const char* VALUE =
+    R"(Returns the value, its tensors read-only views of the memory where it lies, which they hold.
 
 Args:
     as_: the library that the tensors are of: "numpy"; "torch"; or "bits", where kinds that NumPy has no word for are

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from bench.vs_vllm.rounds import Local, Round, Way, whole
