@@ -159,6 +159,15 @@ def test_a_tensor_of_a_device_is_refused_with_the_name_of_what_sends_it() -> Non
         Store(MB).put(torch.ones(3, device="cuda:0"))
 
 
+WRITING: list[Callable[[Any], Any]] = [
+    lambda made: made,
+    lambda made: made.t(),
+    lambda made: made[3:5],
+    lambda made: made.view(torch.uint8).numpy()[3],
+    lambda made: made.untyped_storage(),
+]
+
+
 def test_a_tensor_of_any_dtype_is_made_in_the_store_without_a_copy() -> None:
     store = Store(MB)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex32, torch.bool):
@@ -168,15 +177,16 @@ def test_a_tensor_of_any_dtype_is_made_in_the_store_without_a_copy() -> None:
             made.zero_()
             made[3].view(torch.uint8).fill_(1)
             takes = store.stats().pool.takes
-            for other in (made.t(), made[3:5], made.view(torch.uint8).numpy()[3], made.untyped_storage()):
-                expected = bytes_of(made)
-                address = made.data_ptr()
+            expected, address = bytes_of(made), made.data_ptr()
+            for way in WRITING:
+                left = way(made)
                 del made
                 with pytest.raises(BufferError, match="drop them"):
                     loan.commit()
+                del left
                 made = loan.value("torch")
                 assert made.data_ptr() == address
-            del made, other
+            del made
             lease = loan.commit()
         assert bytes_of(lease.value("torch")) == expected
         row = dtype.itemsize * 30
