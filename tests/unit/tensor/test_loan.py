@@ -302,30 +302,49 @@ def test_one_of_those_that_wait_makes_what_was_abandoned() -> None:
         assert sorted(made) == [False, False, False, True]
 
 
-@WAYS
-def test_what_a_dead_process_was_making_is_made_by_another(its: bytes | None) -> None:
-    source = """
-        from penstock import Store
-        from penstock.lowlevel import Empty
-        store = Store.attach(sys.argv[1])
-        loan = store.loan(bytes.fromhex(sys.argv[2]) or None, {"pixels": Empty(1000, "int32")})
-        loan.value()["pixels"][:500] = 1
-        say("half-way")
-        hear()
-    """
-    with Store(MB) as store, program(source, store.ticket, (its or b"").hex()) as other:
+MAKING = """
+    from penstock import Store
+    from penstock.lowlevel import Empty
+    store = Store.attach(sys.argv[1])
+    loan = store.loan(bytes.fromhex(sys.argv[2]) or None, {"pixels": Empty(1000, "int32")})
+    loan.value()["pixels"][:500] = 1
+    say("half-way")
+    hear()
+"""
+
+
+@pytest.mark.parametrize("by", ["put", "loan"])
+def test_what_a_dead_process_was_making_is_made_by_one_that_waits_for_it(by: str) -> None:
+    with Store(MB) as store, program(MAKING, store.ticket, key(1).hex()) as other:
         assert other.hear() == "half-way"
         with pytest.raises(Missing):
             store.get(key(1))
+        value = {"pixels": np.full(1000, 4, np.int32), "grid": [1, 2, 3]}
+
+        def make(timeout: float) -> Lease:
+            if by == "put":
+                return store.put(value, key=key(1), timeout=timeout)
+            with lent(store, key(1), value, timeout) as loan:
+                return loan.commit()
+
+        with pytest.raises(Timeout, match=f"is being written by .*{other.pid}"):
+            make(0.05)
+        with thread(lambda: make(20)) as waiting:
+            eventually(lambda: store.stats().fills_awaited >= 2)
+            os.kill(other.pid, signal.SIGKILL)
+            made = waiting.ended().value
+        assert isinstance(made, Lease)
+        assert (made.value()["pixels"] == 4).all() and made.value()["grid"] == [1, 2, 3]
+        assert (store.stats().abandoned, store.stats().puts) == (1, 2)
+        eventually(lambda: blocks(store) == 1)
+
+
+def test_a_loan_without_a_key_of_a_dead_process_is_given_back() -> None:
+    with Store(MB) as store, program(MAKING, store.ticket, "") as other:
+        assert other.hear() == "half-way"
         assert blocks(store) == 1
         os.kill(other.pid, signal.SIGKILL)
-        with lent(store, its, timeout=20) as loan:
-            fill(loan.value(), 4)
-            made = loan.commit()
-            assert is_whole(made.value(), 4)
-        if its is not None:
-            assert store.stats().puts == 2
-        eventually(lambda: blocks(store) == 1)
+        eventually(lambda: blocks(store) == 0)
 
 
 def test_what_is_taken_out_while_it_is_made_is_had_by_its_maker_alone() -> None:

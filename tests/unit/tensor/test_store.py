@@ -394,31 +394,6 @@ def test_a_process_that_dies_while_it_holds_gives_it_back_and_the_value_stays() 
                 store.get(bytes(32))
 
 
-def test_somebody_else_writes_when_the_writer_dies_half_way() -> None:
-    source = """
-        from penstock import Store
-        store = Store.attach(sys.argv[1])
-        is_new, lease = store._keeper.begin(bytes(32), 5000, 0)
-        memoryview(lease)[:2000] = b"x" * 2000
-        say("half-way")
-        hear()
-    """
-    with Store(MB) as store, program(source, store.ticket) as other:
-        assert other.hear() == "half-way"
-        with pytest.raises(Missing):
-            store.get(bytes(32))
-        with pytest.raises(penstock.Timeout, match=f"is being written by .*{other.pid}"):
-            store.put(tree(3), key=bytes(32), timeout=0.05)
-        got: list[Any] = []
-        thread = threading.Thread(target=lambda: got.append(store.put(tree(3), key=bytes(32), timeout=20)))
-        thread.start()
-        eventually(lambda: store.stats().fills_awaited >= 2)
-        os.kill(other.pid, signal.SIGKILL)
-        thread.join(20)
-        assert holds(got[0].value(), 3)
-        assert store.stats().abandoned == 1
-
-
 @pytest.mark.parametrize("awaited", ["a writer", "room"])
 def test_who_waits_in_a_put_is_interrupted_and_has_begun_nothing(awaited: str) -> None:
     source = """
