@@ -291,7 +291,7 @@ def test_memory_is_registered_with_the_first_copy_once_and_until_it_is_closed() 
 def test_a_block_that_this_process_writes_is_copied_from_where_it_lies() -> None:
     device = FakeDriver()
     with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:
-        lease: Lease = pool.take(100)
+        lease: BlockLease = pool.take(100)
         array = np.frombuffer(lease, np.uint8)
         array[:] = 4
         assert (uploads.copy_to_device(array[10:20]) == 4).all()
