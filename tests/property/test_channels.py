@@ -39,7 +39,7 @@ class Channels(RuleBasedStateMachine):
     senders_count = 1
     receivers_count = 1
 
-    def open(self) -> penstock.Channel:
+    def open(self) -> penstock.codec.Channel:
         raise NotImplementedError
 
     @initialize(comes_first=st.booleans())
@@ -171,21 +171,21 @@ class Channels(RuleBasedStateMachine):
 
 
 class Ring(Channels):
-    def open(self) -> penstock.Channel:
+    def open(self) -> penstock.codec.Channel:
         return penstock.Ring(**BOUNDED)
 
 
 class Broadcast(Channels):
     receivers_count = 3
 
-    def open(self) -> penstock.Channel:
+    def open(self) -> penstock.codec.Channel:
         return penstock.Broadcast(receivers=3, **BOUNDED)
 
 
 class Inbox(Channels):
     senders_count = 3
 
-    def open(self) -> penstock.Channel:
+    def open(self) -> penstock.codec.Channel:
         return penstock.Inbox(senders=3, **BOUNDED)
 
     @rule(lane=st.integers(0, 2))

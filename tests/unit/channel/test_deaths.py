@@ -37,7 +37,7 @@ with getattr(channel, sys.argv[2])(name="victim") as end:
 """
 
 
-def victim(channel: penstock.Channel, role: str) -> "contextlib.AbstractContextManager[Program]":
+def victim(channel: penstock.codec.Channel, role: str) -> "contextlib.AbstractContextManager[Program]":
     return program(END, channel.ticket, role, env=DYING)
 
 

@@ -29,7 +29,7 @@ os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
 """
 
 
-def states(shared: "penstock.Channel | Pool") -> dict[str, str]:
+def states(shared: "penstock.codec.Channel | Pool") -> dict[str, str]:
     return {peer.name: peer.state for peer in shared.peers()}
 
 

@@ -34,11 +34,11 @@ def fill(sender: Sender, nbytes: int = 960) -> int:
     return count
 
 
-def is_waiting(channel: penstock.Channel, ends: str) -> bool:
+def is_waiting(channel: penstock.codec.Channel, ends: str) -> bool:
     return any(end["waiting_ns"] > 0 for end in channel.snapshot()[ends])
 
 
-def is_parked(channel: penstock.Channel, ends: str) -> bool:
+def is_parked(channel: penstock.codec.Channel, ends: str) -> bool:
     """Is somebody waiting there for longer than the longest spin?"""
     return any(end["waiting_ns"] > 15_000_000 for end in channel.snapshot()[ends])
 

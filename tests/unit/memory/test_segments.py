@@ -376,7 +376,7 @@ def memfd(data: bytes, seals: int = SEAL_SHRINK | SEAL_GROW) -> int:
     return fd
 
 
-def contents(shared: lowlevel.Segment | penstock.Channel) -> bytes:
+def contents(shared: lowlevel.Segment | penstock.codec.Channel) -> bytes:
     size = os.fstat(shared.fd).st_size
     return os.pread(shared.fd, min(size, 4 * MIB), 0)
 
