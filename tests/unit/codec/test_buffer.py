@@ -343,6 +343,52 @@ def test_a_task_that_waits_for_room_goes_on_when_a_buffer_is_released() -> None:
     in_loop(work)
 
 
+@pytest.mark.parametrize("type", [bytes, Buffer])
+def test_a_loop_that_waits_for_room_sends_what_a_buffer_held_when_it_was_sent(type: Any) -> None:
+    async def main() -> None:
+        channel = penstock.Ring(type, capacity=4096)
+        async with channel.open_async_sender() as sender:
+            receiver = channel.open_receiver()
+            with pytest.raises(WouldBlock):
+                while True:
+                    sender.send_nowait(b"full" * 200)
+            room = bytearray(b"?" * 450)
+            sending = []
+            for letter in b"abcdefgh":
+                room[:] = bytes([letter]) * 450
+                sent = (room, memoryview(room), [memoryview(room)[:5], room[5:]], np.frombuffer(room, "u2"))[letter % 4]
+                sending.append(asyncio.ensure_future(sender.send(sent)))
+                await asyncio.sleep(0)
+            room[:] = bytes(450)
+            letters = list(b"abcdefgh")
+            while letters:
+                got = bytes(await asyncio.to_thread(receiver.receive, 5))
+                if got != b"full" * 200:
+                    assert got == bytes([letters.pop(0)]) * 450
+                await asyncio.sleep(0)
+            await asyncio.gather(*sending)
+            receiver.close()
+
+    asyncio.run(main())
+
+
+def test_a_buffer_that_is_released_while_it_waits_to_be_sent_is_sent() -> None:
+    async def work(channel: penstock.Ring[Any], sender: AsyncSender[Any], receiver: AsyncReceiver[Any]) -> None:
+        for _ in range(4):
+            await sender.send(b"x" * 960)
+        first = await receiver.receive(timeout=5)
+        sending = [asyncio.ensure_future(sender.send([b"on: ", first])), asyncio.ensure_future(sender.send(first))]
+        await asyncio.sleep(0)
+        first.release()
+        for _ in range(3):
+            (await receiver.receive(timeout=5)).release()
+        assert bytes(await receiver.receive(timeout=5)) == b"on: " + b"x" * 960
+        assert bytes(await receiver.receive(timeout=5)) == b"x" * 960
+        await asyncio.gather(*sending)
+
+    in_loop(work)
+
+
 # ── a field of a message ──
 @pytest.mark.parametrize("nbytes", [0, 10, 2000, 63 << 10])
 def test_a_buffer_in_a_short_message_does_not_keep_room_in_the_channel(nbytes: int) -> None:
