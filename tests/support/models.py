@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
-from penstock.codec.buffer import Buffer  # noqa: E402
+from penstock.codec.part import Part  # noqa: E402
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig, Stats  # noqa: E402
 from penstock.engine.core.step_builder import StepBuilder  # noqa: E402
 from penstock.engine.protocol.batch_state import BatchState  # noqa: E402
@@ -344,7 +344,7 @@ def _submit(number: int, asked: Asked, params: SamplingParams) -> Submit:
     if asked.inputs:
         keys, positions, lengths = zip(*asked.inputs, strict=True)
         counts = np.array([len(keys)], np.int32)
-        items = tuple(Item(key, b"", Buffer(b"")) for key in keys)
+        items = tuple(Item(key, b"", Part(b"")) for key in keys)
         inputs = Inputs(counts, items, np.array(positions, np.int32), np.array(lengths, np.int32))
     priority = -(number % 3)  # so that some are put aside for others
     own = msgspec.structs.replace(params, max_tokens=asked.tokens)

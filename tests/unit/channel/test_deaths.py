@@ -15,7 +15,7 @@ from tests.support.processes import DYING, Program, assert_how, program, soon, t
 END = """
 channel = penstock.attach(sys.argv[1])
 held = []
-with getattr(channel, sys.argv[2])(name="victim") as end:
+with getattr(channel, f"open_{sys.argv[2]}")(name="victim") as end:
     say("ready")
     while True:
         word, _, rest = hear().partition(" ")
