@@ -208,7 +208,7 @@ class Held:
     def let_go(self) -> None:
         bytes_of, number, nbytes = self.held.pop(0)
         assert memoryview(bytes_of) == payload(number, nbytes), f"record {number} changed while it was held"
-        if isinstance(bytes_of, penstock.Lease):
+        if isinstance(bytes_of, lowlevel.BlockLease):
             bytes_of.release()
 
     def let_all_go(self) -> None:
