@@ -8,13 +8,10 @@ import functools
 import gc
 import multiprocessing
 import operator
-import os
-import re
 import subprocess
 import sys
 import threading
 import time
-import typing
 import weakref
 from typing import Any
 
@@ -175,50 +172,6 @@ def test_two_builds_that_differ_refuse_each_other_and_say_how() -> None:
     assert text.count(penstock.__version__) == 2
 
 
-@pytest.mark.parametrize(
-    ("type", "why"),
-    [
-        (Job, "Stop is not known here"),
-        (Stop, "Job is not known here"),
-        (Stop | Job, "the order is Job, Stop there, Stop, Job here"),
-        (Job | Stop | Settings, "Settings is a message of its own here, and only part of one there"),
-    ],
-    ids=str,
-)
-def test_another_union_of_classes_is_refused_and_says_how(type: Any, why: str) -> None:
-    for style in ("ring", "broadcast", "inbox"):
-        with opened(style) as channel, pytest.raises(LayoutMismatch, match=why):
-            penstock.attach(channel.ticket, type)
-
-
-def test_a_class_that_is_a_message_there_and_part_of_one_here_is_named() -> None:
-    with (
-        opened("ring", Job | Stop | Settings) as channel,
-        pytest.raises(LayoutMismatch, match="Settings is a message of its own there, and only part of one here"),
-    ):
-        penstock.attach(channel.ticket, Job | Stop)
-
-
-def test_a_refused_attachment_leaves_the_channel_and_the_descriptor_as_they_were() -> None:
-    with opened("ring") as channel:
-        fd = os.dup(channel.fd)
-        for type in (bytes, Buffer, Job, Stop | Job):
-            with pytest.raises(LayoutMismatch):
-                penstock.attach(fd, type)
-        assert channel.peers() == []
-        with penstock.attach(fd, Job | Stop) as attached:  # the descriptor was not taken over
-            attached.open_sender().send(Stop("x"))
-            assert channel.open_receiver().receive(timeout=5) == Stop("x")
-
-
-def test_a_union_made_with_typing_is_the_same_union() -> None:
-    with opened("ring", typing.Union[Job, Stop]) as channel:  # noqa: UP007
-        with penstock.attach(channel.ticket, Job | Stop) as attached, attached.open_sender() as sender:
-            sender.send(Stop("x"))
-        with penstock.attach(channel.ticket, typing.Union[Job, Stop]) as attached:  # noqa: UP007
-            assert [type(message) for message in attached.open_receiver()] == [Stop]
-
-
 def test_the_same_classes_from_another_process_fit() -> None:
     program = (
         "import sys, penstock, tests.unit.codec.test_messages as here\n"
@@ -262,54 +215,6 @@ def test_the_description_lies_in_the_segment_for_everybody_to_read() -> None:
     assert [one.name for one in schema.messages] == ["Job", "Stop"]
     assert dict(schema.messages[0].fields)["ids"] == "None | array[int32]"
     assert [one.name for one in schema.structs] == ["Settings"]
-
-
-class Plain:
-    pass
-
-
-@pytest.mark.parametrize(
-    "type",
-    [
-        (Job,),
-        (Job, Stop),
-        "Job",
-        5,
-        b"bytes",
-        str,
-        int,
-        list,
-        dict,
-        list[Job],
-        Plain,
-        Job(1),
-        object,
-        Any,
-        None,
-        bytearray,
-        memoryview,
-        Job | bytes,
-        Job | Buffer,
-        Job | None,
-        typing.Union[bytes, Job],  # noqa: UP007
-        typing.Annotated[Job, "note"],
-    ],
-    ids=str,
-)
-def test_a_type_that_no_channel_carries_is_refused_with_those_that_it_does(type: Any) -> None:
-    accepted = (
-        r"a channel carries bytes, Buffer, a subclass of msgspec.Struct or a union of such \(Step \| Stop\), not "
-    )
-    for make in (
-        lambda: penstock.Ring(type),
-        lambda: penstock.Broadcast(type, receivers=2),
-        lambda: penstock.Inbox(type, senders=2),
-    ):
-        with pytest.raises(TypeError, match=accepted + re.escape(repr(type)[:100])):
-            make()
-    for carried in (bytes, Job):
-        with penstock.Ring(carried) as channel, pytest.raises(TypeError, match=accepted):
-            penstock.attach(channel.ticket, type)
 
 
 def test_a_description_that_does_not_fit_says_how_long_it_is() -> None:
