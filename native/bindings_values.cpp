@@ -296,7 +296,7 @@ void penstock::python::bind_values(nb::module_& m) {
         .def(
             "__init__",
             [](Stored* self, nb::object block) {
-                nb::cast<Lease&>(block);
+                if (!nb::isinstance<Lease>(block)) throw nb::type_error("expected a BlockLease");
                 new (self) Stored(std::move(block));
             },
             "block"_a, nb::sig("def __init__(self, block: BlockLease) -> None"))

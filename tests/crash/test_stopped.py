@@ -54,7 +54,7 @@ def holder(talk: Connection, where: str, point: str) -> None:
     talk.send(("closed",))
 
 
-def _ref(pool: lowlevel.Pool, lease: penstock.Lease) -> tuple[int, ...]:
+def _ref(pool: lowlevel.Pool, lease: lowlevel.BlockLease) -> tuple[int, ...]:
     ref = pool.share(lease)
     return ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes
 
@@ -235,11 +235,11 @@ def stopping_reader(talk: Connection, where: str) -> None:
 
 def stopping_putter(talk: Connection, where: str) -> None:
     store = penstock.Store.attach(where, peer_name="holder")
-    store.put(bytes([2] * 32), b"x").release()
+    store.put(b"x", key=bytes([2] * 32)).release()
     talk.send(("ready",))
     talk.recv()
     _native.arm_point("store.locked", "stop", 1)
-    store.put(bytes([1] * 32), b"x").release()
+    store.put(b"x", key=bytes([1] * 32)).release()
     talk.send(("went on",))
     talk.recv()
 
@@ -319,7 +319,7 @@ def test_a_store_keeps_deadlines_while_a_peer_is_stopped_within_its_lock(zygote:
         with stopped_within_a_lock(zygote, stopping_putter, str(store.ticket)) as child:
             for timeout in (0, 0.1):
                 must_say(
-                    lambda timeout=timeout: store.put(bytes(32), b"x" * 1000, timeout=timeout),
+                    lambda timeout=timeout: store.put(b"x" * 1000, key=bytes(32), timeout=timeout),
                     penstock.Timeout,
                     child,
                 )

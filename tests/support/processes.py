@@ -28,6 +28,7 @@ IS_SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
 PRELUDE = """
 import contextlib, os, resource, signal, sys, threading, time
 import penstock
+from penstock import lowlevel
 
 def say(*words):
     print(*words, flush=True)

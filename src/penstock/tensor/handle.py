@@ -121,7 +121,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
         try:
             key, where, tensors = _fields.decode(encoded)
             return cls(key, where, None if tensors is None else Buffer(tensors))
-        except ValueError as error:  # of msgspec, or of the handle's own checks
+        except (ValueError, RecursionError) as error:  # of msgspec, or of the handle's own checks
             raise DecodeError(f"no handle: {error}") from None
 
     @property

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, Receiver, Sender, Timeout
+from penstock import ClosedError, Timeout
+from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.support.processes import forked
 
 SIZES = [0, 1, 1000, 5000]  # the last one is spilled
 
 
 @contextlib.contextmanager
-def ring(**options: object) -> Iterator[tuple[penstock.Ring, Sender, Receiver]]:
+def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteReceiver]]:
     channel = penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield channel, sender, receiver
