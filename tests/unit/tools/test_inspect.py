@@ -49,7 +49,9 @@ def send_and_never_receive(to: penstock.codec.Channel, back: penstock.codec.Chan
     receiver.close()
 
 
-def pass_on(source: penstock.codec.Channel, to: penstock.codec.Channel, answers: penstock.codec.Channel, name: str) -> None:
+def pass_on(
+    source: penstock.codec.Channel, to: penstock.codec.Channel, answers: penstock.codec.Channel, name: str
+) -> None:
     """Sends one answer, and then gets stuck in sending."""
     answering = answers.open_sender(name=name)
     answering.send(b"one")
