@@ -68,7 +68,7 @@ class ProcessGroup:
 
     @property
     def is_loading(self) -> bool:
-        """Returns whether the unit does not serve: it has nothing to drain, and loading processes read no messages."""
+        """Returns whether the unit does not serve yet. Then it has no requests to drain, and reads no `Stop`."""
         if self.is_group:
             return self._launcher.board.row(self._group)[StatusBoard.SERVING] != self._incarnation
         return self._launcher.is_server_loading(self._parts[0][1])
@@ -205,7 +205,7 @@ class Launcher:
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._look_who_is_stopped)
+        loop.add_signal_handler(signal.SIGCHLD, self._check_stopped)
         config = self.tree.config
         if config.sampling_defaults.given:
             source, given = f"{config.model}/{GENERATION}", config.sampling_defaults.given
@@ -305,8 +305,8 @@ class Launcher:
             self._left.set()
 
     # ── stopped processes ──
-    def _look_who_is_stopped(self) -> None:
-        """Handles SIGCHLD: a stopped process is not dead, but its peers cannot wait for it for ever."""
+    def _check_stopped(self) -> None:
+        """Handles SIGCHLD: a process that stays stopped for `step_timeout` is killed, as its peers wait for it."""
         for unit in self.units:
             for child in unit.children.values():
                 child.check_stopped(self.tree.config.step_timeout)

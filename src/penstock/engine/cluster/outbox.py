@@ -1,7 +1,7 @@
 """Messages of a core or an output processor to the servers: sent at once if there is room, else kept in order.
 
-No send blocks: a server that reads nothing delays only its own answers. What becomes of a server that reads nothing for
-long is left to the launcher.
+No send blocks: a server that reads nothing delays only its own answers. Beyond MAX_KEPT messages for one server, `send`
+returns False and keeps only its `Failed` messages. A server process that is stopped for long is killed by the launcher.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from penstock.tensor import Incoming
 
 CPU_SHARE = 0.3  # of the memory that is available
 CUDA_SHARE = 0.9  # of what is free when the model is there
-_NOBODY = torch.zeros(0, dtype=torch.int32)
+_NO_IDS = torch.zeros(0, dtype=torch.int32)
 
 
 class ModelRunner:
@@ -99,11 +99,11 @@ class ModelRunner:
         self._follow(schedule, step)
         batch = build_batch(schedule)
         if not batch.slots.size:
-            return TorchPendingStep(_NOBODY, schedule.sampled, None, {})
+            return TorchPendingStep(_NO_IDS, schedule.sampled, None, {})
         self._threads.use(batch.slots.size)
         hidden, failed = self._compute(batch)
         if not batch.last.size:
-            return TorchPendingStep(_NOBODY, schedule.sampled, None, failed)
+            return TorchPendingStep(_NO_IDS, schedule.sampled, None, failed)
         logits = self._model.logits(hidden[moved(batch.last, self._device)])
         slots = schedule.sampled
         chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None

@@ -28,7 +28,7 @@ from penstock.tensor.transport import Held
 Open = Callable[[Item], Held]  # raises Missing
 Name: TypeAlias = "bytes | int"  # an image's key; without one, the `id()` of its item, as long as a slot has it
 MAX_NBYTES = 1 << 28  # of encoded images that are kept from one step to the next
-MAX_GRIDS = 1 << 14  # of images whose shape is remembered
+MAX_GRIDS = 1 << 14  # images with a cached grid (`image_grid_thw`); above, the grid used least recently is dropped
 
 MISSING, MISFIT, THERE = range(3)  # what a rank says of an image; the least counts
 WHY = {MISSING: FinishReason.MISSING, MISFIT: FinishReason.MISFIT}

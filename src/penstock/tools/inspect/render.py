@@ -1,4 +1,4 @@
-"""What was seen, on a terminal: with rich if that is installed, as plain text otherwise."""
+"""Prints what `penstock inspect` found: with rich if that is installed, as plain text otherwise."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def headline(seen: Json) -> str:
     bad = [one for one in seen["verdict"] if one["level"] in ("deadlock", "stuck")]
     asked = sum(one["asked"] for one in seen["segments"])
     if bad:
-        return "somebody is stuck:"
+        return "a process is stuck:"
     if any(one["level"] == "warning" for one in seen["verdict"]):
-        return "somebody may be stuck:"
-    return f"nobody is stuck: {asked} segments, {len(seen['processes'])} processes"
+        return "a process may be stuck:"
+    return f"no process is stuck: {asked} segments, {len(seen['processes'])} processes"
 
 
 def show(seen: Json) -> None:

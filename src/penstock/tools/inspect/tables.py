@@ -40,8 +40,8 @@ def tables_of_segment(segment: Json) -> Iterator[Table]:
     ends = [end_row(segment, "sender", one) for one in segment.get("senders", ())]
     ends += [end_row(segment, "receiver", one) for one in segment.get("receivers", ())]
     if ends:
-        columns = ("end", "who", "state", "records", "bytes", "behind", "furthest", "longest wait", "spins", "parks",
-                   "wakes", "spilled", "exhausted")  # fmt: skip
+        columns = ("end", "process", "state", "records", "bytes", "behind", "furthest", "longest wait", "spins",
+                   "parks", "wakes", "spilled", "exhausted")  # fmt: skip
         yield Table("", columns, ends)
     for pool in segment.get("pool", ()):
         if segment["kind"] != "pool" and pool["takes"] == 0:
