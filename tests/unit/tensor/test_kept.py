@@ -9,14 +9,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from penstock import ClosedError, MemoryExhausted, StaleRef, Timeout, _native
 from tests.conftest import eventually
-from tests.support.processes import forked, program, soon, thread
+from tests.support.processes import Program, Result, forked, program, soon, thread
 
 NBYTES = 64 << 10
 
@@ -367,17 +368,24 @@ def test_only_what_begin_gave_to_write_can_be_committed_and_once() -> None:
 
 
 # ── the death of a writer ────────────────────────────────────────────────────────────────────────────────────────────
+@contextmanager
+def writer_and_waiter(kept: Kept) -> Iterator[tuple[Program, Result]]:
+    """Another process that writes the value of "a", and a thread of this one that waits for it."""
+    with stranger(kept) as other:
+        other.hear()
+        other.say("begin", "a", 5)
+        assert other.hear() == "new"
+        with thread(lambda: kept.store.begin(key("a"), 5, 20)) as waiter:
+            eventually(lambda: kept.numbers("fills_awaited")[0] > 0)
+            yield other, waiter
+
+
 def test_what_a_dead_process_was_writing_is_written_by_one_who_waits_for_it() -> None:
     def took() -> float:
         kept = Kept()
-        with stranger(kept) as other:
-            other.hear()
-            other.say("begin", "a", 5)
-            assert other.hear() == "new"
-            with thread(lambda: kept.store.begin(key("a"), 5, 20)) as waiter:
-                eventually(lambda: kept.numbers("fills_awaited")[0] > 0)
-                at = other.kill()
-                is_new, lease = waiter.ended().value  # type: ignore[misc]
+        with writer_and_waiter(kept) as (other, waiter):
+            at = other.kill()
+            is_new, lease = waiter.ended().value  # type: ignore[misc]
             assert is_new and lease.is_writable
             kept.store.commit(lease)
         assert kept.names("a") == {"a"}
@@ -391,18 +399,13 @@ def test_what_a_dead_process_was_writing_is_written_by_one_who_waits_for_it() ->
 def test_who_waits_for_one_that_dies_in_its_commit_is_told(point: str) -> None:
     def took() -> float:
         kept = Kept()
-        with stranger(kept) as other:
+        with writer_and_waiter(kept) as (other, waiter):
+            other.say("die", "a", point)
             other.hear()
-            other.say("begin", "a", 5)
-            assert other.hear() == "new"
-            with thread(lambda: kept.store.begin(key("a"), 5, 20)) as waiter:
-                eventually(lambda: kept.numbers("fills_awaited")[0] > 0)
-                other.say("die", "a", point)
-                other.hear()
-                time.sleep(0.4)  # the waiter's own looks are far apart by now
-                at = time.monotonic()
-                other.say("commit", "a")
-                is_new, _ = waiter.ended().value  # type: ignore[misc]
+            time.sleep(0.4)  # the waiter's own looks are far apart by now
+            at = time.monotonic()
+            other.say("commit", "a")
+            is_new, _ = waiter.ended().value  # type: ignore[misc]
             assert is_new == (point == "store.filled")
             assert other.process.wait() == -signal.SIGKILL
         return waiter.ended_at - at
