@@ -195,7 +195,7 @@ def test_a_process_that_cannot_be_watched_does_not_live(monkeypatch: pytest.Monk
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "pidfd_open", fail)
-    tree = Cluster.lay(EngineConfig(simulated=told()))
+    tree = Cluster.open(EngineConfig(simulated=told()))
     with contextlib.closing(tree), pytest.raises(OSError, match="Too many open files"):
         ChildProcess.start(ProcessId("worker", 0, 0, 1), wait_for_the_end, tree)
     (pid,) = pids

@@ -91,7 +91,7 @@ class ProcessGroup:
     def _start_all(self) -> None:
         """Raises OSError."""
         if self.is_group and self._launcher.tree.config.tensor_parallel_size > 1:
-            self._launcher.tree.init_methods[self._group] = _meeting()
+            self._launcher.tree.init_methods[self._group] = _init_method()
         for kind, index, run in self._parts:
             member = ProcessId(kind, self._group, index, self._incarnation)
             child = ChildProcess.start(member, run, self._launcher.tree)
@@ -153,13 +153,13 @@ class ProcessGroup:
         else:
             self._launcher.count_failed_starts(self._parts[0][1], self._failures)
         assert self._first is not None, "all have ended, and none was the first"
-        who, end = self._first
+        name, end = self._first
         if self._launcher.is_stopping:
             self._launcher.check_all_exited()
         elif end.is_lasting and not self._has_served:
-            self._launcher.fail(f"{who} cannot start: {end.how}")
+            self._launcher.fail(f"{name} cannot start: {end.how}")
         elif self._failures >= MAX_FAILURES and not self._has_served:
-            self._launcher.fail(f"{who} ended {self._failures} times before it served, the last time: {end.how}")
+            self._launcher.fail(f"{name} ended {self._failures} times before it served, the last time: {end.how}")
         elif not self._launcher.has_failed:
             event("unit starts again", unit=self.name, after=self._pause, failed_starts=self._failures)
             self._again = asyncio.get_running_loop().call_later(self._pause, self.start)
@@ -174,13 +174,13 @@ class Launcher:
 
     def __init__(self, config: EngineConfig, serve: Run | None = None) -> None:
         config = with_model_defaults(config)
-        self.tree = Cluster.lay(config)
+        self.tree = Cluster.open(config)
         self.board = StatusBoard(self.tree.board, writable=True)
-        self._places = [(one.kind, one.group, one.index) for one in all_processes(config)]
+        self._places = [(member.kind, member.group, member.index) for member in all_processes(config)]
         self.is_stopping = False
         groups = [ProcessGroup(self, group, self._parts_of_group()) for group in range(config.data_parallel_size)]
         self._servers = [
-            ProcessGroup(self, 0, [("server", one, serve)]) for one in range(config.api_server_count) if serve
+            ProcessGroup(self, 0, [("server", member, serve)]) for member in range(config.api_server_count) if serve
         ]
         self.units = (*groups, *self._servers)
         lane = self.tree.launcher_lane
@@ -195,7 +195,9 @@ class Launcher:
         workers: list[tuple[str, int, Run]] = [
             ("worker", rank, worker.run) for rank in range(config.tensor_parallel_size)
         ]
-        outputs: list[tuple[str, int, Run]] = [("output", one, run_output) for one in range(config.output_processors)]
+        outputs: list[tuple[str, int, Run]] = [
+            ("output", index, run_output) for index in range(config.output_processors)
+        ]
         return [("core", 0, run_core), *workers, *outputs]
 
     def publish_pid(self, member: ProcessId, pid: int) -> None:
@@ -208,8 +210,8 @@ class Launcher:
         loop.add_signal_handler(signal.SIGCHLD, self._check_stopped)
         config = self.tree.config
         if config.sampling_defaults.given:
-            source, given = f"{config.model}/{GENERATION}", config.sampling_defaults.given
-            event("default sampling parameters", source=source, **given, neutral_ones=NEUTRAL_ONES)
+            source, defaults = f"{config.model}/{GENERATION}", config.sampling_defaults.given
+            event("default sampling parameters", source=source, **defaults, neutral_ones=NEUTRAL_ONES)
         for unit in self.units:
             unit.start()
 
@@ -229,7 +231,7 @@ class Launcher:
         Raises TreeFailed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._hear_signal)
+            loop.add_signal_handler(number, self._handle_signal)
         try:
             self.start()
             await self._is_over.wait()
@@ -240,7 +242,7 @@ class Launcher:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    def _hear_signal(self) -> None:
+    def _handle_signal(self) -> None:
         self._signals += 1
         self._is_over.set()
 
@@ -271,7 +273,7 @@ class Launcher:
         while self._has_open() and time.monotonic() < deadline and self._signals < 2:
             await asyncio.sleep(LOOK_AGAIN)
         for inbox in self._inboxes:
-            _tell_to_stop(inbox)
+            _send_stop(inbox)
         self.check_all_exited()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._left.wait(), STOP_TIMEOUT if self._signals < 2 else 0.0)
@@ -312,13 +314,13 @@ class Launcher:
                 child.check_stopped(self.tree.config.step_timeout)
 
 
-def _meeting() -> str:
+def _init_method() -> str:
     """Returns the init method of a group's ranks: a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def _tell_to_stop(inbox: MessageSender) -> None:
+def _send_stop(inbox: MessageSender) -> None:
     for _ in range(2):  # the first may only raise the death of a core before this one
         with contextlib.suppress(PeerDied, ChannelError):
             return inbox.send_nowait(Stop("the tree ends"))

@@ -39,7 +39,7 @@ _OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)\w+$")  # it cla
 
 GENERATION = "generation_config.json"
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"  # of weights: in several files, or in one
-SAID_IN = (GENERATION, "config.json")  # the first that names an end id
+CONFIG_FILES = (GENERATION, "config.json")  # the first that names an end id
 SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in generation_config.json
     **{name: name for name in SamplingDefaults.__struct_fields__},
     "max_tokens": "max_new_tokens",
@@ -48,7 +48,7 @@ SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in gene
 
 def require_family(model_type: str, architectures: Sequence[str] = (), is_quantized: bool = False) -> None:
     """Raises ValueError where a model of this config.json cannot be served."""
-    heads = [one for one in architectures if not _OTHER_HEAD.search(one)]
+    heads = [architecture for architecture in architectures if not _OTHER_HEAD.search(architecture)]
     if model_type not in FAMILIES or (architectures and not heads):
         raise ValueError(
             f"Model architectures {list(architectures)} (model_type {model_type!r}) are not supported; "
@@ -65,15 +65,17 @@ def with_model_defaults(config: EngineConfig) -> EngineConfig:
     """
     if config.simulated is not None:
         simulated = config.simulated
-        found = () if simulated.end_id is None else (simulated.end_id,)
+        simulated_ends = () if simulated.end_id is None else (simulated.end_id,)
         if config.model and tokenizer_path(config).exists():  # or its answers would have ids that mean nothing
             known = load_tokenizer(config).get_vocab_size()
             simulated = msgspec.structs.replace(simulated, vocabulary=min(simulated.vocabulary, known))
-        return msgspec.structs.replace(config, simulated=simulated, end_ids=tuple(sorted({*config.end_ids, *found})))
+        return msgspec.structs.replace(
+            config, simulated=simulated, end_ids=tuple(sorted({*config.end_ids, *simulated_ends}))
+        )
     directory = Path(config.model)
     if not directory.is_dir():
         raise ValueError(f"model is the directory of a model, not {config.model!r}")
-    end: int | list[int] | None = _read_field(directory, "eos_token_id", SAID_IN, int | list[int])
+    end: int | list[int] | None = _read_field(directory, "eos_token_id", CONFIG_FILES, int | list[int])
     end_ids = {*config.end_ids, *(end if isinstance(end, list) else () if end is None else (end,))}
     longest = _longest(directory)
     return msgspec.structs.replace(
@@ -96,7 +98,7 @@ def require_length(config: EngineConfig) -> None:
 
 def _longest(directory: Path) -> int | None:
     """None: its files do not say."""
-    longest: int | None = _read_field(directory, "max_position_embeddings", SAID_IN[-1:], int)
+    longest: int | None = _read_field(directory, "max_position_embeddings", CONFIG_FILES[-1:], int)
     return longest
 
 
@@ -106,11 +108,11 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
     if not path.exists():
         return SamplingDefaults()
     whole, _ = read_config(path)
-    given = {name: whole.get(theirs) for name, theirs in SAMPLING_FIELDS.items()}
-    if given["top_k"] == -1:  # as some files name "all"
-        given["top_k"] = 0
+    fields = {name: whole.get(key) for name, key in SAMPLING_FIELDS.items()}
+    if fields["top_k"] == -1:  # as some files name "all"
+        fields["top_k"] = 0
     with expected(f"{path} (--generation-config vllm does without it)"):
-        return msgspec.convert(given, SamplingDefaults)
+        return msgspec.convert(fields, SamplingDefaults)
 
 
 def takes_images(config: EngineConfig) -> bool:
@@ -161,8 +163,8 @@ def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def expected(what: str) -> Iterator[None]:
+def expected(subject: str) -> Iterator[None]:
     try:
         yield
     except msgspec.DecodeError as error:
-        raise ValueError(f"{what} is not what was expected: {error}") from None
+        raise ValueError(f"{subject} is not what was expected: {error}") from None

@@ -31,7 +31,7 @@ Tokenise = Callable[[str], list[int]]
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class Asked(msgspec.Struct):
+class InputLine(msgspec.Struct):
     """A line of the input."""
 
     ids: list[Id]
@@ -65,28 +65,28 @@ def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any
     defaults = {**GREEDY, **config.sampling_defaults.given, **defaults}
     with contextlib.ExitStack() as files:
         lines = sys.stdin.buffer if prompts == "-" else files.enter_context(open(prompts, "rb"))
-        asked = list(_asked(lines, config, defaults))
+        requests = list(_read_lines(lines, config, defaults))
         answers = sys.stdout.buffer if output == "-" else files.enter_context(open(output, "wb"))
-        with _progress(len(asked)) as advance:
-            return asyncio.run(_generate(config, asked, answers, advance, at_once))
+        with _progress(len(requests)) as advance:
+            return asyncio.run(_generate(config, requests, answers, advance, at_once))
 
 
-def _asked(lines: IO[bytes], config: EngineConfig, defaults: dict[str, Any]) -> Iterator[Asked]:
+def _read_lines(lines: IO[bytes], config: EngineConfig, defaults: dict[str, Any]) -> Iterator[InputLine]:
     tokenise: Tokenise | None = None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            said = msgspec.json.decode(line)
-            options = said if isinstance(said, dict) else {"ids" if isinstance(said, list) else "prompt": said}
+            value = msgspec.json.decode(line)
+            options = value if isinstance(value, dict) else {"ids" if isinstance(value, list) else "prompt": value}
             if "prompt" in options and tokenise is None:
                 tokenise = _tokenise(config)
-            yield _asked_by({**defaults, **options}, tokenise)
+            yield _parse_line({**defaults, **options}, tokenise)
         except (ValueError, TypeError) as error:
             raise ValueError(f"line {number} of the prompts: {error}") from None
 
 
-def _asked_by(options: dict[str, Any], tokenise: Tokenise | None) -> Asked:
+def _parse_line(options: dict[str, Any], tokenise: Tokenise | None) -> InputLine:
     ids, text = options.pop("ids", None), options.pop("prompt", None)
     if (ids is None) == (text is None):
         raise ValueError("expected either 'prompt', a text, or 'ids', a list of token ids")
@@ -96,7 +96,7 @@ def _asked_by(options: dict[str, Any], tokenise: Tokenise | None) -> Asked:
     if ids is None and tokenise is not None:
         ids = tokenise(msgspec.convert(text, str))
     fields = [options.get(name, default) for name, default in _DEFAULTS.items()]
-    return Asked(msgspec.convert(ids, list[Id]), msgspec.convert(fields, SamplingParams))
+    return InputLine(msgspec.convert(ids, list[Id]), msgspec.convert(fields, SamplingParams))
 
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
@@ -104,13 +104,13 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Sampl
 
 def _tokenise(config: EngineConfig) -> Tokenise:
     if config.simulated is not None and not config.model:
-        return lambda text: [one % config.simulated.vocabulary for one in text.encode()] if config.simulated else []
+        return lambda text: [byte % config.simulated.vocabulary for byte in text.encode()] if config.simulated else []
     tokenizer = load_tokenizer(config)
     return lambda text: list(tokenizer.encode(text).ids)
 
 
 async def _generate(
-    config: EngineConfig, asked: list[Asked], output: IO[bytes], advance: Callable[[int], None], at_once: int
+    config: EngineConfig, requests: list[InputLine], output: IO[bytes], advance: Callable[[int], None], at_once: int
 ) -> int:
     launcher = Launcher(config)
     turns = asyncio.Semaphore(at_once)
@@ -121,11 +121,11 @@ async def _generate(
         began, tokens = time.monotonic(), 0
         async with Client(launcher.tree, 0) as client:
 
-            async def one(index: int, ask: Asked) -> Answer:
+            async def answer_in_turn(index: int, request: InputLine) -> Answer:
                 async with turns:
-                    return await _answer(client, index, ask, launcher.serving)
+                    return await _answer(client, index, request, launcher.serving)
 
-            tasks = [asyncio.ensure_future(one(index, ask)) for index, ask in enumerate(asked)]
+            tasks = [asyncio.ensure_future(answer_in_turn(index, request)) for index, request in enumerate(requests)]
             try:
                 for task in tasks:
                     answer = await task
@@ -140,9 +140,9 @@ async def _generate(
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         took = time.monotonic() - began
-        logs.event("generated", requests=len(asked), failed=failed, tokens=tokens, tokens_per_second=tokens / took)
+        logs.event("generated", requests=len(requests), failed=failed, tokens=tokens, tokens_per_second=tokens / took)
     except asyncio.CancelledError:
-        logs.event("interrupted", written=written, requests=len(asked))
+        logs.event("interrupted", written=written, requests=len(requests))
         raise
     except TreeFailed as failure:
         raise ValueError(str(failure)) from None
@@ -151,22 +151,22 @@ async def _generate(
     return 1 if failed else 0
 
 
-async def _answer(client: Client, index: int, ask: Asked, serving: Callable[[], Awaitable[None]]) -> Answer:
+async def _answer(client: Client, index: int, request: InputLine, serving: Callable[[], Awaitable[None]]) -> Answer:
     """Returns the answer, after at most ATTEMPTS attempts. Raises TreeFailed if the tree has failed."""
     for _ in range(ATTEMPTS - 1):
-        answer = await _attempt(client, index, ask)
+        answer = await _attempt(client, index, request)
         if answer.status != 503:
             return answer
         await asyncio.sleep(PAUSE)
         await serving()
-    return await _attempt(client, index, ask)
+    return await _attempt(client, index, request)
 
 
-async def _attempt(client: Client, index: int, ask: Asked) -> Answer:
+async def _attempt(client: Client, index: int, request: InputLine) -> Answer:
     answer = Answer(index)
-    samples: list[dict[str, Any]] = [{"text": "", "ids": [], "finish_reason": ""} for _ in range(ask.params.n)]
+    samples: list[dict[str, Any]] = [{"text": "", "ids": [], "finish_reason": ""} for _ in range(request.params.n)]
     try:
-        async with await client.submit(ask.ids, ask.params) as stream:
+        async with await client.submit(request.ids, request.params) as stream:
             async for piece in stream:
                 sample = samples[piece.sample]
                 sample["text"] += piece.text
@@ -195,11 +195,11 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("requests", total=total, tokens=0)
-        made = 0
+        done = 0
 
         def advance(tokens: int) -> None:
-            nonlocal made
-            made += tokens
-            progress.update(bar, advance=1, tokens=made)
+            nonlocal done
+            done += tokens
+            progress.update(bar, advance=1, tokens=done)
 
         yield advance

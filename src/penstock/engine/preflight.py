@@ -101,7 +101,7 @@ def _require_whole(path: Path) -> None:
             tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
         except msgspec.DecodeError as error:
             raise ValueError(f"{path} is not a file of safetensors: {error}") from None
-        expected += max((one.data_offsets[1] for one in tensors.values()), default=0)
+        expected += max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if nbytes < expected:
         raise ValueError(f"{path} is cut off: it has {nbytes} bytes of {expected}")
 
@@ -127,8 +127,8 @@ class _Tokenizer(msgspec.Struct):
     model: dict[str, msgspec.Raw]
 
 
-def _convert(value: Any, kind: Any, what: str) -> Any:
-    with expected(what):
+def _convert(value: Any, kind: Any, subject: str) -> Any:
+    with expected(subject):
         return msgspec.convert(value, kind)
 
 
@@ -152,8 +152,8 @@ def require_blocks(config: EngineConfig) -> None:
 def require_cuda(config: EngineConfig) -> None:
     ranks = config.data_parallel_size * config.tensor_parallel_size
     devices = cuda_devices()
-    wanted = ranks if config.device == "cuda" else int(config.device.removeprefix("cuda:")) + 1
-    if devices.number is not None and devices.number < wanted:
-        workers = f"{ranks} workers need {ranks}" if config.device == "cuda" else f"it is the device number {wanted}"
+    needed = ranks if config.device == "cuda" else int(config.device.removeprefix("cuda:")) + 1
+    if devices.number is not None and devices.number < needed:
+        workers = f"{ranks} workers need {ranks}" if config.device == "cuda" else f"it is the device number {needed}"
         text = "no CUDA device can be used" if devices.number == 0 else workers
         raise ValueError(f"--device {config.device}: {text}: {devices.reason}; --device cpu does without")

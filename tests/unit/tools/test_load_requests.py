@@ -25,7 +25,7 @@ from penstock import cli
 from penstock.tools.load import http_client
 from penstock.tools.load.chat_request import Outcome, Stream
 from penstock.tools.load.http_client import Failure
-from penstock.tools.load.sse_events import MAX_EVENT, Data
+from penstock.tools.load.sse_events import MAX_EVENT, SseParser
 from tests.conftest import eventually
 from tests.support.loads import (
     END,
@@ -88,7 +88,7 @@ def test_a_running_count_says_which_event_brought_how_many(tmp_path: Path) -> No
 def test_data_of_events_is_cut_out_as_the_standard_says() -> None:
     stream = b": a comment\ndata: one\n\ndata:two\r\nid: 4\r\n\r\nevent: x\n\ndata: a\ndata: b\n\ndata: half"
     for size in range(1, len(stream)):
-        data, found = Data(), []
+        data, found = SseParser(), []
         for at in range(0, len(stream), size):
             found += data.feed(stream[at : at + size])
         assert found == [b"one", b"two", b"a\nb"]

@@ -72,22 +72,24 @@ class Client:
         index, name = self._me.index, str(self._me)
         self._deltas = tree.servers[index].async_receiver(name=name)
         self._cores = [group.inbox.async_sender(index, name=name) for group in tree.groups]
-        self._outputs = [[one.async_sender(index, name=name) for one in group.announced] for group in tree.groups]
+        self._outputs = [
+            [channel.async_sender(index, name=name) for channel in group.announced] for group in tree.groups
+        ]
         self._board = StatusBoard(tree.board)
         self._rows = self._board.rows
-        self._balance = Router()
+        self._router = Router()
         self.outgoing = Outgoing(tree.store)
         self._streams: dict[int, OutputStream] = {}
         self._open = [0] * len(tree.groups)  # of ours
         self._dead = [0] * len(tree.groups)  # the incarnation that we know to be dead
         self._next = secrets.randbelow(MAX_REQUESTS)  # random: not those of the process that had this place before
         self._sending: set[asyncio.Task[None]] = set()
-        self._listening: asyncio.Task[None] | None = None
+        self._receiving: asyncio.Task[None] | None = None
         self._receive_error = ""  # why nothing is heard any more
         self._watch: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Client:
-        self._listening = asyncio.ensure_future(self._listen())
+        self._receiving = asyncio.ensure_future(self._receive_answers())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -99,10 +101,10 @@ class Client:
             await asyncio.wait(self._sending, timeout=SEND_TIMEOUT)
         if self._watch is not None:
             self._watch.cancel()
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.wait([self._listening])
-        for end in (self._deltas, *self._cores, *(one for outputs in self._outputs for one in outputs)):
+        if self._receiving is not None:
+            self._receiving.cancel()
+            await asyncio.wait([self._receiving])
+        for end in (self._deltas, *self._cores, *(sender for outputs in self._outputs for sender in outputs)):
             end.close()
         self._board.close()
 
@@ -189,7 +191,7 @@ class Client:
             raise
         return stream
 
-    def _choose(self, asked: list[bytes]) -> tuple[int, int]:
+    def _choose(self, hints: list[bytes]) -> tuple[int, int]:
         """A group, and its incarnation."""
         if self._receive_error:
             raise EngineError(500, self._receive_error)
@@ -203,7 +205,7 @@ class Client:
         }
         if not loads:
             raise EngineError(503, "no group of the engine serves now")
-        group = self._balance.choose(loads, asked)
+        group = self._router.choose(loads, hints)
         return group, serving[group]
 
     def _number(self) -> int:
@@ -222,9 +224,9 @@ class Client:
             try:
                 return await sender.send(message, max(0.0, deadline - time.monotonic()))
             except PeerDied as death:  # perhaps the incarnation before: its death is new in this channel
-                who = ProcessId.of(death.name)
-                is_its = who is not None and who.incarnation >= stream.incarnation
-                if is_its or time.monotonic() > deadline:
+                dead = ProcessId.of(death.name)
+                is_group_dead = dead is not None and dead.incarnation >= stream.incarnation
+                if is_group_dead or time.monotonic() > deadline:
                     raise EngineError(503, f"group {stream.group} has died: {death}") from None
                 await asyncio.sleep(AGAIN)
             except PenstockError as error:
@@ -242,8 +244,8 @@ class Client:
         self, stream: OutputStream, style: Style, head: bytes = b"", first_index: int = 0, *, deadline: float = math.inf
     ) -> None:
         outputs = self._outputs[stream.group]
-        told = outputs[stream.request % len(outputs)] if outputs else self._cores[stream.group]
-        await self._send(told, Announce(self._me.index, stream.request, style, head, first_index), stream, deadline)
+        receiver = outputs[stream.request % len(outputs)] if outputs else self._cores[stream.group]
+        await self._send(receiver, Announce(self._me.index, stream.request, style, head, first_index), stream, deadline)
 
     def _retract(self, stream: OutputStream) -> None:
         """Takes back the announcement of a request that may never come, so that its receiver does not wait for it."""
@@ -251,14 +253,14 @@ class Client:
             stream.is_announced = False
             self._send_in_background("announcement", stream, self._announce(stream, Style.PLAIN))
 
-    def _send_in_background(self, what: str, stream: OutputStream, telling: Coroutine[Any, Any, None]) -> None:
-        async def tell() -> None:
+    def _send_in_background(self, label: str, stream: OutputStream, sending: Coroutine[Any, Any, None]) -> None:
+        async def send() -> None:
             try:
-                await telling
+                await sending
             except EngineError as error:  # a group that is gone needs no message
-                event(f"{what} not sent", logging.WARNING, request=stream.request, error=error)
+                event(f"{label} not sent", logging.WARNING, request=stream.request, error=error)
 
-        task = asyncio.ensure_future(tell())
+        task = asyncio.ensure_future(send())
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
@@ -277,7 +279,9 @@ class Client:
         self._watch = None
         serving = [row[StatusBoard.SERVING] for row in self._rows]
         streams = tuple(self._streams.values())
-        self._fail([one for one in streams if one.incarnation != serving[one.group]], "it does not serve any more")
+        self._fail(
+            [stream for stream in streams if stream.incarnation != serving[stream.group]], "it does not serve any more"
+        )
         if self._streams:
             self._watch = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
 
@@ -287,7 +291,7 @@ class Client:
             stream.fail(EngineError(503, f"group {stream.group} has died: {why}"))
 
     # ── what comes ──
-    async def _listen(self) -> None:
+    async def _receive_answers(self) -> None:
         """Receives answers. A failure ends all open streams, so that no reader goes on waiting."""
         try:
             await self._receive_loop()
@@ -301,28 +305,32 @@ class Client:
     async def _receive_loop(self) -> None:
         while True:
             try:
-                self._take(await self._deltas.receive())
+                self._dispatch(await self._deltas.receive())
                 for _ in range(MAX_AT_ONCE):
-                    self._take(self._deltas.receive_nowait())
+                    self._dispatch(self._deltas.receive_nowait())
                 await asyncio.sleep(0)
             except WouldBlock:
                 pass
             except PeerDied as death:
-                self._hear_of(death)
+                self._process_death(death)
             except ClosedError:
                 return
             except DecodeError as error:  # costs that message alone
                 event("not a message", logging.ERROR, error=error)
 
-    def _hear_of(self, death: PeerDied) -> None:
-        who = ProcessId.of(death.name)
-        if who is None or who.kind == "server":
+    def _process_death(self, death: PeerDied) -> None:
+        dead = ProcessId.of(death.name)
+        if dead is None or dead.kind == "server":
             return
-        self._dead[who.group] = max(self._dead[who.group], who.incarnation)
-        its = [one for one in self._streams.values() if one.group == who.group and one.incarnation <= who.incarnation]
-        self._fail(its, str(death))
+        self._dead[dead.group] = max(self._dead[dead.group], dead.incarnation)
+        streams = [
+            stream
+            for stream in self._streams.values()
+            if stream.group == dead.group and stream.incarnation <= dead.incarnation
+        ]
+        self._fail(streams, str(death))
 
-    def _take(self, message: Delta | Failed) -> None:
+    def _dispatch(self, message: Delta | Failed) -> None:
         if isinstance(message, Failed):
             stream = self._streams.get(message.request)
             if stream is not None:
@@ -345,4 +353,4 @@ class Client:
 
 
 def _put(scope: Scope, values: tuple[ImageInput, ...]) -> tuple[Input, ...]:
-    return tuple((scope.put(one.value, one.key), one.position, one.length) for one in values)
+    return tuple((scope.put(image.value, image.key), image.position, image.length) for image in values)

@@ -20,26 +20,26 @@ def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
     samples = repeat(0, rows) if delta.samples is None else delta.samples.tolist()
     text = bytes(delta.text)
     text_at, at = 0, 2 * rows
-    cut = None if delta.logprobs is None else _Cut(delta.logprobs, len(numbers) - at)
-    made: list[tuple[int, OutputChunk]] = []
+    splitter = None if delta.logprobs is None else _LogprobsSplitter(delta.logprobs, len(numbers) - at)
+    chunks: list[tuple[int, OutputChunk]] = []
     for request, nbytes, count, sample in zip(numbers[:rows], numbers[rows:at], counts, samples, strict=True):
         piece = OutputChunk(sample, text[text_at : text_at + nbytes], numbers[at : at + count])
-        if cut is not None:
-            piece.logprobs = cut.next(count)
-        made.append((request, piece))
+        if splitter is not None:
+            piece.logprobs = splitter.next(count)
+        chunks.append((request, piece))
         text_at += nbytes
         at += count
     if delta.finished is not None:
         finished = delta.finished
         for end, (row, reason) in enumerate(zip(finished.rows.tolist(), finished.reasons.tolist(), strict=True)):
-            piece = made[row][1]
+            piece = chunks[row][1]
             piece.reason = FinishReason(reason)
             piece.stop = None if finished.stops is None else finished.stops[end]
             piece.cached = 0 if finished.cached is None else int(finished.cached[end])
-    return iter(made)
+    return iter(chunks)
 
 
-class _Cut:
+class _LogprobsSplitter:
     """Takes the log-probabilities of so many tokens after the other."""
 
     def __init__(self, whole: Logprobs, tokens: int) -> None:

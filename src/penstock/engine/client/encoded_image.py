@@ -102,9 +102,9 @@ def _parse_jpeg(raw: bytes) -> EncodedImage:
 def _find_marker(raw: bytes, at: int) -> int:
     """Where the next one begins; the length of all, if there is none."""
     for start in range(at, len(raw), PIECE):
-        found = MARKER.search(raw, start, start + PIECE + 1)
-        if found is not None:
-            return found.start()
+        match = MARKER.search(raw, start, start + PIECE + 1)
+        if match is not None:
+            return match.start()
     return len(raw)
 
 

@@ -79,10 +79,10 @@ class ImageProcessor:
         *,
         limits: ImageLimits | None = None,
         threads: int | None = None,
-        most_tokens: int | None = None,
+        max_tokens: int | None = None,
         salt: bytes = b"",
     ) -> None:
-        """`path`: the model's directory; `threads`: None for as many as there are processors; `most_tokens`: an image
+        """`path`: the model's directory; `threads`: None for as many as there are processors; `max_tokens`: an image
         that stands for more is refused, and not kept; `salt`: another one, and nothing is shared with those of this
         one.
 
@@ -90,7 +90,7 @@ class ImageProcessor:
         """
         self.limits = limits or ImageLimits()
         self._outgoing = outgoing
-        self._most_tokens = most_tokens
+        self._max_tokens = max_tokens
         config, self._processor, self._count = _processor_of(Path(path))
         self.image_id: int = config.image_token_id
         self.is_tiled = config.model_type in TILED
@@ -120,25 +120,25 @@ class ImageProcessor:
         if len(raw) > self.limits.nbytes:
             raise ImageRefused(413, f"an image has at most {self.limits.nbytes} bytes, this one has {len(raw)}")
         key = key_of(raw, salt=self._salt)
-        found = self._find(key, scope)
-        if found is not None:
-            return found
+        image = self._find(key, scope)
+        if image is not None:
+            return image
         encoded = self._parse(raw)
         if encoded.work > LARGE_PIXELS or len(encoded.data) > LARGE_NBYTES:
             return key, encoded
         return self._load_encoded(key, encoded, scope)
 
     def _load_large(self, key: bytes, encoded: EncodedImage, scope: Scope) -> ProcessedImage:
-        found = self._find(key, scope)  # the same image may have been made while this one waited
-        return self._load_encoded(key, encoded, scope) if found is None else found
+        image = self._find(key, scope)  # the same image may have been made while this one waited
+        return self._load_encoded(key, encoded, scope) if image is None else image
 
     def _load_encoded(self, key: bytes, encoded: EncodedImage, scope: Scope) -> ProcessedImage:
-        made = self._make(encoded)
-        if self._most_tokens is not None and made["tokens"] > self._most_tokens:
+        tree = self._make(encoded)
+        if self._max_tokens is not None and tree["tokens"] > self._max_tokens:
             raise ImageRefused(
-                400, f"this model has at most {self._most_tokens} tokens, and the image takes {made['tokens']}"
+                400, f"this model has at most {self._max_tokens} tokens, and the image takes {tree['tokens']}"
             )
-        return _loaded(scope.put(made, key), made)
+        return _loaded(scope.put(tree, key), tree)
 
     def _find(self, key: bytes, scope: Scope) -> ProcessedImage | None:
         store = self._outgoing.store
@@ -159,24 +159,24 @@ class ImageProcessor:
         sides = width, height = encoded.width, encoded.height
         if self._is_squared:
             width = height = max(sides)
-        most = self.limits.pixels
-        if width * height > most:
-            said = f"this one has {width} x {height} = {width * height}"
-            raise ImageRefused(413, f"an image has at most {most} pixels, {said}")
+        limit = self.limits.pixels
+        if width * height > limit:
+            actual = f"this one has {width} x {height} = {width * height}"
+            raise ImageRefused(413, f"an image has at most {limit} pixels, {actual}")
         if max(sides) > MAX_RATIO * min(sides):
-            said = f"this one is {sides[0]} x {sides[1]}"
-            raise ImageRefused(400, f"an image is at most {MAX_RATIO} times as long as it is wide, {said}")
-        if encoded.work > MAX_PASSES * most:
-            said = f"this one of {sides[0]} x {sides[1]} has {encoded.scans} scans, which are {encoded.work}"
-            raise ImageRefused(400, f"the scans of an image pass over at most {MAX_PASSES * most} pixels, {said}")
+            actual = f"this one is {sides[0]} x {sides[1]}"
+            raise ImageRefused(400, f"an image is at most {MAX_RATIO} times as long as it is wide, {actual}")
+        if encoded.work > MAX_PASSES * limit:
+            actual = f"this one of {sides[0]} x {sides[1]} has {encoded.scans} scans, which are {encoded.work}"
+            raise ImageRefused(400, f"the scans of an image pass over at most {MAX_PASSES * limit} pixels, {actual}")
         return encoded
 
     def _make(self, encoded: EncodedImage) -> dict[str, Any]:
         picture = _decoded(encoded)
         try:
-            made = self._processor(images=picture, return_tensors="np")
-            shape = _tiles(made)
-            tensors = {name: np.asarray(one) for name, one in made.items() if name not in ("rows", "cols")}
+            features = self._processor(images=picture, return_tensors="np")
+            shape = _tiles(features)
+            tensors = {name: np.asarray(feature) for name, feature in features.items() if name not in ("rows", "cols")}
             return {**tensors, "tokens": self._count(tensors), "rows": shape[0], "columns": shape[1]}
         except (ValueError, ArithmeticError, MemoryError) as error:  # of an odd shape, say
             raise ImageRefused(
@@ -195,12 +195,12 @@ class ImageProcessor:
         self.close()
 
 
-def _loaded(item: Item, made: Mapping[str, Any]) -> ProcessedImage:
-    return ProcessedImage(item, made["tokens"], made["rows"], made["columns"])
+def _loaded(item: Item, tree: Mapping[str, Any]) -> ProcessedImage:
+    return ProcessedImage(item, tree["tokens"], tree["rows"], tree["columns"])
 
 
-def _tiles(made: Mapping[str, Any]) -> tuple[int, int]:
-    rows, columns = made.get("rows"), made.get("cols")
+def _tiles(features: Mapping[str, Any]) -> tuple[int, int]:
+    rows, columns = features.get("rows"), features.get("cols")
     if rows is None or columns is None:
         return 0, 0
     return int(np.asarray(rows).reshape(-1)[0]), int(np.asarray(columns).reshape(-1)[0])
@@ -290,5 +290,5 @@ def _fingerprint(processor: Any) -> bytes:
     """Of all that decides what becomes of an image."""
     import transformers
 
-    said = json.dumps(processor.to_dict(), sort_keys=True, default=str)
-    return hashlib.sha256(f"{transformers.__version__} {type(processor).__name__} {said}".encode()).digest()
+    settings = json.dumps(processor.to_dict(), sort_keys=True, default=str)
+    return hashlib.sha256(f"{transformers.__version__} {type(processor).__name__} {settings}".encode()).digest()

@@ -31,7 +31,7 @@ class Router:
     def choose(self, loads: Mapping[int, int], traces: Sequence[bytes]) -> int:
         """One of the groups in `loads`, which says how many requests each has."""
         least = min(loads.values())
-        votes = Counter(self._had[one] for one in traces if one in self._had)
+        votes = Counter(self._had[trace] for trace in traces if trace in self._had)
         chosen = None
         for group, _ in votes.most_common():
             if group in loads and loads[group] <= least + SLACK + least // 4:
@@ -39,9 +39,9 @@ class Router:
                 break
         if chosen is None:
             chosen = self._chance.choice([group for group, load in loads.items() if load == least])
-        for one in traces:
-            self._had[one] = chosen
-            self._had.move_to_end(one)
+        for trace in traces:
+            self._had[trace] = chosen
+            self._had.move_to_end(trace)
         while len(self._had) > MAX_REMEMBERED:
             self._had.popitem(last=False)
         return chosen

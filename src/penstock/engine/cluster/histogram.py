@@ -43,7 +43,7 @@ class Histogram:
     @property
     def counts(self) -> list[int]:
         """Returns a count for each bound, of values up to it and above the one before; and one of values above all."""
-        return [int(one) for one in self._words[self._begin : self._sum]]
+        return [int(count) for count in self._words[self._begin : self._sum]]
 
     @property
     def seconds(self) -> float:

@@ -57,4 +57,4 @@ class TextFormatter(_Lines):
 
 def _quoted(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if text and not any(one in text for one in ' "=\n') else json.dumps(text)
+    return text if text and not any(character in text for character in ' "=\n') else json.dumps(text)

@@ -25,7 +25,7 @@ Answer: TypeAlias = Delta | Failed
 class Outbox:
     def __init__(self, tree: Cluster, me: ProcessId) -> None:
         lane = tree.delta_lane(me.group, me.index if me.kind == "output" else None)
-        self._senders: list[MessageSender] = [one.sender(lane, name=str(me)) for one in tree.servers]
+        self._senders: list[MessageSender] = [channel.sender(lane, name=str(me)) for channel in tree.servers]
         self._kept: list[deque[Answer]] = [deque() for _ in tree.servers]
 
     @property
@@ -40,7 +40,7 @@ class Outbox:
             kept.append(answer)
         if len(kept) <= MAX_KEPT:
             return True
-        self._kept[server] = deque(one for one in kept if isinstance(one, Failed))
+        self._kept[server] = deque(message for message in kept if isinstance(message, Failed))
         return False
 
     def flush(self) -> None:

@@ -53,7 +53,7 @@ class StatusBoard:
         self._words: memoryview[int] = segment.view(writable=writable).cast("Q")
 
     @staticmethod
-    def lay(groups: int, members: int = 0) -> penstock.Segment:
+    def create(groups: int, members: int = 0) -> penstock.Segment:
         page = penstock.Segment.create(((1 + groups) * ROW_WORDS + members) * WORD_NBYTES, name="board")
         words = page.view(writable=True).cast("Q")
         words[StatusBoard.GROUPS], words[StatusBoard.MEMBERS] = groups, members

@@ -43,32 +43,30 @@ class Cluster:
     servers: tuple[penstock.MessageChannel, ...]  # to each server: from each group's core, then its outputs
     board: penstock.Segment
     store: Store | None
-    init_methods: list[
-        str
-    ]  # of each group's ranks: another one for each incarnation, passed to the processes that are spawned next
+    # torch.distributed's, by group. Another one for each incarnation, passed to the processes that are spawned next.
+    init_methods: list[str]
 
     @classmethod
-    def lay(cls, config: EngineConfig) -> Cluster:
-        one = config
-        processes = one.api_server_count + one.data_parallel_size * (
-            1 + one.tensor_parallel_size + one.output_processors
+    def open(cls, config: EngineConfig) -> Cluster:
+        processes = config.api_server_count + config.data_parallel_size * (
+            1 + config.tensor_parallel_size + config.output_processors
         )
         return cls(
             config,
-            tuple(_lay_group(config, number) for number in range(one.data_parallel_size)),
+            tuple(_open_channels(config, number) for number in range(config.data_parallel_size)),
             # One lane more than there are senders: it is never taken, so the inbox never ends.
             tuple(
                 penstock.open_inbox(
-                    one.data_parallel_size * (1 + one.output_processors) + 1,
+                    config.data_parallel_size * (1 + config.output_processors) + 1,
                     f"deltas {server}",
                     messages=DELTAS,
                     max_peers=PEERS,
                 )
-                for server in range(one.api_server_count)
+                for server in range(config.api_server_count)
             ),
-            StatusBoard.lay(one.data_parallel_size, len(all_processes(one))),
-            Store.create(one.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if one.store_nbytes else None,
-            [""] * one.data_parallel_size,
+            StatusBoard.create(config.data_parallel_size, len(all_processes(config))),
+            Store.create(config.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if config.store_nbytes else None,
+            [""] * config.data_parallel_size,
         )
 
     def close(self) -> None:
@@ -97,7 +95,7 @@ class Cluster:
         return group * (1 + self.config.output_processors) + (0 if output is None else 1 + output)
 
 
-def _lay_group(config: EngineConfig, number: int) -> EngineChannels:
+def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
     workers, outputs = config.tensor_parallel_size, config.output_processors
     return EngineChannels(
         # As for the servers, the last lane keeps the inbox from ending; the launcher has it, and sends Stop.
@@ -160,8 +158,8 @@ def is_stale_death(me: ProcessId, death: PeerDied) -> bool:
     A nameless death is one, too: another process has the dead one's place by now, and all processes of a group have
     ended before their successors start.
     """
-    who = ProcessId.of(death.name)
-    return death.name == NAMELESS or (who is not None and who.group == me.group and who.incarnation < me.incarnation)
+    dead = ProcessId.of(death.name)
+    return death.name == NAMELESS or (dead is not None and dead.group == me.group and dead.incarnation < me.incarnation)
 
 
 def retry_past_stale_deaths(me: ProcessId, call: Callable[[], T], timeout: float) -> T:

@@ -58,17 +58,17 @@ class CpuKVCache:
         keys, values = self._layers[layer]
         sinks = None if how.sinks is None else how.sinks.float().numpy()
         vectors = (_numbers(query[:count]), keys, values, _numbers(attended[:count]))
-        asked = (*vectors, *rows, self._block_size, how.scale, how.softcap or 0.0, sinks)
+        arguments = (*vectors, *rows, self._block_size, how.scale, how.softcap or 0.0, sinks)
         threads, parts = torch.get_num_threads(), 1
         if threads > 1:
             products = rows.positions * query.shape[1] * (keys.shape[2] + values.shape[2])
             parts = max(1, min(threads, products // WORTH_A_THREAD))
         if parts == 1:
-            return _native.paged_attention(*asked)
+            return _native.paged_attention(*arguments)
         if self._others is None:
             self._others = ThreadPoolExecutor(threads - 1, "attention")
-        others = [self._others.submit(_native.paged_attention, *asked, part, parts) for part in range(1, parts)]
-        _native.paged_attention(*asked, 0, parts)
+        others = [self._others.submit(_native.paged_attention, *arguments, part, parts) for part in range(1, parts)]
+        _native.paged_attention(*arguments, 0, parts)
         for other in others:
             other.result()
         return None

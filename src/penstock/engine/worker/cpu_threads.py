@@ -37,32 +37,32 @@ class CpuThreads:
 
     def use(self, tokens: int) -> None:
         """A step of so many tokens comes next."""
-        wanted = self._short if tokens <= SHORT else self._long
-        if wanted != torch.get_num_threads():
-            torch.set_num_threads(wanted)
+        threads = self._short if tokens <= SHORT else self._long
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
 
 
-def tune_threads(most: int, compute: Callable[[int], object], ranks: TPGroup) -> CpuThreads:
+def tune_threads(limit: int, compute: Callable[[int], object], ranks: TPGroup) -> CpuThreads:
     """`compute` a step of so many tokens, which all ranks do together."""
-    most = ranks.least(most)
-    short, long = (_least(most, partial(compute, tokens), ranks) for tokens in TRIED)
-    if most > 1:
-        event("threads", short_steps=short, long_steps=long, of=most)
+    limit = ranks.least(limit)
+    short, long = (_least(limit, partial(compute, tokens), ranks) for tokens in TRIED)
+    if limit > 1:
+        event("threads", short_steps=short, long_steps=long, of=limit)
     return CpuThreads(short, max(short, long))
 
 
-def _least(most: int, compute: Callable[[], object], ranks: TPGroup) -> int:
+def _least(limit: int, compute: Callable[[], object], ranks: TPGroup) -> int:
     """From the most downwards, as long as fewer do as well."""
-    best = most
-    if most == 1:
+    best = limit
+    if limit == 1:
         return best
-    its = _microseconds(best, compute, ranks)
-    while best > 1 and its < LONG:
+    best_time = _microseconds(best, compute, ranks)
+    while best > 1 and best_time < LONG:
         fewer = best // 2
-        theirs = _microseconds(fewer, compute, ranks)
-        if theirs > its * GAIN:
+        fewer_time = _microseconds(fewer, compute, ranks)
+        if fewer_time > best_time * GAIN:
             break
-        best, its = fewer, theirs
+        best, best_time = fewer, fewer_time
     return best
 
 

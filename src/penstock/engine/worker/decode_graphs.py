@@ -44,12 +44,12 @@ class GraphBuckets:
     """Which there are: their number is bounded, whatever the number of slots and the length of requests."""
 
     def __init__(self, slots: int, blocks: int, block_size: int) -> None:
-        self._most_blocks = MAX_POSITIONS // block_size
+        self._max_blocks = MAX_POSITIONS // block_size
         narrowest = min(-(-LEAST_POSITIONS // block_size), blocks)
-        most = max(1, min(slots, self._most_blocks // narrowest))
-        self.rows = sorted({*(count for count in (1, 2, 4) if count < most), *range(8, most, 8), most})
+        max_rows = max(1, min(slots, self._max_blocks // narrowest))
+        self.rows = sorted({*(count for count in (1, 2, 4) if count < max_rows), *range(8, max_rows, 8), max_rows})
         self.widths = [narrowest]
-        while self.widths[-1] < min(blocks, self._most_blocks):
+        while self.widths[-1] < min(blocks, self._max_blocks):
             self.widths.append(min(2 * self.widths[-1], blocks))
 
     def least(self, rows: int, width: int) -> GraphBucket | None:
@@ -58,7 +58,7 @@ class GraphBuckets:
         if row == len(self.rows) or column == len(self.widths):
             return None
         form = GraphBucket(self.rows[row], self.widths[column])
-        return form if form.rows * form.width <= self._most_blocks else None
+        return form if form.rows * form.width <= self._max_blocks else None
 
 
 class GraphInputs(NamedTuple):
@@ -81,8 +81,8 @@ class DecodeGraphs:
         self._planes = num_position_axes
         self._padding_block = memory.blocks - 1
         self.forms = GraphBuckets(slots, self._padding_block, memory.block_size)
-        most = MAX_POSITIONS // memory.block_size + self.forms.rows[-1] * (num_position_axes + 2)
-        self._numbers = torch.zeros(most, dtype=torch.int64, device=model.device)
+        max_numbers = MAX_POSITIONS // memory.block_size + self.forms.rows[-1] * (num_position_axes + 2)
+        self._numbers = torch.zeros(max_numbers, dtype=torch.int64, device=model.device)
         self._replays: dict[GraphBucket, Replay] = {}
         self._is_recording = True  # until a form cannot be recorded
 
@@ -93,7 +93,7 @@ class DecodeGraphs:
         began = time.monotonic()
         for rows in reversed(self.forms.rows):
             form = GraphBucket(rows, self.forms.widths[0])
-            self._tell(form)
+            self._write_inputs(form)
             if self._replay_of(form) is None:
                 return
         event("decode steps recorded", forms=len(self._replays), seconds=time.monotonic() - began)
@@ -105,11 +105,11 @@ class DecodeGraphs:
         form = self.forms.least(batch.lengths.size, -(-int(batch.lengths.max()) // batch.block_size))
         if form is None:
             return None
-        self._tell(form, batch, ids, positions)
+        self._write_inputs(form, batch, ids, positions)
         replay = self._replay_of(form)
         return None if replay is None else replay()[: batch.lengths.size]
 
-    def _told(self, form: GraphBucket) -> GraphInputs:
+    def _inputs_of(self, form: GraphBucket) -> GraphInputs:
         numbers, num_position_axes = self._in_columns(self._numbers, form), self._planes
         positions = numbers[1] if num_position_axes == 1 else numbers[1 : 1 + num_position_axes]
         return GraphInputs(numbers[0], positions, numbers[1 + num_position_axes], numbers[2 + num_position_axes :].T)
@@ -118,7 +118,7 @@ class DecodeGraphs:
         lines = 2 + self._planes + form.width
         return numbers[: lines * form.rows].view(lines, form.rows)
 
-    def _tell(
+    def _write_inputs(
         self, form: GraphBucket, batch: InputBatch | None = None, ids: Tensor | None = None, positions: Index | int = 0
     ) -> None:
         """Writes all numbers of a form, those that pad it too: nothing of an earlier step is left in them."""
@@ -157,5 +157,7 @@ class DecodeGraphs:
         return self._replays[form]
 
     def _compute(self, form: GraphBucket) -> Tensor:
-        told = self._told(form)
-        return self._model.hidden(DecodeAttention(self._memory, told.lengths, told.table), told.ids, told.positions)
+        inputs = self._inputs_of(form)
+        return self._model.hidden(
+            DecodeAttention(self._memory, inputs.lengths, inputs.table), inputs.ids, inputs.positions
+        )

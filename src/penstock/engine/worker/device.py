@@ -25,12 +25,12 @@ class SamplerOutput:
     reasons: Bytes | None = None  # FinishReason of each that has failed; None: all ERROR
 
 
-def failures(found: Mapping[int, FinishReason]) -> tuple[Slots | None, Bytes | None]:
+def failures(reasons: Mapping[int, FinishReason]) -> tuple[Slots | None, Bytes | None]:
     """The last two of `SamplerOutput`, of slots and why each has failed."""
-    if not found:
+    if not reasons:
         return None, None
-    slots = sorted(found)
-    return np.array(slots, np.uint16), np.array([found[slot] for slot in slots], np.uint8)
+    slots = sorted(reasons)
+    return np.array(slots, np.uint16), np.array([reasons[slot] for slot in slots], np.uint8)
 
 
 class PendingStep(Protocol):

@@ -59,7 +59,7 @@ def build_batch(schedule: BatchState) -> InputBatch:
     positions = np.arange(slots.size) + np.repeat(lengths - ends, counts)
     block_size = schedule.block_size
     places = schedule.table[slots, positions // block_size].astype(np.intp) * block_size + positions % block_size
-    most = int(schedule.block_counts[rows[:singles]].max(initial=0))
+    width = int(schedule.block_counts[rows[:singles]].max(initial=0))
     last = np.zeros(schedule.slots, np.intp)
     last[rows] = ends - 1
     return InputBatch(
@@ -71,7 +71,7 @@ def build_batch(schedule: BatchState) -> InputBatch:
         starts,
         counts,
         lengths[:singles],
-        schedule.table[rows[:singles], :most],
+        schedule.table[rows[:singles], :width],
         tuple(
             PrefillChunk(
                 int(starts[row]), int(counts[row]), int(lengths[row]), schedule.blocks_of(int(rows[row])).copy()

@@ -61,9 +61,9 @@ class LoadedModel:
         embeds: Tensor | None = None,
     ) -> Tensor:
         """One row of tokens [tokens], or what stands for them; positions [tokens] or [3, tokens], see `rope`."""
-        given = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
+        inputs = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
         outcome = self.stock.get_decoder()(
-            **given, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
+            **inputs, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
         )
         hidden: Tensor = outcome.last_hidden_state[0]
         return hidden

@@ -65,15 +65,17 @@ class ModelRunner:
         Raises ValueError where the model is none that is known here, or there is no room.
         """
         self._ranks = ranks or TPGroup()
-        most = threads or share(processes)
-        torch.set_num_threads(most)
+        max_threads = threads or share(processes)
+        torch.set_num_threads(max_threads)
         where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._device = where
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
         self.vocabulary: int = self._model.vocab_size
         self.max_short_prompt = self._model.max_short_prompt
         self._prompt_lengths = np.zeros(slots, np.intp)
-        self._threads = CpuThreads(most, most) if threads or where.type != "cpu" else self._found_threads(most)
+        self._threads = (
+            CpuThreads(max_threads, max_threads) if threads or where.type != "cpu" else self._found_threads(max_threads)
+        )
         self.block_size = block_size
         spare = 0 if recorder is None else 1  # the padding block of `DecodeGraphs`
         if blocks is None:
@@ -127,7 +129,9 @@ class ModelRunner:
                         slot,
                         _params_of(schedule, slot),
                         schedule.prompts[slot],
-                        drawn=_drawn(step.leader, int(schedule.servers[slot]), int(schedule.requests[slot])),
+                        default_seed=_default_seed(
+                            step.leader, int(schedule.servers[slot]), int(schedule.requests[slot])
+                        ),
                         sample=int(schedule.samples[slot]),
                     )
                 self._tokens.join(slot, schedule.prompts[slot])
@@ -167,12 +171,12 @@ class ModelRunner:
             raise ValueError(f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes")
         return blocks
 
-    def _found_threads(self, most: int) -> CpuThreads:
+    def _found_threads(self, limit: int) -> CpuThreads:
         def compute(tokens: int) -> None:
             numbers = torch.arange(tokens)
             self._model.logits(self._model.hidden(Probe(), torch.zeros_like(numbers), numbers))
 
-        return tune_threads(most, compute, self._ranks)
+        return tune_threads(limit, compute, self._ranks)
 
     def _nbytes_of_a_step(self, token_budget: int) -> int:
         """What the largest step needs besides, and gives back."""
@@ -231,6 +235,6 @@ def _dtype(name: str) -> torch.dtype | None:
     return None if name == "auto" else getattr(torch, name)
 
 
-def _drawn(*numbers: int) -> int:
+def _default_seed(*numbers: int) -> int:
     """Returns a seed for a request without one: another for every request."""
     return zlib.crc32(",".join(map(str, numbers)).encode())

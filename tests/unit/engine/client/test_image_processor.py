@@ -236,7 +236,7 @@ def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path
     with Store.create(1 << 20) as store:
         outgoing = Outgoing(store)
         with (
-            ImageProcessor(model_in(tmp_path), outgoing, threads=1, most_tokens=3) as loader,
+            ImageProcessor(model_in(tmp_path), outgoing, threads=1, max_tokens=3) as loader,
             outgoing.scope() as scope,
         ):
             with pytest.raises(ImageRefused, match="at most 3 tokens, and the image takes 4"):

@@ -28,7 +28,7 @@ CONFIG = EngineConfig(
 
 
 def test_no_two_processes_have_one_lane_and_one_lane_of_each_inbox_is_nobodys() -> None:
-    tree = Cluster.lay(CONFIG)
+    tree = Cluster.open(CONFIG)
     lanes = [*range(3), *map(tree.worker_lane, range(2)), *map(tree.output_lane, range(2)), tree.launcher_lane]
     assert lanes == list(range(tree.groups[0].inbox.senders))
     deltas = [tree.delta_lane(group, output) for group in range(2) for output in (None, 0, 1)]
@@ -145,7 +145,7 @@ def test_a_model_that_is_not_there_is_refused() -> None:
 
 
 def test_a_core_that_is_told_to_stop_before_its_workers_are_ready_ends_and_does_not_fail() -> None:
-    tree = Cluster.lay(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
+    tree = Cluster.open(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
     with contextlib.closing(tree), tree.groups[0].inbox.sender(tree.launcher_lane, name="launcher") as launcher:
         core = EngineCore(tree, ProcessId("core", 0, 0, 1))
         launcher.send(Stop("the tree ends"), 1)

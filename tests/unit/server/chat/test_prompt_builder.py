@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn")
 
 from penstock import cli
 from penstock.engine import model_dir
-from penstock.engine.cli_args import SAID
+from penstock.engine.cli_args import CONFIG_OPTIONS
 from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.server import cli_args as arguments
 from penstock.server.chat.prompt_builder import LONG, NumberTokenizer, PromptBuilder, _most_ids, build_tokenizer
@@ -138,7 +138,7 @@ def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeyp
             parsed = cli.parser().parse_args([command, *options, *more])
             parsed.run(parsed)
     for one, other in (told[:2], told[2:]):
-        assert all(getattr(one, name) == getattr(other, name) for name in ("simulated", *SAID))
+        assert all(getattr(one, name) == getattr(other, name) for name in ("simulated", *CONFIG_OPTIONS))
         assert (one.max_model_len, one.max_num_seqs, one.output_processors, one.dtype) == (512, 3, 0, "float32")
     assert [config.model for config in told[1:3]] == [SHIPPED, ""]
     assert told[2].simulated == SimulatedDevice(step_seconds=0.002)
