@@ -1,4 +1,4 @@
-"""The layers as a test: which module may import which. Also: each class name is unique. `scripts/prose` bounds files.
+"""The layers as a test: which module may import which. Each class name is unique, too. `scripts/prose` bounds files.
 
 That the data plane needs nothing of the engine is shown by `scripts/test dataplane`, which builds and tests it alone.
 """

@@ -98,7 +98,7 @@ class RemoteSource:
     """Redirects are not followed: the key is for this server."""
 
     def __init__(self, url: str, key: str, max_interval: float) -> None:
-        """`max_interval`: seconds between two snapshots, above which there are no rates. Raises ValueError for a bad URL."""
+        """`max_interval`: seconds between two snapshots; above, there are no rates. Raises ValueError for a bad URL."""
         self._max_interval = max_interval
         self._before: ServerSnapshot | None = None
         parts = urlsplit(url)
