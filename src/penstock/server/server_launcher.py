@@ -41,7 +41,7 @@ def run(config: EngineConfig, options: ServerOptions) -> int:
 
 async def _run(config: EngineConfig, options: ServerOptions, listener: socket.socket) -> int:
     if not options.api_keys and not _is_loopback(listener):
-        event("anybody may ask", logging.WARNING, host=options.host, remedy="--api-key")
+        event("no API key is needed", logging.WARNING, host=options.host, remedy="--api-key")
     launcher = ServerLauncher(config, options, listener)
     name = served_name(config, options)
     logging_task = asyncio.ensure_future(_log_when_serving(launcher, name, _address(listener)))
