@@ -252,7 +252,10 @@ def test_a_tokenizer_that_its_library_refuses_ends_the_command_with_a_reason_and
     command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
-    assert "cannot start: ValueError:" in done.stderr and f"{model}/tokenizer.json is no tokenizer" in done.stderr
+    assert (
+        "cannot start: ValueError:" in done.stderr
+        and f"{model}/tokenizer.json cannot be read as a tokenizer" in done.stderr
+    )
     assert "event=serving " not in done.stderr and "trace=" not in done.stderr and "#2" not in done.stderr
 
 

@@ -1,7 +1,7 @@
-"""The process tree: opens what its processes share, starts and watches them, restarts dead ones, ends all in order.
+"""The launcher: opens the channels of all processes, and starts, watches, restarts and ends the processes.
 
-A group (a core, its workers and outputs) lives and dies as one, a server alone. Deaths are seen by pidfd.
-Leaves to `process` what one process is, and to the processes what they do.
+If a process of a group (a core, its workers and outputs) dies, the launcher kills and restarts the whole group; a
+server restarts alone. Deaths are seen by pidfd. `process` starts and reaps one process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from penstock.engine.protocol.messages import Stop
 from penstock.engine.worker import worker
 
 MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
-BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before the next start, after so many failed ones …
-MAX_SHORT_LIVES = 4  # … and after so many more short lives of units that served
-HEALTHY_UPTIME = 30.0  # seconds from a start: a shorter life is a short one
+BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before the next start, by failed starts in a row …
+MAX_SHORT_LIVES = 4  # … or by short lives in a row of a unit that served, up to this entry
+HEALTHY_UPTIME = 30.0  # seconds from a start: a unit that dies earlier had a short life
 STOP_TIMEOUT = 5.0  # seconds; a process that has not ended by then is killed
-CAUSED_BY_PEER_DEATH, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends caused by another one's end, which says more
+CAUSED_BY_PEER_DEATH, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends that another process's end has caused
 NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
-LOOK_AGAIN = 0.01  # seconds; at the board, while the tree starts or drains
+LOOK_AGAIN = 0.01  # seconds between two reads of the board, while the tree starts or drains
 
 Run = Callable[[Cluster, ProcessId], None]
 
@@ -42,7 +42,7 @@ class TreeFailed(Exception):
 
 
 class ProcessGroup:
-    """Processes that live and die together."""
+    """A unit of the launcher: processes that it starts, kills and restarts together; a group, or one server."""
 
     def __init__(self, launcher: Launcher, group: int, parts: list[tuple[str, int, Run]]) -> None:
         self._launcher = launcher
@@ -89,7 +89,7 @@ class ProcessGroup:
                 self._all_ended()
 
     def _start_all(self) -> None:
-        """Raises OSError."""
+        """Starts all processes of the unit. Raises OSError."""
         if self.is_group and self._launcher.tree.config.tensor_parallel_size > 1:
             self._launcher.tree.init_methods[self._group] = _init_method()
         for kind, index, run in self._parts:
@@ -166,10 +166,10 @@ class ProcessGroup:
 
 
 class Launcher:
-    """Runs in the event loop of the process that owns the tree, in its main thread.
+    """Starts and watches the processes of a tree, from the event loop of this process's main thread.
 
-    `serve` is what each server process runs; without it there are none, and clients in this process may take their
-    places (`Client(launcher.tree, 0)`).
+    `serve` is the main function of each server process. Without it there are no server processes, and clients in this
+    process may stand in for them (`Client(launcher.tree, 0)`).
     """
 
     def __init__(self, config: EngineConfig, serve: Run | None = None) -> None:
@@ -258,8 +258,9 @@ class Launcher:
 
     # ── the end ──
     async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
-        """Accepts no more requests, waits so long for the open ones, and ends all processes; loading units at once.
-        Returns the other processes that had to be killed."""
+        """Lets servers accept no more requests, waits up to `shutdown_timeout` seconds for the open ones, and ends all
+        processes. Units that do not serve yet are killed at once. Returns the names of processes that had to be killed
+        after STOP_TIMEOUT."""
         event("tree drains", timeout=shutdown_timeout)
         self.is_stopping = True
         self.board.drain()
@@ -286,7 +287,7 @@ class Launcher:
             inbox.close()
         self.board.close()
         self.tree.close()
-        event("tree stopped", killed=",".join(late) or "nobody")
+        event("tree stopped", killed=",".join(late) or "none")
         return late
 
     def _has_open(self) -> bool:
@@ -321,7 +322,7 @@ def _init_method() -> str:
 
 
 def _send_stop(inbox: MessageSender) -> None:
-    for _ in range(2):  # the first may only raise the death of a core before this one
+    for _ in range(2):  # the first attempt may only raise PeerDied of the core's former process
         with contextlib.suppress(PeerDied, ChannelError):
             return inbox.send_nowait(Stop("the tree ends"))
 

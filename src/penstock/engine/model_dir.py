@@ -1,4 +1,4 @@
-"""The directory of a model: which families are served, and what its files say before any process starts.
+"""The directory of a model: the families that are supported, and the values of its config files.
 
 Imports neither torch nor transformers, so that a model is refused before a process starts. A test holds the families
 against transformers' own registry, and the table of docs/howto/serve.md against this one.
@@ -47,7 +47,7 @@ SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in gene
 
 
 def require_family(model_type: str, architectures: Sequence[str] = (), is_quantized: bool = False) -> None:
-    """Raises ValueError where a model of this config.json cannot be served."""
+    """Raises ValueError if a model of this config.json cannot be served."""
     heads = [architecture for architecture in architectures if not _OTHER_HEAD.search(architecture)]
     if model_type not in FAMILIES or (architectures and not heads):
         raise ValueError(
@@ -59,14 +59,14 @@ def require_family(model_type: str, architectures: Sequence[str] = (), is_quanti
 
 
 def with_model_defaults(config: EngineConfig) -> EngineConfig:
-    """With the end ids and the sampling defaults that the model names, and no longer than it knows.
+    """Returns the config with the model's end-of-sequence ids and sampling defaults, and at most its maximum length.
 
     Raises ValueError.
     """
     if config.simulated is not None:
         simulated = config.simulated
         simulated_ends = () if simulated.end_id is None else (simulated.end_id,)
-        if config.model and tokenizer_path(config).exists():  # or its answers would have ids that mean nothing
+        if config.model and tokenizer_path(config).exists():  # so that every generated id has a text
             known = load_tokenizer(config).get_vocab_size()
             simulated = msgspec.structs.replace(simulated, vocabulary=min(simulated.vocabulary, known))
         return msgspec.structs.replace(
@@ -74,7 +74,7 @@ def with_model_defaults(config: EngineConfig) -> EngineConfig:
         )
     directory = Path(config.model)
     if not directory.is_dir():
-        raise ValueError(f"model is the directory of a model, not {config.model!r}")
+        raise ValueError(f"expected the directory of a model, got {config.model!r}")
     end: int | list[int] | None = _read_field(directory, "eos_token_id", CONFIG_FILES, int | list[int])
     end_ids = {*config.end_ids, *(end if isinstance(end, list) else () if end is None else (end,))}
     longest = _longest(directory)
@@ -87,7 +87,7 @@ def with_model_defaults(config: EngineConfig) -> EngineConfig:
 
 
 def require_length(config: EngineConfig) -> None:
-    """Of a length that a user gives. Raises ValueError where the model knows fewer positions."""
+    """Checks a --max-model-len of the command line. Raises ValueError if the model has fewer positions."""
     longest = _longest(Path(config.model))
     if longest is not None and config.max_model_len > longest:
         raise ValueError(
@@ -97,13 +97,14 @@ def require_length(config: EngineConfig) -> None:
 
 
 def _longest(directory: Path) -> int | None:
-    """None: its files do not say."""
+    """Returns `max_position_embeddings`; None: config.json does not have it."""
     longest: int | None = _read_field(directory, "max_position_embeddings", CONFIG_FILES[-1:], int)
     return longest
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """The model's own, by generation_config.json. As in vLLM, `do_sample` is not one of them. Raises ValueError."""
+    """Returns the sampling parameters of generation_config.json. As in vLLM, `do_sample` is not one of them.
+    Raises ValueError."""
     path = directory / GENERATION
     if not path.exists():
         return SamplingDefaults()
@@ -116,7 +117,7 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
 
 
 def takes_images(config: EngineConfig) -> bool:
-    """A simulated device sees nothing. Raises ValueError."""
+    """Returns whether requests may have images; a simulated device takes none. Raises ValueError."""
     path = Path(config.model) / "config.json"
     if config.simulated is not None or not path.exists():
         return False
@@ -125,16 +126,16 @@ def takes_images(config: EngineConfig) -> bool:
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
-    """Raises ValueError where the model has none."""
+    """Loads tokenizer.json. Raises ValueError if it is missing or malformed."""
     from tokenizers import Tokenizer
 
     path = tokenizer_path(config)
     if not path.exists():
-        raise ValueError(f"there is no {path}: the model has no tokenizer")
+        raise ValueError(f"{path} is missing: the model has no tokenizer")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no narrower one
-        raise ValueError(f"{path} is no tokenizer: {error}") from None
+        raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
 
 
 def tokenizer_path(config: EngineConfig) -> Path:
@@ -142,8 +143,8 @@ def tokenizer_path(config: EngineConfig) -> Path:
 
 
 def _read_field(directory: Path, name: str, files: Iterable[str], kind: Any) -> Any:
-    """By the first of these files that says it, of the whole model or of its part for text; None: by none. Raises
-    ValueError."""
+    """Returns a field of the first of these files that has it, at its top or in `text_config`; None: none has it.
+    Raises ValueError."""
     for file in files:
         path = directory / file
         if not path.exists():
@@ -156,7 +157,7 @@ def _read_field(directory: Path, name: str, files: Iterable[str], kind: Any) -> 
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What one of a model's files says of it all, and of its part for text. Raises ValueError."""
+    """Returns the fields at the top of a JSON file, and those of its `text_config`. Raises ValueError."""
     with expected(str(path)):
         whole = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         return whole, msgspec.convert(whole.get("text_config") or {}, dict[str, Any])
@@ -167,4 +168,4 @@ def expected(subject: str) -> Iterator[None]:
     try:
         yield
     except msgspec.DecodeError as error:
-        raise ValueError(f"{subject} is not what was expected: {error}") from None
+        raise ValueError(f"{subject} is invalid: {error}") from None

@@ -1,7 +1,4 @@
-"""`penstock generate`: answers to prompts from a file, by a tree of its own, in the order in which they were asked.
-
-Leaves to the launcher the tree, and to the client the requests.
-"""
+"""`penstock generate`: starts an engine, answers the prompts of a file, and writes the answers in the same order."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from penstock.engine.protocol.messages import SamplingParams
 
 ATTEMPTS = 3  # for a request when its group dies: another request may be the cause
 GREEDY = {"temperature": 0.0}  # where neither a line, nor the command, nor the model gives a temperature
-PAUSE = 0.2  # seconds; in which the launcher sees that death, too
+PAUSE = 0.2  # seconds before the next attempt, in which the launcher sees that death, too
 
 Tokenise = Callable[[str], list[int]]
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -39,7 +36,7 @@ class InputLine(msgspec.Struct):
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
-    """A line of the output: of sample 0 in `text`, `ids` and `finish_reason`; of the others in `more`."""
+    """A line of the output: sample 0 in `text`, `ids` and `finish_reason`, the other samples in `more`."""
 
     index: int
     text: str = ""
@@ -56,8 +53,8 @@ class Answer(msgspec.Struct, omit_defaults=True):
 def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any], at_once: int) -> int:
     """Files are names, or `-`. Returns 0 if all prompts were answered, else 1: the lines of the others say why.
 
-    `defaults` are sampling parameters of lines that do not give them; they replace the model's own.
-    Raises ValueError where a line is no prompt, and OSError.
+    `defaults` are sampling parameters for lines without them; they take precedence over the model's own.
+    Raises ValueError if a line is not a prompt, and OSError.
     """
     logs.configure("launcher", config.log_format, config.log_level)
     config = with_model_defaults(config)

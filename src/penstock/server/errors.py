@@ -77,7 +77,7 @@ def body_error(error: Exception, how_counted: str = "") -> ApiError:
     if match is None:
         if how_counted and "(byte" in text:
             text = f"{text}, {how_counted}"
-        return ApiError(400, f"the body is not what was expected: {text}", code="invalid_body")
+        return ApiError(400, f"the body is invalid: {text}", code="invalid_body")
     problem = match["what"].replace("`", "")
     missing = re.search(r"missing required field (\w+)", problem)
     path = match["path"].replace("[...]", "")  # of a dict, which key is not said

@@ -1,7 +1,7 @@
-"""A client of the engine, in any process that has a place as a server: submits requests, and gives out their answers.
+"""The client of the engine in an API server: submits requests, and passes each answer's chunks to its stream.
 
-One task per process receives for all requests. Leaves to `router` which group gets a request, to `stream` what its
-reader sees, and text and images to the caller of `submit`.
+One task per process receives the chunks of all requests. `router` chooses the group of a request, and `stream` is what
+the caller of `submit` reads. The caller tokenizes texts and processes images before.
 """
 
 from __future__ import annotations
@@ -43,30 +43,33 @@ MAX_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 SEND_TIMEOUT = 5.0  # seconds; for a core that takes no requests
 LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 FAILURES = {
-    FinishReason.ABORT: (503, "the engine has given this request up: too much of what it told was not read"),
-    FinishReason.ERROR: (500, "the model's numbers for this request were not numbers"),
+    FinishReason.ABORT: (503, "the engine has aborted this request: the server read its chunks too slowly"),
+    FinishReason.ERROR: (500, "the model's logits for this request are not finite"),
     FinishReason.MISSING: (
         503,
-        "an image of this request was not in the store any more when it was needed: send it again",
+        "an image of this request was no longer in the store when a worker opened it: send the request again",
     ),
-    FinishReason.MISFIT: (400, "an image of this request is not what the model takes, or not as long as its place"),
+    FinishReason.MISFIT: (
+        400,
+        "an image of this request does not fit the model, or its placeholder has another number of tokens",
+    ),
 }
 
 
 class ImageInput(NamedTuple):
-    """A tree of tensors that stands in a prompt instead of text: what the model's processor makes of an image."""
+    """A processed image of a prompt: the tensors that the model's image processor returns, and their placeholder."""
 
-    value: Any
-    position: int
-    length: int  # in ids
-    key: bytes | None = None  # of what it is made of and how: the same value again is only looked up
+    value: Any  # a tree of tensors
+    position: int  # of the first placeholder token
+    length: int  # of the placeholder, in tokens
+    key: bytes | None = None  # a hash of the image and of its processing: a value with a known key is not stored again
 
 
 class Client:
-    """`async with Client(tree, member) as client`, in the event loop that uses it."""
+    """Submits requests to the engine. Used as `async with Client(tree, member) as client`, in one event loop."""
 
     def __init__(self, tree: Cluster, member: ProcessId | int) -> None:
-        """`member`: the place among the servers; a number is enough in a process that is not one of the tree's."""
+        """`member`: the server process that the client acts for; outside of the tree, the index of a server will do."""
         self._me = ProcessId("server", 0, member, 1) if isinstance(member, int) else member
         self._config = tree.config
         index, name = self._me.index, str(self._me)
@@ -80,12 +83,12 @@ class Client:
         self._router = Router()
         self.outgoing = Outgoing(tree.store)
         self._streams: dict[int, OutputStream] = {}
-        self._open = [0] * len(tree.groups)  # of ours
-        self._dead = [0] * len(tree.groups)  # the incarnation that we know to be dead
-        self._next = secrets.randbelow(MAX_REQUESTS)  # random: not those of the process that had this place before
+        self._open = [0] * len(tree.groups)  # open requests of this client, by group
+        self._dead = [0] * len(tree.groups)  # the last incarnation of each group that is known to be dead
+        self._next = secrets.randbelow(MAX_REQUESTS)  # random: a restarted server must not reuse its open numbers
         self._sending: set[asyncio.Task[None]] = set()
         self._receiving: asyncio.Task[None] | None = None
-        self._receive_error = ""  # why nothing is heard any more
+        self._receive_error = ""  # the failure that has ended the receiving task
         self._watch: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Client:
@@ -127,14 +130,14 @@ class Client:
         announce: tuple[Style, bytes, int] | None = None,
         timeout: float | None = None,
     ) -> OutputStream:
-        """Sends a request to a group. `announce`: the style of the answer, the head of each of its lines, and
-        the index of its first choice; `timeout`: from now until the end of the answer.
+        """Sends a request to a group, and returns the stream of its answer.
 
-        What stands in the prompt instead of text: `values` are put into the store beside the loop, and held there
-        until the stream is over; `items` are there already, or inline. `scope` holds them: one of `outgoing`, which is
-        the stream's from now on, and released also where this raises.
+        `values` are images that a thread puts into the store, which holds them until the stream is over; `items` are
+        images that are in the store already, or inline. `scope` (of `outgoing`) holds both: it belongs to the stream
+        from now on, and is released also if this raises. `announce`: the style of the answer, the head of each of its
+        lines, and the index of its first choice. `timeout`: seconds from now until the end of the answer.
 
-        Raises EngineError where no group takes it now.
+        Raises EngineError if no group accepts the request now.
         """
         began = time.monotonic()
         deadline = math.inf if timeout is None else began + timeout
@@ -192,11 +195,11 @@ class Client:
         return stream
 
     def _choose(self, hints: list[bytes]) -> tuple[int, int]:
-        """A group, and its incarnation."""
+        """Returns a group, and its incarnation. Raises EngineError if none serves."""
         if self._receive_error:
             raise EngineError(500, self._receive_error)
         if self._board.is_draining:
-            raise EngineError(503, "the engine is about to end, and takes no more requests")
+            raise EngineError(503, "the engine is shutting down, and accepts no more requests")
         serving = [row[StatusBoard.SERVING] for row in self._rows]
         loads = {
             group: max(row[StatusBoard.OPEN], self._open[group])
@@ -204,7 +207,7 @@ class Client:
             if serving[group] > self._dead[group]
         }
         if not loads:
-            raise EngineError(503, "no group of the engine serves now")
+            raise EngineError(503, "no group of the engine serves now: send the request again")
         group = self._router.choose(loads, hints)
         return group, serving[group]
 
@@ -218,7 +221,7 @@ class Client:
     async def _send(
         self, sender: AsyncMessageSender, message: msgspec.Struct, stream: OutputStream, until: float = math.inf
     ) -> None:
-        """Raises EngineError where the group of this stream does not take it."""
+        """Sends a message to the stream's group. Raises EngineError if it is dead or does not receive in time."""
         deadline = min(until, time.monotonic() + SEND_TIMEOUT)
         while True:
             try:
@@ -231,10 +234,10 @@ class Client:
                 await asyncio.sleep(AGAIN)
             except PenstockError as error:
                 status = 504 if time.monotonic() >= until else 503
-                raise EngineError(status, f"group {stream.group} takes no requests: {error}") from None
+                raise EngineError(status, f"group {stream.group} does not receive requests: {error}") from None
 
     def _abort(self, stream: OutputStream) -> None:
-        """Its reader wants no more."""
+        """Drops a stream, and tells its core to abort the request."""
         self._drop(stream)
         abort = Abort(self._me.index, np.array([stream.request], np.int32))
         self._send_in_background("abort", stream, self._send(self._cores[stream.group], abort, stream))
@@ -297,7 +300,7 @@ class Client:
             await self._receive_loop()
         except Exception as error:
             self._receive_error = f"the client of the engine has failed: {type(error).__name__}: {error}"
-            event("client does not hear any more", logging.ERROR, reason=self._receive_error)
+            event("client receives no more answers", logging.ERROR, reason=self._receive_error)
             for stream in tuple(self._streams.values()):
                 self._abort(stream)
                 stream.fail(EngineError(500, self._receive_error))
@@ -344,7 +347,7 @@ class Client:
             if stream is None:  # it was aborted
                 continue
             if piece.reason in FAILURES:
-                self._abort(stream)  # its other samples are in vain
+                self._abort(stream)  # a request with a failed sample ends as a whole
                 stream.fail(EngineError(*FAILURES[piece.reason]))
                 continue
             stream.add(piece)

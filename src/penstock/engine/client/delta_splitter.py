@@ -1,6 +1,6 @@
-"""A Delta, which is columns, cut into the pieces of its rows.
+"""Splits a Delta, which has columns of many requests, into one OutputChunk for each row.
 
-The client finds the stream of each piece.
+The client passes each chunk to the stream of its request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.engine.protocol.messages import Delta, FinishReason, Logprobs
 
 
 def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
-    """The number of its request, and the piece, of each row."""
+    """Yields the request number and the chunk of each row."""
     rows = delta.rows
     numbers = delta.numbers.tolist()
     counts = repeat(1, rows) if delta.counts is None else delta.counts.tolist()
@@ -40,7 +40,7 @@ def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
 
 
 class _LogprobsSplitter:
-    """Takes the log-probabilities of so many tokens after the other."""
+    """Splits the log-probabilities of a Delta into those of its rows, in order."""
 
     def __init__(self, whole: Logprobs, tokens: int) -> None:
         self._whole = whole

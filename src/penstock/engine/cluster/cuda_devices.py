@@ -1,6 +1,6 @@
-"""How many CUDA devices a worker will find: what the driver and torch's files say, without importing torch.
+"""The number of CUDA devices that a worker will find, by the driver and torch's version file; torch is not imported.
 
-What cannot be known is None, and never 0: the worker finds out.
+An unknown number is None, and never 0: the worker finds out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ else:
     print(status, count.value)
 """
 PATIENCE = 20.0  # seconds; for the driver's answer
-NO_DEVICE, STUB_LIBRARY = 100, 34  # CUDA_ERROR_…: the two that say that there is none
+NO_DEVICE, STUB_LIBRARY = 100, 34  # CUDA_ERROR_…: the two errors that mean no device
 
 
 class TorchBuild(NamedTuple):

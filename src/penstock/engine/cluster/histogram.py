@@ -24,7 +24,7 @@ REQUEST_SECONDS: Bounds = (
 
 
 def words_of(bounds: Bounds) -> int:
-    """Returns how many words it takes: one for each bound, one for what is more, and one for the sum in ns."""
+    """Returns the number of words of a histogram: one for each bound, one for larger values, and the sum in ns."""
     return len(bounds) + 2
 
 

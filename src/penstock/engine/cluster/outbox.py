@@ -14,15 +14,17 @@ from penstock.codec import MessageSender
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import Delta, Failed
 
-ATTEMPTS = 2  # the first may only raise the death of the server before this one
+ATTEMPTS = 2  # the first may only raise PeerDied of the server's former process
 MAX_KEPT = 1 << 14  # messages for one server: more than a minute of steps of 5 ms
 
-TOO_SLOW = 503, "too much of what the engine told was not read"  # status and reason
+TOO_SLOW = 503, "the server read the chunks of this request too slowly"  # status and reason
 
 Answer: TypeAlias = Delta | Failed
 
 
 class Outbox:
+    """The messages of one process to all servers."""
+
     def __init__(self, tree: Cluster, me: ProcessId) -> None:
         lane = tree.delta_lane(me.group, me.index if me.kind == "output" else None)
         self._senders: list[MessageSender] = [channel.sender(lane, name=str(me)) for channel in tree.servers]
@@ -64,7 +66,7 @@ class Outbox:
             except ChannelError:
                 break
             return True
-        return True  # the server is gone, and the message with it: the core learns that from its inbox
+        return True  # the server is dead and the message is dropped: the core learns of the death from its inbox
 
     def close(self) -> None:
         for sender in self._senders:

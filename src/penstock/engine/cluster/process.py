@@ -29,8 +29,8 @@ from penstock.engine.cluster.topology import Cluster, ProcessId
 PR_SET_PDEATHSIG = 1
 ASKED_TO_END = {signal.SIGINT, signal.SIGTERM}
 WORDS_NBYTES = 4096
-CANNOT_START = 2  # exit status: another attempt would meet the same
-# Errors of files, options, packages and memory. That of torch is no MemoryError, and nothing here imports torch.
+CANNOT_START = 2  # exit status: another attempt would meet the same error
+# Errors of files, options, packages and memory. Torch's is no MemoryError, and is known by its name.
 LASTING = (
     *(ValueError, TypeError, ImportError, NotImplementedError, MemoryError),
     *(FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError),
@@ -39,7 +39,7 @@ OUT_OF_MEMORY = "OutOfMemoryError"
 
 
 class CannotStart(Exception):
-    """What a process needs in order to serve is not there, and will not be at the next attempt."""
+    """A process cannot serve, and the next attempt would meet the same error (a file, an option, memory)."""
 
 
 @contextlib.contextmanager
@@ -62,6 +62,8 @@ class ProcessEnd(NamedTuple):
 
 @dataclass
 class ChildProcess:
+    """A child process of the launcher, watched by its pidfd."""
+
     member: ProcessId
     pid: int
     pidfd: int

@@ -72,7 +72,7 @@ class StatusBoard:
         return self._words[begin : begin + ROW_WORDS]
 
     def begin(self, group: int) -> None:
-        """Clears the row of a group that begins anew, or has ended."""
+        """Clears the row of a group that restarts, or has ended."""
         row = self.row(group)
         for word in range(ROW_WORDS):
             row[word] = 0

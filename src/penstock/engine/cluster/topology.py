@@ -1,7 +1,7 @@
-"""What the processes of a tree share: channels, board and store; and which process has which lane.
+"""The channels, status board and store that the processes of an engine share, and the lane of each process in them.
 
-The launcher opens them once, for the life of the tree: a restarted process attaches again to the same channels.
-Channels replace the ends of dead processes; `launcher` starts and restarts processes.
+The launcher opens them once, for the life of the tree: a restarted process attaches again to the same channels, and
+takes the ends of the dead one. `launcher` starts and restarts processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import ANNOUNCED, DELTAS, INBOX, RESULTS, STEPS
 
 T = TypeVar("T")
-AGAIN = 0.01  # seconds; between two looks whether the successor of a dead process has come
+AGAIN = 0.01  # seconds between two attempts while the successor of a dead process has not attached
 NAMELESS = "?"  # name in a PeerDied when the place of the dead peer has been taken since
 PEERS = 128  # places are reused, but a process that dies often needs some while dead peers are being reaped
 
@@ -36,7 +36,7 @@ class EngineChannels:
 
 @dataclass
 class Cluster:
-    """Handed to each process while it is being spawned."""
+    """All that the processes of a tree share. The launcher passes it to each process that it spawns."""
 
     config: EngineConfig
     groups: tuple[EngineChannels, ...]
@@ -70,7 +70,7 @@ class Cluster:
         )
 
     def close(self) -> None:
-        """Closes what this process holds of it."""
+        """Closes the channels and the board in this process."""
         for group in self.groups:
             for channel in (group.inbox, group.steps, group.results, *group.announced):
                 channel.close()
@@ -120,7 +120,7 @@ def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
 # ── names: which process a PeerDied means ─────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True)
 class ProcessId:
-    """A process of a group, in one of the group's incarnations; or a server: its group means nothing."""
+    """A process of a group, in one of the group's incarnations; or a server, which has group 0."""
 
     kind: str  # "core", "worker", "output", "server"
     group: int

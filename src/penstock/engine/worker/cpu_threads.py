@@ -1,7 +1,7 @@
-"""How many threads compute a step on a CPU: found by trying when a model is loaded, as it depends on both of them.
+"""The number of threads that compute a step on a CPU: measured when a model is loaded.
 
-Threads of one product wait for each other, which in a small step takes longer than the product, and a processor that
-they use is one less for the processes that feed the device. Leaves to the backend which steps there are.
+Threads of one product wait for each other, which in a small step takes longer than the product; and a processor that
+they use is one less for the cores and servers.
 """
 
 from __future__ import annotations
@@ -16,34 +16,36 @@ import torch
 from penstock.engine.cluster.logs import event
 from penstock.engine.worker.tensor_parallel import TPGroup
 
-SHORT = 64  # tokens: up to so many a step has its threads, beyond it has others
-TRIED = (16, 256)  # tokens of a short step and of a long one
-GAIN = 1.3  # what twice as many threads must gain, at least
-TIMES = 3  # that each is tried; the best counts, as others may have been in the way
-LONG = 100_000  # microseconds: such a step has use for all threads, and is not tried with fewer
+SHORT = 64  # tokens: the most of a short step; short and long steps have their own numbers of threads
+TRIED = (16, 256)  # tokens of the short step and of the long one that are measured
+GAIN = 1.3  # minimum speed-up for which the number of threads is doubled
+TIMES = (
+    3  # measurements of each number of threads; the fastest counts, as other processes may have disturbed the others
+)
+LONG = 100_000  # microseconds: a step that takes longer uses all threads, and is not measured with fewer
 
 
 def share(of: int) -> int:
-    """Of the processors that this process may use, what each of so many processes has."""
+    """Returns the number of processors for each of `of` processes, of those that this process may use."""
     return max(1, len(os.sched_getaffinity(0)) // of)
 
 
 class CpuThreads:
-    """Of two kinds of steps, on all ranks alike."""
+    """The numbers of threads for short and for long steps, the same on all ranks."""
 
     def __init__(self, short: int, long: int) -> None:
         self._short, self._long = short, long
         self.use(1)
 
     def use(self, tokens: int) -> None:
-        """A step of so many tokens comes next."""
+        """Sets the number of threads for a step of so many tokens."""
         threads = self._short if tokens <= SHORT else self._long
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
 
 
 def tune_threads(limit: int, compute: Callable[[int], object], ranks: TPGroup) -> CpuThreads:
-    """`compute` a step of so many tokens, which all ranks do together."""
+    """Measures the best numbers of threads. `compute` runs a step of so many tokens; all ranks run it together."""
     limit = ranks.least(limit)
     short, long = (_least(limit, partial(compute, tokens), ranks) for tokens in TRIED)
     if limit > 1:
@@ -52,7 +54,7 @@ def tune_threads(limit: int, compute: Callable[[int], object], ranks: TPGroup) -
 
 
 def _least(limit: int, compute: Callable[[], object], ranks: TPGroup) -> int:
-    """From the most downwards, as long as fewer do as well."""
+    """Returns the number of threads: halves it from `limit` on, as long as the step is not GAIN times slower."""
     best = limit
     if limit == 1:
         return best
@@ -67,9 +69,9 @@ def _least(limit: int, compute: Callable[[], object], ranks: TPGroup) -> int:
 
 
 def _microseconds(threads: int, compute: Callable[[], object], ranks: TPGroup) -> int:
-    """Of the slowest rank, as the others wait for it."""
+    """Returns the step's time on the slowest rank, as the others wait for it."""
     torch.set_num_threads(threads)
-    compute()  # the first time costs more
+    compute()  # the first run is slower, and is not measured
     spent: list[int] = []
     while len(spent) < TIMES and (not spent or min(spent) < LONG):
         began = time.monotonic_ns()

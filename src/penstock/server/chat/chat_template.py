@@ -44,10 +44,10 @@ class ChatTemplate:
     def prompt(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
         """Raises ApiError."""
         if self._template is None:
-            raise ApiError(400, "the model has no chat template: ask for a completion", param="messages")
+            raise ApiError(400, "the model has no chat template: use /v1/completions", param="messages")
         reserved = RESERVED & options.keys()
         if reserved:
-            message = f"{sorted(reserved)[0]} is not for clients to say"
+            message = f"{sorted(reserved)[0]} is set by the server: expected another name"
             raise ApiError(400, message, param=f"chat_template_kwargs.{sorted(reserved)[0]}")
         try:
             return self._rendered(self._to_template_format(messages), is_answered, options)

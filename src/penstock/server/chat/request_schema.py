@@ -131,7 +131,7 @@ class CompletionRequest(Sampling, kw_only=True):
 
     def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ApiError(400, "best_of is not supported: ask for n", param="best_of")
+            raise ApiError(400, "best_of is not supported: use n", param="best_of")
         return self.params(self.max_tokens or TOKENS_OF_A_COMPLETION, self.logprobs, defaults)
 
     def prompts(self) -> list[str | list[int]]:
@@ -142,7 +142,9 @@ class CompletionRequest(Sampling, kw_only=True):
         if kinds != {int} and len(self.prompt) > MAX_PROMPTS:
             raise ApiError(400, f"expected at most {MAX_PROMPTS} prompts, got {len(self.prompt)}", param="prompt")
         if len(kinds) != 1:
-            raise ApiError(400, "expected texts, or lists of numbers, and not both or none at $.prompt", param="prompt")
+            raise ApiError(
+                400, "expected either texts or lists of token ids, got both or none at $.prompt", param="prompt"
+            )
         if kinds == {int}:
             return [[item for item in self.prompt if isinstance(item, int)]]
         return [item for item in self.prompt if not isinstance(item, int)]

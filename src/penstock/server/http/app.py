@@ -156,7 +156,7 @@ class ApiServer:
     def admitted(self) -> Iterator[None]:
         """While it is answered, a request is open. Raises ApiError where there are too many."""
         if self._row[ProcessCounters.OPEN] >= self._options.max_open_requests:
-            raise ApiError(429, f"{self._options.max_open_requests} requests are open already")
+            raise ApiError(429, f"{self._options.max_open_requests} requests are open, the maximum of this server")
         self._row[ProcessCounters.OPEN] += 1
         try:
             yield
@@ -177,7 +177,7 @@ class ApiServer:
                 if len(body) > max_nbytes:
                     raise _too_long(max_nbytes)
                 if self._reading_nbytes > BODIES_AT_ONCE * max_nbytes:
-                    raise ApiError(503, "too much of the bodies of other requests is being read")
+                    raise ApiError(503, "the bodies of other requests fill the memory: send the request again")
             yield body
         finally:
             self._reading_nbytes -= len(body)
@@ -328,9 +328,8 @@ class ApiServer:
         if kept >= len(prompt.ids):
             return prompt
         if prompt.items:
-            raise ApiError(
-                400, f"a prompt with images cannot be truncated, and has {len(prompt.ids)} tokens", param=name
-            )
+            message = f"expected a prompt without images, got one of {len(prompt.ids)} tokens with images, at $.{name}"
+            raise ApiError(400, message, param=name)
         is_from_left = sampling.truncation_side != "right"
         return prompt._replace(ids=prompt.ids[len(prompt.ids) - kept :] if is_from_left else prompt.ids[:kept])
 
@@ -459,7 +458,7 @@ class Endpoint:
                 trace = traceback.format_exc()
                 context = {"request_id": request_id, "route": self._route, "error": failure, "trace": trace}
                 event("request failed", logging.ERROR, **context)
-                refused = ApiError(500, f"the server has failed; its log says how, of request {request_id}")
+                refused = ApiError(500, f"the server has failed; its log has the cause, under request_id={request_id}")
         await refused.response()(scope, receive, send)
         return refused.status
 

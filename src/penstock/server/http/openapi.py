@@ -26,14 +26,14 @@ JSON, EVENTS, METRICS, PAGE = "application/json", "text/event-stream", "text/pla
 KEY = "key"  # the name of the security scheme
 
 REFUSALS = {
-    400: "it makes no sense; `param` is where",
-    401: "no API key, or none of ours",
-    404: "there is nothing of that name",
-    408: "the body did not come in time",
+    400: "the request is invalid; `param` is the field",
+    401: "no API key, or an invalid one",
+    404: "not found",
+    408: "the body did not arrive in time",
     413: "the body is too long",
-    429: "too many requests are open: `Retry-After` says when to come again",
+    429: "too many requests are open: `Retry-After` says when to send it again",
     500: "the server has failed",
-    503: "nobody can answer it now: send it again",
+    503: "no engine can answer now: send the request again",
 }
 OF_A_BODY = tuple(REFUSALS)
 OF_A_QUESTION = (401, 500)

@@ -188,7 +188,7 @@ class _Fetch:
     def _watched(self, plain: socket.socket) -> Iterator[None]:
         with self._lock:
             if self.is_over:
-                raise ConnectionAbortedError("nobody waits for it")
+                raise ConnectionAbortedError("the fetch was ended")
             self._dup = line = plain.dup()
         try:
             yield
@@ -203,9 +203,9 @@ class _Fetch:
         connection.request("GET", self.target.path, headers={"Host": self.target.host_header, **HEADERS})
         with connection.getresponse() as answer:
             if answer.status != 200:
-                raise ImageRefused(400, f"{FAILED}: it answered {answer.status}, and redirects are not followed")
+                raise ImageRefused(400, f"{FAILED}: its status is {answer.status}, and redirects are not followed")
             if answer.getheader("Content-Encoding", "identity").lower() != "identity":
-                raise ImageRefused(400, f"{FAILED}: it sends it in an encoding that it was not asked for")
+                raise ImageRefused(400, f"{FAILED}: its Content-Encoding was not requested")
             max_nbytes = self._max_nbytes
             raw = answer.read(max_nbytes + 1) if answer.length is None or answer.length <= max_nbytes else None
             if raw is None or len(raw) > max_nbytes:

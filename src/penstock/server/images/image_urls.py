@@ -17,7 +17,7 @@ from penstock.engine.client.image_processor import ImageRefused
 TYPES = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WebP", "image/gif": "GIF"}
 LONGEST_HEAD = 256  # characters, before the comma of a data URL
 PIECE = 1 << 18  # characters of base64, a multiple of 4: what is decoded before other threads have their turn
-BAD_BASE64 = "what the data URL carries is no base64"
+BAD_BASE64 = "the data of the URL is not base64"
 
 
 def read(url: str, max_nbytes: int, folders: Sequence[Path]) -> bytes:
@@ -28,7 +28,7 @@ def read(url: str, max_nbytes: int, folders: Sequence[Path]) -> bytes:
     if scheme == "file":
         return _in_a_file(url, max_nbytes, folders)
     if scheme in ("http", "https"):
-        raise ImageRefused(400, "images are not fetched from elsewhere: send this one as data:image/png;base64,…")
+        raise ImageRefused(400, "images are not fetched from other hosts: send this one as data:image/png;base64,…")
     raise ImageRefused(400, f"expected a URL that begins with data:, got {url[:40]!r}")
 
 

@@ -103,7 +103,7 @@ class CaptureFile:
         line = file.readline(MAX_HEAD_NBYTES)
         try:
             if not line.endswith(b"\n"):
-                raise ValueError("it is cut off")
+                raise ValueError("the line is cut off")
             return [
                 CapturedChannel(
                     str(channel["name"]), str(channel["kind"]), base64.b64decode(channel["schema"], validate=True)

@@ -117,7 +117,7 @@ def cells_of_distance(message: MessageStats) -> list[str]:
 def notes_of(stats: ChannelStats) -> Iterator[str]:
     num_seen = stats.seen
     if not num_seen and not stats.missed:
-        yield "no message while we looked"
+        yield "no message was sent meanwhile"
     if num_seen > 1 and stats.last_ns > stats.first_ns:
         yield f"{num_seen:,} records in {(stats.last_ns - stats.first_ns) / 1e9:.3g} s"
     if stats.missed:

@@ -93,7 +93,7 @@ def follow_blocker(wait: Wait, blocker: Blocker, by_pid: dict[int, list[Wait]], 
         return level, f", and itself waits {text}"
     process = process_of(blocker.pid)
     state = {"R": "which is running", "D": "which is blocked in the kernel"}.get(process.state if process else "")
-    return waiting_itself, f", {state or 'which waits for nobody here: it is busy, or asleep elsewhere'}"
+    return waiting_itself, f", {state or 'which waits in none of these segments: it is busy, or asleep elsewhere'}"
 
 
 # ── of one segment, without its waits ────────────────────────────────────────────────────────────────────────────────
@@ -131,7 +131,7 @@ def about_ends(segment: Json) -> Iterator[Json]:
     for role, ends in (("sender", senders), ("receiver", receivers)):
         for end in ends:
             if end["state"] == "dead":
-                text = f"{role} {end['index']} of {title_of(segment)} died, and nobody has taken its place"
+                text = f"{role} {end['index']} of {title_of(segment)} died, and no process has taken its place"
                 yield sentence("note", "dead", text, [end["pid"]] if end["pid"] > 0 else [])
 
 
@@ -153,7 +153,7 @@ def about_pool(segment: Json) -> Iterator[Json]:
             yield sentence("warning" if is_full else "note", "pool", f"{of} {word} {times}: {full}", pids)
         elif is_full:
             yield sentence("note", "pool", f"{of} is nearly exhausted: {full}", pids)
-        yield from about_lock(segment, pool["lock_holder"], of, "nobody can take a block")
+        yield from about_lock(segment, pool["lock_holder"], of, "no process can take a block")
 
 
 def in_use(segment: Json, pool: Json) -> tuple[int, int]:
@@ -177,11 +177,11 @@ def about_store(segment: Json) -> Iterator[Json]:
     states = states_of(segment)
     for store in segment.get("store", ()):
         of = f"the store '{segment['name']}'"
-        yield from about_lock(segment, store["lock_holder"], of, "nobody can put or get")
+        yield from about_lock(segment, store["lock_holder"], of, "no process can put or get")
         for item in store["items"]:
             if item["state"] != "filling" or states.get(item["writer"]) == "live":
                 continue
             pids = [peer["pid"] for peer in segment["peers"] if peer["index"] == item["writer"]]
             since = in_seconds(max(item["age_ns"], 0))
             text = f"key {short_key(item)} of {of} is being written since {since} by {peer_at(segment, item['writer'])}"
-            yield sentence("warning", "store", f"{text}: whoever wants it waits", pids)
+            yield sentence("warning", "store", f"{text}: processes that want it wait", pids)

@@ -102,7 +102,7 @@ def peer_at(segment: Json, index: int) -> str:
     for peer in segment["peers"]:
         if peer["index"] == index:
             return f"'{peer['name']}' (pid {peer['pid']}{'' if peer['state'] == 'live' else ', ' + peer['state']})"
-    return "nobody we know"
+    return "a peer that is not in the table"
 
 
 def short_key(item: Json) -> str:

@@ -147,9 +147,9 @@ async def _first_model(wire: Wire) -> str:
         named = msgspec.json.decode(bytes(answer.body))
         model: str = msgspec.convert(named["data"][0]["id"], str)
     except Failure as failure:
-        raise NothingToMeasure(f"which models are there: {failure.kind}: {failure}") from None
+        raise NothingToMeasure(f"/v1/models: {failure.kind}: {failure}") from None
     except (ValueError, LookupError, TypeError):
-        raise NothingToMeasure(f"which models are there: {shown(bytes(answer.body))}: say --model") from None
+        raise NothingToMeasure(f"/v1/models: {shown(bytes(answer.body))}: name the model with --model") from None
     return model
 
 

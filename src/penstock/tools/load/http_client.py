@@ -243,4 +243,4 @@ class Wire:
             latest = time.perf_counter() - self._timeout
             for connection in self._busy:
                 if connection.told_at < latest:
-                    connection.fail(Failure("silent", f"nothing was said for {self._timeout:g} s"))
+                    connection.fail(Failure("silent", f"no event came for {self._timeout:g} s"))

@@ -119,7 +119,7 @@ def read(path: Path) -> Lines:
     """Those that are not empty. Raises OSError, and ValueError where there is none."""
     lines = [(f"{path}, line {number}", line) for number, line in enumerate(path.read_bytes().splitlines(), 1)]
     if not (lines_with_text := [entry for entry in lines if entry[1].strip()]):
-        raise ValueError(f"{path} has no line")
+        raise ValueError(f"{path} has no lines")
     return lines_with_text
 
 

@@ -40,7 +40,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0: it has been looked at. 2: there is nothing to look at, or it was not asked rightly."""
+    """0: it has been looked at. 2: there is nothing to look at, or the arguments are wrong."""
     try:
         source = source_of(options)
         if options.is_json or options.is_once:

@@ -121,9 +121,9 @@ class RemoteSource:
         finally:
             connection.close()
         if answer.status == 503:
-            raise NoServer(f"{self._url} has nothing to show now")
+            raise NoServer(f"{self._url} has no data to show now")
         if answer.status == 401:
-            raise Refused(f"{self._url} wants an API key: --api-key")
+            raise Refused(f"{self._url} needs an API key: --api-key")
         try:
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}")

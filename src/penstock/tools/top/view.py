@@ -238,7 +238,7 @@ def stores(view: View) -> list[tuple[Text, ...]]:
                 Text(UNKNOWN if rate is None else amount(rate.hits)),
                 Text(f"{store.held_keys} of {store.keys}"),
                 Text(f"{store.evictions} ({in_units(store.evicted_nbytes)})"),
-                Text(holders or "nobody"),
+                Text(holders or "-"),
             )
         )
     return rows

@@ -126,7 +126,7 @@ def test_end_ids_stand_in_the_models_files(tmp_path, files: dict[str, str], end_
 )
 def test_a_models_file_that_says_something_else_is_refused_by_its_path(tmp_path, text: str, why: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json is not what was expected: .*" + re.escape(why)):
+    with pytest.raises(ValueError, match=r"config\.json is invalid: .*" + re.escape(why)):
         with_model_defaults(EngineConfig(model=str(tmp_path)))
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_longer_than_the_model_knows(tmp_path) -> None:
 
 
 def test_a_model_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="model is the directory of a model, not '/nowhere'"):
+    with pytest.raises(ValueError, match="expected the directory of a model, got '/nowhere'"):
         with_model_defaults(EngineConfig(model="/nowhere"))
 
 
