@@ -15,15 +15,14 @@ from penstock.engine.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests.support.engine import START  # noqa: E402
-from tests.support.models import BLOCK_SIZE, COUNT, Asked, made, must_be_greedy  # noqa: E402
+from tests.support.models import BLOCK_SIZE, COUNT, ENGINE_SIZES, Asked, made, must_be_greedy  # noqa: E402
 from tests.unit.engine.worker.test_rope import changes  # noqa: E402
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
     family = made("llama", tmp_path)
-    sizes = {"num_gpu_blocks_override": 200, "max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 16}
-    config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, dtype="float32", **sizes)
+    config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, **ENGINE_SIZES)
 
     async def answer(client: Client, prompt: object, tokens: int) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
