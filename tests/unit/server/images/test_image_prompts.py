@@ -225,7 +225,7 @@ def test_an_image_that_is_refused_is_named(
         with pytest.raises(ApiError, match=reason) as caught:
             await scene.prompt(*parts)
         assert (caught.value.status, caught.value.param) == (status, WHERE.format(wrong))
-        assert not any(item.holders for item in scene.store.stats().items)
+        await scene.must_hold_nothing()
         assert await scene.length(SMALL) > 4, "the next one is taken"
 
     with scene_of(llava, image_limits=LIMITS) as scene:
