@@ -184,7 +184,11 @@ struct OpenReservation {
     OpenReservation(const OpenReservation&) = delete;
     OpenReservation& operator=(const OpenReservation&) = delete;
     ~OpenReservation() { abort(); }
-    void commit() {
+    void commit(u64 sent_nbytes) {
+        if (sent_nbytes > nbytes)
+            throw Error(Fault::value, format("the reservation has %llu bytes: %llu cannot be committed",
+                                             static_cast<unsigned long long>(nbytes),
+                                             static_cast<unsigned long long>(sent_nbytes)));
         if (!is_open) throw Error(Fault::closed, "the reservation has been committed or aborted");
         if (sender->views() != 0) {
             PyErr_Format(PyExc_BufferError, "the reservation has %d views: drop them first", sender->views());
@@ -194,6 +198,7 @@ struct OpenReservation {
         sender->channel().require_ours();
         Turn turn(sender->mutex(), NEVER, true, sender->name());
         if (sender->is_closed()) throw Error(Fault::closed, "the sender was closed: the reservation is lost");
+        sender->shrink(sent_nbytes);
         try {
             sender->commit(*room);
         } catch (...) {  // a stopped peer holds a lock: it may be tried again
@@ -371,8 +376,21 @@ class TapOfAll {
 void bind_channel(nb::module_& m) {
     nb::class_<OpenReservation>(
         m, "Reservation", nb::type_slots(reservation_slots),
-        "Room for one record, filled in place. Visible after commit(); a `with` block commits, or aborts if it raises.")
-        .def("commit", &OpenReservation::commit)
+        "Room for one record, filled in place: `ByteSender.reserve`. Visible after commit(); a `with` block commits, or "
+        "aborts if it raises.\n\n"
+        "    >>> ring = Ring()\n"
+        "    >>> room = ring.open_sender().reserve(100)\n"
+        "    >>> with memoryview(room) as view:\n"
+        "    ...     view[:5] = b'hello'\n"
+        "    >>> room.commit(5)\n"
+        "    >>> ring.open_receiver().receive()\n"
+        "    b'hello'\n")
+        .def(
+            "commit",
+            [](OpenReservation& r, std::optional<u64> nbytes) { r.commit(nbytes.value_or(r.nbytes)); },
+            "nbytes"_a.none() = nb::none(),
+            "Sends the record: the first `nbytes` of the room; None: all of them. Raises BufferError while a view lives, "
+            "which could still write.")
         .def("abort", &OpenReservation::abort)
         .def("__len__", [](const OpenReservation& r) { return r.nbytes; })
         .def(
@@ -381,12 +399,18 @@ void bind_channel(nb::module_& m) {
         .def("__exit__", [](OpenReservation& r, nb::args arguments) {
             if (!r.is_open) return;
             if (nb::handle(arguments[0]).is_none())
-                r.commit();
+                r.commit(r.nbytes);
             else
                 r.abort();
         });
 
-    nb::class_<Sender>(m, "Sender", nb::is_weak_referenceable(), "The end of a channel that sends.")
+    nb::class_<Sender>(m, "Sender", nb::is_weak_referenceable(), "The end of a channel that sends bytes: besides the methods of `Sender`, `reserve` lends room for a record.\n\n"
+                       "    >>> ring = Ring()\n"
+                       "    >>> sender = ring.open_sender()\n"
+                       "    >>> with sender.reserve(4) as room:\n"
+                       "    ...     memoryview(room)[:] = b'step'\n"
+                       "    >>> ring.open_receiver().receive()\n"
+                       "    b'step'\n")
         .def(nb::new_(
                  [](const std::shared_ptr<Attachment>& by, int index) { return std::make_shared<Sender>(by, index); }),
              "attachment"_a, "index"_a = -1)
@@ -456,7 +480,13 @@ void bind_channel(nb::module_& m) {
         .def_prop_ro("index", &Sender::index)
         .def_prop_ro("name", [](const Sender& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
 
-    nb::class_<Receiver>(m, "Receiver", nb::is_weak_referenceable(), "The end of a channel that receives.")
+    nb::class_<Receiver>(m, "Receiver", nb::is_weak_referenceable(), "The end of a channel that receives bytes: besides the methods of `Receiver`, `receive_view` leases a "
+                         "record where it lies.\n\n"
+                         "    >>> ring = Ring()\n"
+                         "    >>> ring.open_sender().send(b'step')\n"
+                         "    >>> with ring.open_receiver().receive_view() as lease:\n"
+                         "    ...     bytes(lease)\n"
+                         "    b'step'\n")
         .def(nb::new_([](const std::shared_ptr<Attachment>& by, int index) {
                  return std::make_shared<Receiver>(by, index);
              }),
@@ -559,7 +589,14 @@ void bind_channel(nb::module_& m) {
     nb::class_<TapOfAll>(m, "Tap",
                          "Looks at the records of a channel as they pass, without a trace in it: it joins nothing, "
                          "writes nothing, and nobody waits for it.\n"
-                         "It sees what is sent from now on; from_start: what some receiver has still to read, too.")
+                         "It sees what is sent from now on; from_start: what some receiver has still to read, too.\n\n"
+                         "    >>> import os\n"
+                         "    >>> from penstock._native import Segment as NativeSegment\n"
+                         "    >>> ring = Ring()\n"
+                         "    >>> tap = Tap(NativeSegment.adopt(os.dup(ring.fd), is_observer=True))\n"
+                         "    >>> ring.open_sender().send(b'step')\n"
+                         "    >>> [record for *_, record in tap.read()]\n"
+                         "    [b'step']\n")
         .def(nb::init<const Segment&, bool>(), "segment"_a, "from_start"_a = false)
         .def("read", &TapOfAll::read, "most"_a = 1024,
              nb::sig("def read(self, most: int = 1024) -> list[tuple[int, int, int, bytes | None]]"),

@@ -107,6 +107,17 @@ class Sender {
         is_reserved_ = true;
         return &wanted;
     }
+    // Of the open reservation only the first `nbytes` are to be sent. Its room is the record's: what is left of a ring's
+    // goes to the next record, of a block's it is free with the block.
+    void shrink(u64 nbytes) {
+        reservation_.nbytes = nbytes;
+        if (reservation_.is_spilled) {
+            reservation_.spilled.nbytes = nbytes;
+            return;
+        }
+        reservation_.length = nbytes;
+        reservation_.need = round_up(sizeof(Record) + nbytes, RECORD_ALIGN);
+    }
     // Makes the record visible, to all receivers at once. Throws Timeout before it, and may be called again.
     void commit(const Reservation& reservation, u64 deadline = NEVER) {
         if (reservation.is_spilled) pend_spilled(reservation, deadline);

@@ -130,6 +130,12 @@ class Bytes:
 class BlockLease:
     """
     The right to touch some shared bytes, as an object that exports them. Released once; by itself with its last view.
+
+        >>> pool = Pool.create(1 << 20)
+        >>> with pool.take(5) as lease:
+        ...     memoryview(lease)[:] = b'hello'
+        ...     bytes(lease)
+        b'hello'
     """
 
     def release(self) -> None: ...
@@ -186,10 +192,21 @@ class Attachment:
 
 class Reservation:
     """
-    Room for one record, filled in place. Visible after commit(); a `with` block commits, or aborts if it raises.
+    Room for one record, filled in place: `ByteSender.reserve`. Visible after commit(); a `with` block commits, or aborts if it raises.
+
+        >>> ring = Ring()
+        >>> room = ring.open_sender().reserve(100)
+        >>> with memoryview(room) as view:
+        ...     view[:5] = b'hello'
+        >>> room.commit(5)
+        >>> ring.open_receiver().receive()
+        b'hello'
     """
 
-    def commit(self) -> None: ...
+    def commit(self, nbytes: "std::optional<unsigned long>" | None = None) -> None:
+        """
+        Sends the record: the first `nbytes` of the room; None: all of them. Raises BufferError while a view lives, which could still write.
+        """
 
     def abort(self) -> None: ...
 
@@ -201,7 +218,16 @@ class Reservation:
     def __exit__(self, *args) -> None: ...
 
 class Sender:
-    """The end of a channel that sends."""
+    """
+    The end of a channel that sends bytes: besides the methods of `Sender`, `reserve` lends room for a record.
+
+        >>> ring = Ring()
+        >>> sender = ring.open_sender()
+        >>> with sender.reserve(4) as room:
+        ...     memoryview(room)[:] = b'step'
+        >>> ring.open_receiver().receive()
+        b'step'
+    """
 
     def __init__(self, attachment: Attachment, index: int = -1) -> None: ...
 
@@ -252,7 +278,15 @@ class Sender:
     def name(self, /) -> str: ...
 
 class Receiver:
-    """The end of a channel that receives."""
+    """
+    The end of a channel that receives bytes: besides the methods of `Receiver`, `receive_view` leases a record where it lies.
+
+        >>> ring = Ring()
+        >>> ring.open_sender().send(b'step')
+        >>> with ring.open_receiver().receive_view() as lease:
+        ...     bytes(lease)
+        b'step'
+    """
 
     def __init__(self, attachment: Attachment, index: int = -1) -> None: ...
 
@@ -324,6 +358,14 @@ class Tap:
     """
     Looks at the records of a channel as they pass, without a trace in it: it joins nothing, writes nothing, and nobody waits for it.
     It sees what is sent from now on; from_start: what some receiver has still to read, too.
+
+        >>> import os
+        >>> from penstock._native import Segment as NativeSegment
+        >>> ring = Ring()
+        >>> tap = Tap(NativeSegment.adopt(os.dup(ring.fd), is_observer=True))
+        >>> ring.open_sender().send(b'step')
+        >>> [record for *_, record in tap.read()]
+        [b'step']
     """
 
     def __init__(self, segment: Segment, from_start: bool = False) -> None: ...

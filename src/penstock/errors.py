@@ -15,7 +15,11 @@ class PenstockError(Exception):
 
 
 class ChannelError(PenstockError):
-    """The base of errors of a channel, as against those of its messages."""
+    """The base of errors of a channel, as against those of its messages.
+
+        >>> issubclass(ClosedError, ChannelError), issubclass(DecodeError, ChannelError)
+        (True, False)
+    """
 
 
 class ClosedError(ChannelError, RuntimeError):
@@ -53,7 +57,11 @@ class WouldBlock(ChannelError):
 
 
 class CorruptRecord(ChannelError):
-    """The ring holds no record where one must be: a process has overwritten it."""
+    """The ring holds no record where one must be: a process has overwritten it.
+
+        >>> issubclass(CorruptRecord, ChannelError)
+        True
+    """
 
 
 class Timeout(PenstockError, TimeoutError):
@@ -108,7 +116,16 @@ class MemoryExhausted(PenstockError, MemoryError):
 
 
 class StaleRef(PenstockError):
-    """A reference to a block that was freed, or that was not meant for this process."""
+    """A reference to a block that was freed, or that was not meant for this process.
+
+        >>> pool = Pool.create(1 << 20)
+        >>> with pool.take(100) as lease:
+        ...     ref = pool.share(lease)
+        >>> pool.open(ref)
+        Traceback (most recent call last):
+            ...
+        penstock.errors.StaleRef: ...
+    """
 
     expected: int = 0
     found: int = 0
@@ -127,7 +144,13 @@ class Missing(PenstockError, KeyError):
 
 
 class LayoutMismatch(PenstockError):
-    """The segment to attach to is not of this build's layout, or is gone."""
+    """The segment to attach to is not of this build's layout, or is gone, or carries something else.
+
+        >>> attach("penstock:1:2:3:4:5")
+        Traceback (most recent call last):
+            ...
+        penstock.errors.LayoutMismatch: ...
+    """
 
 
 class DecodeError(PenstockError, ValueError):
@@ -154,6 +177,11 @@ class OutOfStep(PenstockError):
     """A change does not follow the last one that was received: one was missed or repeated, or has another leader.
 
     `expected` and `found` are leader and number; `expected` is None before the whole state, which comes first.
+
+        >>> raise OutOfStep((7, 2), (7, 4))
+        Traceback (most recent call last):
+            ...
+        penstock.errors.OutOfStep: expected change 2 of leader 00000007, got change 4 of leader 00000007
     """
 
     def __init__(self, expected: tuple[int, int] | None, found: tuple[int, int]) -> None:

@@ -70,6 +70,20 @@ def test_engine_examples_and_pages_need_few_names_of_lowlevel() -> None:
     assert needed <= set(lowlevel.__all__) and len(needed) <= MAX_LOWLEVEL, needed
 
 
+@pytest.mark.parametrize("name", lowlevel.__all__)
+def test_a_name_of_lowlevel_is_described_and_its_lines_run(name: str) -> None:
+    must_run(name, inspect.getdoc(getattr(lowlevel, name)) or "")
+
+
+def must_run(name: str, text: str) -> None:
+    test = doctest.DocTestParser().get_doctest(text, dict(GLOBALS), name, None, None)
+    assert test.examples, f"{name} has no lines to run"
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    failures: list[str] = []
+    runner.run(test, out=failures.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(failures)
+
+
 def public_members(name: str) -> Iterator[tuple[str, Any]]:
     """The object of a public name, and its public methods and properties."""
     found = getattr(penstock, name)
@@ -89,24 +103,19 @@ SHORT = {"close", "peers", "trim", "snapshot", "hold", "of_message"}
 def test_a_public_name_is_described_and_its_lines_run(name: str, found: Any) -> None:
     text = inspect.getdoc(found) or ""
     assert text, f"{name} has no docstring"
-    examples = doctest.DocTestParser().get_examples(text)
     is_async = name.startswith("Async") and "." in name  # shown by its class, and by the method that does not wait
-    if name.rpartition(".")[2] not in SHORT and not is_async:
-        assert examples, f"{name} has no lines to run"
-    signature = None if inspect.isclass(found) else doc_signature(found)
-    if signature:
-        assert "Args:" in text or "Args and Raises" in text or len(signature) == 0, f"{name} has no Args"
-    test = doctest.DocTestParser().get_doctest(text, dict(GLOBALS), name, None, None)
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    said: list[str] = []
-    runner.run(test, out=said.append)
-    assert runner.summarize(verbose=False).failed == 0, "".join(said)
+    if "Args:" not in text and "Args and Raises are those of" not in text:
+        assert not parameters_of(found), f"{name} has no Args"
+    if ">>>" in text or (name.rpartition(".")[2] not in SHORT and not is_async):
+        must_run(name, text)
 
 
-def doc_signature(function: Any) -> list[str]:
-    """Its parameters besides itself; of what is native, none."""
+def parameters_of(function: Any) -> list[str]:
+    """Those of a method besides itself. None for a class, which says them where it is made, and for native code."""
+    if inspect.isclass(function):
+        return []
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return []
-    return [name for name in parameters if name not in ("self", "type")]
+    return [name for name in parameters if name != "self"]

@@ -14,6 +14,10 @@ class Peer(msgspec.Struct, frozen=True):
 
     `stopped` (SIGSTOP) is not dead: a stopped peer keeps everything it holds. So does one of which it is `unknown`
     whether it lives, because a system call failed.
+
+        >>> pool = Pool.create(1 << 20, peer_name="worker 0")
+        >>> [(peer.name, peer.state) for peer in pool.peers()]
+        [('worker 0', 'live')]
     """
 
     index: int

@@ -24,7 +24,13 @@ class Kind(NamedTuple):
 
 
 class UnsupportedTensor(TypeError):
-    """Something that cannot be sent as a tensor, or not as it is; the text says what to do instead."""
+    """Something that cannot be sent as a tensor, or not as it is; the text says what to do instead.
+
+        >>> Scope().put({"words": np.array(["a", "b"])})
+        Traceback (most recent call last):
+            ...
+        penstock.tensor.kinds.UnsupportedTensor: ...
+    """
 
 
 MAX_DIMENSIONS = 32  # of NumPy before 2.0, and of codec/frame.py
