@@ -54,7 +54,7 @@ def attach(where: _Ticket | str | int, type: Any = bytes) -> _Channel[Any] | Sto
 
     Raises:
         LayoutMismatch: the channel carries something else (the text says how they differ), or it is of another build,
-            or gone.
+            gone, or no channel.
         TypeError: no channel carries this type.
 
         >>> ring = Ring()
@@ -63,9 +63,9 @@ def attach(where: _Ticket | str | int, type: Any = bytes) -> _Channel[Any] | Sto
         b'from another process'
     """
     with _attached_segment(where) as segment:
-        if segment.kind == 1:
+        if segment.kind == 1 and type is bytes:
             return _Segment(segment)
-        if segment.kind == 2:
+        if segment.kind == 2 and type is bytes:
             if segment.is_elsewhere:
                 # Imported here: a process without a device does not load its driver. The import does not call it.
                 from penstock.tensor.cuda import CudaPool

@@ -112,7 +112,7 @@ class Actor:
         self.talk, self.part = talk, part
         self.board = Board(lowlevel.Segment.attach(part.board))
         channel = penstock.attach(part.through if pool else part.where)
-        claim = channel.sender if is_sender else channel.receiver
+        claim = channel.open_sender if is_sender else channel.open_receiver
         self.end = insist(lambda: claim(part.index, name=f"actor {part.actor}"))
         # A borrower joins the pool last: what it is granted and not sent would never be opened, and never come back.
         talk.send(("ready", os.getpid(), *([pool.peer.index] if pool else [])))
@@ -208,7 +208,7 @@ class Held:
     def let_go(self) -> None:
         bytes_of, number, nbytes = self.held.pop(0)
         assert memoryview(bytes_of) == payload(number, nbytes), f"record {number} changed while it was held"
-        if isinstance(bytes_of, penstock.Lease):
+        if isinstance(bytes_of, lowlevel.BlockLease):
             bytes_of.release()
 
     def let_all_go(self) -> None:
@@ -221,7 +221,8 @@ def sender(talk: Connection, part: Part) -> None:
     arm_coming(part)
     actor = Actor(talk, part, is_sender=True)
     number = actor.send_all(payload)
-    view = memoryview(actor.end.reserve(5000, WATCHDOG)) if part.point == "abort.begun" else None
+    size = {"close.kept": 500, "abort.begun": 5000}.get(part.point)  # in the ring, in the pool
+    view = None if size is None else memoryview(actor.end.reserve(size, WATCHDOG))
     actor.end.close()
     del view  # and with it the room, which until now it could have written into
     talk.send(("closed", number))

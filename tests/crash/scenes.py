@@ -44,7 +44,7 @@ class Scene:
         shape: dict[str, Any] = {"capacity": 16 << 10, "spill_nbytes": 64 << 20, "spill_blocks": 64}
         self.pool: lowlevel.Pool | None = None
         if style == "ring":
-            self.channel: penstock.Channel = penstock.Ring(**shape)
+            self.channel: penstock.codec.Channel = penstock.Ring(**shape)
         elif style == "inbox":
             self.channel = penstock.Inbox(senders=3, **shape)
         else:

@@ -11,7 +11,7 @@ import signal
 import numpy as np
 import pytest
 
-from penstock import Store
+from penstock import Scope, Store
 from penstock.engine.client.client import Client, ImageInput
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.process import ChildProcess
@@ -53,13 +53,14 @@ async def must_be_held_by_nobody(tree: Running) -> None:
     assert store is not None
     await tree.until(lambda: not held(store))
     store.clear()
-    assert store.stats().blocks == 0
-    store.take(NBYTES).release()
+    assert store.stats().pool.blocks == 0
+    store.pool.take(NBYTES).release()
 
 
 def held(store: Store) -> list[object]:
-    kept = store.stats().items
-    strays = store.stats().blocks - len(kept)  # without a key
+    stats = store.stats()
+    kept = stats.items
+    strays = stats.pool.blocks - len(kept)  # without a key
     return [one for one in kept if one.holders or one.is_being_written] + ([strays] if strays else [])
 
 
@@ -80,7 +81,11 @@ def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int
             os.kill(tree.child(kind, index).pid, signal.SIGKILL)
             for error in await asyncio.gather(*asked):
                 assert error is not None and error.status == 503, error
-            assert client.outgoing.stats().open_scopes == 0
+            store = tree.launcher.tree.store
+            assert store is not None
+            assert store.pool.peer.index not in {holder.peer for holder in store.stats().pool.holders}, (
+                "a scope is open"
+            )
             await tree.launcher.serving(START)
             await must_answer(tree, client, 1)
             await must_be_held_by_nobody(tree)
@@ -136,11 +141,11 @@ def test_images_for_which_there_is_no_room_travel_inline(nbytes: int) -> None:
     async def scene() -> None:
         async with running(**{**WITH_STORE, "store_nbytes": nbytes}) as tree, Client(tree.launcher.tree, 0) as client:
             store = tree.launcher.tree.store
-            with contextlib.nullcontext() if store is None else store.take(NBYTES):
+            with contextlib.nullcontext() if store is None else store.pool.take(NBYTES):
                 await asyncio.gather(*(must_answer(tree, client, number) for number in range(6)))
-                assert client.outgoing.stats().inline == client.outgoing.stats().items == 12
+                assert store is None or store.stats().puts == 0  # so all 12 travelled inline
             await must_answer(tree, client, 1)
-            assert client.outgoing.stats().puts == (2 if nbytes else 0)
+            assert store is None or store.stats().puts == 2
             await tree.must_be_empty()
 
     asyncio.run(scene())
@@ -149,10 +154,10 @@ def test_images_for_which_there_is_no_room_travel_inline(nbytes: int) -> None:
 def test_who_asks_with_an_image_that_has_gone_is_told_to_ask_again() -> None:
     async def scene() -> None:
         async with running(**WITH_STORE) as tree, Client(tree.launcher.tree, 0) as client:
-            with client.outgoing.scope() as scope:
-                gone = [(scope.put(one.value, one.key), one.position, one.length) for one in images(1)]
             store = tree.launcher.tree.store
             assert store is not None
+            with Scope(store) as scope:
+                gone = [(scope.put(one.value, key=one.key), one.position, one.length) for one in images(1)]
             store.clear()
             others = [must_answer(tree, client, number) for number in range(2, 5)]
             params = SamplingParams(n=3)

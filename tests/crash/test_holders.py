@@ -123,7 +123,7 @@ def test_trees_that_others_manage_leave_our_segments_alone(method: str) -> None:
 import multiprocessing, penstock
 from tests.crash.test_holders import touch
 if __name__ == "__main__":
-    inbox = penstock.Inbox(4)
+    inbox = penstock.Inbox(senders=4)
     context = multiprocessing.get_context({method!r})
     children = [context.Process(target=touch, args=(str(inbox.ticket),), name=str(i)) for i in range(4)]
     for child in children: child.start()

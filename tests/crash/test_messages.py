@@ -39,13 +39,12 @@ class Role(msgspec.Struct):
     actor: int
 
 
-MESSAGES = (Job,)
 VALUES = [Settings(number, ("word",) * number) for number in range(40)]
 
 
 def sender(talk: Connection, role: Role) -> None:
     board = Board(lowlevel.Segment.attach(role.board))
-    channel = penstock.attach(role.where, MESSAGES)
+    channel = penstock.attach(role.where, Job)
     end = insist(lambda: channel.open_sender())
     number = 0
     talk.send(("ready", os.getpid()))
@@ -64,7 +63,7 @@ def sender(talk: Connection, role: Role) -> None:
 
 def receiver(talk: Connection, role: Role) -> None:
     board = Board(lowlevel.Segment.attach(role.board))
-    channel = penstock.attach(role.where, MESSAGES)
+    channel = penstock.attach(role.where, Job)
     end = insist(lambda: channel.open_receiver(role.index))
     talk.send(("ready", os.getpid()))
     due: tuple[int, int] | None = None  # sender and number; None: not known, as this receiver came late
@@ -93,7 +92,7 @@ def test_who_follows_one_that_was_killed_can_read_what_it_gets(zygote: Zygote, s
     chance = random.Random(seed)
     board = Board.create()
     options = {"capacity": 16 << 10, "inline_limit": 2048, "on_receiver_death": "ignore", "on_sender_death": "ignore"}
-    with penstock.Broadcast(MESSAGES, receivers=3, spill_nbytes=8 << 20, **options) as channel:
+    with penstock.Broadcast(Job, receivers=3, spill_nbytes=8 << 20, **options) as channel:
         parts = {"sender 0": sender, "receiver 0": receiver, "receiver 1": receiver, "receiver 2": receiver}
         where = str(board.segment.ticket), str(channel.ticket)
         play = Replacing(zygote, parts, lambda index, actor: Role(*where, index, actor))

@@ -45,10 +45,13 @@ def must_be(record: Any, number: int, nbytes: int | None = None) -> None:
 
 
 # ── steps: channels ──────────────────────────────────────────────────────────────────────────────────────────────────
-def open_channel(own: Own, style: str, *many: int) -> tuple[str, int]:
-    own.channel = {"ring": penstock.Ring, "broadcast": penstock.Broadcast, "inbox": penstock.Inbox}[style](
-        *many, **CHANNEL
-    )
+def open_channel(own: Own, style: str) -> tuple[str, int]:
+    if style == "broadcast":
+        own.channel = penstock.Broadcast(receivers=2, **CHANNEL)
+    elif style == "inbox":
+        own.channel = penstock.Inbox(senders=2, **CHANNEL)
+    else:
+        own.channel = penstock.Ring(**CHANNEL)
     return str(own.channel.ticket), own.channel.fd
 
 
@@ -276,52 +279,52 @@ def value_of(number: int, nbytes: int = 50_000) -> dict[str, Any]:
     return {"number": number, "pixels": np.frombuffer(payload(number, nbytes), np.uint8)}
 
 
-def content_key(number: int) -> bytes:
+def key_of(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
 def put(own: Own, number: int, nbytes: int = 50_000) -> None:
-    own.stored = own.store.put(content_key(number), value_of(number, nbytes), timeout=WAIT)
+    own.lease = own.store.put(value_of(number, nbytes), key=key_of(number), timeout=WAIT)
 
 
 def put_many(own: Own) -> None:
     """More than there is room for."""
     for number in range(20, 30):
-        own.store.put(content_key(number), value_of(number, 150_000), timeout=WAIT).release()
+        own.store.put(value_of(number, 150_000), key=key_of(number), timeout=WAIT).release()
 
 
 def get(own: Own, number: int) -> None:
-    with own.store.get(content_key(number)) as stored:
-        must_be(stored.value()["pixels"].tobytes(), number)
+    with own.store.get(key_of(number)) as lease:
+        must_be(lease.value()["pixels"].tobytes(), number)
 
 
 def hold(own: Own, number: int) -> None:
-    own.stored = own.store.get(content_key(number))
+    own.lease = own.store.get(key_of(number))
 
 
 def verify_held(own: Own, number: int) -> None:
-    must_be(own.stored.value()["pixels"].tobytes(), number)
+    must_be(own.lease.value()["pixels"].tobytes(), number)
 
 
-def begin_make(own: Own, number: int) -> None:
-    own.making = own.store.make(
-        content_key(number), {"number": number, "pixels": lowlevel.Empty((50_000,), "uint8")}, timeout=WAIT
+def begin_loan(own: Own, number: int) -> None:
+    own.loan = own.store.loan(
+        key_of(number), {"number": number, "pixels": lowlevel.Empty((50_000,), "uint8")}, timeout=WAIT
     )
 
 
-def commit_make(own: Own, number: int) -> None:
-    if own.making is None:
+def commit_loan(own: Own, number: int) -> None:
+    if own.loan is None:
         return
-    own.making.value()["pixels"][:] = np.frombuffer(payload(number, 50_000), np.uint8)
-    own.stored = own.making.commit()
-    own.making = None
+    own.loan.value()["pixels"][:] = np.frombuffer(payload(number, 50_000), np.uint8)
+    own.lease = own.loan.commit()
+    own.loan = None
 
 
 # ── scenes: channels ─────────────────────────────────────────────────────────────────────────────────────────────────
-def opened(stage: Stage, style: str = "ring", *many: int) -> tuple[Actor, str]:
+def opened(stage: Stage, style: str = "ring") -> tuple[Actor, str]:
     """The one who makes a channel."""
     maker = stage.actor("maker")
-    ticket, fd = maker.do(open_channel, style, *many)
+    ticket, fd = maker.do(open_channel, style)
     stage.look_into(maker, fd)
     return maker, ticket
 
@@ -393,7 +396,7 @@ def ring_async_long(stage: Stage) -> None:
 
 @scene
 def broadcast(stage: Stage) -> None:
-    maker, ticket = opened(stage, "broadcast", 2)
+    maker, ticket = opened(stage, "broadcast")
     others = [stage.actor(f"receiver {index}") for index in range(2)]
     for other in others:
         other.do(attach, ticket)
@@ -410,7 +413,7 @@ def broadcast(stage: Stage) -> None:
 
 @scene
 def broadcast_async(stage: Stage) -> None:
-    maker, ticket = opened(stage, "broadcast", 2)
+    maker, ticket = opened(stage, "broadcast")
     other, looped = stage.actor("receiver"), stage.actor("receiver in a loop")
     for one, become in ((other, become_receiver), (looped, become_async_receiver)):
         one.do(attach, ticket)
@@ -427,7 +430,7 @@ def broadcast_async(stage: Stage) -> None:
 
 @scene
 def inbox(stage: Stage) -> None:
-    maker, ticket = opened(stage, "inbox", 2)
+    maker, ticket = opened(stage, "inbox")
     maker.do(become_receiver)
     others = [stage.actor(f"sender {index}") for index in range(2)]
     for other in others:
@@ -444,7 +447,7 @@ def inbox(stage: Stage) -> None:
 
 @scene
 def inbox_async(stage: Stage) -> None:
-    maker, ticket = opened(stage, "inbox", 2)
+    maker, ticket = opened(stage, "inbox")
     maker.do(become_async_receiver)
     other = stage.actor("sender")
     other.do(attach, ticket)
@@ -459,7 +462,7 @@ def inbox_async(stage: Stage) -> None:
 @scene
 def replaced(stage: Stage) -> None:
     """A sender leaves and another comes; so does a receiver."""
-    maker, ticket = opened(stage, "inbox", 2)
+    maker, ticket = opened(stage, "inbox")
     other = stage.actor("other")
     maker.do(become_receiver)
     for number in range(2):
@@ -616,10 +619,10 @@ def store(stage: Stage) -> None:
 def store_made(stage: Stage) -> None:
     """One fills a value where it will lie, another waits for it."""
     maker, other = keeping(stage)
-    maker.do(begin_make, 1)
+    maker.do(begin_loan, 1)
     waiting = other.start(put, 1)
     waiting.settle()
-    maker.do(commit_make, 1)
+    maker.do(commit_loan, 1)
     waiting.result(PROMPTLY)
     other.do(verify_held, 1)
     maker.do(verify_held, 1)
@@ -691,7 +694,7 @@ def holder_killed(stage: Stage) -> None:
 def maker_killed(stage: Stage) -> None:
     """Who makes a value dies; who waits for it makes it."""
     maker, other = keeping(stage)
-    other.do(begin_make, 1)
+    other.do(begin_loan, 1)
     waiting = maker.start(put, 1)
     waiting.settle()
     other.kill()

@@ -14,7 +14,8 @@ from hypothesis.stateful import (
 )
 
 import penstock
-from penstock import EndOfChannel, Lease, MemoryExhausted, Receiver, Sender, WouldBlock
+from penstock import EndOfChannel, MemoryExhausted, WouldBlock
+from penstock.lowlevel import BlockLease, ByteReceiver, ByteSender
 from tests import tiers
 
 CAPACITY = 4096
@@ -29,17 +30,17 @@ BOUNDED = {"capacity": CAPACITY, "inline_limit": INLINE, "spill_nbytes": SPILL, 
 class Reader:
     """A receiver, and what it must get of each sender, oldest first."""
 
-    def __init__(self, receiver: Receiver, lanes: int) -> None:
+    def __init__(self, receiver: ByteReceiver, lanes: int) -> None:
         self.receiver = receiver
         self.expected: list[list[bytes]] = [[] for _ in range(lanes)]
-        self.held: list[tuple[Lease, bytes]] = []
+        self.held: list[tuple[BlockLease, bytes]] = []
 
 
 class Channels(RuleBasedStateMachine):
     senders_count = 1
     receivers_count = 1
 
-    def open(self) -> penstock.Channel:
+    def open(self) -> penstock.codec.Channel:
         raise NotImplementedError
 
     @initialize(comes_first=st.booleans())
@@ -50,7 +51,7 @@ class Channels(RuleBasedStateMachine):
         self.absent: dict[int, list[list[bytes]]] = {  # expected, and not there yet: its records are kept
             index: [[] for _ in range(self.senders_count)] for index in range(self.receivers_count)
         }
-        self.senders: dict[int, Sender] = {}
+        self.senders: dict[int, ByteSender] = {}
         if comes_first:
             self.come(0)
         for lane in range(self.senders_count):
@@ -171,21 +172,21 @@ class Channels(RuleBasedStateMachine):
 
 
 class Ring(Channels):
-    def open(self) -> penstock.Channel:
+    def open(self) -> penstock.codec.Channel:
         return penstock.Ring(**BOUNDED)
 
 
 class Broadcast(Channels):
     receivers_count = 3
 
-    def open(self) -> penstock.Channel:
+    def open(self) -> penstock.codec.Channel:
         return penstock.Broadcast(receivers=3, **BOUNDED)
 
 
 class Inbox(Channels):
     senders_count = 3
 
-    def open(self) -> penstock.Channel:
+    def open(self) -> penstock.codec.Channel:
         return penstock.Inbox(senders=3, **BOUNDED)
 
     @rule(lane=st.integers(0, 2))

@@ -38,7 +38,7 @@ class Play:
         )
         self.values = [Settings(n, ("w" * chance.randrange(30),)) for n in range(12)]
         self.sent: list[Job] = []
-        self.receivers: dict[int, penstock.MessageReceiver] = {}
+        self.receivers: dict[int, penstock.Receiver] = {}
         self.due: dict[int, int] = {}  # the next message each must get; of one that comes late it is not known
         self.sender = self.channel.open_sender()
         for index in range(self.receivers_count):

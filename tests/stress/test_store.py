@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock import MemoryExhausted, Missing
-from penstock.tensor import Store, plan
-from penstock.tensor.stored import Making, tensors_at
+from penstock import Lease, Loan, MemoryExhausted, Missing, Store
+from penstock.tensor import plan
+from penstock.tensor.lease import block_nbytes
 from tests import tiers
 from tests.conftest import eventually, spawn
 
@@ -44,23 +44,24 @@ def key(number: int) -> bytes:
 def put(store: Store, number: int, source: np.ndarray, times: Times) -> None:
     """As Store.put, with a look at the clock between its parts."""
     planned = plan({"number": number, "pixels": source})
-    nbytes = tensors_at(len(planned.layout)) + planned.nbytes
     began = time.perf_counter()
-    is_new, lease = store._store.begin(key(number), nbytes, 20)
+    is_new, block = store._keeper.begin(key(number), block_nbytes(planned), 20)
     begun = time.perf_counter()
     times["begin" if is_new else "wait for another's copy"].append(begun - began)
-    with Making(store._store, lease, planned, is_new) as making:
-        copied = time.perf_counter()
-        stored = making.commit()
-        if is_new:
+    if not is_new:
+        lease = Lease(block)
+    else:
+        with Loan(store.pool, store._keeper, block, planned) as loan:
+            copied = time.perf_counter()
+            lease = loan.commit()
             times["copy"].append(copied - begun)
             times["commit"].append(time.perf_counter() - copied)
-    assert stored.value()["number"] == number
+    assert lease.value()["number"] == number
 
 
 def trade(ticket: str, seed: int, out: Path) -> None:
     store = Store.attach(ticket)
-    store.take(4096).release()  # it has joined
+    store.pool.join()
     of_key = sizes()
     source = np.ones(9 << 20, np.uint8)
     split: list[Times] = []
@@ -119,13 +120,13 @@ def test_many_put_and_get_at_three_times_the_capacity_and_the_longest_waits_are_
             for trader in traders:
                 trader.join()
             assert [trader.exitcode for trader in traders] == [0] * PROCESSES
-        eventually(lambda: store.stats().holders == ())
+        eventually(lambda: store.stats().pool.holders == ())
         stats = store.stats()
         assert stats.evictions > 100 and stats.hits > 100
-        assert len({item.key for item in stats.items}) == len(stats.items) == store.stats().blocks
+        assert len({item.key for item in stats.items}) == len(stats.items) == stats.pool.blocks
         assert not any(item.is_being_written for item in stats.items)
         store.clear()
-        store.take(NBYTES).release()
+        store.pool.take(NBYTES).release()
     for out in outs:
         for times in msgspec.msgpack.decode(out.read_bytes(), type=list[Times]):
             for part, found in times.items():

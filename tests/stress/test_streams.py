@@ -39,7 +39,7 @@ def payloads(lane: int, largest: int) -> list[tuple[bytes, bytes]]:
     return made
 
 
-def send_many(channel: penstock.Channel, lane: int, records: int, largest: int) -> None:
+def send_many(channel: penstock.codec.Channel, lane: int, records: int, largest: int) -> None:
     made = payloads(lane, largest)
     pack = struct.Struct("<Q").pack
     with channel.open_sender(lane) as sender:
@@ -48,7 +48,7 @@ def send_many(channel: penstock.Channel, lane: int, records: int, largest: int) 
             sender.send([pack(number), head, body], timeout=WATCHDOG)
 
 
-def receive_many(channel: penstock.Channel, index: int, records: int, checks: int = 1) -> None:
+def receive_many(channel: penstock.codec.Channel, index: int, records: int, checks: int = 1) -> None:
     due = [0] * channel.senders
     unpack = HEAD.unpack_from
     with channel.open_receiver(index) as receiver:

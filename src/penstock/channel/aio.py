@@ -219,6 +219,12 @@ class _End:
         self.close()
 
 
+def _as_bytes(record: Buffer | Sequence[Buffer]) -> bytes:
+    if type(record) is bytes:
+        return record
+    return b"".join(record if isinstance(record, (list, tuple)) else (record,))  # type: ignore[arg-type]
+
+
 class AsyncByteReceiver(_End):
     """The receiving end in an event loop. The semantics are the Receiver's."""
 
@@ -288,13 +294,16 @@ class AsyncByteSender(_End):
         self._end = native
 
     async def send(self, record: Buffer | Sequence[Buffer], timeout: float | None = None) -> None:
-        """Sends one record; waits for room without holding the loop up. Raises as Sender.send does."""
+        """Sends one record, as it is now; waits for room without holding the loop up. Raises as Sender.send does."""
         started = time.monotonic()
         deadline = None if timeout is None else started + timeout
+        if self.is_busy:
+            record = _as_bytes(record)  # the caller goes on while this waits
         if not await self._turn.take(deadline):
             self._end.timeout_error(time.monotonic() - started)
         try:
             while not self._end.try_send(record):
+                record = _as_bytes(record)
                 await self._armed(deadline, started)
         finally:
             self._end.disarm(True)

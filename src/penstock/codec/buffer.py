@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock._native import BlockLease
 from penstock.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class Buffer:
         b'pix'
     """
 
-    __slots__ = ("_lease", "_view")
+    __slots__ = ("_view",)  # which holds the exporter: the lease of a record, where it was received
 
     def __init__(self, exporter: Exporter) -> None:
         view = memoryview(exporter)
@@ -58,7 +57,6 @@ class Buffer:
         if view.format != "B" or view.ndim != 1:
             view = view.cast("B") if view.nbytes else memoryview(b"")
         self._view: memoryview | None = view
-        self._lease = exporter if type(exporter) is BlockLease else None
 
     @property
     def view(self) -> memoryview:
@@ -72,11 +70,14 @@ class Buffer:
         return self.view.nbytes
 
     def release(self) -> None:
-        """Gives the place in the channel back, or, if other views of it live, when the last of those is gone."""
+        """Gives the place in the channel back, or, if other views of it live, when the last of those is gone.
+
+        >>> buffer = Buffer(b"pixels")
+        >>> buffer.release()
+        >>> buffer
+        Buffer(released)
+        """
         self._view = None
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
 
     def __len__(self) -> int:
         return self.view.nbytes

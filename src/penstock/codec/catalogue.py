@@ -240,6 +240,11 @@ def _differences(ours: Schema, theirs: Schema) -> Iterator[str]:
         for field, what in b[len(a) :]:
             yield f"{name} has no '{field}: {what}' here"
     order = [one.name for one in ours.messages], [one.name for one in theirs.messages]
+    for name in sorted(here.keys() & there.keys()):
+        if name in order[0] and name not in order[1]:
+            yield f"{name} is a message of its own here, and only part of one there"
+        if name in order[1] and name not in order[0]:
+            yield f"{name} is a message of its own there, and only part of one here"
     if sorted(order[0]) == sorted(order[1]) and order[0] != order[1]:
         yield f"the order is {', '.join(order[1])} there, {', '.join(order[0])} here"
 

@@ -185,8 +185,7 @@ class AsyncMessageSender(_InLoop):
     async def send(self, message: msgspec.Struct, timeout: float | None = None) -> None:
         frame = self._encoder.encode(message)
         if self._end.is_busy or not self._end.try_send(frame):
-            # The caller goes on while this waits, so the arrays that the frame refers to are copied.
-            await self._end.send(frame if isinstance(frame, bytes) else b"".join(frame), timeout)
+            await self._end.send(frame, timeout)
 
     def send_nowait(self, message: msgspec.Struct) -> None:
         if self._end.is_busy:

@@ -296,7 +296,7 @@ class FrameDecoder:
 
 def _part_of(view: memoryview) -> Buffer:
     made = Buffer.__new__(Buffer)
-    made._view, made._lease = view, None
+    made._view = view
     return made
 
 

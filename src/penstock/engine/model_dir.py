@@ -46,13 +46,19 @@ SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in gene
 }
 
 
-def require_family(model_type: str, architectures: Sequence[str] = (), is_quantized: bool = False) -> None:
-    """Raises ValueError where a model of this config.json cannot be served."""
+def require_family(
+    model_type: str, architectures: Sequence[str] = (), is_quantized: bool = False, text_type: str = ""
+) -> None:
+    """Raises ValueError where a model of this config.json cannot be served. `text_type`: of its text_config, if any."""
     heads = [one for one in architectures if not _OTHER_HEAD.search(one)]
     if model_type not in FAMILIES or (architectures and not heads):
         raise ValueError(
             f"Model architectures {list(architectures)} (model_type {model_type!r}) are not supported; "
             f"supported are {', '.join(TEXT.values())}; with images {', '.join(VISION.values())}"
+        )
+    if text_type not in ("", *TEXT) and not text_type.startswith(model_type):  # Qwen2-VL's is called qwen2_vl_text
+        raise ValueError(
+            f"{model_type!r} with text of model_type {text_type!r} is not supported; supported are {', '.join(TEXT)}"
         )
     if is_quantized:
         raise ValueError(f"{model_type!r}: quantized weights are not supported (quantization_config in config.json)")

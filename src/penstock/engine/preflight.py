@@ -51,6 +51,7 @@ def require_model(config: EngineConfig) -> None:
         str(whole.get("model_type")),
         _convert(whole.get("architectures") or [], list[str], f"architectures of {path}"),
         whole.get("quantization_config") is not None,
+        str(text.get("model_type", "")),
     )
     _require_heads(text or whole, config.tensor_parallel_size)
     require_weights(directory)

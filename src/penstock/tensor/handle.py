@@ -33,8 +33,8 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
         >>> with Scope(store) as scope:
         ...     handle = scope.put(np.arange(100_000))
         ...     with handle.open(store) as lease:
-        ...         lease.value().sum()
-        np.int64(4999950000)
+        ...         int(lease.value().sum())
+        4999950000
     """
 
     key: bytes | None
@@ -106,6 +106,9 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def from_bytes(cls, encoded: bytes) -> Handle:
         """Returns the handle that `bytes(handle)` was made of.
+
+        Args:
+            encoded: the bytes.
 
         Raises:
             DecodeError: the bytes are no handle.

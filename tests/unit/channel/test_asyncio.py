@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 import penstock
-from penstock import AsyncReceiver, AsyncSender, ClosedError, EndOfChannel, PeerDied, Timeout, WouldBlock
+from penstock import ClosedError, EndOfChannel, PeerDied, Timeout, WouldBlock
+from penstock.channel import AsyncByteReceiver, AsyncByteSender
 from tests.conftest import eventually
 from tests.support.processes import assert_how, forked, program, soon, thread
 
@@ -21,7 +22,7 @@ def new_ring(**options: object) -> penstock.Ring:
     return penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
 
 
-def run(work: Callable[[AsyncSender, AsyncReceiver], Awaitable[object]], **options: object) -> None:
+def run(work: Callable[[AsyncByteSender, AsyncByteReceiver], Awaitable[object]], **options: object) -> None:
     """Runs work with both ends of a new ring, under a watchdog."""
 
     async def main() -> None:
@@ -39,7 +40,7 @@ async def waits(task: "asyncio.Task[object]") -> None:
     assert not task.done()
 
 
-async def fill(sender: AsyncSender) -> int:
+async def fill(sender: AsyncByteSender) -> int:
     count = 0
     with contextlib.suppress(WouldBlock):
         while True:
@@ -49,7 +50,7 @@ async def fill(sender: AsyncSender) -> int:
 
 
 def test_what_is_sent_is_received() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         for record in (b"", b"x", b"y" * 5000, [b"a", b"b"], memoryview(b"m")):
             await sender.send(record)
             expected = b"".join(record) if isinstance(record, list) else bytes(record)
@@ -60,7 +61,7 @@ def test_what_is_sent_is_received() -> None:
 
 
 def test_a_pipe_that_a_loop_refused_is_added_by_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         def refuse(*_: object) -> None:
             raise OSError(errno.ENOSPC, "epoll_ctl")
 
@@ -77,7 +78,7 @@ def test_a_pipe_that_a_loop_refused_is_added_by_the_next_wait(monkeypatch: pytes
 
 
 def test_a_waiting_receiver_is_woken() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         for number in range(300):
             waiting = asyncio.create_task(receiver.receive())
             await waits(waiting)
@@ -88,7 +89,7 @@ def test_a_waiting_receiver_is_woken() -> None:
 
 
 def test_records_come_in_order_between_two_tasks_that_wait_for_each_other() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         async def produce() -> None:
             for number in range(2000):
                 await sender.send(b"%d" % number * (1 + number % 100))
@@ -106,7 +107,7 @@ def test_records_come_in_order_between_two_tasks_that_wait_for_each_other() -> N
 
 
 def test_a_full_ring_holds_a_sender_up_and_the_loop_goes_on() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         count = await fill(sender)
         waiting = asyncio.create_task(sender.send(b"last" * 240))
         await waits(waiting)
@@ -119,7 +120,7 @@ def test_a_full_ring_holds_a_sender_up_and_the_loop_goes_on() -> None:
 
 
 def test_a_sender_that_waits_for_memory_is_woken_when_a_view_is_released() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         await sender.send(bytes(700_000))
         view = await receiver.receive_view()
         waiting = asyncio.create_task(sender.send(b"s" * 700_000))
@@ -132,7 +133,7 @@ def test_a_sender_that_waits_for_memory_is_woken_when_a_view_is_released() -> No
 
 
 def test_views_are_leases() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         for nbytes in (0, 10, 5000):
             await sender.send(b"v" * nbytes)
             with await receiver.receive_view(timeout=5) as lease:
@@ -143,7 +144,7 @@ def test_views_are_leases() -> None:
 
 
 def test_nowait_says_that_there_is_nothing_or_no_room() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         with pytest.raises(WouldBlock):
             receiver.receive_nowait()
         await sender.send(b"x")
@@ -157,7 +158,7 @@ def test_nowait_says_that_there_is_nothing_or_no_room() -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1, 0.001, 0.05])
 def test_a_deadline_is_kept_and_says_what_the_synchronous_one_says(timeout: float) -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         for call in (receiver.receive, receiver.receive_view):
             started = time.monotonic()
             with pytest.raises(Timeout, match="no record for receiver 0 of 'ring' within"):
@@ -172,7 +173,7 @@ def test_a_deadline_is_kept_and_says_what_the_synchronous_one_says(timeout: floa
 
 
 def test_a_record_that_is_there_comes_even_after_the_deadline() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         await sender.send(b"there")
         assert await receiver.receive(timeout=0) == b"there"
         await sender.send(b"room", timeout=0)
@@ -181,7 +182,7 @@ def test_a_record_that_is_there_comes_even_after_the_deadline() -> None:
 
 
 def test_a_deadline_from_outside_loses_no_record() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         for number in range(50):
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(receiver.receive(), 0.001)
@@ -196,7 +197,7 @@ def test_cancelling_at_any_moment_loses_no_record_and_doubles_none(seed: int) ->
 
     choose = random.Random(seed)
 
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         got: list[bytes] = []
         sent = 0
         for _ in range(500):
@@ -222,7 +223,7 @@ def test_cancelling_at_any_moment_loses_no_record_and_doubles_none(seed: int) ->
 
 @pytest.mark.parametrize("turns", range(8))
 def test_a_cancellation_at_the_moment_of_a_wake_up_is_not_lost(turns: int) -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         waiting = asyncio.create_task(receiver.receive(timeout=30))
         await waits(waiting)
         receiver._on_bell()  # for nothing, as when somebody joins
@@ -237,7 +238,7 @@ def test_a_cancellation_at_the_moment_of_a_wake_up_is_not_lost(turns: int) -> No
 
 
 def test_a_deadline_holds_while_another_task_is_in_the_end() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         waiting = asyncio.create_task(receiver.receive())
         await waits(waiting)
         with pytest.raises(Timeout):
@@ -249,7 +250,7 @@ def test_a_deadline_holds_while_another_task_is_in_the_end() -> None:
 
 
 def test_a_cancelled_send_sends_nothing_and_the_next_one_goes() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         count = await fill(sender)
         for _ in range(20):
             waiting = asyncio.create_task(sender.send(b"cancelled" * 100))
@@ -268,7 +269,7 @@ def test_a_cancelled_send_sends_nothing_and_the_next_one_goes() -> None:
 
 
 def test_tasks_share_an_end_and_each_record_goes_to_one_of_them() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         async def consume() -> list[bytes]:
             return [record async for record in receiver]
 
@@ -282,7 +283,7 @@ def test_tasks_share_an_end_and_each_record_goes_to_one_of_them() -> None:
 
 
 def test_tasks_that_wait_are_served_in_the_order_in_which_they_came() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         for _ in range(5):
             receiving = [asyncio.create_task(receiver.receive()) for _ in range(5)]
             await waits(receiving[-1])
@@ -301,7 +302,7 @@ def test_tasks_that_wait_are_served_in_the_order_in_which_they_came() -> None:
 
 
 def test_the_end_of_the_channel_ends_a_wait_and_a_loop() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         waiting = asyncio.create_task(receiver.receive())
         await waits(waiting)
         sender.close()
@@ -314,7 +315,7 @@ def test_the_end_of_the_channel_ends_a_wait_and_a_loop() -> None:
 
 @pytest.mark.parametrize("end", ["sender", "receiver"])
 def test_closing_an_end_ends_the_waits_of_its_own_tasks(end: str) -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         if end == "sender":
             await fill(sender)
         call = (lambda: sender.send(b"x" * 960)) if end == "sender" else receiver.receive
@@ -331,7 +332,7 @@ def test_closing_an_end_ends_the_waits_of_its_own_tasks(end: str) -> None:
 
 
 def test_the_other_sides_close_ends_a_full_send() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         await fill(sender)
         waiting = asyncio.create_task(sender.send(b"x" * 960))
         await waits(waiting)
@@ -386,7 +387,7 @@ def test_a_loop_that_was_stopped_while_an_end_waited_does_not_break_the_next() -
 
 
 def test_an_idle_loop_costs_nothing_and_no_thread() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         threads = len(os.listdir("/proc/self/task"))
         waiting = asyncio.create_task(receiver.receive())
         await waits(waiting)
@@ -428,7 +429,7 @@ def test_a_waiting_loop_is_woken_from_another_thread_soon() -> None:
 
 
 def test_a_waiting_end_is_seen_from_outside() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
         channel = penstock.Ring()
         async with channel.open_async_receiver() as waiting_end:
             task = asyncio.create_task(waiting_end.receive())
@@ -526,7 +527,7 @@ def test_a_receivers_death_ends_a_full_send() -> None:
         hear()
     """
 
-    async def main(sender: AsyncSender, kill: Callable[[], float]) -> float:
+    async def main(sender: AsyncByteSender, kill: Callable[[], float]) -> float:
         async with sender:
             await fill(sender)
             waiting = asyncio.create_task(sender.send(b"x" * 960))
@@ -551,7 +552,7 @@ def test_many_asynchronous_receivers_of_a_broadcast_all_get_everything() -> None
         async with channel.open_async_sender() as sender, contextlib.AsyncExitStack() as ends:
             receivers = [await ends.enter_async_context(channel.open_async_receiver()) for _ in range(16)]
 
-            async def consume(receiver: AsyncReceiver) -> list[bytes]:
+            async def consume(receiver: AsyncByteReceiver) -> list[bytes]:
                 return [record async for record in receiver]
 
             tasks = [asyncio.create_task(consume(receiver)) for receiver in receivers]
@@ -570,7 +571,7 @@ def test_many_asynchronous_senders_of_an_inbox_are_all_heard() -> None:
         async with channel.open_async_receiver() as receiver, contextlib.AsyncExitStack() as ends:
             senders = [await ends.enter_async_context(channel.open_async_sender()) for _ in range(8)]
 
-            async def produce(sender: AsyncSender) -> None:
+            async def produce(sender: AsyncByteSender) -> None:
                 for number in range(100):
                     await sender.send(b"%d" % number * 50)
                 sender.close()
@@ -632,7 +633,8 @@ IN_A_LOOP = """
     import asyncio
     async def main():
         channel = penstock.attach(sys.argv[1])
-        receiver, sender = channel.open_async_receiver(name="loop"), penstock.attach(sys.argv[2]).open_sender(name="answers")
+        receiver = channel.open_async_receiver(name="loop")
+        sender = penstock.attach(sys.argv[2]).open_sender(name="answers")
         say("ready")
         async for record in receiver:
             sender.send(record)
@@ -710,7 +712,7 @@ def test_an_end_that_is_dropped_in_a_running_loop_is_closed(end: str, has_waited
         dropped = ring.open_async_sender() if end == "senders" else ring.open_async_receiver()
         if has_waited:
             with pytest.raises(Timeout):
-                if isinstance(dropped, AsyncSender):
+                if isinstance(dropped, AsyncByteSender):
                     await fill(dropped)
                     await dropped.send(b"x" * 960, timeout=0.01)
                 else:

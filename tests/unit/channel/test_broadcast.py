@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 import penstock
-from penstock import EndOfChannel, Receiver, Sender, Timeout, WouldBlock
+from penstock import EndOfChannel, Timeout, WouldBlock
+from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.support.processes import program
 
 
 @contextlib.contextmanager
-def broadcast(count: int, **options: object) -> Iterator[tuple[Sender, list[Receiver]]]:
+def broadcast(count: int, **options: object) -> Iterator[tuple[ByteSender, list[ByteReceiver]]]:
     channel = penstock.Broadcast(receivers=count, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
     with contextlib.ExitStack() as ends:
         sender = ends.enter_context(channel.open_sender())
@@ -157,7 +158,7 @@ def test_receivers_come_and_go_and_none_gets_a_record_twice_or_out_of_order(seed
     channel = penstock.Broadcast(receivers=4, capacity=4096, spill_nbytes=1 << 20)
     with channel.open_sender() as sender:
         # By place: the receiver, and the number that it must get next.
-        present: dict[int, tuple[Receiver, int]] = {rank: (channel.open_receiver(rank), 0) for rank in range(4)}
+        present: dict[int, tuple[ByteReceiver, int]] = {rank: (channel.open_receiver(rank), 0) for rank in range(4)}
         number = 0
         for _ in range(3000):
             rank = choose.randrange(4)

@@ -15,7 +15,7 @@ from tests.support.processes import DYING, Program, assert_how, program, soon, t
 END = """
 channel = penstock.attach(sys.argv[1])
 held = []
-with getattr(channel, sys.argv[2])(name="victim") as end:
+with getattr(channel, f"open_{sys.argv[2]}")(name="victim") as end:
     say("ready")
     while True:
         word, _, rest = hear().partition(" ")
@@ -37,7 +37,7 @@ with getattr(channel, sys.argv[2])(name="victim") as end:
 """
 
 
-def victim(channel: penstock.Channel, role: str) -> "contextlib.AbstractContextManager[Program]":
+def victim(channel: penstock.codec.Channel, role: str) -> "contextlib.AbstractContextManager[Program]":
     return program(END, channel.ticket, role, env=DYING)
 
 

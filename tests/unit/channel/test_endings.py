@@ -29,7 +29,7 @@ os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
 """
 
 
-def states(shared: "penstock.Channel | Pool") -> dict[str, str]:
+def states(shared: "penstock.codec.Channel | Pool") -> dict[str, str]:
     return {peer.name: peer.state for peer in shared.peers()}
 
 
@@ -85,7 +85,8 @@ def test_an_exec_that_nobody_was_there_to_see_is_found_by_the_next_who_comes() -
 
 def test_a_process_that_joins_again_after_an_exec_is_another_peer() -> None:
     again = """
-import sys, penstock
+import sys
+from penstock import lowlevel
 pool = lowlevel.Pool.attach(sys.argv[1], peer_name="after")
 with pool.take(100) as lease:
     print("again", flush=True)

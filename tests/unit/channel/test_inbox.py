@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 import penstock
-from penstock import EndOfChannel, Receiver, Sender, Timeout, WouldBlock
+from penstock import EndOfChannel, Timeout, WouldBlock
+from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.support.processes import program
 
 
 @contextlib.contextmanager
-def inbox(count: int, **options: object) -> Iterator[tuple[list[Sender], Receiver]]:
+def inbox(count: int, **options: object) -> Iterator[tuple[list[ByteSender], ByteReceiver]]:
     channel = penstock.Inbox(senders=count, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
     with contextlib.ExitStack() as ends:
         senders = [ends.enter_context(channel.open_sender(name=f"api {rank}")) for rank in range(count)]
@@ -94,7 +95,7 @@ def test_a_place_that_was_closed_is_given_to_the_next_and_nothing_is_mixed_up() 
         assert len(records) == 2
 
 
-def _next(receiver: Receiver) -> bytes | None:
+def _next(receiver: ByteReceiver) -> bytes | None:
     try:
         return receiver.receive_nowait()
     except (EndOfChannel, WouldBlock):

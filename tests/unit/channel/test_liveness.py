@@ -235,7 +235,7 @@ def test_another_time_namespace_is_refused() -> None:
         pytest.skip("needs root and unshare(1)")
     pool = Pool.create(MIB, peer_name="holder")
     pool.join()
-    attach = f"import penstock; lowlevel.Pool.attach({pool.fd}).join()"
+    attach = f"from penstock import lowlevel; lowlevel.Pool.attach({pool.fd}).join()"
     command = [unshare, "--time", "--fork", "--boottime", "1000", sys.executable, "-c", attach]
     ended = subprocess.run(command, pass_fds=[pool.fd], capture_output=True, text=True, timeout=30)
     if "unshare:" in ended.stderr:
@@ -249,7 +249,7 @@ def test_a_proc_of_another_pid_namespace_is_refused() -> None:
     unshare = shutil.which("unshare")
     if os.geteuid() != 0 or unshare is None:
         pytest.skip("needs root and unshare(1)")
-    join = "import penstock; lowlevel.Pool.create(4096).join()"
+    join = "from penstock import lowlevel; lowlevel.Pool.create(4096).join()"
     command = [unshare, "--pid", "--fork", sys.executable, "-c", join]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if "unshare:" in ended.stderr:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, EndOfChannel, Receiver, Sender, Timeout, WouldBlock
+from penstock import ClosedError, EndOfChannel, Timeout, WouldBlock
+from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.support.processes import program
 
 RECORD = 32  # bytes of a record's header, and what its place in the ring is a multiple of
@@ -17,7 +18,7 @@ INLINE = 1024
 
 
 @contextlib.contextmanager
-def ring(**options: object) -> Iterator[tuple[Sender, Receiver]]:
+def ring(**options: object) -> Iterator[tuple[ByteSender, ByteReceiver]]:
     channel = penstock.Ring(**{"capacity": CAPACITY, "spill_nbytes": 1 << 20, **options})
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield sender, receiver
@@ -281,7 +282,12 @@ def test_a_ring_that_was_closed_in_peace_has_no_second_sender() -> None:
 @pytest.mark.parametrize("index", [-1, -5, 2**31, 2**40])
 def test_an_impossible_index_is_refused(index: int) -> None:
     channel = penstock.Ring()
-    for end in (channel.sender, channel.receiver, channel.async_sender, channel.async_receiver):
+    for end in (
+        channel.open_sender,
+        channel.open_receiver,
+        channel.open_async_sender,
+        channel.open_async_receiver,
+    ):
         with pytest.raises(ValueError, match=str(index)):
             end(index)
 

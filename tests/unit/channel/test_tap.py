@@ -22,7 +22,7 @@ def small(**options: object) -> penstock.Ring:
     return penstock.Ring(**{"capacity": CAPACITY, "spill_nbytes": 1 << 20, **options})
 
 
-def tap_of(channel: penstock.Channel, from_start: bool = False) -> _native.Tap:
+def tap_of(channel: penstock.codec.Channel, from_start: bool = False) -> _native.Tap:
     return _native.Tap(channel._segment, from_start)
 
 
@@ -34,7 +34,7 @@ def all_of(tap: _native.Tap) -> list[Record]:
     return list(itertools.chain.from_iterable(iter(tap.read, [])))
 
 
-def contents(channel: penstock.Channel) -> bytes:
+def contents(channel: penstock.codec.Channel) -> bytes:
     """Every byte of the segment."""
     fd = channel._segment.fd
     return os.pread(fd, os.fstat(fd).st_size, 0)

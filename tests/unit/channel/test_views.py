@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, Lease, Receiver, Sender, Timeout, WouldBlock
+from penstock import ClosedError, Timeout, WouldBlock
+from penstock.lowlevel import BlockLease, ByteReceiver, ByteSender
 from tests.support.processes import DYING, program
 
 SIZES = [0, 1, 1000, 5000]  # the last one is spilled
 
 
 @contextlib.contextmanager
-def ring(**options: object) -> Iterator[tuple[penstock.Ring, Sender, Receiver]]:
+def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteReceiver]]:
     channel = penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield channel, sender, receiver
@@ -28,7 +29,7 @@ def test_a_view_shows_the_record(nbytes: int) -> None:
         record = random.Random(nbytes).randbytes(nbytes)
         sender.send(record)
         with receiver.receive_view(timeout=1) as lease:
-            assert isinstance(lease, Lease)
+            assert isinstance(lease, BlockLease)
             assert bytes(lease) == record
             assert (len(lease), lease.nbytes, lease.is_writable, lease.is_released) == (nbytes, nbytes, False, False)
         assert lease.is_released
@@ -94,7 +95,7 @@ def test_records_that_are_copied_while_a_view_is_held_keep_their_room_until_it_i
 def test_views_are_released_in_random_order_and_no_byte_of_a_held_one_ever_changes(seed: int) -> None:
     choose = random.Random(seed)
     with ring() as (channel, sender, receiver):
-        held: list[tuple[Lease, bytes]] = []
+        held: list[tuple[BlockLease, bytes]] = []
         sent: list[bytes] = []
         for number in range(4000):
             record = random.Random(number).randbytes(choose.choice([0, 20, 300, 1024, 3000]))

@@ -12,19 +12,20 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import penstock
-from penstock import ClosedError, EndOfChannel, Receiver, Sender, Timeout, WouldBlock, _native
+from penstock import ClosedError, EndOfChannel, Timeout, WouldBlock, _native
+from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.conftest import eventually
 from tests.support.processes import IS_SANITIZED, PROMISED, forked, program, soon, thread
 
 
 @contextlib.contextmanager
-def ring(**options: object) -> Iterator[tuple[penstock.Ring, Sender, Receiver]]:
+def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteReceiver]]:
     channel = penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield channel, sender, receiver
 
 
-def fill(sender: Sender, nbytes: int = 960) -> int:
+def fill(sender: ByteSender, nbytes: int = 960) -> int:
     """Sends until there is no room, and says how many records that were."""
     count = 0
     with contextlib.suppress(WouldBlock):
@@ -34,11 +35,11 @@ def fill(sender: Sender, nbytes: int = 960) -> int:
     return count
 
 
-def is_waiting(channel: penstock.Channel, ends: str) -> bool:
+def is_waiting(channel: penstock.codec.Channel, ends: str) -> bool:
     return any(end["waiting_ns"] > 0 for end in channel.snapshot()[ends])
 
 
-def is_parked(channel: penstock.Channel, ends: str) -> bool:
+def is_parked(channel: penstock.codec.Channel, ends: str) -> bool:
     """Is somebody waiting there for longer than the longest spin?"""
     return any(end["waiting_ns"] > 15_000_000 for end in channel.snapshot()[ends])
 
@@ -167,7 +168,9 @@ def test_a_deadline_is_kept(timeout: float) -> None:
 
 
 # ── a close ends a wait ──────────────────────────────────────────────────────────────────────────────────────────────
-def closed_while(waits: Callable[[Sender, Receiver], object], ends: str, prepare: Callable[[Sender], object]) -> None:
+def closed_while(
+    waits: Callable[[ByteSender, ByteReceiver], object], ends: str, prepare: Callable[[ByteSender], object]
+) -> None:
     def measure() -> float:
         with ring() as (channel, sender, receiver):
             prepare(sender)

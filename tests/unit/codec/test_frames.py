@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock import DecodeError, Part
+from penstock import Buffer, DecodeError
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
+from penstock.codec.buffer import KINDS
 from penstock.codec.frame import HEAD, INLINE_NBYTES, LONG_NBYTES, split
-from penstock.codec.part import KINDS
 
 
 class Colour(enum.Enum):
@@ -48,7 +48,7 @@ class Arrays(msgspec.Struct, array_like=True, frozen=True):
     mask: NDArray[np.bool_] | None = None
     wide: NDArray[np.float64] | None = None
     inner: tuple[Inner, ...] = ()
-    image: Part | None = None
+    image: Buffer | None = None
 
 
 class Asking(msgspec.Struct, array_like=True, frozen=True):
@@ -118,7 +118,7 @@ def test_arrays_are_parts_of_the_frame_and_views_of_it() -> None:
 
 def test_what_was_received_is_read_only_whatever_the_frame_is() -> None:
     wire = Wire()
-    sent = Arrays(np.arange(3, dtype=np.int32), wide=np.ones(700), image=Part(b"x" * 300))
+    sent = Arrays(np.arange(3, dtype=np.int32), wide=np.ones(700), image=Buffer(b"x" * 300))
     got = wire.decoder.decode(bytearray(wire.frame(sent)))
     assert not got.ids.flags.writeable and not got.wide.flags.writeable and got.image.view.readonly
 
@@ -153,7 +153,9 @@ def test_parts_lie_at_multiples_of_8_and_long_ones_of_64() -> None:
     for lengths in ((200, 33, 1), (LONG_NBYTES, 200, 5000), (INLINE_NBYTES + 1,) * 3):
         inner = tuple(Inner("x" * n, np.zeros(n, np.float32)) for n in lengths)
         whole = np.zeros(20_000_0 // 64 * 64, np.uint8)
-        frame = joined(wire.encoder.encode(Arrays(np.zeros(lengths[0], np.int32), inner=inner, image=Part(b"y" * 999))))
+        frame = joined(
+            wire.encoder.encode(Arrays(np.zeros(lengths[0], np.int32), inner=inner, image=Buffer(b"y" * 999)))
+        )
         at = -whole.ctypes.data % 64
         whole[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
         got = wire.decoder.decode(whole[at : at + len(frame)].data)
@@ -204,7 +206,7 @@ def test_what_would_be_taken_for_an_array_or_a_part_is_refused_where_it_is_sent(
     name = type(stand_in).__name__
     for message, why in (
         (Arrays(stand_in), rf"Arrays\.ids is an array of int32, not {name}"),
-        (Arrays(np.zeros(1, np.int32), image=stand_in), rf"Arrays\.image is Part, not {name}"),
+        (Arrays(np.zeros(1, np.int32), image=stand_in), rf"Arrays\.image is Buffer, not {name}"),
     ):
         with pytest.raises(TypeError, match=why):
             wire.frame(message)
@@ -271,7 +273,7 @@ def test_arrays_of_the_standard_library_and_numbers_of_numpy_are_taken() -> None
 def test_parts_carry_bytes_of_anything() -> None:
     wire = Wire()
     for sent in (b"", b"abc", bytes(100_000), bytearray(b"x" * 300), memoryview(np.arange(6.0).reshape(2, 3))):
-        got = wire.over(Arrays(np.zeros(1, np.int32), image=Part(sent)))
+        got = wire.over(Arrays(np.zeros(1, np.int32), image=Buffer(sent)))
         assert bytes(got.image) == bytes(sent) and len(got.image) == memoryview(sent).nbytes
         assert got.image.view.readonly
 
@@ -342,7 +344,7 @@ def test_mutated_frames_are_messages_or_decode_errors(seed: int) -> None:
     messages: list[msgspec.Struct] = [
         Plain(7, "x", 0.5, Colour.BLUE, "b", {"k": 1}, 3),
         Arrays(np.arange(3, dtype=np.int32), np.ones(200, np.bool_), np.ones((5, 8)), (Inner("a", np.ones(50, "f4")),)),
-        Arrays(np.arange(2000, dtype=np.int32), image=Part(b"z" * 700)),
+        Arrays(np.arange(2000, dtype=np.int32), image=Buffer(b"z" * 700)),
         Asking("a", Settings(0.1), Settings(0.2, ("w",))),
     ]
     frames = [wire.frame(message) for message in messages]
@@ -425,7 +427,7 @@ def test_two_catalogues_that_differ_say_how() -> None:
     a = struct(number=int, words=list[str])
     b = struct(number=float, words=list[str], more=int)
     other = msgspec.defstruct("Stop", [], array_like=True)
-    from penstock import LayoutMismatch
+    from penstock.lowlevel import LayoutMismatch
 
     with pytest.raises(LayoutMismatch) as caught:
         Catalogue(a).require_same(Catalogue(b, other).schema, "steps")

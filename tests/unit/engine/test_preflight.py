@@ -100,6 +100,10 @@ def test_weights_that_were_not_copied_to_their_end_are_refused_with_both_sizes(m
             "LlamaForSequenceClassification",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized weights are not supported"),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "phi"}},
+            "'llava' with text of model_type 'phi' is not supported; supported are gemma2, gemma3_text, llama, ",
+        ),
     ],
 )
 def test_a_family_that_is_not_served_is_named(model: Path, said: dict[str, Any], text: str) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 import penstock
 from penstock import MemoryExhausted, _native, lowlevel
+from penstock.codec.channels import attach_channel
 from penstock.lowlevel import LayoutMismatch, Segment, Ticket
 from tests.conftest import descriptors, eventually
 from tests.support.processes import DYING, IS_SANITIZED, forked, program, running
@@ -134,7 +135,7 @@ def test_an_unrelated_process_attaches_by_ticket() -> None:
 def test_a_process_that_a_shell_started_attaches_by_ticket() -> None:
     segment = Segment.create(5000)
     write(segment, b"hello")
-    reads = "import penstock, sys; print(bytes(lowlevel.Segment.attach(sys.argv[1]).view()[:5]).decode())"
+    reads = "import sys; from penstock import lowlevel; print(bytes(lowlevel.Segment.attach(sys.argv[1]).view()[:5]).decode())"
     command = f"(cd / && exec setsid {sys.executable} -c '{reads}' '{segment.ticket}')"
     with running(["/bin/sh", "-c", command]) as shell:
         assert shell.hear() == "hello"
@@ -166,6 +167,7 @@ def test_everything_shared_goes_to_a_process_that_multiprocessing_starts(method:
     script = """
 import multiprocessing, sys, warnings
 import penstock
+from penstock import lowlevel
 
 def work(ring, pool, segment, said):
     assert bytes(segment.view()[:5]) == b"hello"
@@ -354,8 +356,6 @@ def test_a_ticket_of_a_reused_pid_is_refused() -> None:
 
 def test_each_kind_is_attached_as_what_it_is_only() -> None:
     segment, pool, ring = Segment.create(4096), lowlevel.Pool.create(4096), penstock.Ring()
-    from penstock.channel.channels import attach_channel
-
     assert [type(penstock.attach(x.ticket)) for x in (segment, pool, ring)] == [Segment, lowlevel.Pool, penstock.Ring]
     for attach, wrong in (
         (Segment.attach, (pool, ring)),
@@ -376,7 +376,7 @@ def memfd(data: bytes, seals: int = SEAL_SHRINK | SEAL_GROW) -> int:
     return fd
 
 
-def contents(shared: lowlevel.Segment | penstock.Channel) -> bytes:
+def contents(shared: lowlevel.Segment | penstock.codec.Channel) -> bytes:
     size = os.fstat(shared.fd).st_size
     return os.pread(shared.fd, min(size, 4 * MIB), 0)
 
@@ -431,7 +431,7 @@ def test_a_header_with_any_flipped_bits_is_refused_or_good_and_nothing_breaks(se
         import fcntl, random
         choose = random.Random(int(sys.argv[1]))
         for shared in (lowlevel.Segment.create(4096), lowlevel.Pool.create(4096, max_blocks=4, max_peers=2),
-                       penstock.Inbox(2, capacity=4096, spill_nbytes=4096, spill_blocks=4)):
+                       penstock.Inbox(senders=2, capacity=4096, spill_nbytes=4096, spill_blocks=4)):
             good = os.pread(shared.fd, os.fstat(shared.fd).st_size, 0)
             for _ in range(400):
                 data = bytearray(good)
@@ -603,6 +603,7 @@ def test_a_full_dev_shm_does_not_matter_and_what_others_left_there_stays() -> No
     fill = "mount -t tmpfs -o size=1m tmpfs /dev/shm && head -c 2000000 /dev/zero >/dev/shm/foreign 2>/dev/null"
     work = """
 import os, penstock
+from penstock import lowlevel
 before = os.stat("/dev/shm/foreign").st_size, os.statvfs("/dev/shm").f_bfree
 pool = lowlevel.Pool.create(8 << 20)
 with pool.take(8 << 20) as lease, penstock.Ring() as ring, ring.open_sender() as sender:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.codec import Catalogue, FrameEncoder, Part
+from penstock.codec import Buffer, Catalogue, FrameEncoder
 from penstock.errors import DecodeError
 from penstock.tools.capture.frame_fields import HEAD, PADDING, FrameFields, FrameLayout
 
@@ -33,7 +33,7 @@ class Step(msgspec.Struct, array_like=True, frozen=True):
     rows: NDArray[np.int32]
     inner: Inner | None = None
     many: list[Inner] = []
-    images: dict[str, Part] = {}
+    images: dict[str, Buffer] = {}
     params: Params | None = None
     pair: tuple[int, NDArray[np.float32]] | None = None
     kind: Kind = Kind.OLD
@@ -82,7 +82,7 @@ def test_arrays_inside_of_structs_lists_dicts_and_tuples_are_told_apart() -> Non
         numbers(100),
         Inner(numbers(200)),
         [Inner(numbers(300)), Inner(numbers(2)), Inner(numbers(400))],
-        {"a": Part(bytes(5000)), "b": Part(b"xyz")},
+        {"a": Buffer(bytes(5000)), "b": Buffer(b"xyz")},
         None,
         (5, numbers(600, "float32")),
         Kind.NEW,
@@ -112,7 +112,7 @@ def test_the_pieces_are_the_frame_to_the_byte_whatever_the_message(seed: int) ->
             some(),
             chance.choice([None, Inner(some(), "x" * chance.randrange(300))]),
             [Inner(some()) for _ in range(chance.randrange(5))],
-            {str(index): Part(bytes(chance.randrange(9000))) for index in range(chance.randrange(4))},
+            {str(index): Buffer(bytes(chance.randrange(9000))) for index in range(chance.randrange(4))},
             chance.choice([None, Params(chance.random())]),
             chance.choice([None, (1, some().astype("float32"))]),
         )
@@ -136,7 +136,7 @@ def test_what_is_no_frame_of_this_layout_is_a_decode_error() -> None:
 
 def test_a_damaged_frame_is_a_decode_error_or_adds_up(seed: int) -> None:
     chance = random.Random(seed)
-    good = frame_of(Step(7, numbers(100), Inner(numbers(50)), [Inner(numbers(60))], {"a": Part(bytes(5000))}))
+    good = frame_of(Step(7, numbers(100), Inner(numbers(50)), [Inner(numbers(60))], {"a": Buffer(bytes(5000))}))
     apart = 0
     for _ in range(3000):
         bad = bytearray(good)

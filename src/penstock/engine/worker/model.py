@@ -100,4 +100,6 @@ def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | 
 
 def require_supported(config: Any) -> None:
     is_quantized = getattr(config, "quantization_config", None) is not None
-    require_family(config.model_type, config.architectures or (), is_quantized)
+    text = config.get_text_config()
+    text_type = "" if text is config else text.model_type
+    require_family(config.model_type, config.architectures or (), is_quantized, text_type)

@@ -111,7 +111,7 @@ class FrameLayout:
         inside = inside.rpartition("]")[0]
         if name == "array" and type(value) is list and value:
             value = value[0]  # the others are its shape
-        if name in ("array", "part"):
+        if name in ("array", "buffer"):
             if type(value) is int:
                 yield value
         elif name == "tuple" and not inside.endswith("…") and type(value) is list:

@@ -1,0 +1,485 @@
+"""Buffers, as what a channel carries and as fields of messages: what holds room in the channel, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import gc
+import multiprocessing
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import penstock
+from penstock import AsyncReceiver, AsyncSender, Buffer, ClosedError, Receiver, Sender, WouldBlock
+
+SIZES = [0, 1, 1000, 5000]  # the last one lies in the pool
+
+
+class Image(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    pixels: Buffer
+    mask: NDArray[np.int32] | None = None
+
+
+@contextlib.contextmanager
+def ring(type: Any = Buffer, **options: Any) -> Iterator[tuple[penstock.Ring[Any], Sender[Any], Receiver[Any]]]:
+    channel = penstock.Ring(type, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
+        yield channel, sender, receiver
+
+
+def in_use(channel: penstock.Ring[Any]) -> int:
+    """Bytes that the channel keeps for what was received: in the ring, and in the pool."""
+    state = channel.snapshot()
+    return int(state["receivers"][0]["nbytes_behind"]) + int(state["pool"][0]["taken_nbytes"])
+
+
+# ── what is sent and received ──
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_channel_of_buffers_gives_the_record_as_a_read_only_buffer(nbytes: int) -> None:
+    record = random.Random(nbytes).randbytes(nbytes)
+    with ring() as (_, sender, receiver):
+        for sent in (record, bytearray(record), Buffer(record), np.frombuffer(record, np.uint8)):
+            sender.send(sent)
+            with receiver.receive(timeout=1) as buffer:
+                assert type(buffer) is Buffer
+                assert bytes(buffer) == bytes(buffer.view) == record
+                assert (len(buffer), buffer.nbytes, buffer.view.readonly) == (nbytes, nbytes, True)
+            sender.send_nowait(sent)
+            with receiver.receive_nowait() as buffer:
+                assert buffer == Buffer(record)
+        with pytest.raises(WouldBlock):
+            receiver.receive_nowait()
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_list_of_buffers_is_sent_as_one_record(nbytes: int) -> None:
+    part = bytes(nbytes)
+    record = b"head" + part + b"tail" + part
+    pieces: list[list[Any] | tuple[Any, ...]] = [
+        [b"head", part, b"tail", part],
+        (b"head", bytearray(part), Buffer(b"tail"), Buffer(part)),
+        [Buffer(record)],
+        [record, Buffer(b"")],
+    ]
+    with ring(capacity=1 << 16, inline_limit=4096) as (_, sender, receiver):
+        for sent in pieces:
+            for send in (sender.send, sender.send_nowait):
+                send(sent)
+                with receiver.receive(timeout=1) as buffer:
+                    assert bytes(buffer) == record
+        sender.send([])
+        assert bytes(receiver.receive(timeout=1)) == b""
+
+
+def test_a_received_buffer_is_sent_on_as_it_is() -> None:
+    with ring() as (_, sender, receiver), ring() as (_, passing, last):
+        for nbytes in SIZES:
+            sender.send(b"x" * nbytes)
+            with receiver.receive(timeout=1) as buffer:
+                passing.send([b"on: ", buffer])
+                passing.send(buffer)
+            assert bytes(last.receive(timeout=1)) == b"on: " + b"x" * nbytes
+            assert bytes(last.receive(timeout=1)) == b"x" * nbytes
+
+
+@pytest.mark.parametrize("wrong", ["text", 5, None, [b"a", "text"], [b"a", 5], object()], ids=repr)
+def test_what_has_no_buffer_is_refused_and_costs_nothing(wrong: Any) -> None:
+    with ring() as (_, sender, receiver):
+        for send in (sender.send, sender.send_nowait):
+            with pytest.raises(TypeError):
+                send(wrong)
+        sender.send(b"after")
+        assert bytes(receiver.receive(timeout=1)) == b"after"
+
+
+def test_buffers_are_told_apart_by_their_bytes() -> None:
+    assert Buffer(b"abc") == Buffer(bytearray(b"abc")) != Buffer(b"abd")
+    assert Buffer(b"abc") != b"abc"
+    assert bytes(Buffer(np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::2])) == np.array([0, 2, 3, 5], "i2").tobytes()
+    assert Buffer(np.zeros((2, 3))).view.format == "B"
+    assert (repr(Buffer(b"abc")), repr(Buffer(np.zeros(0)))) == ("Buffer(3 bytes)", "Buffer(0 bytes)")
+    with pytest.raises(TypeError):
+        hash(Buffer(b"abc"))
+    for wrong in ("text", 5, None):
+        with pytest.raises(TypeError):
+            Buffer(wrong)  # type: ignore[arg-type]
+
+
+def test_iteration_ends_with_the_channel() -> None:
+    with ring() as (_, sender, receiver):
+        for number in range(3):
+            sender.send(b"%d" % number)
+        sender.close()
+        assert [bytes(buffer) for buffer in receiver] == [b"0", b"1", b"2"]
+        with pytest.raises(penstock.EndOfChannel):
+            receiver.receive(timeout=1)
+
+
+def test_source_is_the_sender_of_the_last_buffer() -> None:
+    inbox = penstock.Inbox(Buffer, senders=3)
+    with inbox.open_receiver() as receiver:
+        for index in (2, 0, 1):
+            with inbox.open_sender(index) as sender:
+                assert sender.index == index
+                sender.send(b"%d" % index)
+                assert (bytes(receiver.receive(timeout=1)), receiver.source) == (b"%d" % index, index)
+                assert receiver.index == 0
+
+
+def test_a_broadcast_of_buffers_is_released_by_each_receiver() -> None:
+    channel = penstock.Broadcast(Buffer, receivers=2, capacity=4096, spill_nbytes=1 << 20)
+    with channel.open_sender() as sender, channel.open_receiver() as one, channel.open_receiver() as other:
+        sender.send(b"x" * 5000)
+        held = [receiver.receive(timeout=1) for receiver in (one, other)]
+        held[0].release()
+        assert bytes(held[1]) == b"x" * 5000
+        assert channel.snapshot()["pool"][0]["blocks"] == 1
+        held[1].release()
+        assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+def test_ends_of_buffers_are_closed_by_their_block_and_say_so() -> None:
+    with ring() as (_, sender, receiver):
+        pass
+    assert sender.is_closed and receiver.is_closed
+    for use in (lambda: sender.send(b"x"), lambda: sender.send_nowait(b"x"), receiver.receive, receiver.receive_nowait):
+        with pytest.raises(ClosedError):
+            use()
+
+
+# ── room ──
+@pytest.mark.parametrize("nbytes", [100, 5000])
+def test_a_buffer_keeps_its_room_until_it_is_released(nbytes: int) -> None:
+    with ring() as (channel, sender, receiver):
+        sender.send(b"x" * nbytes)
+        buffer = receiver.receive(timeout=1)
+        assert in_use(channel) >= nbytes
+        buffer.release()
+        assert in_use(channel) == 0
+        buffer.release()  # again: nothing happens
+        assert in_use(channel) == 0
+        assert repr(buffer) == "Buffer(released)"
+
+
+def test_held_buffers_fill_the_ring_and_a_released_one_makes_room() -> None:
+    with ring() as (_, sender, receiver):
+        for letter in b"abcd":
+            sender.send(bytes([letter]) * 960)
+        buffers = [receiver.receive(timeout=1) for _ in range(4)]
+        with pytest.raises(WouldBlock):
+            sender.send_nowait(b"e" * 960)
+        with pytest.raises(penstock.Timeout, match="is 4 records"):
+            sender.send(b"e" * 960, timeout=0.01)
+        assert [bytes(buffer) for buffer in buffers] == [bytes([letter]) * 960 for letter in b"abcd"]
+        buffers[0].release()
+        sender.send_nowait(b"e" * 960)
+        assert [bytes(buffer) for buffer in buffers[1:]] == [bytes([letter]) * 960 for letter in b"bcd"]
+        assert bytes(receiver.receive(timeout=1)) == b"e" * 960
+
+
+@pytest.mark.parametrize("nbytes", [100, 5000])
+def test_a_buffer_that_is_dropped_gives_its_room_back(nbytes: int) -> None:
+    with ring() as (channel, sender, receiver):
+        sender.send(b"x" * nbytes)
+        buffer: Any = receiver.receive(timeout=1)
+        cycle = [buffer]
+        cycle.append(cycle)
+        del buffer
+        assert in_use(channel) > 0
+        del cycle
+        gc.collect()
+        assert in_use(channel) == 0
+
+
+@pytest.mark.parametrize("nbytes", [1000, 5000])
+def test_views_of_a_released_buffer_keep_its_room_until_the_last_is_gone(nbytes: int) -> None:
+    with ring() as (channel, sender, receiver):
+        sender.send(np.arange(nbytes // 8, dtype=np.int64))
+        buffer = receiver.receive(timeout=1)
+        view, array = buffer.view[8:16], np.frombuffer(buffer.view, np.int64)
+        buffer.release()
+        buffer.release()
+        with pytest.raises(ClosedError):
+            buffer.view  # noqa: B018
+        assert bytes(view) == (1).to_bytes(8, "little") and array[-1] == nbytes // 8 - 1
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+        assert in_use(channel) > 0
+        del array
+        assert in_use(channel) > 0
+        view.release()
+        assert in_use(channel) == 0
+
+
+@pytest.mark.parametrize("nbytes", [1000, 5000])
+def test_a_with_block_releases_though_a_view_of_it_lives(nbytes: int) -> None:
+    with ring() as (channel, sender, receiver):
+        sender.send(bytes(nbytes))
+        with receiver.receive(timeout=1) as buffer:
+            view = buffer.view
+        assert repr(buffer) == "Buffer(released)"
+        assert in_use(channel) > 0
+        assert bytes(view) == bytes(nbytes)
+        del view
+        assert in_use(channel) == 0
+        sender.send(bytes(nbytes))
+        with pytest.raises(ZeroDivisionError), receiver.receive(timeout=1):
+            1 / 0  # noqa: B018
+        assert in_use(channel) == 0
+
+
+def test_a_released_buffer_is_a_closed_error_whatever_is_done_with_it() -> None:
+    with ring() as (_, sender, receiver):
+        sender.send(b"x" * 5000)
+        buffer = receiver.receive(timeout=1)
+        buffer.release()
+        for use in (
+            lambda: buffer.view,
+            lambda: buffer.nbytes,
+            lambda: len(buffer),
+            lambda: bytes(buffer),
+            lambda: buffer == Buffer(b"x"),
+            lambda: Buffer(b"x") == buffer,
+            lambda: copy.deepcopy(buffer),
+            lambda: sender.send(buffer),
+            lambda: sender.send([b"x", buffer]),
+        ):
+            with pytest.raises(ClosedError, match="the buffer has been released"):
+                use()
+
+
+@pytest.mark.parametrize("nbytes", [1000, 5000])
+def test_a_buffer_outlives_its_receiver_and_its_channel(nbytes: int) -> None:
+    channel = penstock.Ring(Buffer, inline_limit=2000)
+    sender, receiver = channel.open_sender(), channel.open_receiver()
+    sender.send(b"x" * nbytes)
+    buffer = receiver.receive(timeout=1)
+    receiver.close()
+    sender.close()
+    channel.close()
+    del sender, receiver, channel
+    gc.collect()
+    assert bytes(buffer) == b"x" * nbytes
+    buffer.release()
+
+
+def test_a_copy_of_a_buffer_does_not_keep_its_room() -> None:
+    with ring() as (channel, sender, receiver):
+        sender.send(b"x" * 5000)
+        with receiver.receive(timeout=1) as buffer:
+            copied = copy.deepcopy(buffer)
+        assert in_use(channel) == 0
+        assert bytes(copied) == b"x" * 5000
+
+
+# ── event loops ──
+def in_loop(work: Any, **options: Any) -> None:
+    async def main() -> None:
+        channel = penstock.Ring(Buffer, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+        async with channel.open_async_sender() as sender, channel.open_async_receiver() as receiver:
+            await asyncio.wait_for(work(channel, sender, receiver), 30)
+        assert sender.is_closed and receiver.is_closed
+
+    asyncio.run(main())
+
+
+def test_event_loops_take_and_give_buffers() -> None:
+    async def work(channel: penstock.Ring[Any], sender: AsyncSender[Any], receiver: AsyncReceiver[Any]) -> None:
+        with pytest.raises(WouldBlock):
+            receiver.receive_nowait()
+        waiting = asyncio.ensure_future(receiver.receive(timeout=20))
+        await asyncio.sleep(0)
+        await sender.send([b"one ", Buffer(b"record")])
+        buffer = await waiting
+        assert type(buffer) is Buffer and bytes(buffer) == b"one record" and buffer.view.readonly
+        assert (receiver.source, receiver.index, sender.index) == (0, 0, 0)
+        buffer.release()
+        buffer.release()
+        with pytest.raises(ClosedError):
+            buffer.view  # noqa: B018
+        assert in_use(channel) == 0
+        for nbytes in SIZES:
+            sender.send_nowait(Buffer(b"x" * nbytes))
+            with receiver.receive_nowait() as buffer:
+                assert bytes(buffer) == b"x" * nbytes
+                view = buffer.view[:1]
+            assert in_use(channel) > 0
+            del view
+            assert in_use(channel) == 0
+        with pytest.raises(penstock.Timeout):
+            await receiver.receive(timeout=0.01)
+        for number in range(3):
+            await sender.send(b"%d" % number)
+        sender.close()
+        assert [bytes(buffer) async for buffer in receiver] == [b"0", b"1", b"2"]
+        with pytest.raises(penstock.EndOfChannel):
+            await receiver.receive()
+
+    in_loop(work)
+
+
+def test_a_task_that_waits_for_room_goes_on_when_a_buffer_is_released() -> None:
+    async def work(channel: penstock.Ring[Any], sender: AsyncSender[Any], receiver: AsyncReceiver[Any]) -> None:
+        held = []
+        for _ in range(4):
+            await sender.send(b"x" * 960)
+            held.append(await receiver.receive(timeout=5))
+        sending = asyncio.ensure_future(sender.send(b"y" * 960))
+        await asyncio.sleep(0.01)
+        assert not sending.done()
+        held[0].release()
+        await asyncio.wait_for(sending, 20)
+        assert bytes(await receiver.receive(timeout=5)) == b"y" * 960
+
+    in_loop(work)
+
+
+@pytest.mark.parametrize("type", [bytes, Buffer])
+def test_a_loop_that_waits_for_room_sends_what_a_buffer_held_when_it_was_sent(type: Any) -> None:
+    async def main() -> None:
+        channel = penstock.Ring(type, capacity=4096)
+        async with channel.open_async_sender() as sender:
+            receiver = channel.open_receiver()
+            with pytest.raises(WouldBlock):
+                while True:
+                    sender.send_nowait(b"full" * 200)
+            room = bytearray(b"?" * 450)
+            sending = []
+            for letter in b"abcdefgh":
+                room[:] = bytes([letter]) * 450
+                sent = (room, memoryview(room), [memoryview(room)[:5], room[5:]], np.frombuffer(room, "u2"))[letter % 4]
+                sending.append(asyncio.ensure_future(sender.send(sent)))
+                await asyncio.sleep(0)
+            room[:] = bytes(450)
+            letters = list(b"abcdefgh")
+            while letters:
+                got = bytes(await asyncio.to_thread(receiver.receive, 5))
+                if got != b"full" * 200:
+                    assert got == bytes([letters.pop(0)]) * 450
+                await asyncio.sleep(0)
+            await asyncio.gather(*sending)
+            receiver.close()
+
+    asyncio.run(main())
+
+
+def test_a_buffer_that_is_released_while_it_waits_to_be_sent_is_sent() -> None:
+    async def work(channel: penstock.Ring[Any], sender: AsyncSender[Any], receiver: AsyncReceiver[Any]) -> None:
+        for _ in range(4):
+            await sender.send(b"x" * 960)
+        first = await receiver.receive(timeout=5)
+        sending = [asyncio.ensure_future(sender.send([b"on: ", first])), asyncio.ensure_future(sender.send(first))]
+        await asyncio.sleep(0)
+        first.release()
+        for _ in range(3):
+            (await receiver.receive(timeout=5)).release()
+        assert bytes(await receiver.receive(timeout=5)) == b"on: " + b"x" * 960
+        assert bytes(await receiver.receive(timeout=5)) == b"x" * 960
+        await asyncio.gather(*sending)
+
+    in_loop(work)
+
+
+# ── a field of a message ──
+@pytest.mark.parametrize("nbytes", [0, 10, 2000, 63 << 10])
+def test_a_buffer_in_a_short_message_does_not_keep_room_in_the_channel(nbytes: int) -> None:
+    with ring(Image, capacity=1 << 20, spill_nbytes=4 << 20) as (channel, sender, receiver):
+        sender.send(Image(1, Buffer(b"x" * nbytes)))
+        got = receiver.receive(timeout=1)
+        assert got == Image(1, Buffer(b"x" * nbytes)) and got.pixels.view.readonly
+        assert in_use(channel) == 0
+        got.pixels.release()
+        with pytest.raises(ClosedError):
+            bytes(got.pixels)
+
+
+@pytest.mark.parametrize("way", ["released", "dropped"])
+def test_a_buffer_in_a_long_message_lies_in_the_pool_until_it_and_its_neighbours_are_gone(way: str) -> None:
+    with ring(Image, capacity=1 << 20, spill_nbytes=4 << 20) as (channel, sender, receiver):
+        pixels, mask = random.Random(1).randbytes(100_000), np.arange(20_000, dtype=np.int32)
+        sender.send(Image(1, Buffer(pixels), mask))
+        got = receiver.receive(timeout=1)
+        assert in_use(channel) >= 180_000
+        view = got.pixels.view[5:10]
+        array = got.mask
+        if way == "released":
+            got.pixels.release()
+            got.pixels.release()
+            with pytest.raises(ClosedError):
+                got.pixels.view  # noqa: B018
+        else:
+            assert bytes(got.pixels) == pixels
+        del got
+        assert in_use(channel) >= 180_000
+        assert bytes(view) == pixels[5:10] and np.array_equal(array, mask)
+        del view
+        assert in_use(channel) >= 180_000
+        del array
+        assert in_use(channel) == 0
+
+
+def test_a_buffer_of_a_message_is_sent_on_in_another_and_in_a_channel_of_buffers() -> None:
+    with ring(Image) as (_, sender, receiver), ring() as (_, passing, last):
+        for nbytes in (10, 200_000):
+            sender.send(Image(1, Buffer(b"x" * nbytes)))
+            first = receiver.receive(timeout=1)
+            sender.send(Image(2, first.pixels))
+            assert receiver.receive(timeout=1) == Image(2, Buffer(b"x" * nbytes))
+            passing.send(first.pixels)
+            assert last.receive(timeout=1) == first.pixels
+            first.pixels.release()
+            with pytest.raises(ClosedError, match="the buffer has been released"):
+                sender.send(first)
+
+
+# ── another process ──
+def send_back(there: penstock.Ring[Any], back: penstock.Ring[Any]) -> None:
+    with there.open_receiver() as receiver, back.open_sender() as sender:
+        for buffer in receiver:
+            with buffer:
+                sender.send([b"back: ", buffer])
+
+
+def test_a_channel_of_buffers_reaches_a_spawned_process() -> None:
+    with ring(spill_nbytes=4 << 20) as (there, sender, _), ring(spill_nbytes=4 << 20) as (back, _, receiver):
+        pass
+    there, back = penstock.Ring(Buffer), penstock.Ring(Buffer)
+    child = multiprocessing.get_context("spawn").Process(target=send_back, args=(there, back))
+    with there.open_sender() as sender, back.open_receiver() as receiver:
+        child.start()
+        for nbytes in (10, 200_000):
+            sender.send(b"x" * nbytes)
+            with receiver.receive(timeout=60) as buffer:
+                assert type(buffer) is Buffer and bytes(buffer) == b"back: " + b"x" * nbytes
+        sender.close()
+        child.join(60)
+        assert child.exitcode == 0
+        assert list(receiver) == []
+
+
+def test_a_channel_of_bytes_and_one_of_buffers_are_one_on_the_wire() -> None:
+    with penstock.Ring() as channel, channel.open_sender() as sender:
+        sender.send(b"bytes")
+        with penstock.attach(channel.ticket, Buffer) as attached, attached.open_receiver() as receiver:
+            assert receiver.receive(timeout=1) == Buffer(b"bytes")
+    with penstock.Ring(Buffer) as channel, channel.open_sender() as sender:
+        sender.send(Buffer(b"buffer"))
+        with penstock.attach(channel.ticket) as attached, attached.open_receiver() as receiver:
+            assert receiver.receive(timeout=1) == b"buffer"
+
+
+def test_a_buffer_is_not_pickled() -> None:
+    with ring() as (_, sender, receiver):
+        sender.send(b"x")
+        for unique in (receiver.receive(timeout=1), sender, receiver):
+            with pytest.raises(TypeError):
+                pickle.dumps(unique)
