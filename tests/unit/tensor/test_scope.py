@@ -6,37 +6,19 @@ import threading
 import warnings
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 import penstock
 from penstock import ClosedError, Handle, Missing, Scope, Store
-from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.lowlevel import Ref, UnsupportedTensor
 from penstock.tensor import ScopeStats
 from penstock.tensor.tree import Plan
 from tests.conftest import eventually
 from tests.support.processes import program
-from tests.support.values import MB, blocks, image, is_not_held, key, shows
+from tests.support.values import MB, Request, blocks, image, is_not_held, key, shows, travelled
 
-
-class Request(msgspec.Struct, array_like=True, frozen=True):
-    number: int
-    handles: tuple[Handle, ...] = ()
-
-
-CATALOGUE = Catalogue.of(Request)
 WAYS = pytest.mark.parametrize("its", [key(1), None], ids=["with a key", "without a key"])
-
-
-def travelled(handle: Handle) -> Handle:
-    """What arrives."""
-    frame = FrameEncoder(CATALOGUE).encode(Request(7, (handle,)))
-    joined = b"".join(memoryview(piece).cast("B") for piece in frame) if isinstance(frame, list) else bytes(frame)
-    (arrived,) = FrameDecoder(CATALOGUE).decode(joined).handles
-    assert isinstance(arrived, Handle) and arrived == handle
-    return arrived
 
 
 def images() -> Store:
