@@ -37,8 +37,8 @@ CAMPAIGN_DEATHS         = choose(200,     1_200,   10_000)     # test_campaign: 
 STORE_DEATHS            = choose(40,      150,     2_000)      # test_kept: of those who write to the store
 TREE_DEATHS             = choose(15,      100,     100)        # test_trees: of whole trees
 MESSAGES_DEATHS         = choose(20,      60,      1_000)      # test_messages
-TRANSPORT_DEATHS        = choose(4,       8,       400)        # test_transport: of servers, cores and workers …
-TRANSPORT_ABORTS        = choose(400,     1_000,   100_000)    # … and of requests
+HANDLE_DEATHS           = choose(4,       8,       400)        # test_handles: of servers, cores and workers …
+HANDLE_ABORTS           = choose(400,     1_000,   100_000)    # … and of requests
 STORM_SECONDS           = choose(3.0,     5.0,     60.0)       # test_engine_storm: blows to an engine of two groups
 CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served tree
 # property: examples of hypothesis, and seeds of traces

@@ -1,7 +1,7 @@
 """Servers that put images into a store, cores that pass on where they lie, workers that look: all to be killed.
 
-Nothing is reliable here but the store. Messages are sent twice, late, out of order, or to somebody who died; requests
-end at any stage, and nobody waits to be told.
+Nothing is reliable here but the store. Messages are sent twice, late, out of order, or to a process that died; requests
+end at any stage, and none of that is acknowledged.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -19,8 +20,8 @@ import msgspec
 import numpy as np
 
 import penstock
-from penstock import Incoming, Item, Missing, Outgoing, Store, lowlevel
-from penstock.tensor import Scope
+from penstock import Handle, Missing, Scope, Store
+from penstock.lowlevel import Segment
 from tests.crash.actors import RECEIVED, SENT, Board, insist
 
 SERVERS, CORES, WORKERS = 4, 2, 2  # workers of each core
@@ -31,13 +32,13 @@ LOST = (penstock.Timeout, penstock.WouldBlock, penstock.EndOfChannel, penstock.P
 
 
 class Ask(msgspec.Struct, array_like=True, frozen=True):
-    """A request; `actor` and `number` are its name. `contents`: what each item must show."""
+    """A request; `actor` and `number` are its name. `contents`: what each handle must show."""
 
     server: int
     actor: int
     number: int
     contents: tuple[int, ...]
-    items: tuple[Item, ...]
+    handles: tuple[Handle, ...]
 
 
 class End(msgspec.Struct, array_like=True, frozen=True):
@@ -50,8 +51,8 @@ class Done(msgspec.Struct, array_like=True, frozen=True):
     number: int
 
 
-ASKED = (Ask, End)
-ANSWERED = (Done,)
+ASKED = Ask | End
+ANSWERED = Done
 
 
 class Role(msgspec.Struct):
@@ -81,15 +82,19 @@ def must_be_whole(pixels: Any, content: int) -> None:
 class Carrier:
     def __init__(self, talk: Connection, role: Role) -> None:
         self.talk, self.role = talk, role
-        self.board = Board(lowlevel.Segment.attach(role.board))
+        self.board = Board(Segment.attach(role.board))
         self.chance = random.Random(role.actor)
 
     def is_likely(self, probability: float) -> bool:
         return self.chance.random() < probability
 
-    def end_of(self, ticket: str, messages: Any, kind: str, index: int | None = None) -> Any:
+    def sender_of(self, ticket: str, messages: Any, index: int) -> Any:
         channel = penstock.attach(ticket, messages)
-        return insist(lambda: getattr(channel, kind)(index))
+        return insist(lambda: channel.open_sender(index))
+
+    def receiver_of(self, ticket: str, messages: Any, index: int | None = None) -> Any:
+        channel = penstock.attach(ticket, messages)
+        return insist(lambda: channel.open_receiver(index))
 
     def note(self, cell: int, count: int) -> None:
         self.board.note(self.role.actor, cell, count)
@@ -108,11 +113,11 @@ class Carrier:
 class Server(Carrier):
     def __init__(self, talk: Connection, role: Role) -> None:
         super().__init__(talk, role)
-        self.outgoing = Outgoing(
-            Store.attach(role.store, peer_name=f"server {role.index}"), inline_nbytes=2000, timeout=0.002
-        )
-        self.cores = [self.end_of(ticket, ASKED, "sender", role.index) for ticket in role.inboxes]
-        self.answers = self.end_of(role.answers[role.index], ANSWERED, "receiver")
+        self.store = Store.attach(role.store, peer_name=f"server {role.index}")
+        self.scopes: weakref.WeakSet[Scope] = weakref.WeakSet()
+        self.found_no_room = 0
+        self.cores = [self.sender_of(ticket, ASKED, role.index) for ticket in role.inboxes]
+        self.answers = self.receiver_of(role.answers[role.index], ANSWERED)
         self.open: dict[int, tuple[Scope, int, float]] = {}  # with its core, and when it times out
         self.late: list[tuple[int, msgspec.Struct]] = []
         self.number = self.aborts = 0
@@ -141,16 +146,23 @@ class Server(Carrier):
 
     def ask(self) -> None:
         self.number += 1
-        scope, core, number = self.outgoing.scope(), self.chance.randrange(CORES), self.number
-        contents, items = [], []
+        scope, core, number = (
+            Scope(self.store, inline_nbytes=2000, timeout=0.002),
+            self.chance.randrange(CORES),
+            self.number,
+        )
+        self.scopes.add(scope)
+        contents, handles = [], []
         for _ in range(self.chance.randint(1, 3)):
             if self.is_likely(0.05):
                 return self.abort(scope, core, number, is_told=False)
             content = self.chance.randrange(KEYS)
             key = None if self.is_likely(0.2) else content.to_bytes(32, "big")
             contents.append(content)
-            items.append(scope.put(image(content), key))
-        ask = Ask(self.role.index, self.role.actor, number, tuple(contents), tuple(items))
+            before = scope.stats().inline_full
+            handles.append(scope.put(image(content), key=key))
+            self.found_no_room += scope.stats().inline_full - before
+        ask = Ask(self.role.index, self.role.actor, number, tuple(contents), tuple(handles))
         if self.is_likely(0.1):  # the end comes before the beginning
             self.abort(scope, core, number)
             return self.tell(core, ask)
@@ -181,11 +193,11 @@ class Server(Carrier):
         while not self.board.is_over:
             self.ask()
             self.look_after(MAX_OPEN)
-            self.note(RECEIVED, self.outgoing.stats().inline_full)
+            self.note(RECEIVED, self.found_no_room)
             if self.is_likely(0.1):
                 time.sleep(self.chance.random() * 0.002)
         self.look_after(0)
-        self.rest(self.outgoing.stats().open_scopes)
+        self.rest(sum(not scope.is_released for scope in self.scopes))
 
 
 def server(talk: Connection, role: Role) -> None:
@@ -198,8 +210,8 @@ class Core(Carrier):
 
     def __init__(self, talk: Connection, role: Role) -> None:
         super().__init__(talk, role)
-        self.inbox = self.end_of(role.inboxes[role.index], ASKED, "receiver")
-        self.steps = self.end_of(role.steps[role.index], ASKED, "sender")
+        self.inbox = self.receiver_of(role.inboxes[role.index], ASKED)
+        self.steps = self.sender_of(role.steps[role.index], ASKED, 0)
         self.live: OrderedDict[tuple[int, int], Ask] = OrderedDict()
         self.late: list[msgspec.Struct] = []
 
@@ -248,9 +260,10 @@ def core(talk: Connection, role: Role) -> None:
 class Worker(Carrier):
     def __init__(self, talk: Connection, role: Role) -> None:
         super().__init__(talk, role)
-        self.incoming = Incoming(Store.attach(role.store, peer_name=f"worker {role.index}"))
-        self.steps = self.end_of(role.steps[role.index // WORKERS], ASKED, "receiver", role.index % WORKERS)
-        self.servers = [self.end_of(ticket, ANSWERED, "sender", role.index) for ticket in role.answers]
+        self.store = Store.attach(role.store, peer_name=f"worker {role.index}")
+        self.missing = self.opened = 0
+        self.steps = self.receiver_of(role.steps[role.index // WORKERS], ASKED, role.index % WORKERS)
+        self.servers = [self.sender_of(ticket, ANSWERED, role.index) for ticket in role.answers]
         self.held: OrderedDict[tuple[int, int], list[tuple[Any, int]]] = OrderedDict()
 
     def let_go(self, name: tuple[int, int]) -> None:
@@ -259,15 +272,17 @@ class Worker(Carrier):
 
     def run(self, ask: Ask) -> None:
         name = ask.actor, ask.number
-        for item, content in zip(ask.items, ask.contents, strict=True):
+        for handle, content in zip(ask.handles, ask.contents, strict=True):
             if self.is_likely(0.3):
-                continue  # its prefix is cached: nobody needs the image
+                continue  # its prefix is cached: the image is not needed
             try:
-                held = self.incoming.open(item)
+                lease = handle.open(self.store)
             except Missing:
+                self.missing += 1
                 continue
-            with held:
-                value = held.value()
+            self.opened += 1
+            with lease:
+                value = lease.value()
                 must_show(value, content)
                 if self.is_likely(0.3):
                     self.held.setdefault(name, []).append((value["pixels"], content))
@@ -292,9 +307,8 @@ class Worker(Carrier):
             else:
                 self.let_go((message.actor, message.number))
             del message
-            stats = self.incoming.stats()
-            self.note(SENT, stats.missing)
-            self.note(RECEIVED, stats.opened)
+            self.note(SENT, self.missing)
+            self.note(RECEIVED, self.opened)
         for name in list(self.held):
             self.let_go(name)
         self.rest()

@@ -1,14 +1,24 @@
-"""Values for tests of the store: keys, images that show their number, and what is held."""
+"""Values for tests of the store: keys, images that show their number, messages with handles, and what is held."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from penstock import Scope, Store
+from penstock import Handle, Scope, Store
+from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 
 MB = 1 << 20
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    handles: tuple[Handle, ...] = ()
+
+
+CATALOGUE = Catalogue.of(Request)
 
 
 def key(number: int) -> bytes:
@@ -39,3 +49,15 @@ def through(store: Store | None, given: Any, as_: Any = "numpy", *, writable: bo
     if store is not None:
         return store.put(given).value(as_, writable=writable)
     return Scope().put(given).open().value(as_, writable=writable)
+
+
+def frame_of(*handles: Handle) -> bytes:
+    frame = FrameEncoder(CATALOGUE).encode(Request(7, handles))
+    return b"".join(memoryview(piece).cast("B") for piece in frame) if isinstance(frame, list) else bytes(frame)
+
+
+def travelled(handle: Handle) -> Handle:
+    """What arrives."""
+    (arrived,) = FrameDecoder(CATALOGUE).decode(frame_of(handle)).handles
+    assert isinstance(arrived, Handle) and arrived == handle
+    return arrived

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import MemoryExhausted
+from penstock import MemoryExhausted, Store
 from penstock.lowlevel import Pool
-from penstock.tensor import Tensors
 from penstock.tensor.cuda import (
     CudaPool,
     CudaRef,
@@ -47,13 +46,12 @@ CYCLES = 200_000_000  # of torch.cuda._sleep: about 0.1 s of a stream's time
 # A consumer, which hears a reference and says what it sees; "used" and "total" are about the device's memory.
 CONSUMER = """
 import msgspec, torch
-from penstock.lowlevel import Pool
-from penstock.tensor import Tensors
+from penstock import Store
 from penstock.tensor.cuda import CudaPool, CudaTensors, Reference
 
 torch.cuda.set_device(int(sys.argv[3]))
-pool, host = CudaPool.attach(sys.argv[1], peer_name="consumer"), Pool.attach(sys.argv[2])
-tensors = CudaTensors(pool, Tensors(host))
+pool, host = CudaPool.attach(sys.argv[1], peer_name="consumer"), Store.attach(sys.argv[2])
+tensors = CudaTensors(pool, host)
 say(msgspec.json.encode(tensors.place).hex())
 
 def received():
@@ -71,7 +69,7 @@ def warmed_up_device() -> None:
             pool.flush(5)
 
 
-def consumer(source: str, pool: CudaPool, host: Pool, device: int = 0) -> Any:
+def consumer(source: str, pool: CudaPool, host: Store, device: int = 0) -> Any:
     return program(CONSUMER + textwrap.dedent(source), pool.ticket, host.ticket, device, within=90)
 
 
@@ -152,8 +150,8 @@ def test_a_refusal_says_the_call_and_the_result() -> None:
 # ── one device ──
 @on_a_device
 def test_every_dtype_is_seen_bit_by_bit_in_another_process_and_its_memory_opened_once() -> None:
-    with CudaPool.create(64 * MIB) as pool, Pool.create(8 * MIB) as host:
-        tensors = CudaTensors(pool, Tensors(host))
+    with CudaPool.create(64 * MIB) as pool, Store(8 * MIB) as host:
+        tensors = CudaTensors(pool, host)
         with consumer(
             """
             bases = set()
@@ -185,8 +183,8 @@ def test_every_dtype_is_seen_bit_by_bit_in_another_process_and_its_memory_opened
 
 @on_a_device
 def test_a_slice_is_not_reused_while_kernels_of_another_process_read_it() -> None:
-    with CudaPool.create(8 * MIB) as pool, Pool.create(8 * MIB) as host:
-        tensors = CudaTensors(pool, Tensors(host))
+    with CudaPool.create(8 * MIB) as pool, Store(8 * MIB) as host:
+        tensors = CudaTensors(pool, host)
         with consumer(
             f"""
             def flush():  # the producer waits for what is done while we wait for the producer
@@ -226,8 +224,8 @@ def test_a_slice_is_not_reused_while_kernels_of_another_process_read_it() -> Non
 
 @on_a_device
 def test_within_one_process_the_tensor_is_the_same_memory() -> None:
-    with CudaPool.create(8 * MIB) as pool, Pool.create(MIB) as host:
-        tensors = CudaTensors(pool, Tensors(host))
+    with CudaPool.create(8 * MIB) as pool, Store(MIB) as host:
+        tensors = CudaTensors(pool, host)
         made = tensors.empty((100, 100), torch.bfloat16)
         made.copy_(torch.randn(100, 100))
         seen = tensors.view(tensors.share(made, [tensors.place]))
@@ -242,16 +240,15 @@ def test_within_one_process_the_tensor_is_the_same_memory() -> None:
 
 
 @on_a_device
-def test_a_producer_that_dies_while_its_memory_is_mapped_is_told_and_harms_nobody() -> None:
-    with Pool.create(MIB) as host:
+def test_a_producer_that_dies_while_its_memory_is_mapped_is_reported_and_harms_none() -> None:
+    with Store(MIB) as host:
         with program(
             """
             import msgspec, torch
-            from penstock import Pool
-            from penstock.tensor import Tensors
+            from penstock import Store
             from penstock.tensor.cuda import CudaPool, CudaTensors, Place
             pool = CudaPool.create(1 << 25)
-            tensors = CudaTensors(pool, Tensors(Pool.attach(sys.argv[1])))
+            tensors = CudaTensors(pool, Store.attach(sys.argv[1]))
             say(pool.ticket)
             place = msgspec.json.decode(bytes.fromhex(hear()), type=Place)
             for value in (1, 2):
@@ -263,7 +260,7 @@ def test_a_producer_that_dies_while_its_memory_is_mapped_is_told_and_harms_nobod
             within=90,
         ) as producer:
             pool = CudaPool.attach(producer.hear())
-            tensors = CudaTensors(pool, Tensors(host))
+            tensors = CudaTensors(pool, host)
             producer.say(msgspec.json.encode(tensors.place).hex())
             first, second = (msgspec.msgpack.decode(bytes.fromhex(producer.hear()), type=Reference) for _ in range(2))
             seen = tensors.view(first)
@@ -271,7 +268,7 @@ def test_a_producer_that_dies_while_its_memory_is_mapped_is_told_and_harms_nobod
             producer.process.wait()
             with pytest.raises(penstock.PeerDied):
                 tensors.view(second)
-            assert int(seen.sum().item()) == MIB  # the driver keeps memory that somebody has mapped
+            assert int(seen.sum().item()) == MIB  # the driver keeps memory that is mapped
             del seen
             assert tensors.flush(5)
             torch.zeros(1000, device="cuda").sum().item()  # our context is whole
@@ -281,8 +278,8 @@ def test_a_producer_that_dies_while_its_memory_is_mapped_is_told_and_harms_nobod
 
 @on_a_device
 def test_a_consumer_that_is_killed_with_work_in_flight_gives_its_slices_back() -> None:
-    with CudaPool.create(8 * MIB) as pool, Pool.create(MIB) as host:
-        tensors = CudaTensors(pool, Tensors(host))
+    with CudaPool.create(8 * MIB) as pool, Store(MIB) as host:
+        tensors = CudaTensors(pool, host)
         with consumer(
             f"""
             seen = received()
@@ -345,8 +342,8 @@ def test_memory_that_is_registered_already_is_copied_as_it_is_and_torch_does_not
 # ── two devices ──
 @on_two_devices
 def test_a_consumer_on_another_device_gets_host_memory_and_makes_no_context_on_ours() -> None:
-    with CudaPool.create(64 * MIB, driver=driver_of(0)) as pool, Pool.create(8 * MIB) as host:
-        tensors = CudaTensors(pool, Tensors(host))
+    with CudaPool.create(64 * MIB, driver=driver_of(0)) as pool, Store(8 * MIB) as host:
+        tensors = CudaTensors(pool, host)
         with consumer(
             """
             seen = received()

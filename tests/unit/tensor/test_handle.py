@@ -14,36 +14,17 @@ import numpy as np
 import pytest
 
 from penstock import Buffer, DecodeError, Handle, Missing, Scope, Store
-from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
+from penstock.codec import FrameDecoder, FrameEncoder
 from penstock.lowlevel import Ref, StaleRef
 from penstock.tensor import plan
 from tests.support.processes import program
-from tests.support.values import MB, blocks, image, is_not_held, key, shows
+from tests.support.values import CATALOGUE, MB, blocks, frame_of, image, is_not_held, key, shows, travelled
 
-
-class Request(msgspec.Struct, array_like=True, frozen=True):
-    number: int
-    handles: tuple[Handle, ...] = ()
-
-
-CATALOGUE = Catalogue.of(Request)
 WAYS = pytest.mark.parametrize("its", [key(1), None], ids=["with a key", "without a key"])
 
 
 def images() -> Store:
     return Store(4 * MB, name="images")
-
-
-def frame_of(*handles: Handle) -> bytes:
-    frame = FrameEncoder(CATALOGUE).encode(Request(7, handles))
-    return b"".join(memoryview(piece).cast("B") for piece in frame) if isinstance(frame, list) else bytes(frame)
-
-
-def travelled(handle: Handle) -> Handle:
-    """What arrives."""
-    (arrived,) = FrameDecoder(CATALOGUE).decode(frame_of(handle)).handles
-    assert isinstance(arrived, Handle) and arrived == handle
-    return arrived
 
 
 # ── in messages, and as bytes ──

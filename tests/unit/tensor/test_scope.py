@@ -6,37 +6,19 @@ import threading
 import warnings
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 import penstock
 from penstock import ClosedError, Handle, Missing, Scope, Store
-from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.lowlevel import Ref, UnsupportedTensor
 from penstock.tensor import ScopeStats
 from penstock.tensor.tree import Plan
 from tests.conftest import eventually
 from tests.support.processes import program
-from tests.support.values import MB, blocks, image, is_not_held, key, shows
+from tests.support.values import MB, Request, blocks, image, is_not_held, key, shows, travelled
 
-
-class Request(msgspec.Struct, array_like=True, frozen=True):
-    number: int
-    handles: tuple[Handle, ...] = ()
-
-
-CATALOGUE = Catalogue.of(Request)
 WAYS = pytest.mark.parametrize("its", [key(1), None], ids=["with a key", "without a key"])
-
-
-def travelled(handle: Handle) -> Handle:
-    """What arrives."""
-    frame = FrameEncoder(CATALOGUE).encode(Request(7, (handle,)))
-    joined = b"".join(memoryview(piece).cast("B") for piece in frame) if isinstance(frame, list) else bytes(frame)
-    (arrived,) = FrameDecoder(CATALOGUE).decode(joined).handles
-    assert isinstance(arrived, Handle) and arrived == handle
-    return arrived
 
 
 def images() -> Store:
@@ -218,6 +200,19 @@ def test_what_cannot_be_sent_is_refused_and_nothing_is_held() -> None:
         assert blocks(store) == 0 and scope.stats().handles == 0
         with pytest.raises(ValueError, match="inline_nbytes"):
             Scope(store, inline_nbytes=-1)
+
+
+@pytest.mark.parametrize("wrong", [b"", b"k" * 31, b"k" * 33, "k" * 32])
+def test_a_key_that_is_not_32_bytes_is_refused_and_nothing_is_held(wrong: Any) -> None:
+    with images() as store, store.put(image(2)) as lease:
+        for scope in (Scope(store, inline_nbytes=0), Scope(store), Scope()):
+            with pytest.raises(ValueError, match=r"a key (is|of) 32 bytes"):
+                scope.put(image(1, 400), key=wrong)
+            with pytest.raises(ValueError, match="a key of 32 bytes"):
+                scope.add(lease, key=wrong)
+            assert scope.stats() == ScopeStats()
+        lease.release()
+        assert blocks(store) == 0
 
 
 # ── for how long ──

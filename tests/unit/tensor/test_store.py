@@ -394,8 +394,8 @@ def test_a_process_that_dies_while_it_holds_gives_it_back_and_the_value_stays() 
                 store.get(bytes(32))
 
 
-@pytest.mark.parametrize("awaited", ["a writer", "room"])
-def test_who_waits_in_a_put_is_interrupted_and_has_begun_nothing(awaited: str) -> None:
+@pytest.mark.parametrize("awaited", ["a writer", "room", "room without a key"])
+def test_a_put_that_waits_is_interrupted_and_has_begun_nothing(awaited: str) -> None:
     source = """
         import numpy as np
         from penstock import Store
@@ -403,7 +403,7 @@ def test_who_waits_in_a_put_is_interrupted_and_has_begun_nothing(awaited: str) -
         store.pool.join()
         try:
             say("waiting")
-            store.put({"pixels": np.ones(225_000, np.int32)}, key=bytes(32), timeout=None)
+            store.put({"pixels": np.ones(225_000, np.int32)}, key=bytes.fromhex(sys.argv[2]) or None, timeout=None)
         except KeyboardInterrupt:
             say("interrupted")
         hear()
@@ -414,7 +414,7 @@ def test_who_waits_in_a_put_is_interrupted_and_has_begun_nothing(awaited: str) -
             if awaited == "a writer"
             else store.put(tree(1, 900_000), key=key(1))
         )
-        with program(source, store.ticket) as other:
+        with program(source, store.ticket, "" if awaited == "room without a key" else bytes(32).hex()) as other:
             assert other.hear() == "waiting"
             for _ in range(3):  # others come and go meanwhile, and none of that ends the wait
                 store.put(tree(2), key=key(2)).release()

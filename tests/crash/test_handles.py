@@ -1,4 +1,4 @@
-"""Servers, cores and workers are killed while images travel between them, and whoever is left holds nothing.
+"""Servers, cores and workers are killed while images travel between them, and at the end nothing is held.
 
 PENSTOCK_TIER=soak makes it 10^5 aborted requests and 400 deaths.
 """
@@ -44,14 +44,13 @@ class Play(Replacing):
         return counted
 
 
-def must_be_held_by_nobody(store: Store) -> None:
+def must_be_held_by_none(store: Store) -> None:
     """Now, or as soon as the dead have been reaped."""
 
     def held() -> tuple[object, ...]:
-        kept = store.stats().items
         stats = store.stats()
-        strays = stats.blocks - len(kept)
-        return stats.holders, [one for one in kept if one.holders or one.is_being_written], strays
+        strays = stats.pool.blocks - len(stats.items)
+        return stats.pool.holders, [one for one in stats.items if one.holders or one.is_being_written], strays
 
     deadline = time.monotonic() + WATCHDOG
     while held() != ((), [], 0):
@@ -81,8 +80,8 @@ def test_requests_end_at_every_stage_and_processes_die_and_nothing_stays_held(zy
         tickets = [tuple(str(one.ticket) for one in some) for some in (inboxes, steps, answers)]
         play = Play(zygote, (str(board.segment.ticket), str(store.ticket), *tickets))
         stack.callback(play.close)
-        for death in range(1, tiers.TRANSPORT_DEATHS + 1):
-            while play.counts(board)["aborted"] < tiers.TRANSPORT_ABORTS * death // tiers.TRANSPORT_DEATHS:
+        for death in range(1, tiers.HANDLE_DEATHS + 1):
+            while play.counts(board)["aborted"] < tiers.HANDLE_ABORTS * death // tiers.HANDLE_DEATHS:
                 play.must_live()
                 time.sleep(0.002)
             play.replace_one(chance, pause=0.02)
@@ -91,10 +90,10 @@ def test_requests_end_at_every_stage_and_processes_die_and_nothing_stays_held(zy
         board.end()
         for _, child in play.cast.values():
             assert child.hear("quiet")[1] == 0, "a scope is open, and its request has ended"
-        must_be_held_by_nobody(store)  # and all of them live
+        must_be_held_by_none(store)  # and all of them live
         store.clear()
-        assert store.stats().blocks == 0
-        store.take(carriers.NBYTES).release()
+        assert store.stats().pool.blocks == 0
+        store.pool.take(carriers.NBYTES).release()
         for _, child in play.cast.values():
             child.talk.send("go")
             child.hear("closed")
