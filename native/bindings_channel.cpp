@@ -387,8 +387,8 @@ void bind_channel(nb::module_& m) {
         "    b'hello'\n")
         .def(
             "commit",
-            [](OpenReservation& r, std::optional<u64> nbytes) { r.commit(nbytes.value_or(r.nbytes)); },
-            "nbytes"_a.none() = nb::none(),
+            [](OpenReservation& r, nb::handle nbytes) { r.commit(nbytes.is_none() ? r.nbytes : nb::cast<u64>(nbytes)); },
+            "nbytes"_a.none() = nb::none(), nb::sig("def commit(self, nbytes: int | None = None) -> None"),
             "Sends the record: the first `nbytes` of the room; None: all of them. Raises BufferError while a view lives, "
             "which could still write.")
         .def("abort", &OpenReservation::abort)

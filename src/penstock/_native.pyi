@@ -203,7 +203,7 @@ class Reservation:
         b'hello'
     """
 
-    def commit(self, nbytes: "std::optional<unsigned long>" | None = None) -> None:
+    def commit(self, nbytes: int | None = None) -> None:
         """
         Sends the record: the first `nbytes` of the room; None: all of them. Raises BufferError while a view lives, which could still write.
         """

@@ -17,8 +17,8 @@ class PenstockError(Exception):
 class ChannelError(PenstockError):
     """The base of errors of a channel, as against those of its messages.
 
-        >>> issubclass(ClosedError, ChannelError), issubclass(DecodeError, ChannelError)
-        (True, False)
+    >>> issubclass(ClosedError, ChannelError), issubclass(DecodeError, ChannelError)
+    (True, False)
     """
 
 
@@ -59,8 +59,8 @@ class WouldBlock(ChannelError):
 class CorruptRecord(ChannelError):
     """The ring holds no record where one must be: a process has overwritten it.
 
-        >>> issubclass(CorruptRecord, ChannelError)
-        True
+    >>> issubclass(CorruptRecord, ChannelError)
+    True
     """
 
 
@@ -118,13 +118,13 @@ class MemoryExhausted(PenstockError, MemoryError):
 class StaleRef(PenstockError):
     """A reference to a block that was freed, or that was not meant for this process.
 
-        >>> pool = Pool.create(1 << 20)
-        >>> with pool.take(100) as lease:
-        ...     ref = pool.share(lease)
-        >>> pool.open(ref)
-        Traceback (most recent call last):
-            ...
-        penstock.errors.StaleRef: ...
+    >>> pool = Pool.create(1 << 20)
+    >>> with pool.take(100) as lease:
+    ...     ref = pool.share(lease)
+    >>> pool.open(ref)
+    Traceback (most recent call last):
+        ...
+    penstock.errors.StaleRef: ...
     """
 
     expected: int = 0
@@ -146,10 +146,10 @@ class Missing(PenstockError, KeyError):
 class LayoutMismatch(PenstockError):
     """The segment to attach to is not of this build's layout, or is gone, or carries something else.
 
-        >>> attach("penstock:1:2:3:4:5")
-        Traceback (most recent call last):
-            ...
-        penstock.errors.LayoutMismatch: ...
+    >>> attach("penstock:1:2:3:4:5")
+    Traceback (most recent call last):
+        ...
+    penstock.errors.LayoutMismatch: ...
     """
 
 

@@ -108,6 +108,31 @@ def test_a_reservation_that_is_dropped_is_aborted() -> None:
             assert channel.snapshot()["pool"][0]["blocks"] == 0
 
 
+@pytest.mark.parametrize("reserved", [100, 1000, 5000])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_reservation_commits_as_many_bytes_as_were_written(reserved: int, share: float) -> None:
+    written = int(reserved * share)
+    with ring(capacity=1 << 14, inline_limit=2000, spill_nbytes=1 << 16) as (channel, sender, receiver):
+        for turn in range(200):  # so that it goes round the ring, and the pool is not used up
+            room = sender.reserve(reserved, timeout=1)
+            with memoryview(room) as view:
+                view[:written] = bytes([turn]) * written
+            room.commit(written)
+            sender.send(b"next")
+            assert receiver.receive(timeout=1) == bytes([turn]) * written
+            assert receiver.receive(timeout=1) == b"next"
+        assert channel.snapshot()["pool"][0]["blocks"] == 0
+
+
+def test_a_reservation_commits_no_more_bytes_than_it_has() -> None:
+    with ring() as (_, sender, receiver):
+        room = sender.reserve(100)
+        with pytest.raises(ValueError, match="the reservation has 100 bytes: 101 cannot be committed"):
+            room.commit(101)
+        room.commit(3)
+        assert len(receiver.receive(timeout=1)) == 3
+
+
 def test_a_reservation_ends_once() -> None:
     with ring() as (_, sender, receiver):
         room = sender.reserve(5)
