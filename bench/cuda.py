@@ -29,7 +29,7 @@ import numpy as np
 
 from bench.harness.output import Output, short, short_nbytes
 from penstock.lowlevel import Pool
-from penstock.tensor import Tensors
+from penstock.tensor import Store
 from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, NoDevice, Place, Reference, Uploads, driver_of
 
 UPLOAD_NBYTES = 256 << 20
@@ -56,8 +56,8 @@ def consume(talk: Connection, ticket: str, host_ticket: str, device: int) -> Non
     import torch.multiprocessing  # so that the pipe knows how to receive a tensor
 
     torch.cuda.set_device(device)
-    pool, host = CudaPool.attach(ticket, peer_name="consumer"), Pool.attach(host_ticket)
-    tensors = CudaTensors(pool, Tensors(host))
+    pool, host = CudaPool.attach(ticket, peer_name="consumer"), Store.attach(host_ticket)
+    tensors = CudaTensors(pool, host)
     talk.send_bytes(msgspec.msgpack.encode(tensors.place))
     decoder: msgspec.msgpack.Decoder[Reference] = msgspec.msgpack.Decoder(Reference)
     stream = torch.cuda.Stream()
@@ -180,8 +180,8 @@ def with_consumer(
 ) -> Any:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    pool, host = CudaPool.create(nbytes), Pool.create(16 << 20)
-    tensors = CudaTensors(pool, Tensors(host))
+    pool, host = CudaPool.create(nbytes), Store(16 << 20)
+    tensors = CudaTensors(pool, host)
     child = context.Process(target=consume, args=(theirs, str(pool.ticket), str(host.ticket), device))
     child.start()
     theirs.close()

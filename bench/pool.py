@@ -196,12 +196,13 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"a pool of {short_nbytes(nbytes)} is more than half the memory available: lower --nbytes")
     try:
         import penstock
+        from penstock.lowlevel import Pool
     except ImportError as error:
         parser.exit(1, f"penstock cannot be imported: {error}\n")
 
     output = Output("pool", is_json=options.json, folder=options.out)
     output.begin()
-    pool = lowlevel.Pool.create(nbytes)
+    pool = Pool.create(nbytes)
     output.say(f"pool of {short_nbytes(nbytes)}, objects of 4 KiB to {short_nbytes(options.largest)}, {takes} takes")
     seeds = range(options.seed, options.seed + SEEDS)
     found, loads = [], []

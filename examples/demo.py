@@ -13,7 +13,7 @@ WORKERS, STEPS = 4, 2_000
 
 
 class Step(msgspec.Struct, array_like=True):
-    image: bytes = b""  # its key in the store
+    image: penstock.Handle | None = None
 
 
 class Done(msgspec.Struct, array_like=True):
@@ -23,7 +23,8 @@ class Done(msgspec.Struct, array_like=True):
 def worker(rank, steps, results, store):
     with results.open_sender(rank, name=f"worker {rank}") as sender:
         for step in steps.open_receiver(rank, name=f"worker {rank}"):
-            sender.send(Done(float(store.get(step.image).value()[rank].sum()) if step.image else 0.0))
+            image = None if step.image is None else step.image.open(store).value()  # where it lies
+            sender.send(Done(0.0 if image is None else float(image[rank].sum())))
 
 
 if __name__ == "__main__":
@@ -35,10 +36,9 @@ if __name__ == "__main__":
     for process in workers:
         process.start()
     with steps.open_sender(name="core") as core, results.open_receiver(name="core") as inbox:
-        image = store.put(key := bytes(32), np.ones((WORKERS, 1 << 21), np.float32))  # 32 MiB, copied once
-        core.send(Step(key))
-        total = sum(inbox.receive(timeout=60).total for _ in workers)
-        image.release()
+        with penstock.Scope(store) as scope:
+            core.send(Step(scope.put(np.ones((WORKERS, 1 << 21), np.float32))))  # 32 MiB, copied once
+            total = sum(inbox.receive(timeout=60).total for _ in workers)
         print(f"{WORKERS} workers read one image of 32 MiB where it lies: its rows sum to {total:,.0f}")
         began = time.perf_counter()
         for _ in range(STEPS):

@@ -1,13 +1,13 @@
-"""A pool lends blocks of shared memory: to whoever takes one, and to whom it is shared with."""
+"""A pool lends blocks of shared memory, and its peers grant each other the right to open them."""
 
 import numpy as np
 
-from penstock import lowlevel
+from penstock.lowlevel import Pool
 
 image = np.arange(1 << 20, dtype=np.uint8)
-pool = lowlevel.Pool.create(64 << 20)  # claimed now, or MemoryExhausted now
+pool = Pool.create(64 << 20)  # claimed now, or MemoryExhausted now
 lease = pool.take(image.nbytes)
 np.frombuffer(lease, image.dtype)[:] = image  # or let the decoder write there
-ref = pool.share(lease, to=[pool.peer])  # plain data, for any message; whoever is named may open it once
+ref = pool.share(lease, to=[pool.peer])  # plain data, for any message; each named peer may open it once
 seen = np.frombuffer(pool.open(ref), image.dtype)  # over there: a read-only view, given back with its last array
 assert (seen == image).all() and not seen.flags.writeable

@@ -1,4 +1,4 @@
-"""What many processes want is kept by content, once for all of them, and makes room when nobody holds it.
+"""Values that many processes need are kept by content, once for all of them, and evicted when no process holds them.
 
 Keys by content need `pip install '.[store]'`.
 """
@@ -8,7 +8,7 @@ import multiprocessing
 import numpy as np
 
 import penstock
-from penstock import lowlevel
+from penstock.lowlevel import Empty
 
 
 def preprocess(image):
@@ -25,10 +25,10 @@ def main():
 
     key = penstock.content_key(image)  # 32 bytes of what is in it, and of how it was processed
     try:
-        stored = store.get(key)  # held, for as long as `stored` or an array of it lives
+        lease = store.get(key)  # held, for as long as `lease` or an array of it lives
     except penstock.Missing:
-        stored = store.put(key, {"pixels": preprocess(image), "grid": [1, 32, 32]})  # copied by whoever is first
-    pixels = stored.value()["pixels"]
+        lease = store.put({"pixels": preprocess(image), "grid": [1, 32, 32]}, key=key)  # the first process copies it
+    pixels = lease.value()["pixels"]
     assert not pixels.flags.writeable
 
     process = multiprocessing.get_context("spawn").Process(target=reader, args=(store, key))
@@ -36,15 +36,15 @@ def main():
     process.join()
 
     key = penstock.content_key(image, "in place")
-    shape = lowlevel.Empty((448, 448, 3), "float32")
-    with store.make(key, {"pixels": shape}) as making:  # others who want the key wait for commit()
-        if making.is_new:
-            np.divide(image, 255, out=making.value()["pixels"], dtype=np.float32)
-        stored = making.commit()
-    assert (stored.value()["pixels"] == pixels).all()
+    held = store.loan(key, {"pixels": Empty((448, 448, 3), "float32")})
+    if isinstance(held, penstock.Loan):  # else a lease: another process has made the value
+        with held as loan:  # other processes that want the key wait for commit()
+            np.divide(image, 255, out=loan.value()["pixels"], dtype=np.float32)
+            held = loan.commit()
+    assert (held.value()["pixels"] == pixels).all()
 
-    seen = store.stats()
-    print(f"{len(seen.items)} values; hits: {seen.hits}, misses: {seen.misses}")
+    stats = store.stats()
+    print(f"{len(stats.items)} values; hits: {stats.hits}, misses: {stats.misses}")
 
 
 if __name__ == "__main__":

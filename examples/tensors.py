@@ -1,4 +1,4 @@
-"""Tensors between processes: as plain data in a message, and there as views of the same memory."""
+"""Tensors between processes: a handle in a message, and there a view of the same memory."""
 
 import multiprocessing
 
@@ -6,41 +6,40 @@ import msgspec
 import numpy as np
 
 import penstock
-from penstock import lowlevel
-
-
-class Hello(msgspec.Struct, array_like=True):
-    place: int  # in the pool
+from penstock.lowlevel import Empty
 
 
 class Batch(msgspec.Struct, array_like=True):
-    pixels: penstock.TensorRef
+    pixels: penstock.Handle
 
 
-def consumer(pool, hellos, batches):
-    tensors = penstock.Tensors(pool)
-    with hellos.open_sender() as sender:
-        sender.send(Hello(pool.peer.index))
-    for batch in batches.open_receiver():
-        pixels = tensors.view(batch.pixels)  # as_="torch" for a tensor of torch; writable=True for a copy
-        print(pixels.shape, pixels.mean())  # the memory is given back with its last view
+class Seen(msgspec.Struct, array_like=True):
+    mean: float
+
+
+def consumer(store, batches, seen):
+    with seen.open_sender() as sender:
+        for batch in batches.open_receiver():
+            with batch.pixels.open(store) as lease:
+                pixels = lease.value()  # value("torch") for a tensor of torch; value(writable=True) for a copy
+                sender.send(Seen(float(pixels.mean())))
 
 
 def main():
-    pool = lowlevel.Pool.create(64 << 20)
-    hellos, batches = penstock.Ring(Hello), penstock.Ring(Batch)
-    process = multiprocessing.get_context("spawn").Process(target=consumer, args=(pool, hellos, batches))
+    store = penstock.Store(64 << 20)
+    batches, seen = penstock.Ring(Batch), penstock.Ring(Seen)
+    process = multiprocessing.get_context("spawn").Process(target=consumer, args=(store, batches, seen))
     process.start()
-    with hellos.open_receiver() as receiver, batches.open_sender() as sender:
-        there = receiver.receive(timeout=30).place
-        tensors = penstock.Tensors(pool)
+    with batches.open_sender() as sender, seen.open_receiver() as receiver:
+        with penstock.Scope(store) as scope:
+            array = np.full((3, 448, 448), 1.0, np.float32)  # or a tensor of torch, or any object with __dlpack__
+            sender.send(Batch(scope.put(array)))  # copied once
 
-        array = np.full((3, 448, 448), 1.0, np.float32)  # or a tensor of torch, or whatever has __dlpack__
-        sender.send(Batch(tensors.put(array, to=[there])))  # copied once
+            loan = store.loan(None, Empty((3, 448, 448), "float32"))  # or made where it will lie, without a copy
+            loan.value()[:] = 2.0
+            sender.send(Batch(scope.add(loan.commit())))  # from now on it cannot be written
 
-        made = tensors.empty((3, 448, 448), "float32")  # or made where it will lie, without a copy
-        made[:] = 2.0
-        sender.send(Batch(tensors.share(made, to=[there])))  # from now on nobody writes it
+            print(receiver.receive(timeout=30).mean, receiver.receive(timeout=30).mean)
     process.join()
 
 

@@ -471,7 +471,8 @@ void bind_channel(nb::module_& m) {
         .def(
             "receive_view",
             [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, As::view); },
-            "timeout"_a.none() = nb::none(), nb::sig("def receive_view(self, timeout: float | None = None) -> BlockLease"),
+            "timeout"_a.none() = nb::none(),
+            nb::sig("def receive_view(self, timeout: float | None = None) -> BlockLease"),
             "The next record where it lies: a read-only lease. A record in the ring keeps its room until the lease is "
             "released.")
         .def(

@@ -271,7 +271,8 @@ void bind_memory(nb::module_& m) {
                 return make_lease(by, extent, false);
             },
             "segment"_a, "block"_a, "generation"_a, "offset"_a, "nbytes"_a,
-            nb::sig("def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> BlockLease"))
+            nb::sig(
+                "def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> BlockLease"))
         .def(
             "grant",
             [](Attachment& by, u64 segment, u32 block, u32 generation, u64 offset, u64 nbytes, u32 to) {

@@ -160,7 +160,8 @@ void penstock::python::bind_store(nb::module_& m) {
         .def_prop_ro(
             "is_ours", [](const Keeper& keeper) { return keeper.by->is_ours(); }, "Not of the process before a fork().")
         .def("begin", &begin, "key"_a.none(), "nbytes"_a, "timeout"_a.none() = nb::none(),
-             nb::sig("def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]"),
+             nb::sig(
+                 "def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]"),
              "True and a writable lease, to be written and committed; or False and a lease of what is there. Waits "
              "while "
              "somebody else writes it, or for room.")

@@ -248,14 +248,16 @@ nb::object penstock::python::make_stored(nb::object lease) {
 
 namespace {
 
-constexpr const char* LEASE = R"(A value, held: its memory is not reused while the lease, or an array of the value, lives.
+constexpr const char* LEASE =
+    R"(A value, held: its memory is not reused while the lease, or an array of the value, lives.
 
     >>> store = Store(1 << 20)
     >>> with store.put({"pixels": np.arange(4)}) as lease:
     ...     lease.value()["pixels"]
     array([0, 1, 2, 3])
 )";
-constexpr const char* VALUE = R"(Returns the value, its tensors read-only views of the memory where it lies, which they hold.
+constexpr const char* VALUE =
+    R"(Returns the value, its tensors read-only views of the memory where it lies, which they hold.
 
 Args:
     as_: the library that the tensors are of: "numpy"; "torch"; or "bits", where kinds that NumPy has no word for are
@@ -294,7 +296,7 @@ void penstock::python::bind_values(nb::module_& m) {
         .def(
             "__init__",
             [](Stored* self, nb::object block) {
-                nb::cast<Lease&>(block);
+                if (!nb::isinstance<Lease>(block)) throw nb::type_error("expected a BlockLease");
                 new (self) Stored(std::move(block));
             },
             "block"_a, nb::sig("def __init__(self, block: BlockLease) -> None"))
@@ -320,7 +322,12 @@ void penstock::python::bind_values(nb::module_& m) {
             nb::sig("def hold(self) -> Lease"), "The same value, held once more: each hold is released by itself.")
         .def(
             "release", [](Stored& stored) { stored.let_go(); },
-            "Holds the value no longer. Arrays that were taken from it still do, each until it is gone.")
+            "Holds the value no longer. Arrays that were taken from it still do, each until it is gone.\n\n"
+            "    >>> lease = Store(1 << 20).put(np.zeros(3))\n"
+            "    >>> zeros = lease.value()\n"
+            "    >>> lease.release()\n"
+            "    >>> float(zeros.sum())\n"
+            "    0.0\n")
         .def(
             "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Lease"))
         .def("__exit__", [](Stored& stored, nb::args) { stored.let_go(); });

@@ -24,7 +24,7 @@ from bench.engine_cases.trees import CLASSIC_GLOO, CLASSIC_ZEROMQ, OURS, Way
 from bench.harness.figures import Figures
 from bench.harness.output import short, short_nbytes
 from bench.harness.turns import Outcome
-from penstock import Outgoing
+from penstock import Scope
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import SimulatedDevice
 
@@ -57,7 +57,7 @@ class Asking:
         self.renew()
         self._way = server.bench.way
         if self._way.wire is None:
-            self._outgoing = Outgoing(server.bench.tree.store)
+            self._store, self._hits = server.bench.tree.store, 0
         else:
             import zmq
 
@@ -82,9 +82,10 @@ class Asking:
         pixels, key = self._images.pixels[image], self._keys[image]
         began = time.monotonic()
         if self._way.wire is None:
-            with self._outgoing.scope() as scope:
-                item = scope.put(pixels, key)
-                self.server.ask(number, prompt, params=SHORT, items=((item, 0, PLACES),))
+            with Scope(self._store) as scope:
+                handle = scope.put(pixels, key=key)
+                self._hits += scope.stats().hits
+                self.server.ask(number, prompt, params=SHORT, items=((handle, 0, PLACES),))
                 return self._answered(began)
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(pixels, 5, buffer_callback=buffers.append)
@@ -101,10 +102,7 @@ class Asking:
         return took
 
     def hits(self) -> float | None:
-        if self._way.wire is not None:
-            return None
-        stats = self._outgoing.stats()
-        return float(stats.hits)
+        return None if self._way.wire is not None else float(self._hits)
 
 
 def ask_all(images: Images, share: float, asking: Mapping[str, Asking], chance: np.random.Generator,

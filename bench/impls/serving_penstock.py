@@ -61,11 +61,11 @@ def request_nbytes() -> int:
     from penstock.codec.catalogue import Catalogue
     from penstock.codec.frame import FrameEncoder
 
-    encoded: Any = FrameEncoder(Catalogue(Request)).encode(Request(4_000_123, 3, (99,), (content_key(1, 4, 123),)))
+    encoded: Any = FrameEncoder(Catalogue(Request)).encode(Request(4_000_123, 3, (99,), (key_of(1, 4, 123),)))
     return sum(map(len, encoded)) if isinstance(encoded, list) else len(encoded)
 
 
-def content_key(kind: int, rank: int, number: int) -> bytes:
+def key_of(kind: int, rank: int, number: int) -> bytes:
     return bytes([kind, rank]) + number.to_bytes(30, "little")
 
 
@@ -92,22 +92,22 @@ class Server(serving.Server):
         super().__init__(rank, Images(images, largest))
         self._sender = requests.open_sender(self._index)
         self._answers = answers.open_receiver()
-        self._store.join()
+        self._store.pool.join()
         self._held: Any = None
 
     def fill(self, order: Order) -> Report:
         if self._index == 0:
             for image in range(len(self.images.sizes)):
-                self._store.put(content_key(0, 0, image), {"pixels": self.images[image]})
+                self._store.put({"pixels": self.images[image]}, key=key_of(0, 0, image))
         return Report()
 
     def ask(self, request: int, image: int, is_kept: bool) -> bool:
-        key = content_key(0, 0, image) if is_kept else content_key(1, self.rank, request)
+        key = key_of(0, 0, image) if is_kept else key_of(1, self.rank, request)
         try:
             self._held = self._store.get(key)  # held until the answer is here
             is_hit = True
         except penstock.Missing:
-            self._held = self._store.put(key, {"pixels": self.images[image]})
+            self._held = self._store.put({"pixels": self.images[image]}, key=key)
             is_hit = False
         self._sender.send(Request(request, self._index, (image,), (key,)), timeout=TIMEOUT)
         return is_hit
@@ -158,7 +158,7 @@ class Worker(serving.Worker):
         self._store, steps, done, index = wire
         self._steps = steps.open_receiver(index)
         self._sender = done.open_sender(index)
-        self._store.join()
+        self._store.pool.join()
 
     def receive(self) -> list[tuple[int, int, Any]]:
         step = self._steps.receive(timeout=TIMEOUT)

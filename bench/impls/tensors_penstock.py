@@ -1,4 +1,4 @@
-"""Ours: put into a store and got by key, or made in a pool and shared; keys and references go by a broadcast.
+"""Ours: put into a store and got by key, or made in a loan of it; keys and handles go by a broadcast.
 
 how: "store" or "produce". as_: what the receiver asks for, "numpy" or "torch".
 """
@@ -42,17 +42,14 @@ def lay(receivers: int, scratch: Path, largest: str, how: str = "store", as_: st
 
 class Sender(tensors.Sender):
     def __init__(self, wire: tuple[Any, ...], seat: Seat, meet: Meet) -> None:
-        import msgspec
-
-        import penstock
+        from penstock.lowlevel import Empty
 
         self._store, tokens, replies, how, _ = wire
         self._sender = tokens.open_sender()
         self._inbox = replies.open_receiver()
         self._receivers = range(seat.receivers)
-        self._peers = [each for each in meet(self._store.join().index)[1:] if isinstance(each, int)]
-        self._tensors = penstock.Tensors(self._store)
-        self._encode = msgspec.msgpack.Encoder().encode
+        meet(self._store.pool.join().index)
+        self._empty = Empty
         self._numbers = itertools.count()
         self._held: Any = None
         self.is_compared_with_memcpy = how == "store"
@@ -67,16 +64,21 @@ class Sender(tensors.Sender):
     def prepare(self) -> None:
         self._held = None
         if not self.is_compared_with_memcpy:  # fills the very block that is made next: filling is not measured
-            np.copyto(self._tensors.empty(self._array.shape, self._array.dtype), self._array)
+            loan = self._store.loan(None, self._empty(self._array.shape, self._array.dtype))
+            np.copyto(loan.value(), self._array)
 
     def _put(self) -> bytes:
         key = next(self._numbers).to_bytes(32, "little")
-        self._held = self._store.put(key, {"pixels": self._array, "grid": [1, 16, 16]})
+        self._held = self._store.put({"pixels": self._array, "grid": [1, 16, 16]}, key=key)
         return key
 
     def _produce(self) -> bytes:
-        self._held = self._tensors.empty(self._array.shape, self._array.dtype)
-        return self._encode(self._tensors.share(self._held, self._peers))
+        from penstock import Handle
+
+        loan = self._store.loan(None, self._empty(self._array.shape, self._array.dtype))
+        loan.value()
+        self._held = loan.commit()
+        return bytes(Handle(None, self._held.ref))
 
     def copy(self) -> None:
         nbytes = self._array.nbytes
@@ -88,7 +90,7 @@ class Sender(tensors.Sender):
     def warm(self) -> None:
         self._held = None
         self._store.clear()
-        with self._store.take(self._store.stats().largest_free_nbytes) as lease:
+        with self._store.pool.take(self._store.stats().pool.largest_free_nbytes) as lease:
             np.frombuffer(memoryview(lease), np.uint8)[:] = 0
         if self.is_compared_with_memcpy:
             self._room[:] = 1
@@ -102,7 +104,7 @@ class Sender(tensors.Sender):
 
     def shared_nbytes(self) -> int:
         """What the store has lent out: everybody maps all of it from the start, so what is mapped says nothing."""
-        return int(self._store.stats().taken_nbytes)
+        return int(self._store.stats().pool.taken_nbytes)
 
     def reserved_nbytes(self) -> int:
         return int(self._store.segment_nbytes)
@@ -115,16 +117,13 @@ class Sender(tensors.Sender):
 
 class Receiver(tensors.Receiver):
     def __init__(self, wire: tuple[Any, ...], seat: Seat, meet: Meet) -> None:
-        import msgspec
-
-        import penstock
+        from penstock import Handle
 
         self._store, tokens, replies, how, self._as = wire
         self._receiver = tokens.open_receiver(seat.rank - 1)
         self._sender = replies.open_sender(seat.rank - 1)
-        meet(self._store.join().index)
-        self._tensors = penstock.Tensors(self._store)
-        self._decode = msgspec.msgpack.Decoder(penstock.TensorRef).decode
+        meet(self._store.pool.join().index)
+        self._handle_of = Handle.from_bytes
         self.get = self._get if how == "store" else self._view
 
     def receive(self) -> bytes:
@@ -134,7 +133,7 @@ class Receiver(tensors.Receiver):
         return self._store.get(key).value(self._as)["pixels"]
 
     def _view(self, token: bytes) -> Any:
-        return self._tensors.view(self._decode(token), self._as)
+        return self._handle_of(token).open(self._store).value(self._as)
 
     def shared_nbytes(self) -> int:
         return 0  # the sender tells

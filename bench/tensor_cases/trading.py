@@ -106,7 +106,7 @@ class Thread:
             self.traded.counts["miss"] += 1
             array = self.room[: self.sizes[name] // 8]
             array[0] = array[-1] = name
-            stored = self.timed("put", lambda: self.store.put(key(name), array))
+            stored = self.timed("put", lambda: self.store.put(array, key=key(name)))
         else:
             self.traded.counts["hit"] += 1
         seen = stored.value()
@@ -135,7 +135,7 @@ def trade(control: Connection, store: Any, threads: int, operations: int, nbytes
     die_with_parent()
     sizes = sizes_of(nbytes)
     playing = [Thread(store, sizes, operations, seed + number) for number in range(threads)]
-    store.join()
+    store.pool.join()
     control.send("ready")
     control.recv()
     running = [threading.Thread(target=each.run) for each in playing]
@@ -209,12 +209,12 @@ def left_over(store: Any) -> list[str]:
     if len({item.key for item in items}) != len(items):
         faults.append("a key is there twice")
     faults += [f"{item.holders} still hold a value" for item in items if item.holders]
-    taken, kept = store.stats().taken_nbytes, sum(-(-item.nbytes // 64) * 64 for item in items)
+    taken, kept = store.stats().pool.taken_nbytes, sum(-(-item.nbytes // 64) * 64 for item in items)
     if taken != kept:
         faults.append(f"{taken} bytes are taken, and the keys have {kept}")
     store.clear()
-    if store.stats().taken_nbytes:
-        faults.append(f"{store.stats().taken_nbytes} bytes are taken after everything was cleared")
+    if store.stats().pool.taken_nbytes:
+        faults.append(f"{store.stats().pool.taken_nbytes} bytes are taken after everything was cleared")
     return faults
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from bench.vs_vllm.rounds import Local, Round, Way, whole
@@ -36,8 +35,8 @@ MAX_BLOCKS = 1 << 20
 class Coder:
     """A sender's and a receiver's half of one channel."""
 
-    def __init__(self, messages: tuple[type[msgspec.Struct], ...]) -> None:
-        self.catalogue = Catalogue(*messages)
+    def __init__(self, type: Any) -> None:
+        self.catalogue = Catalogue.of(type)
         self.encode = FrameEncoder(self.catalogue).encode
         self.decode = FrameDecoder(self.catalogue).decode
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """The base of all errors of this package."""
+    """The base of all errors of this package.
+
+    >>> try:
+    ...     Store(1 << 20).get(bytes(32))
+    ... except PenstockError as error:
+    ...     type(error).__name__
+    'Missing'
+    """
 
 
 class ChannelError(PenstockError):
@@ -12,15 +19,37 @@ class ChannelError(PenstockError):
 
 
 class ClosedError(ChannelError, RuntimeError):
-    """You closed this end, or it belongs to the process before a fork()."""
+    """This process has closed the end, or the end belongs to the process before a fork().
+
+    >>> sender = Ring().open_sender()
+    >>> sender.close()
+    >>> sender.send(b"step")
+    Traceback (most recent call last):
+        ...
+    penstock.errors.ClosedError: ...
+    """
 
 
 class EndOfChannel(ChannelError):
-    """The other end was closed. Ends a `for` loop."""
+    """The other end was closed. Ends a `for` loop.
+
+    >>> ring = Ring()
+    >>> ring.open_sender().close()
+    >>> ring.open_receiver().receive()
+    Traceback (most recent call last):
+        ...
+    penstock.errors.EndOfChannel: ...
+    """
 
 
 class WouldBlock(ChannelError):
-    """Only from the *_nowait calls: there is no record, or no room, now."""
+    """Only from the *_nowait calls: there is no record, or no room, now.
+
+    >>> Ring().open_receiver().receive_nowait()
+    Traceback (most recent call last):
+        ...
+    penstock.errors.WouldBlock: no record now in 'ring'
+    """
 
 
 class CorruptRecord(ChannelError):
@@ -28,7 +57,13 @@ class CorruptRecord(ChannelError):
 
 
 class Timeout(PenstockError, TimeoutError):
-    """The deadline passed. The text names the record or room that was awaited, the peer, and when it was last seen."""
+    """The deadline passed. The text names the record or room that was awaited, the peer, and when it was last seen.
+
+    >>> Ring().open_receiver().receive(timeout=0.01)
+    Traceback (most recent call last):
+        ...
+    penstock.errors.Timeout: ...
+    """
 
     receiver: int | None = None
     pid: int | None = None
@@ -42,6 +77,10 @@ class PeerDied(PenstockError):
 
     `index` is its place among the channel's senders or receivers. `name` is "?" if another process has its place among
     the peers by now.
+
+        >>> death = PeerDied("receiver 1 of 'steps' died")
+        >>> death.index, death.pid, death.how, death.held
+        (0, 0, '', '')
     """
 
     index: int = 0
@@ -52,7 +91,15 @@ class PeerDied(PenstockError):
 
 
 class MemoryExhausted(PenstockError, MemoryError):
-    """There is less memory than was asked for: the numbers say how much is free, and which peers hold the rest."""
+    """There is less memory than was asked for: the numbers say how much is free, and which peers hold the rest.
+
+    >>> store = Store(1 << 20)
+    >>> lease = store.put(np.zeros(100_000))
+    >>> store.put(np.zeros(100_000), timeout=0)
+    Traceback (most recent call last):
+        ...
+    penstock.errors.MemoryExhausted: ...
+    """
 
     asked: int = 0
     free: int = 0
@@ -68,7 +115,13 @@ class StaleRef(PenstockError):
 
 
 class Missing(PenstockError, KeyError):
-    """There is no value under this key: it was never put, or it was evicted. Put it again."""
+    """There is no value under this key: it was never put, or it was evicted. Put it again.
+
+    >>> Store(1 << 20).get(bytes(32))
+    Traceback (most recent call last):
+        ...
+    penstock.errors.Missing: 'store' keeps nothing under 0000000000000000…
+    """
 
     __str__ = Exception.__str__  # KeyError's own would quote the sentence
 
@@ -82,6 +135,15 @@ class DecodeError(PenstockError, ValueError):
 
     `kind` is the class that it was sent as, and `fields` has its numbers and texts, unchecked, with None in place of
     other values, so that an answer can go to its sender. If they cannot be read, `kind` is None and `fields` is empty.
+
+        >>> class Step(msgspec.Struct, array_like=True):
+        ...     number: int
+        >>> ring = Ring(Step)
+        >>> ring.open_sender().send(Step("seven"))
+        >>> ring.open_receiver().receive()
+        Traceback (most recent call last):
+            ...
+        penstock.errors.DecodeError: ...
     """
 
     kind: type | None = None

@@ -163,7 +163,7 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
             store = launcher.tree.store
             assert store is not None
             assert len(store.stats().items) == len(family.images)
-            while any(one.holders for one in store.stats().items) or store.stats().blocks > len(family.images):
+            while any(one.holders for one in store.stats().items) or store.stats().pool.blocks > len(family.images):
                 await asyncio.sleep(0.01)  # a worker has answered, and lets go of what it has read
         finally:
             await launcher.stop()

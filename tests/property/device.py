@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock import Item, Part
+from penstock import Buffer, Handle
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
@@ -50,14 +50,14 @@ def answer(submit: Submit, index: int) -> list[int]:
         content = follows(content, out[-1], None)
 
 
-def told(item: Item) -> int:
+def told(item: Handle) -> int:
     """What the image shows."""
     assert isinstance(item.where, bytes)
     return item.where[0]
 
 
 def image(shown: int, position: int, length: int, *, has_key: bool = True) -> Inputs:
-    item = Item(bytes([shown]) * 32 if has_key else None, bytes([shown]), Part(b""))
+    item = Handle(bytes([shown]) * 32 if has_key else None, bytes([shown]), Buffer(b""))
     return Inputs(np.array([1], np.int32), (item,), np.array([position], np.int32), np.array([length], np.int32))
 
 

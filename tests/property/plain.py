@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock import Item, Part
+from penstock import Buffer, Handle
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
@@ -19,10 +19,10 @@ CATALOGUE = Catalogue.of(STEPS)
 SLOTS, BLOCKS, BLOCK_SIZE, MAX_BLOCKS = 12, 500, 4, 40
 LAYOUT = plan({"pixels": np.arange(9.0)}).layout
 ITEMS = (
-    Item(b"k" * 32, Ref(1 << 63, 5, 7, 0, 1 << 20)),
-    Item(None, Ref(1, 6, 8, 0, 4096)),
-    Item(b"s" * 32, LAYOUT, Part(np.arange(9.0))),
-    Item(None, LAYOUT, Part(np.arange(9.0) + 1)),
+    Handle(b"k" * 32, Ref(1 << 63, 5, 7, 0, 1 << 20)),
+    Handle(None, Ref(1, 6, 8, 0, 4096)),
+    Handle(b"s" * 32, LAYOUT, Buffer(np.arange(9.0))),
+    Handle(None, LAYOUT, Buffer(np.arange(9.0) + 1)),
 )
 
 

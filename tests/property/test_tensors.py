@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
-from penstock.lowlevel import Pool
-from penstock.tensor import TensorRef, Tensors, plan, read
+from penstock import Handle, Scope, Store
+from penstock.tensor import plan, read
 from penstock.tensor.kinds import KINDS
 from tests import tiers
 
@@ -49,22 +49,21 @@ def same(found: NDArray[Any], given: NDArray[Any]) -> bool:
 @settings(max_examples=tiers.TENSORS_EXAMPLES)
 @given(view=views(), inline_nbytes=st.sampled_from((0, 64, 1 << 20)), as_torch=st.booleans())
 def test_what_comes_out_is_what_a_copy_would_be(view: NDArray[Any], inline_nbytes: int, as_torch: bool) -> None:
-    with Pool.create(1 << 17) as pool:
-        tensors = Tensors(pool, inline_nbytes=inline_nbytes)
-        ref = tensors.put(view, [pool.peer, pool.peer])
-        assert isinstance(ref, TensorRef)
-        seen = tensors.view(ref)
-        own = tensors.view(ref, writable=True)
-        assert same(seen, view)
-        assert same(own, view)
-        if as_torch:
-            of_torch = torch.from_numpy(view.astype(view.dtype.newbyteorder("=")))
-            back = tensors.view(tensors.put(of_torch, [pool.peer]), "torch")
-            assert back.shape == of_torch.shape
-            assert back.numpy().tobytes() == of_torch.numpy().tobytes()
-            del back
-        del seen
-        assert pool.stats().blocks == 0
+    with Store(1 << 17) as store:
+        with Scope(store, inline_nbytes=inline_nbytes) as scope:
+            handle = Handle.from_bytes(bytes(scope.put(view)))
+            seen = handle.open(store).value()
+            own = handle.open(store).value(writable=True)
+            assert same(seen, view)
+            assert same(own, view)
+            if as_torch:
+                of_torch = torch.from_numpy(view.astype(view.dtype.newbyteorder("=")))
+                back = scope.put(of_torch).open(store).value("torch")
+                assert back.shape == of_torch.shape
+                assert back.numpy().tobytes() == of_torch.numpy().tobytes()
+                del back
+            del seen
+        assert store.stats().pool.blocks == 0
 
 
 leaves = st.one_of(

@@ -19,14 +19,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
-from penstock.codec.part import Part  # noqa: E402
+from penstock.codec.buffer import Buffer  # noqa: E402
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig, Stats  # noqa: E402
 from penstock.engine.core.step_builder import StepBuilder  # noqa: E402
 from penstock.engine.protocol.batch_state import BatchState  # noqa: E402
 from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, StepDone, Submit  # noqa: E402
 from penstock.engine.worker.input_batch import InputBatch, build_batch  # noqa: E402
 from penstock.engine.worker.model_runner import ModelRunner  # noqa: E402
-from penstock.tensor import Item  # noqa: E402
+from penstock.tensor import Handle  # noqa: E402
 from tests import tiers  # noqa: E402
 
 VOCABULARY, IMAGE, BEFORE, AFTER = 131, 130, 128, 127  # ids: of an image's place, and of what stands around it
@@ -171,7 +171,7 @@ def batch_of_rows(rows: list[tuple[int, int]], blocks: int = 64, seed: int = 1) 
 
 
 def device(of: Family, **options: Any) -> ModelRunner:
-    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "open_item": opener(of.images)}
+    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "open_handle": opener(of.images)}
     return ModelRunner(of.path, **(given | options))
 
 
@@ -275,7 +275,7 @@ class Shown:
         return self._value
 
 
-def opener(images: Mapping[bytes, dict[str, torch.Tensor]]) -> Callable[[Item], Any]:
+def opener(images: Mapping[bytes, dict[str, torch.Tensor]]) -> Callable[[Handle], Any]:
     return lambda item: Shown(images[item.key])
 
 
@@ -344,7 +344,7 @@ def _submit(number: int, asked: Asked, params: SamplingParams) -> Submit:
     if asked.inputs:
         keys, positions, lengths = zip(*asked.inputs, strict=True)
         counts = np.array([len(keys)], np.int32)
-        items = tuple(Item(key, b"", Part(b"")) for key in keys)
+        items = tuple(Handle(key, b"", Buffer(b"")) for key in keys)
         inputs = Inputs(counts, items, np.array(positions, np.int32), np.array(lengths, np.int32))
     priority = -(number % 3)  # so that some are put aside for others
     own = msgspec.structs.replace(params, max_tokens=asked.tokens)

@@ -54,7 +54,7 @@ def _one_of_them(rank: int, size: int, folder: str, is_recording: bool) -> None:
             ranks=ranks,
             block_size=BLOCK_SIZE,
             blocks=-(-longest(asked) // BLOCK_SIZE),
-            open_item=opener(torch.load(Path(path) / "images.pt")),
+            open_handle=opener(torch.load(Path(path) / "images.pt")),
             threads=1,
             recorder=Eager() if is_recording else None,
         )

@@ -195,9 +195,9 @@ async def must_be_as_before(tree: Served, within: float = START, *, is_keeping: 
     store = tree.launcher.tree.store
     if store is not None and is_keeping:
         await tree.until(lambda: not any(one.holders for one in store.stats().items))
-        assert store.stats().blocks == len(store.stats().items)
+        assert store.stats().pool.blocks == len(store.stats().items)
     elif store is not None:
-        assert store.stats().blocks == 0
+        assert store.stats().pool.blocks == 0
 
 
 def _of_a_group(tree: Served) -> int:

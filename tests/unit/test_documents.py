@@ -18,9 +18,8 @@ import pytest
 import penstock
 from penstock import lowlevel
 from penstock.cli import parser
-from penstock.tensor.bridge import TensorStats
-from penstock.tensor.store import StoreStats
-from penstock.tensor.transport import IncomingStats, OutgoingStats
+from penstock.memory import Holder, PoolStats
+from penstock.tensor import ScopeStats, StoreStats
 from penstock.tools import inspect
 from tests.support.documents import EXAMPLES, NEEDS, PAGES, ROOT, RUN, SHOWN, fences
 
@@ -103,7 +102,7 @@ def keys_of(value: Any) -> set[str]:
 
 def test_everything_that_inspect_tells_is_explained() -> None:
     with penstock.Store(1 << 20) as store, penstock.Inbox(senders=2) as inbox:
-        held = store.put(bytes(32), np.zeros(100_000, np.uint8))
+        held = store.put(np.zeros(100_000, np.uint8), key=bytes(32))
         with inbox.open_sender() as first, inbox.open_sender() as second, inbox.open_receiver():
             first.send(b"x")
             second.send(b"x")
@@ -116,9 +115,7 @@ def test_everything_that_inspect_tells_is_explained() -> None:
 
 
 def test_every_number_that_an_object_counts_is_explained() -> None:
-    counted: tuple[type[msgspec.Struct], ...] = (
-        *(OutgoingStats, IncomingStats, TensorStats, StoreStats, lowlevel.PoolStats, lowlevel.Holder),
-    )
+    counted: tuple[type[msgspec.Struct], ...] = (*(ScopeStats, StoreStats, PoolStats, Holder),)
     for kind in counted:
         missing = set(kind.__struct_fields__) - told(COUNTERS)
         assert not missing, f"{kind.__name__}: {missing}"
@@ -126,8 +123,9 @@ def test_every_number_that_an_object_counts_is_explained() -> None:
 
 def test_every_name_of_the_package_is_in_the_reference() -> None:
     pages = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
-    there = set(re.findall(r"^::: penstock\.(\w+)$", pages, re.MULTILINE))
-    assert there == set(penstock.__all__) - {"__version__"}
+    for module in (penstock, lowlevel):
+        there = set(re.findall(rf"^::: {re.escape(module.__name__)}\.(\w+)$", pages, re.MULTILINE))
+        assert there == set(module.__all__) - {"__version__"}, module.__name__
 
 
 def leaves(command: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:

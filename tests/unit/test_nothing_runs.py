@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import DecodeError, Part, lowlevel
+from penstock import Buffer, DecodeError, lowlevel
 from penstock.codec import Catalogue, FrameDecoder
 from penstock.codec.catalogue import Schema
 from penstock.codec.frame import HEAD
@@ -33,7 +33,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True):
     text: str | int | None = None
     settings: Settings | None = None
     ids: NDArray[np.int32] | None = None
-    image: Part | None = None
+    image: Buffer | None = None
     raw: bytes = b""
     many: dict[str, list[bytes]] = {}
 

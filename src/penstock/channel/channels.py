@@ -98,9 +98,10 @@ class SegmentChannel(Shareable):
         return state
 
     def trim(self, keep_nbytes: int = 0) -> int:
-        """Returns pages of the pool for long records to the system, all but `keep_nbytes` of those that are not in use.
+        """Gives unused pages of the pool for long records back to the system. Returns how many bytes that were.
 
-        Returns the number of bytes returned.
+        Args:
+            keep_nbytes: of the unused pages, to be kept.
         """
         return self._join("trim").trim(keep_nbytes)
 

@@ -65,6 +65,9 @@ class Sender(_End, Protocol[S]):
     def send_nowait(self, message: S) -> None:
         """Sends one message if there is room now.
 
+        Args:
+            message: as for `send`.
+
         Raises:
             WouldBlock: no room now, or a stopped process holds a lock of the channel; the text names it.
             PeerDied, EndOfChannel, ClosedError, MemoryExhausted, TypeError: as `send`.
@@ -167,10 +170,10 @@ class AsyncSender(_End, Protocol[S]):
     """
 
     async def send(self, message: S, timeout: float | None = None) -> None:
-        """Sends one message, as it is now. Args and Raises: those of `Sender.send`."""
+        """Sends one message, as it is now. Args and Raises are those of `Sender.send`."""
 
     def send_nowait(self, message: S) -> None:
-        """Sends one message if there is room now. Raises: as `Sender.send_nowait`."""
+        """Sends one message if there is room now. Args and Raises are those of `Sender.send_nowait`."""
 
     def close(self) -> None:
         """Ends this sender's part of the channel. A task that waits in it gets ClosedError."""
@@ -193,10 +196,10 @@ class AsyncReceiver(_End, Protocol[R]):
     """
 
     async def receive(self, timeout: float | None = None) -> R:
-        """Returns the next message. Args and Raises: those of `Receiver.receive`."""
+        """Returns the next message. Args and Raises are those of `Receiver.receive`."""
 
     def receive_nowait(self) -> R:
-        """Returns the next message if there is one now. Raises: as `Receiver.receive_nowait`."""
+        """Returns the next message if there is one now. Raises what `Receiver.receive_nowait` does."""
 
     @property
     def source(self) -> int:

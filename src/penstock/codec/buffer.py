@@ -70,7 +70,13 @@ class Buffer:
         return self.view.nbytes
 
     def release(self) -> None:
-        """Gives the place in the channel back, or, if other views of it live, when the last of those is gone."""
+        """Gives the place in the channel back, or, if other views of it live, when the last of those is gone.
+
+        >>> buffer = Buffer(b"pixels")
+        >>> buffer.release()
+        >>> buffer
+        Buffer(released)
+        """
         self._view = None
 
     def __len__(self) -> int:

@@ -8,32 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from penstock import _native
-from penstock.channel import (
-    AsyncByteReceiver,
-    AsyncByteSender,
-    AsyncReceiver,
-    AsyncSender,
-    ByteReceiver,
-    ByteSender,
-    Latency,
-    OnDeath,
-    Receiver,
-    SegmentChannel,
-    Sender,
-)
+from penstock.channel import AsyncReceiver, AsyncSender, Latency, OnDeath, Receiver, SegmentChannel, Sender
 from penstock.channel.channels import BROADCAST, INBOX, RING, SPILL_BLOCKS, create_segment
-from penstock.codec.buffer import Buffer
-from penstock.codec.catalogue import Catalogue, Schema
-from penstock.codec.ends import (
-    AsyncBufferReceiver,
-    AsyncBufferSender,
-    AsyncMessageReceiver,
-    AsyncMessageSender,
-    BufferReceiver,
-    BufferSender,
-    MessageReceiver,
-    MessageSender,
-)
+from penstock.codec.payload import Payload
 from penstock.errors import LayoutMismatch
 from penstock.memory.segment import Ticket, attached_segment
 
@@ -45,69 +22,6 @@ else:
     from typing import TypeVar
 
     T = TypeVar("T")
-
-MAX_DESCRIBED = 1 << 20  # layout.h: schema_nbytes
-
-
-class Payload:
-    """What a channel carries: `of(bytes)`, `of(Buffer)`, `of(Step)` or `of(Step | Stop)`."""
-
-    def __init__(self, catalogue: Catalogue | None, *, is_viewed: bool = False) -> None:
-        self.catalogue = catalogue  # None: records are not messages
-        self.is_viewed = is_viewed  # receivers get a Buffer where the record lies, and not bytes
-
-    @classmethod
-    def of(cls, type: Any) -> Payload:
-        """Raises TypeError for what no channel carries."""
-        if type is bytes or type is Buffer:
-            return cls(None, is_viewed=type is Buffer)
-        return cls(Catalogue.of(type))
-
-    def described(self) -> bytes:
-        """Returns the description of the messages that lies in the channel's segment."""
-        if self.catalogue is None:
-            return b""
-        described = self.catalogue.schema.encode()
-        if len(described) > MAX_DESCRIBED:
-            raise ValueError(
-                f"the description of these {len(self.catalogue.messages)} classes takes {len(described):,} bytes; a "
-                f"channel has room for {MAX_DESCRIBED:,}: give them fewer fields, or shorter names"
-            )
-        return described
-
-    def require_same(self, segment: _native.Segment) -> None:
-        """Raises LayoutMismatch, which says how they differ, where the channel carries something else."""
-        described = bytes(segment.schema)
-        if not described:
-            if self.catalogue is not None:
-                raise LayoutMismatch(f"'{segment.name}' carries bytes, not {self.catalogue.names()}")
-            return
-        schema = Schema.decode(described)
-        if self.catalogue is None:
-            names = " | ".join(message.name for message in schema.messages)
-            raise LayoutMismatch(f"'{segment.name}' carries messages: attach to it as a channel of {names}")
-        self.catalogue.require_same(schema, segment.name)
-
-    # ── the ends that take or give it, made of those of bytes ──
-    def sender(self, end: ByteSender) -> Any:
-        if self.catalogue is not None:
-            return MessageSender(end, self.catalogue)
-        return BufferSender(end) if self.is_viewed else end
-
-    def receiver(self, end: ByteReceiver) -> Any:
-        if self.catalogue is not None:
-            return MessageReceiver(end, self.catalogue)
-        return BufferReceiver(end) if self.is_viewed else end
-
-    def async_sender(self, end: AsyncByteSender) -> Any:
-        if self.catalogue is not None:
-            return AsyncMessageSender(end, self.catalogue)
-        return AsyncBufferSender(end) if self.is_viewed else end
-
-    def async_receiver(self, end: AsyncByteReceiver) -> Any:
-        if self.catalogue is not None:
-            return AsyncMessageReceiver(end, self.catalogue)
-        return AsyncBufferReceiver(end) if self.is_viewed else end
 
 
 class Channel(SegmentChannel, Generic[T]):
@@ -170,12 +84,26 @@ class Channel(SegmentChannel, Generic[T]):
         return end
 
     def open_async_sender(self, index: int | None = None, *, name: str = "") -> AsyncSender[T]:
-        """Makes this process a sender of the channel, for asyncio. Args and Raises: those of `open_sender`."""
+        """Makes this process a sender of the channel, for asyncio. Args and Raises are those of `open_sender`.
+
+        >>> async def main(ring):
+        ...     async with ring.open_async_sender() as sender:
+        ...         await sender.send(b"step")
+        >>> asyncio.run(main(Ring()))
+        """
         end: AsyncSender[T] = self._payload.async_sender(self._async_sender(index, self._join(name)))
         return end
 
     def open_async_receiver(self, index: int | None = None, *, name: str = "") -> AsyncReceiver[T]:
-        """Makes this process a receiver of the channel, for asyncio. Args and Raises: those of `open_receiver`."""
+        """Makes this process a receiver of the channel, for asyncio. Args and Raises are those of `open_receiver`.
+
+        >>> async def main(ring):
+        ...     ring.open_sender().send(b"step")
+        ...     async with ring.open_async_receiver() as receiver:
+        ...         return await receiver.receive()
+        >>> asyncio.run(main(Ring()))
+        b'step'
+        """
         end: AsyncReceiver[T] = self._payload.async_receiver(self._async_receiver(index, self._join(name)))
         return end
 
@@ -355,8 +283,9 @@ class Inbox(Channel[T]):
         >>> inbox = Inbox(senders=2)
         >>> for index in range(2):
         ...     inbox.open_sender(index).send(b"from %d" % index)
-        >>> inbox.open_receiver().receive()
-        b'from 0'
+        >>> receiver = inbox.open_receiver()
+        >>> sorted(receiver.receive() for _ in range(2))
+        [b'from 0', b'from 1']
     """
 
     SHAPE = INBOX

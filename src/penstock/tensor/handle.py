@@ -33,8 +33,8 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
         >>> with Scope(store) as scope:
         ...     handle = scope.put(np.arange(100_000))
         ...     with handle.open(store) as lease:
-        ...         lease.value().sum()
-        np.int64(4999950000)
+        ...         int(lease.value().sum())
+        4999950000
     """
 
     key: bytes | None
@@ -107,6 +107,9 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     def from_bytes(cls, encoded: bytes) -> Handle:
         """Returns the handle that `bytes(handle)` was made of.
 
+        Args:
+            encoded: the bytes.
+
         Raises:
             DecodeError: the bytes are no handle.
 
@@ -118,7 +121,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
         try:
             key, where, tensors = _fields.decode(encoded)
             return cls(key, where, None if tensors is None else Buffer(tensors))
-        except ValueError as error:  # of msgspec, or of the handle's own checks
+        except (ValueError, RecursionError) as error:  # of msgspec, or of the handle's own checks
             raise DecodeError(f"no handle: {error}") from None
 
     @property

@@ -64,8 +64,8 @@ class Loan:
         >>> with store.loan(key, {"pixels": Empty((2, 2), "float32")}) as loan:
         ...     loan.value()["pixels"][:] = 1
         ...     lease = loan.commit()
-        >>> lease.value()["pixels"].sum()
-        np.float32(4.0)
+        >>> float(lease.value()["pixels"].sum())
+        4.0
     """
 
     __slots__ = ("_block", "_keeper", "_layout", "_pool")

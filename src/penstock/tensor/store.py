@@ -222,6 +222,9 @@ class Store(Shareable):
     def get(self, key: bytes) -> _native.Lease:
         """Returns a lease of the value kept under the key.
 
+        Args:
+            key: 32 bytes, as of `content_key`.
+
         Raises:
             Missing: there is none, or it is still being written.
 
@@ -293,6 +296,9 @@ class Store(Shareable):
     # ── what goes ──
     def remove(self, key: bytes) -> bool:
         """Keeps the key no longer; holders of the value keep theirs. Returns whether the key was there.
+
+        Args:
+            key: 32 bytes, as of `content_key`.
 
         >>> Store(1 << 20).remove(bytes(32))
         False

@@ -20,7 +20,7 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, StepDone, Submit
 from penstock.engine.worker.simulated_device import SimulatedRunner
-from penstock.tensor import Incoming, Item, Outgoing, Scope
+from penstock.tensor import Handle, Scope
 
 SIZE, LENGTH = 4, 10  # of a block; ids of an image
 
@@ -36,7 +36,7 @@ def pixels(number: int = 0) -> dict[str, np.ndarray]:
 def must_be_held_by_nobody(store: Store) -> None:
     kept = store.stats().items
     assert not [one for one in kept if one.holders or one.is_being_written]
-    assert store.stats().blocks == len(kept)
+    assert store.stats().pool.blocks == len(kept)
 
 
 def a_store() -> Store:
@@ -53,12 +53,11 @@ def nothing_kept() -> Iterator[None]:
     kept.clear()
 
 
-def held_by(stream_of: Any, outgoing: Outgoing) -> OutputStream:
-    scope = outgoing.scope()
-    scope.put(pixels(), key(1))
+def held_by(stream_of: Any, store: Store) -> OutputStream:
+    scope = Scope(store, inline_nbytes=0)
+    scope.put(pixels(), key=key(1))
     scope.put(pixels())
     stream: OutputStream = stream_of(scope)
-    assert outgoing.stats().open_scopes == 1
     kept.append(scope)  # as who made it may
     return stream
 
@@ -75,11 +74,10 @@ def answer(stream: OutputStream) -> None:
 @pytest.mark.parametrize("end", [fail, answer, OutputStream.abort])
 def test_a_stream_that_is_over_holds_nothing_though_nobody_has_read_it(end: Any) -> None:
     with a_store() as store:
-        outgoing = Outgoing(store, inline_nbytes=0)
-        stream = held_by(lambda scope: OutputStream(1, 0, 1, 5, 1, scope), outgoing)
-        assert store.stats().holders
+        stream = held_by(lambda scope: OutputStream(1, 0, 1, 5, 1, scope), store)
+        assert store.stats().pool.holders
         end(stream)
-        assert stream.is_over and outgoing.stats().open_scopes == 0
+        assert stream.is_over and kept[0].is_released
         must_be_held_by_nobody(store)
 
 
@@ -87,8 +85,7 @@ def test_a_stream_that_takes_too_long_holds_nothing() -> None:
     with a_store() as store:
 
         async def scene() -> None:
-            outgoing = Outgoing(store, inline_nbytes=0)
-            stream = held_by(lambda scope: OutputStream(1, 0, 1, 5, 1, scope), outgoing)
+            stream = held_by(lambda scope: OutputStream(1, 0, 1, 5, 1, scope), store)
             stream.begin(lambda _: None, 0.01)
             with pytest.raises(EngineError):
                 await anext(stream)
@@ -129,11 +126,9 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
                 reader = asyncio.ensure_future(drain(tree))
                 for begin in range(0, 1000, 20):
                     await asyncio.gather(*(one(client, number) for number in range(begin, begin + 20)))
-                outgoing = client.outgoing
                 assert client.open_requests > 0, "some are left open until the client closes"
             reader.cancel()
-            assert outgoing.stats().open_scopes == 0
-            stats = outgoing.stats()
+            stats = tree.store.stats()
             assert stats.hits and stats.puts
             deadline = time.monotonic() + 5
             while any(one.holders for one in tree.store.stats().items) and time.monotonic() < deadline:
@@ -151,15 +146,15 @@ def test_a_request_that_nobody_takes_holds_nothing() -> None:
         tree = Cluster.lay(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
         try:
             async with Client(tree, 0) as client:
-                scope = client.outgoing.scope()
-                item = scope.put(pixels(), key(1))
+                scope = Scope(tree.store)
+                item = scope.put(pixels(), key=key(1))
                 for given in (
                     {"items": ((item, 2, LENGTH),), "scope": scope},
                     {"values": [ImageInput(pixels(), 2, LENGTH)]},
                 ):
                     with pytest.raises(EngineError, match="no group of the engine serves now"):
                         await client.submit(range(20), **given)
-                assert client.outgoing.stats().open_scopes == 0 and scope.is_released
+                assert scope.is_released
             assert tree.store is not None
             must_be_held_by_nobody(tree.store)
         finally:
@@ -179,22 +174,22 @@ async def drain(tree: Cluster) -> None:
 class Opened:
     """A simulated device and its scheduler, and the images that were opened."""
 
-    def __init__(self, incoming: Incoming, **options: Any) -> None:
-        self.items: list[Item] = []
+    def __init__(self, store: Store | None, **options: Any) -> None:
+        self.items: list[Handle] = []
         self.failed: list[tuple[int, FinishReason]] = []
-        self._incoming = incoming
+        self._store = store
         self._schedule = BatchState(4, 64, SIZE)
         self._scheduler = Scheduler(self._schedule, SchedulerConfig(max_model_len=128, max_num_batched_tokens=16))
         told = SimulatedDevice(step_seconds=0, **options)
-        self._device = SimulatedRunner(told, 4, open_item=self._open)
+        self._device = SimulatedRunner(told, 4, open_handle=self._open)
         self._requests = 0
         self._steps = 0
 
-    def _open(self, item: Item) -> Any:
+    def _open(self, item: Handle) -> Any:
         self.items.append(item)
-        return self._incoming.open(item)
+        return item.open(self._store)
 
-    def ask(self, ids: list[int], items: list[Item], positions: list[int], samples: int = 1) -> None:
+    def ask(self, ids: list[int], items: list[Handle], positions: list[int], samples: int = 1) -> None:
         """Until it is answered."""
         places = np.array(positions, np.int32)
         inputs = Inputs(np.array([len(items)], np.int32), tuple(items), places, np.full(len(items), LENGTH, np.int32))
@@ -219,46 +214,46 @@ PROMPT = list(range(40))
 
 def test_an_image_is_opened_once_by_a_request_and_by_nobody_who_finds_its_blocks() -> None:
     with a_store() as store:
-        outgoing, device = Outgoing(store), Opened(Incoming(store))
-        with outgoing.scope() as scope:
-            first, second = scope.put(pixels(1), key(1)), scope.put(pixels(2), key(2))
+        device = Opened(store)
+        with Scope(store) as scope:
+            first, second = scope.put(pixels(1), key=key(1)), scope.put(pixels(2), key=key(2))
             device.ask(PROMPT, [first, second], [1, 29], samples=3)
             assert device.items == [first, second]
             device.ask([*PROMPT, 7], [first, second], [1, 29])
             assert device.items == [first, second]
-            other = scope.put(pixels(3), key(3))
+            other = scope.put(pixels(3), key=key(3))
             device.ask(PROMPT, [first, other], [1, 29])
             assert device.items == [first, second, other] and not device.failed
         must_be_held_by_nobody(store)
 
 
 def test_what_travels_inline_is_opened_with_and_without_a_key() -> None:
-    device = Opened(Incoming(None))
-    with Outgoing(None).scope() as scope:
-        device.ask(PROMPT, [scope.put(pixels(1)), scope.put(pixels(2), key(2))], [1, 25])
+    device = Opened(None)
+    with Scope() as scope:
+        device.ask(PROMPT, [scope.put(pixels(1)), scope.put(pixels(2), key=key(2))], [1, 25])
     assert len(device.items) == 2 and not device.failed
 
 
 def test_who_wants_an_image_that_is_gone_fails_alone() -> None:
     with a_store() as store:
-        outgoing, device = Outgoing(store), Opened(Incoming(store))
-        with outgoing.scope() as scope:
-            item, keyless = scope.put(pixels(1), key(1)), scope.put(pixels(2))
+        device = Opened(store)
+        with Scope(store) as scope:
+            item, keyless = scope.put(pixels(1), key=key(1)), scope.put(pixels(2))
         store.clear()
         device.ask(PROMPT, [item], [1], samples=2)
         device.ask(PROMPT, [keyless], [1])
         assert [why for _, why in device.failed] == [FinishReason.MISSING] * 3
-        with outgoing.scope() as scope:
-            scope.put(pixels(1), key(1))
+        with Scope(store) as scope:
+            scope.put(pixels(1), key=key(1))
             device.ask(PROMPT, [item], [1])  # somebody has put it again: it is found by its key
         assert len(device.failed) == 3
         with pytest.raises(Missing):
-            Incoming(store).open(keyless)
+            keyless.open(store)
 
 
 def test_a_device_that_is_told_so_opens_nothing() -> None:
     with a_store() as store:
-        device = Opened(Incoming(store), opens_images=False)
-        with Outgoing(store).scope() as scope:
+        device = Opened(store, opens_images=False)
+        with Scope(store) as scope:
             device.ask(PROMPT, [scope.put(pixels())], [1])
         assert device.items == []

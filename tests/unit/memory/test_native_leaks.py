@@ -13,10 +13,14 @@ from penstock import lowlevel
 from penstock.engine._native import BlockCache, PrefixHasher
 
 store = penstock.Store(1 << 20)
-stored = store.put(bytes(32), {"pixels": np.ones((2, 3), np.float32), "sizes": [2, 3]})
+stored = store.put({"pixels": np.ones((2, 3), np.float32), "sizes": [2, 3]}, key=bytes(32))
 value = stored.value()
-making = store.make(bytes([1]) * 32, np.zeros(4, np.float32))
-being_made = making.value()
+loans = [store.loan(key, np.zeros(4, np.float32)) for key in (bytes([1]) * 32, None)]
+being_made = [loan.value() for loan in loans]
+scope = penstock.Scope(store, inline_nbytes=100)
+handles = [scope.put(np.zeros(size)) for size in (1, 1000)]
+opened = [handle.open(store) for handle in handles]
+seen = [lease.value() for lease in opened]
 pool = lowlevel.Pool.create(1 << 20)
 lease = pool.take(4096)
 view = memoryview(lease)
@@ -24,6 +28,10 @@ ring = penstock.Ring()
 sender, receiver = ring.open_sender(), ring.open_receiver()
 sender.send(b"x" * 1000)
 record = receiver.receive_view()
+buffers = penstock.Ring(penstock.Buffer)
+to, of = buffers.open_sender(), buffers.open_receiver()
+to.send(penstock.Buffer(b"x" * 1000))
+buffer = of.receive()
 hasher = PrefixHasher(BlockCache(4), 2, 4)
 
 
@@ -32,13 +40,14 @@ class Cycle:
 
 
 cycle = Cycle()
-cycle.held = [cycle, stored, value, being_made, lease, view, sender, receiver, record, hasher]
+cycle.held = [cycle, stored, value, loans, being_made, lease, view, sender, receiver, record, hasher]
+cycle.more = [scope, handles, opened, seen, to, of, buffer]
 """
 
 DAEMON = """
 import threading
 
-import penstock
+from penstock import lowlevel
 
 pool, is_taken = lowlevel.Pool.create(1 << 20), threading.Event()
 

@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from penstock import ClosedError, Lease, MemoryExhausted
-from penstock.lowlevel import Pool
+from penstock import ClosedError, MemoryExhausted
+from penstock.lowlevel import BlockLease, Pool
 from tests.conftest import eventually
 from tests.support.processes import forked, program, soon, thread
 
@@ -41,7 +41,7 @@ while True:
 def test_a_block_is_written_by_its_taker_and_read_by_all() -> None:
     pool = Pool.create(1 << 16, name="images")
     with pool.take(5) as lease:
-        assert isinstance(lease, Lease)
+        assert isinstance(lease, BlockLease)
         assert (len(lease), lease.nbytes, lease.is_writable) == (5, 5, True)
         memoryview(lease)[:] = b"bytes"
         ref = pool.share(lease)
@@ -95,7 +95,7 @@ def test_what_stats_calls_the_largest_free_block_can_be_taken(seed: int) -> None
 def test_blocks_do_not_overlap(seed: int) -> None:
     choose = random.Random(seed)
     pool = Pool.create(1 << 18)
-    held: list[tuple[Lease, int]] = []
+    held: list[tuple[BlockLease, int]] = []
     for number in range(1500):
         if held and (choose.random() < 0.45 or len(held) > 60):
             lease, written = held.pop(choose.randrange(len(held)))
@@ -141,7 +141,7 @@ def test_an_old_small_block_does_not_keep_a_large_one_out() -> None:
 def test_long_and_short_lived_blocks_of_a_working_set_leave_most_of_the_pool_usable(seed: int) -> None:
     choose = random.Random(seed)
     pool = Pool.create(1 << 22)
-    held: list[Lease] = []
+    held: list[BlockLease] = []
     refused = 0
     for _ in range(3000):
         while sum(map(len, held)) > 1 << 21:  # half of the pool is in use
@@ -229,7 +229,7 @@ def test_take_waits_for_a_release_by_another_process() -> None:
             eventually(lambda: len(pool.peers()) == 2)
             other.say("release")
             assert other.hear() == "done"
-            assert isinstance(waiting.ended().value, Lease)
+            assert isinstance(waiting.ended().value, BlockLease)
             waiting.value = None
 
 
@@ -276,7 +276,7 @@ def test_a_release_that_is_not_enough_does_not_end_the_wait() -> None:
         while leases:
             assert waiting.is_alive()
             leases.pop().release()
-        assert isinstance(waiting.ended().value, Lease)
+        assert isinstance(waiting.ended().value, BlockLease)
         waiting.value = None
 
 

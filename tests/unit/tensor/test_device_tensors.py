@@ -1,4 +1,4 @@
-"""Tensors of a device: put into slices, made in them, and by host memory for whoever cannot have those."""
+"""Tensors of a device: put into slices, made in them, and by host memory for receivers that cannot have those."""
 
 import gc
 from typing import Any
@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import Lease, MemoryExhausted, Store
-from penstock.errors import ClosedError
-from penstock.lowlevel import Pool, Ref, StaleRef
-from penstock.tensor import Tensors, UnsupportedTensor
+from penstock import ClosedError, DecodeError, Handle, MemoryExhausted, PeerDied, Scope, Store
+from penstock.lowlevel import BlockLease, Pool, Ref, StaleRef, UnsupportedTensor
 from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, ForeignDevice, HostRef, Place, Reference, Uploads
 from tests.conftest import eventually
 from tests.support.devices import FakeDriver, Stream
+from tests.support.values import MB, blocks
 
 KIB = 1 << 10
 
@@ -31,18 +30,18 @@ class Ends:
         self.device = FakeDriver()
         self.other = self.device if consumer_device == 0 else FakeDriver(consumer_device)
         self.pool = CudaPool.create(nbytes, driver=self.device)
-        self.host = Pool.create(1 << 20, name="host")
-        self.producer = CudaTensors(self.pool, Tensors(self.host, inline_nbytes=64), driver=self.device)
+        self.host = Store(MB, name="host")
+        self.producer = CudaTensors(self.pool, self.host, driver=self.device, inline_nbytes=64)
         self.theirs = CudaPool.attach(self.pool.ticket, driver=self.other)
-        self.their_host = Pool.attach(self.host.ticket)
-        self.consumer = CudaTensors(self.theirs, Tensors(self.their_host), driver=self.other)
+        self.their_host = Store.attach(self.host.ticket)
+        self.consumer = CudaTensors(self.theirs, self.their_host, driver=self.other)
 
     def blocks(self) -> tuple[int, int]:
         """On the device, and in host memory."""
         gc.collect()
         self.producer.flush()
         self.consumer.flush()
-        return self.pool.stats().blocks, self.host.stats().blocks
+        return self.pool.stats().blocks, blocks(self.host)
 
     def close(self) -> None:
         assert self.blocks() == (0, 0)
@@ -50,8 +49,8 @@ class Ends:
             assert one.close()
         self.theirs.close()
         assert self.pool.close()
-        for pool in (self.their_host, self.host):
-            pool.close()
+        for store in (self.their_host, self.host):
+            store.close()
         assert not self.device.allocated and not self.device.registered and not self.other.registered
 
 
@@ -160,14 +159,23 @@ def test_what_is_not_viewed_is_dropped_or_revoked() -> None:
         ends.close()
 
 
+@pytest.mark.parametrize("nbytes", [100, 2000])
+def test_a_tensor_for_no_receiver_is_refused_and_holds_nothing(nbytes: int) -> None:
+    ends = Ends(nbytes=KIB)
+    with pytest.raises(ValueError, match="name the places"):
+        ends.producer.put(on_device(ends.device, np.zeros(nbytes, np.uint8)), [])
+    ends.close()
+
+
 # ── by host memory ──
 def test_a_pool_that_is_full_falls_back_to_host_memory_and_counts() -> None:
     ends = Ends(nbytes=2 * KIB)
     held = ends.producer.empty(2 * KIB, "uint8")
     given = np.arange(1500, dtype=np.uint8)
     ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
-    assert isinstance(ref, HostRef) and not ref.tensor.is_inline
-    assert (ends.consumer.view(ref) == given).all()
+    assert isinstance(ref, HostRef) and not ref.handle.is_inline and ref.nbytes == ref.handle.nbytes > 1500
+    seen = ends.consumer.view(ref)
+    assert (seen == given).all() and seen.uuid == ends.device.uuid
     assert (ends.producer.stats.overflowed, ends.producer.stats.foreign) == (1, 0)
     with pytest.raises(MemoryExhausted):
         ends.producer.empty(1, "uint8")
@@ -175,19 +183,122 @@ def test_a_pool_that_is_full_falls_back_to_host_memory_and_counts() -> None:
     ends.close()
 
 
-def test_with_both_pools_full_a_tensor_travels_in_its_reference() -> None:
+@pytest.mark.parametrize("dtype", ["uint8", "bool", "float16", "float32", "complex128", "int64"])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1000,), (7, 11, 13)], ids=str)
+def test_a_tensor_by_host_memory_is_seen_bit_by_bit(dtype: str, shape: tuple[int, ...]) -> None:
+    ends = Ends(consumer_device=3)
+    given = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
+    assert isinstance(ref, HostRef) and ref.handle.is_inline == (given.nbytes <= 64)
+    seen = ends.consumer.view(ref)
+    assert seen.dtype == given.dtype and seen.shape == given.shape and seen.tobytes() == given.tobytes()
+    assert seen.uuid == ends.other.uuid
+    del seen
+    ends.close()
+
+
+def test_each_receiver_of_a_tensor_by_host_memory_has_it_once() -> None:
+    ends = Ends(consumer_device=3)
+    with Store.attach(ends.host.ticket) as third_host:
+        third = CudaTensors(None, third_host, driver=FakeDriver(4))
+        given = np.arange(5000, dtype=np.uint8)
+        ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place, third.place])
+        assert isinstance(ref, HostRef) and ends.blocks() == (0, 1)
+        assert (ends.consumer.view(ref) == given).all()
+        assert ends.blocks() == (0, 1), "the other receiver has not opened it"
+        assert (third.view(ref) == given).all()
+        gc.collect()
+        assert third.flush() and ends.blocks() == (0, 0)
+        for tensors in (ends.consumer, third):
+            with pytest.raises(StaleRef):
+                tensors.view(ref)
+        assert third.close()
+    ends.close()
+
+
+def test_a_tensor_by_host_memory_takes_the_room_of_values_that_are_not_held() -> None:
+    ends = Ends(consumer_device=3)
+    ends.host.put(np.zeros(900_000, np.uint8), key=bytes(32)).release()
+    given = np.arange(100_000, dtype=np.uint32)
+    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
+    assert isinstance(ref, HostRef) and not ref.handle.is_inline
+    assert ends.host.stats().items == () and ends.host.stats().evictions == 1
+    assert (ends.consumer.view(ref) == given).all()
+    ends.close()
+
+
+def test_without_room_anywhere_a_tensor_travels_in_its_reference() -> None:
     ends = Ends(nbytes=512)
-    taken = ends.host.take((1 << 20) - 4096)
+    taken = ends.host.pool.take((1 << 20) - 4096)
     given = np.arange(50_000, dtype=np.uint16)
     ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
-    assert isinstance(ref, HostRef) and ref.tensor.is_inline
-    assert ends.producer.host.stats.overflowed == 1
+    assert isinstance(ref, HostRef) and ref.handle.is_inline
+    assert ends.producer.stats.overflowed == 1
     assert (ends.consumer.view(ref) == given).all()
+    assert ends.consumer.uploads.stats.pageable == 1, "bytes of a message are in no segment"
+    ends.consumer.drop(ref)
+    ends.producer.revoke(ref, [ends.consumer.place])
+    assert (ends.consumer.view(ref) == given).all(), "there is nothing to be given back"
     taken.release()
     ends.close()
 
 
-def test_somebody_on_another_device_gets_host_memory_and_touches_no_slice() -> None:
+@pytest.mark.parametrize("without", ["producer", "consumer"])
+def test_without_a_store_on_either_side_a_tensor_travels_in_its_reference(without: str) -> None:
+    here, there = FakeDriver(), FakeDriver(3)
+    with Store(MB) as store:
+        producer = CudaTensors(None, None if without == "producer" else store, driver=here)
+        consumer = CudaTensors(None, None if without == "consumer" else store, driver=there)
+        assert (consumer.place.store is None) == (without == "consumer") and consumer.place.slices is None
+        given = np.arange(50_000, dtype=np.uint16)
+        ref = producer.put(on_device(here, given), [consumer.place])
+        assert isinstance(ref, HostRef) and ref.handle.is_inline and blocks(store) == 0
+        assert (consumer.view(ref) == given).all()
+        with pytest.raises(MemoryExhausted, match="no pool"):
+            producer.empty(10, "uint8")
+        assert producer.close() and consumer.close()
+
+
+def test_a_reference_into_a_store_is_refused_without_one() -> None:
+    ends = Ends(consumer_device=3)
+    ref = ends.producer.put(on_device(ends.device, np.zeros(5000, np.uint8)), [ends.consumer.place])
+    storeless = CudaTensors(None, None, driver=ends.other)
+    with pytest.raises(ValueError, match=r"lies in a store: open\(store\)"):
+        storeless.view(ref)
+    with Store(MB) as another:
+        elsewhere = CudaTensors(None, another, driver=ends.other)
+        with pytest.raises(StaleRef, match="has not got the value"):
+            elsewhere.view(ref)
+        elsewhere.drop(ref)
+    ends.consumer.drop(ref)
+    ends.close()
+
+
+def test_a_copy_for_a_receiver_that_is_gone_is_an_error_and_holds_nothing() -> None:
+    ends = Ends(consumer_device=3)
+    with Store.attach(ends.host.ticket) as gone_host:
+        gone = CudaTensors(None, gone_host, driver=FakeDriver(4)).place
+    eventually(lambda: gone.store not in [peer.index for peer in ends.host.peers() if peer.state == "live"])
+    with pytest.raises(PeerDied):
+        ends.producer.put(on_device(ends.device, np.zeros(5000, np.uint8)), [ends.consumer.place, gone])
+    ends.close()
+
+
+def test_a_reference_to_a_value_that_is_no_tensor_is_refused() -> None:
+    ends = Ends(consumer_device=3)
+    with Scope(ends.host, inline_nbytes=1000) as scope:
+        for value in ({"pixels": np.zeros(1000)}, [1, 2], "text", None):
+            with pytest.raises(UnsupportedTensor):
+                ends.consumer.view(HostRef(scope.put(value)))
+    with ends.host.pool.take(4096) as lease:
+        memoryview(lease)[:] = b"\xff" * 4096
+        ref = ends.host.pool.share(lease)
+        with pytest.raises(DecodeError):
+            ends.consumer.view(HostRef(Handle(None, ref)))
+    ends.close()
+
+
+def test_a_receiver_on_another_device_gets_host_memory_and_touches_no_slice() -> None:
     ends = Ends(consumer_device=3)
     given = np.arange(5000, dtype=np.float32)
     near = ends.producer.put(on_device(ends.device, given), [ends.producer.place])
@@ -198,7 +309,7 @@ def test_somebody_on_another_device_gets_host_memory_and_touches_no_slice() -> N
     assert ends.consumer.place.slices is None
     ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
     assert isinstance(ref, HostRef) and ends.producer.stats.foreign == 1
-    assert ends.pool.stats().takes == 1, "a slice was taken for somebody who cannot have it"
+    assert ends.pool.stats().takes == 1, "a slice was taken for a receiver that cannot have it"
     seen = ends.consumer.view(ref)
     assert (seen == given).all() and seen.uuid == ends.other.uuid
     assert ends.other.opens == 0 and not ends.other.mapped
@@ -214,6 +325,7 @@ def test_a_copy_to_host_memory_is_awaited_before_it_is_shared(monkeypatch: pytes
     monkeypatch.setattr("penstock.tensor.cuda.tensors.SHARE_TIMEOUT", 0.01)
     with pytest.raises(penstock.Timeout):
         ends.producer.put(on_device(ends.device, np.zeros(2000)), [ends.consumer.place])
+    assert ends.blocks() == (0, 1), "the device may still write there"
     ends.device.current.go_on()
     ends.close()
 
@@ -246,7 +358,7 @@ def test_a_view_that_is_dropped_while_it_is_being_copied_is_held_until_the_copy_
         assert (lent(pool, 2) == 2).all() and (made == 1).all()
 
 
-def test_uploads_that_nobody_closes_hold_what_is_being_copied_and_unregister_when_it_is_done() -> None:
+def test_uploads_that_are_not_closed_hold_what_is_being_copied_and_unregister_when_it_is_done() -> None:
     device = FakeDriver()
     with Pool.create(4096) as pool:
         uploads = Uploads(pool, driver=device)
@@ -277,7 +389,7 @@ def test_memory_is_registered_with_the_first_copy_once_and_until_it_is_closed() 
             assert (uploads.copy_to_device(lent(pool, value)) == value).all()
         assert len(device.registered) == 1
         key = b"k" * 32
-        kept = store.put(key, {"pixels": np.full(500, 9, np.int16)})
+        kept = store.put({"pixels": np.full(500, 9, np.int16)}, key=key)
         assert (uploads.copy_to_device(kept.value()["pixels"]) == 9).all()
         assert len(device.registered) == 2
         assert all(map(device.is_registered, device.uploaded_from))
@@ -291,7 +403,7 @@ def test_memory_is_registered_with_the_first_copy_once_and_until_it_is_closed() 
 def test_a_block_that_this_process_writes_is_copied_from_where_it_lies() -> None:
     device = FakeDriver()
     with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:
-        lease: Lease = pool.take(100)
+        lease: BlockLease = pool.take(100)
         array = np.frombuffer(lease, np.uint8)
         array[:] = 4
         assert (uploads.copy_to_device(array[10:20]) == 4).all()
@@ -323,8 +435,6 @@ def test_what_lies_in_no_segment_is_copied_too_and_counted() -> None:
 
 
 def test_a_copy_goes_to_the_stream_that_was_asked_for() -> None:
-    from tests.support.devices import Stream
-
     device, stream = FakeDriver(), Stream("copies")
     stream.stop()
     with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:

@@ -9,23 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import lowlevel
-from penstock.lowlevel import Pool
-from penstock.tensor import TensorRef, Tensors, UnsupportedTensor, plan, read
+from penstock import Scope, Store
+from penstock.lowlevel import Empty, Pool, UnsupportedTensor
+from penstock.tensor import plan, read
 from penstock.tensor.kinds import KINDS, kind_of
 from tests.support.processes import DYING, program
+from tests.support.values import MB, blocks, through
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-
-
-def new_pool() -> tuple[Pool, Tensors]:
-    pool = Pool.create(1 << 20, name="tensors")
-    pool.join()
-    return pool, Tensors(pool, inline_nbytes=0)
-
-
-def blocks(pool: Pool) -> int:
-    return pool.stats().blocks
 
 
 def bytes_of(tensor: Any) -> bytes:
@@ -34,11 +25,6 @@ def bytes_of(tensor: Any) -> bytes:
     if flat.element_size() <= 8 and not flat.is_complex():
         flat = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     return flat.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def there_and_back(tensors: Tensors, given: Any, **options: Any) -> Any:
-    assert tensors.pool is not None
-    return tensors.view(tensors.put(given, [tensors.pool.peer]), "torch", **options)
 
 
 def test_every_dtype_of_torch_has_a_kind_of_number_or_is_refused_with_advice() -> None:
@@ -58,31 +44,31 @@ def test_every_dtype_of_torch_has_a_kind_of_number_or_is_refused_with_advice() -
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_tensor_of_any_dtype_comes_back_bit_by_bit(kind: Any, seed: int) -> None:
-    pool, in_pool = new_pool()
     dtype = getattr(torch, kind.name)
     raw = torch.from_numpy(
         np.random.default_rng(seed).integers(0, 2 if kind.name == "bool" else 256, 96 * kind.itemsize, np.uint8)
     )
     whole = raw.view(dtype).reshape(4, 4, 6)
     views = whole, whole[1], whole[::2, 1:3, ::3], whole.permute(2, 0, 1), whole[0, 0, 0], whole[:, :0]
-    for given, tensors in itertools.product(views, (in_pool, Tensors(pool))):
-        back = there_and_back(tensors, given)
+    store = Store(MB)
+    for given, where in itertools.product(views, (store, None)):
+        back = through(where, given, "torch")
         assert back.dtype == dtype
         assert back.shape == given.shape
         assert back.is_contiguous()
         assert bytes_of(back) == bytes_of(given)
-        own = there_and_back(tensors, given, writable=True)
+        own = through(where, given, "torch", writable=True)
         assert bytes_of(own) == bytes_of(given)
-        seen = tensors.view(tensors.put(given, [pool.peer]))
+        seen = through(where, given)
         assert seen.shape == tuple(given.shape)
         assert seen.tobytes() == bytes_of(given)
         assert not seen.flags.writeable
         del back, own, seen
-    assert blocks(pool) == 0
+    assert blocks(store) == 0
 
 
 def test_numbers_that_are_only_promised_are_made_before_they_are_sent() -> None:
-    _, tensors = new_pool()
+    store = Store(MB)
     numbers = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1).reshape(2, 3)
     for given in (
         numbers.conj(),
@@ -92,43 +78,42 @@ def test_numbers_that_are_only_promised_are_made_before_they_are_sent() -> None:
         numbers.conj()[0],
     ):
         assert given.is_conj() or given.is_neg()
-        back = there_and_back(tensors, given)
+        back = through(store, given, "torch")
         assert not back.is_conj()
         assert not back.is_neg()
         assert torch.equal(back, given)
     half = numbers.to(torch.complex32).conj()
-    assert torch.equal(there_and_back(tensors, half).to(torch.complex64), numbers.conj())
+    assert torch.equal(through(store, half, "torch").to(torch.complex64), numbers.conj())
 
 
 def test_only_what_a_tensor_shows_of_its_storage_is_copied() -> None:
-    pool, tensors = new_pool()
+    store = Store(MB)
     whole = torch.zeros(100_000)
-    ref = tensors.put(whole[500:510], [pool.peer])
-    assert ref.nbytes == 40
-    back = tensors.view(ref, "torch")
-    assert back.untyped_storage().nbytes() == 40
-    ref = tensors.put(whole[:1].expand(100), [pool.peer])
-    assert ref.nbytes == 400
+    lease = store.put(whole[500:510])
+    assert lease.nbytes == 64 + 40  # the layout has 64
+    assert lease.value("torch").untyped_storage().nbytes() == 40
+    assert store.put(whole[:1].expand(100)).nbytes == 64 + 400
 
 
-def test_a_tensor_that_requires_grad_is_refused_or_detached() -> None:
-    pool, tensors = new_pool()
+def test_a_tensor_that_requires_grad_is_refused_and_can_be_detached() -> None:
+    store = Store(MB)
     parameter = torch.nn.Parameter(torch.ones(3))
     result = torch.ones(3, requires_grad=True) * 2
     for given in (parameter, result, result[1:]):
-        with pytest.raises(UnsupportedTensor, match="requires grad, which no other process could follow: say detach"):
-            tensors.put(given, [pool.peer])
-        back = tensors.view(tensors.put(given, [pool.peer], detach=True), "torch")
+        with pytest.raises(
+            UnsupportedTensor, match=r"requires grad, which no other process .*: send \.detach\(\) of it"
+        ):
+            store.put(given)
+        back = through(store, given.detach(), "torch")
         assert torch.equal(back, given.detach())
         assert not back.requires_grad
         assert type(back) is torch.Tensor
-    with pytest.raises(UnsupportedTensor, match=r"detach=True at \$\['w'\]"):
+    with pytest.raises(UnsupportedTensor, match=r"\.detach\(\) of it at \$\['w'\]"):
         plan({"w": parameter})
-    assert plan({"w": parameter}, detach=True).nbytes == 12
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    assert there_and_back(tensors, frozen).sum() == 3
+    assert through(store, frozen, "torch").sum() == 3
     with torch.inference_mode():
-        assert there_and_back(tensors, torch.ones(3) * 2).sum() == 6
+        assert through(store, torch.ones(3) * 2, "torch").sum() == 6
 
 
 def lost() -> Any:
@@ -161,48 +146,55 @@ def fake() -> Any:
     ],
 )
 def test_what_cannot_be_sent_is_refused_and_the_error_says_what_to_do(make: Callable[[], Any], words: str) -> None:
-    pool, tensors = new_pool()
-    with pytest.raises((UnsupportedTensor, ValueError), match=words):
-        tensors.put(make(), [pool.peer])
-    assert blocks(pool) == 0
+    store = Store(MB)
+    for put in (store.put, Scope(store).put, Scope().put):
+        with pytest.raises(UnsupportedTensor, match=words):
+            put(make())
+    assert blocks(store) == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_a_tensor_of_a_device_is_refused_with_the_name_of_what_sends_it() -> None:
-    pool, tensors = new_pool()
     with pytest.raises(UnsupportedTensor, match=r"lies on cuda:0, .*: penstock.tensor.cuda sends device tensors"):
-        tensors.put(torch.ones(3, device="cuda:0"), [pool.peer])
+        Store(MB).put(torch.ones(3, device="cuda:0"))
 
 
-def test_a_tensor_made_in_the_pool_is_shared_without_a_copy() -> None:
-    pool, tensors = new_pool()
+WRITING: list[Callable[[Any], Any]] = [
+    lambda made: made,
+    lambda made: made.t(),
+    lambda made: made[3:5],
+    lambda made: made.view(torch.uint8).numpy()[3],
+    lambda made: made.untyped_storage(),
+]
+
+
+def test_a_tensor_of_any_dtype_is_made_in_the_store_without_a_copy() -> None:
+    store = Store(MB)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex32, torch.bool):
-        made = tensors.empty((20, 30), dtype, as_="torch")
-        assert (made.dtype, made.shape) == (dtype, (20, 30))
-        made.zero_()
-        made[3].view(torch.uint8).fill_(1)
-        takes = pool.stats().takes
-        ref = tensors.share(made, [pool.peer])
-        part = tensors.share(made[3:5], [pool.peer])
-        by_numpy = tensors.share(made.view(torch.uint8).numpy()[3], [pool.peer])
-        assert pool.stats().takes == takes
-        with pytest.raises(ValueError, match="not contiguous"):
-            tensors.share(made.t())
-        expected = bytes_of(made)
-        del made
-        assert bytes_of(tensors.view(ref, "torch")) == expected
+        with store.loan(None, Empty((20, 30), dtype)) as loan:
+            made = loan.value("torch")
+            assert (made.dtype, made.shape) == (dtype, (20, 30))
+            made.zero_()
+            made[3].view(torch.uint8).fill_(1)
+            takes = store.stats().pool.takes
+            expected, address = bytes_of(made), made.data_ptr()
+            for way in WRITING:
+                left = way(made)
+                del made
+                with pytest.raises(BufferError, match="drop them"):
+                    loan.commit()
+                del left
+                made = loan.value("torch")
+                assert made.data_ptr() == address
+            del made
+            lease = loan.commit()
+        assert bytes_of(lease.value("torch")) == expected
         row = dtype.itemsize * 30
-        assert bytes_of(tensors.view(part, "torch")) == expected[3 * row : 5 * row]
-        assert tensors.view(by_numpy).tobytes() == b"\1" * row
-        assert blocks(pool) == 0
-
-
-def test_a_conjugate_of_what_lies_in_the_pool_is_not_what_lies_there() -> None:
-    _, tensors = new_pool()
-    made = tensors.empty(4, torch.complex64, as_="torch")
-    made.fill_(1j)
-    with pytest.raises(ValueError, match="put\\(\\) copies it"):
-        tensors.share(made.conj())
+        assert bytes_of(lease.value("torch")[3]) == b"\1" * row
+        assert lease.value("torch").data_ptr() % 64 == 0
+        assert store.stats().pool.takes == takes
+        del lease
+        assert blocks(store) == 0
 
 
 def test_the_block_is_free_with_the_last_view_of_it() -> None:
@@ -223,25 +215,24 @@ def test_the_block_is_free_with_the_last_view_of_it() -> None:
         bound,
         lambda seen: memoryview(seen.numpy()),
     ]
-    pool, tensors = new_pool()
+    store = Store(MB)
     for index, way in enumerate(ways):
-        view = way(there_and_back(tensors, torch.arange(100.0)))
-        assert blocks(pool) == 1, index
+        view = way(through(store, torch.arange(100.0), "torch"))
+        assert blocks(store) == 1, index
         del view
-        assert blocks(pool) == 0, index
+        assert blocks(store) == 0, index
 
 
-def test_a_small_tensor_that_came_inline_is_a_copy_of_its_own() -> None:
-    ref = TensorRef.of(torch.uint8, (1,), b"x")
-    tensors = Tensors(None)
-    tensors.view(ref, "torch").fill_(0)
-    assert ref.where == b"x"
-    assert tensors.view(ref).tobytes() == b"x"
+def test_a_tensor_that_came_inline_is_a_copy_of_its_own() -> None:
+    handle = Scope().put(np.frombuffer(b"x", np.uint8))
+    handle.open().value("torch").fill_(0)
+    assert handle.open().value("torch").tolist() == [ord("x")]
+    assert handle.open().value().tobytes() == b"x"
 
 
 def test_what_no_mapping_guards_is_copied_for_torch() -> None:
     """A block seen through a writable lease, or plain bytes: a write through torch would be one in the original."""
-    pool, _ = new_pool()
+    pool = Pool.create(MB)
     planned = plan([torch.arange(8)])
     with pool.take(planned.nbytes) as lease:
         planned.write(lease)
@@ -269,19 +260,16 @@ def test_a_tree_of_torch_comes_back_as_torch_or_as_numpy() -> None:
 
 
 def test_a_view_is_a_view_and_makes_no_copy() -> None:
-    pool, tensors = new_pool()
-    ref = tensors.put(torch.arange(100), [pool.peer])
-    first, second = tensors.view(ref, "torch"), tensors.view(ref, "torch")
-    assert first.data_ptr() == second.data_ptr() == tensors.view(ref).ctypes.data
+    lease = Store(MB).put(torch.arange(100))
+    first, second = lease.value("torch"), lease.value("torch")
+    assert first.data_ptr() == second.data_ptr() == lease.value().ctypes.data
 
 
 STRAY = """
     import os, torch
-    from penstock.tensor import Tensors, TensorRef
-    from penstock import Ref
-    pool = lowlevel.Pool.attach(sys.argv[1], peer_name="stray")
-    tensors = Tensors(pool)
-    seen = tensors.view(TensorRef.of("float32", (100,), Ref(*map(int, sys.argv[2:]))), "torch")
+    from penstock import Handle, Store
+    store = Store.attach(sys.argv[1], peer_name="stray")
+    seen = Handle.from_bytes(bytes.fromhex(sys.argv[2])).open(store).value("torch")
     say(seen.sum().item())
     hear()
     seen.add_(1)
@@ -289,22 +277,16 @@ STRAY = """
 """
 
 
-def test_a_stray_write_ends_the_process_that_writes_and_nobody_else_sees_it() -> None:
-    pool, tensors = new_pool()
-    made = tensors.empty(100, np.float32)
-    made[:] = 2
-    ref = tensors.share(made)
-    assert isinstance(ref.where, lowlevel.Ref)
-    where = ref.where
-    fields = (where.segment, where.block, where.generation, where.offset, where.nbytes)
-    with program(STRAY, pool.ticket, *fields, env=DYING) as stray:
-        assert stray.hear() == "200.0"
-        assert "stray" in [peer.name for peer in pool.peers()]
-        stray.say("write")
-        assert stray.process.wait() == -signal.SIGSEGV
-        assert "written" not in stray.process.stdout.read()  # type: ignore[union-attr]
-    assert made.sum() == 200
-    assert tensors.view(ref).sum() == 200
-    del made
-    with pool.take(pool.stats().nbytes, timeout=5):  # what it held has been given back
+def test_a_stray_write_ends_the_process_that_writes_and_no_other_sees_it() -> None:
+    store = Store(MB)
+    with Scope(store, inline_nbytes=0) as scope:
+        handle = scope.put(np.full(100, 2, np.float32))
+        with program(STRAY, store.ticket, bytes(handle).hex(), env=DYING) as stray:
+            assert stray.hear() == "200.0"
+            assert "stray" in [peer.name for peer in store.peers()]
+            stray.say("write")
+            assert stray.process.wait() == -signal.SIGSEGV
+            assert "written" not in stray.process.stdout.read()  # type: ignore[union-attr]
+        assert handle.open(store).value().sum() == 200
+    with store.pool.take(store.nbytes, timeout=5):  # what it held has been given back
         pass

@@ -18,7 +18,7 @@ pillow = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install 'pen
 from penstock import ClosedError, Store  # noqa: E402
 from penstock.engine.client import image_processor  # noqa: E402
 from penstock.engine.client.image_processor import ImageLimits, ImageProcessor, ImageRefused  # noqa: E402
-from penstock.tensor import Incoming, Outgoing  # noqa: E402
+from penstock.tensor import Scope  # noqa: E402
 from tests.support.models import VISION, stock_of  # noqa: E402
 from tests.unit.engine.client.test_encoded_image import scans_of_nothing  # noqa: E402
 
@@ -65,10 +65,10 @@ def test_an_image_becomes_what_the_model_takes_and_stands_for_as_many_tokens(
     name: str, kind: str, tmp_path: Path
 ) -> None:
     model_in(tmp_path, name)
-    stock, outgoing = stock_of(name), Outgoing(None)
-    with ImageProcessor(tmp_path, outgoing, threads=2) as loader, outgoing.scope() as scope:
+    stock = stock_of(name)
+    with ImageProcessor(tmp_path, None, threads=2) as loader, Scope() as scope:
         for loaded in load(loader, scope, picture(kind=kind), picture(20, 64, kind), picture(16, 16, kind)):
-            value = Incoming(None).open(loaded.item).value("torch", writable=True)
+            value = loaded.item.open().value("torch", writable=True)
             tensors = {name: one for name, one in value.items() if isinstance(one, torch.Tensor)}
             with torch.inference_mode():
                 features = stock.get_image_features(**tensors, return_dict=True).pooler_output
@@ -78,20 +78,18 @@ def test_an_image_becomes_what_the_model_takes_and_stands_for_as_many_tokens(
 
 
 def test_grey_and_translucent_images_are_images_too(tmp_path: Path) -> None:
-    outgoing = Outgoing(None)
-    with ImageProcessor(model_in(tmp_path), outgoing, threads=1) as loader, outgoing.scope() as scope:
+    with ImageProcessor(model_in(tmp_path), None, threads=1) as loader, Scope() as scope:
         assert {one.tokens for one in load(loader, scope, picture(mode="L"), picture(mode="RGBA"))} == {4}
 
 
 def test_an_image_that_has_been_made_is_found_and_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_in(tmp_path, "idefics3")
     with Store(8 << 20) as store:
-        outgoing = Outgoing(store, inline_nbytes=0)
-        with ImageProcessor(tmp_path, outgoing, threads=2) as loader:
-            with outgoing.scope() as scope:
+        with ImageProcessor(tmp_path, store, threads=2) as loader:
+            with Scope(store, inline_nbytes=0) as scope:
                 first, same, other = load(loader, scope, picture(), picture(), picture(seed=1))
                 assert first == same and first.item.key != other.item.key
-            with monkeypatch.context() as patched, outgoing.scope() as scope:
+            with monkeypatch.context() as patched, Scope(store, inline_nbytes=0) as scope:
                 patched.setattr(image_processor, "_decoded", None)
                 assert load(loader, scope, picture()) == [first]
                 assert store.stats().puts == 2
@@ -99,10 +97,9 @@ def test_an_image_that_has_been_made_is_found_and_not_decoded(tmp_path: Path, mo
 
 
 def test_what_is_made_otherwise_or_for_somebody_else_is_another_image(tmp_path: Path) -> None:
-    outgoing = Outgoing(None)
 
     def key(**options: Any) -> bytes | None:
-        with ImageProcessor(tmp_path, outgoing, threads=1, **options) as loader, outgoing.scope() as scope:
+        with ImageProcessor(tmp_path, None, threads=1, **options) as loader, Scope() as scope:
             return load(loader, scope, picture())[0].item.key
 
     model_in(tmp_path)
@@ -137,9 +134,8 @@ def png_of(width: int, height: int) -> bytes:
 def test_an_image_that_is_too_much_or_none_is_refused(
     raws: list[bytes], status: int, reason: str, tmp_path: Path
 ) -> None:
-    outgoing = Outgoing(None)
     limits = ImageLimits(nbytes=10_000, pixels=2000)
-    with ImageProcessor(model_in(tmp_path), outgoing, limits=limits, threads=1) as loader, outgoing.scope() as scope:
+    with ImageProcessor(model_in(tmp_path), None, limits=limits, threads=1) as loader, Scope() as scope:
         with pytest.raises(ImageRefused, match=reason) as caught:
             load(loader, scope, *raws)
         assert caught.value.status == status
@@ -147,17 +143,15 @@ def test_an_image_that_is_too_much_or_none_is_refused(
 
 
 def test_what_the_model_cannot_take_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outgoing = Outgoing(None)
     monkeypatch.setattr(image_processor, "MAX_RATIO", 1000)
-    with ImageProcessor(model_in(tmp_path, "qwen2_vl"), outgoing, threads=1) as loader, outgoing.scope() as scope:
+    with ImageProcessor(model_in(tmp_path, "qwen2_vl"), None, threads=1) as loader, Scope() as scope:
         with pytest.raises(ImageRefused, match="takes no image of 1000 x 2: absolute aspect ratio"):
             load(loader, scope, picture(1000, 2))
 
 
 @pytest.mark.parametrize("name", VISION)
 def test_a_thin_image_is_refused_before_its_short_side_is_made_as_long_as_others(name: str, tmp_path: Path) -> None:
-    outgoing = Outgoing(None)
-    with ImageProcessor(model_in(tmp_path, name), outgoing, threads=1) as loader, outgoing.scope() as scope:
+    with ImageProcessor(model_in(tmp_path, name), None, threads=1) as loader, Scope() as scope:
         for width, height in ((20_000, 2), (2, 20_000)):
             with pytest.raises(ImageRefused, match=f"at most 100 times as long .* this one is {width} x {height}"):
                 load(loader, scope, picture(width, height))
@@ -165,8 +159,8 @@ def test_a_thin_image_is_refused_before_its_short_side_is_made_as_long_as_others
 
 
 def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, outgoing, limits = model_in(tmp_path), Outgoing(None), ImageLimits(pixels=200 * 200)
-    with ImageProcessor(model, outgoing, threads=1, limits=limits) as loader, outgoing.scope() as scope:
+    model, limits = model_in(tmp_path), ImageLimits(pixels=200 * 200)
+    with ImageProcessor(model, None, threads=1, limits=limits) as loader, Scope() as scope:
         assert load(loader, scope, scans_of_nothing(32, side=200))
         monkeypatch.setattr(image_processor, "_decoded", None)
         expected = "at most 1280000 pixels, this one of 200 x 200 has 33 scans, which are 1320000"
@@ -177,9 +171,9 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(tmp_path: Path, mo
 
 @pytest.mark.parametrize("mode", ["RGB", "CMYK"])
 def test_a_progressive_jpeg_of_as_many_pixels_as_are_allowed_is_taken(mode: str, tmp_path: Path) -> None:
-    raw, outgoing, limits = io.BytesIO(), Outgoing(None), ImageLimits(pixels=200 * 200)
+    raw, limits = io.BytesIO(), ImageLimits(pixels=200 * 200)
     pillow.new(mode, (200, 200)).save(raw, "JPEG", progressive=True)
-    with ImageProcessor(model_in(tmp_path), outgoing, threads=1, limits=limits) as loader, outgoing.scope() as scope:
+    with ImageProcessor(model_in(tmp_path), None, threads=1, limits=limits) as loader, Scope() as scope:
         assert load(loader, scope, raw.getvalue())[0].tokens == 4
 
 
@@ -194,10 +188,9 @@ def test_a_small_image_does_not_wait_for_large_ones(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(image_processor, "_decoded", slowly)
     monkeypatch.setattr(image_processor, "LARGE_PIXELS", 10_000)
-    outgoing = Outgoing(None)
 
     async def run(loader: ImageProcessor) -> None:
-        with outgoing.scope() as first, outgoing.scope() as second:
+        with Scope() as first, Scope() as second:
             large = [asyncio.ensure_future(loader.load(picture(200, 200, seed=seed), first)) for seed in range(3)]
             await asyncio.to_thread(has_begun.wait, 10)
             assert (await loader.load(picture(), second)).tokens == 4
@@ -206,7 +199,7 @@ def test_a_small_image_does_not_wait_for_large_ones(tmp_path: Path, monkeypatch:
             done = await asyncio.gather(*large, return_exceptions=True)
             assert [isinstance(one, image_processor.ProcessedImage) for one in done] == [True, False, True]
 
-    with ImageProcessor(model_in(tmp_path), outgoing, threads=1) as loader:
+    with ImageProcessor(model_in(tmp_path), None, threads=1) as loader:
         asyncio.run(run(loader))
 
 
@@ -217,16 +210,15 @@ def test_a_large_image_that_was_made_while_it_waited_is_not_decoded_again(
     monkeypatch.setattr(image_processor, "_decoded", lambda encoded: decoded.append(1) or decode(encoded))
     monkeypatch.setattr(image_processor, "LARGE_PIXELS", 1000)
     with Store(1 << 20) as store:
-        outgoing = Outgoing(store, inline_nbytes=0)
-        with ImageProcessor(model_in(tmp_path), outgoing, threads=1) as loader, outgoing.scope() as scope:
+        with ImageProcessor(model_in(tmp_path), store, threads=1) as loader, Scope(store, inline_nbytes=0) as scope:
             assert len(set(load(loader, scope, *[picture()] * 16))) == 1
     assert len(decoded) == 1
 
 
 def test_an_image_that_is_made_a_square_is_as_large_as_that(tmp_path: Path) -> None:
     processor_in(model_in(tmp_path), "llava", do_pad=True)
-    outgoing, limits = Outgoing(None), ImageLimits(pixels=10_000)
-    with ImageProcessor(tmp_path, outgoing, threads=1, limits=limits) as loader, outgoing.scope() as scope:
+    limits = ImageLimits(pixels=10_000)
+    with ImageProcessor(tmp_path, None, threads=1, limits=limits) as loader, Scope() as scope:
         loader._is_squared = True  # CLIP's processor, which is saved here, knows no squares
         with pytest.raises(ImageRefused, match="at most 10000 pixels, this one has 200 x 200 = 40000"):
             load(loader, scope, picture(200, 10))
@@ -234,10 +226,9 @@ def test_an_image_that_is_made_a_square_is_as_large_as_that(tmp_path: Path) -> N
 
 def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path) -> None:
     with Store(1 << 20) as store:
-        outgoing = Outgoing(store)
         with (
-            ImageProcessor(model_in(tmp_path), outgoing, threads=1, most_tokens=3) as loader,
-            outgoing.scope() as scope,
+            ImageProcessor(model_in(tmp_path), store, threads=1, most_tokens=3) as loader,
+            Scope(store) as scope,
         ):
             with pytest.raises(ImageRefused, match="at most 3 tokens, and the image takes 4"):
                 load(loader, scope, picture())
@@ -246,9 +237,8 @@ def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path
 
 def test_a_request_that_has_ended_meanwhile_holds_no_image(tmp_path: Path) -> None:
     with Store(1 << 20) as store:
-        outgoing = Outgoing(store, inline_nbytes=0)
-        with ImageProcessor(model_in(tmp_path), outgoing, threads=1) as loader:
-            scope = outgoing.scope()
+        with ImageProcessor(model_in(tmp_path), store, threads=1) as loader:
+            scope = Scope(store, inline_nbytes=0)
             scope.release()
             with pytest.raises(ClosedError):
                 load(loader, scope, picture())
@@ -258,9 +248,9 @@ def test_a_request_that_has_ended_meanwhile_holds_no_image(tmp_path: Path) -> No
 def test_a_model_without_images_and_a_folder_without_a_processor_are_refused(tmp_path: Path) -> None:
     transformers.AutoConfig.for_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'llama' takes no images"):
-        ImageProcessor(tmp_path, Outgoing(None))
+        ImageProcessor(tmp_path, None)
     stock_of("llava").config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="expected the image processor of a model"):
-        ImageProcessor(tmp_path, Outgoing(None))
+        ImageProcessor(tmp_path, None)
     with pytest.raises(ValueError, match="pixels is 1 or more, not 0"):
         ImageLimits(pixels=0)

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock
-from penstock.codec import MessageReceiver, MessageSender
+from penstock import EndOfChannel, PeerDied, Receiver, Sender, Timeout, WouldBlock
 from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster import outbox
 from penstock.engine.cluster.topology import Cluster, ProcessId
@@ -50,11 +49,11 @@ FLOOD = 200  # steps of 20 KB
 class Scene:
     def __init__(self, tree: Cluster, held: contextlib.ExitStack) -> None:
         group = tree.groups[0]
-        self.inbox: MessageReceiver = held.enter_context(group.inbox.open_receiver(name="core 0.0 #1"))
-        self.steps: MessageSender = held.enter_context(group.steps.open_sender(name="core 0.0 #1"))
-        self.results: MessageSender = held.enter_context(group.results.open_sender(name="worker 0.0 #1"))
+        self.inbox: Receiver = held.enter_context(group.inbox.open_receiver(name="core 0.0 #1"))
+        self.steps: Sender = held.enter_context(group.steps.open_sender(name="core 0.0 #1"))
+        self.results: Sender = held.enter_context(group.results.open_sender(name="worker 0.0 #1"))
         held.enter_context(group.results.open_receiver(0, name="core 0.0 #1"))
-        self.worker: MessageReceiver = held.enter_context(group.steps.open_receiver(0, name="worker 0.0 #1"))
+        self.worker: Receiver = held.enter_context(group.steps.open_receiver(0, name="worker 0.0 #1"))
         self.servers = [
             held.enter_context(one.open_receiver(name=f"server 0.{number} #1"))
             for number, one in enumerate(tree.servers)
@@ -90,7 +89,7 @@ class Scene:
         assert self.output.turn()
 
 
-def begun(steps: MessageSender, schedule: BatchState) -> SequenceSender:
+def begun(steps: Sender, schedule: BatchState) -> SequenceSender:
     sequence = SequenceSender(steps, 77)
     sequence.send_whole(Begin(77, 0, schedule.slots, schedule.blocks, schedule.block_size), 1)
     return sequence
@@ -312,7 +311,7 @@ def test_steps_without_results_hold_up_nobody_and_are_answered_in_the_end() -> N
 
 
 # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def send_first_step(steps: MessageSender) -> None:
+def send_first_step(steps: Sender) -> None:
     schedule = BatchState(8, 100, 4)
     begun(steps, schedule).send(StepBuilder(schedule).build(77, 1), 5)
 

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 
-from penstock import DecodeError, Item, Part
+from penstock import Buffer, DecodeError, Handle
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.core.step_builder import StepBuilder
@@ -78,7 +78,7 @@ def one_joins(**changes: object) -> Joined:
 def one_input(**changes: object) -> Inputs:
     columns: dict[str, object] = {
         "counts": ints(1),
-        "items": (Item(b"k" * 32, Ref(1, 2, 3, 0, 4096)),),
+        "items": (Handle(b"k" * 32, Ref(1, 2, 3, 0, 4096)),),
         "positions": ints(0),
         "lengths": ints(2),
     }
@@ -201,7 +201,7 @@ def test_samples_of_one_prompt_share_it() -> None:
 
 
 def test_an_image_is_sent_once_for_all_samples_of_its_prompt() -> None:
-    image = Item(b"k" * 32, b"", Part(np.zeros(50_000)))
+    image = Handle(b"k" * 32, b"", Buffer(np.zeros(50_000)))
     schedule = BatchState(8, 100, 16, max_blocks_per_request=6)
     plan = StepBuilder(schedule)
     for sample in range(4):

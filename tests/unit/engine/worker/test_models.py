@@ -31,7 +31,7 @@ from penstock.engine.protocol.messages import FinishReason
 from penstock.engine.worker import cpu_attention, vision_encoder
 from penstock.engine.worker.model import load
 from penstock.engine.worker.tensor_parallel import TPGroup
-from penstock.tensor import Item
+from penstock.tensor import Handle
 
 
 @pytest.mark.parametrize("name", families())
@@ -91,7 +91,7 @@ def test_an_image_is_encoded_once_and_is_seen(
     first = ask(ours, asked).answers[0]
     assert len(fetched) == 1
     assert first == of.answers[1]
-    assert ask(device(of, blocks=64, open_item=opener(changed)), [with_image]).answers[0] != first
+    assert ask(device(of, blocks=64, open_handle=opener(changed)), [with_image]).answers[0] != first
 
 
 def _counting(encode: Any, calls: list[Any]) -> Any:
@@ -116,12 +116,12 @@ def test_who_wants_an_image_that_is_not_there_fails_alone(family: Callable[[str]
     of = family("qwen2_vl")
     gone = of.asked[1].inputs[0][0]
 
-    def open_item(item: Item) -> Any:
+    def open_handle(item: Handle) -> Any:
         if item.key == gone:
             raise Missing("it went")
         return opener(of.images)(item)
 
-    told = ask(device(of, open_item=open_item), of.asked[:4])
+    told = ask(device(of, open_handle=open_handle), of.asked[:4])
     assert told.failed == {1}
     assert [told.answers[0], *told.answers[2:]] == [of.answers[0], *of.answers[2:4]]
 
@@ -131,11 +131,11 @@ def test_an_image_is_opened_by_no_sample_that_finds_its_blocks(name: str, family
     of = family(name)
     opened: list[bytes | None] = []
 
-    def open_item(item: Item) -> Any:
+    def open_handle(item: Handle) -> Any:
         opened.append(item.key)
         return opener(of.images)(item)
 
-    ours = device(of, blocks=64, open_item=open_item)
+    ours = device(of, blocks=64, open_handle=open_handle)
     told = ask(ours, [of.asked[1], of.asked[1]], slots=1)
     assert told.answers == [of.answers[1]] * 2 and told.stats.cached_tokens > 0
     key = of.asked[1].inputs[0][0]
@@ -149,13 +149,13 @@ def test_an_image_without_a_key_is_kept_for_its_request_alone(family: Callable[[
     of = family("llava")
     prompt, inputs, _ = of.asked[2]
     value = of.images[inputs[0][0]]
-    opened: list[Item] = []
+    opened: list[Handle] = []
 
-    def open_item(item: Item) -> Any:
+    def open_handle(item: Handle) -> Any:
         opened.append(item)
         return Shown(value)
 
-    ours = device(of, blocks=64, open_item=open_item)
+    ours = device(of, blocks=64, open_handle=open_handle)
     keyless = Asked(prompt, [(None, *place) for _, *place in inputs])
     told = ask(ours, [keyless, keyless], slots=2, budget=5)
     assert told.answers[0] == told.answers[1] != of.answers[2] and not told.failed
@@ -192,7 +192,7 @@ def test_who_sends_what_is_no_image_to_the_model_fails(family: Callable[[str], F
         {**right, "pixel_values": right["pixel_values"][:, :-1]},
         {**right, "image_grid_thw": right["image_grid_thw"] + 2},
     ):
-        told = ask(device(of, open_item=opener({**of.images, key: wrong})), of.asked[:2])
+        told = ask(device(of, open_handle=opener({**of.images, key: wrong})), of.asked[:2])
         assert told.reasons == {1: FinishReason.MISFIT}, wrong
         assert told.answers[0] == of.answers[0]
 

@@ -27,7 +27,6 @@ from penstock.server.chat.request_schema import ChatRequest, Conversation, decod
 from penstock.server.errors import ApiError  # noqa: E402
 from penstock.server.images.image_prompts import Prompt, build_image_prompts  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
-from penstock.tensor import Incoming  # noqa: E402
 from tests.support.models import VISION  # noqa: E402
 from tests.support.sights import Sight, placeholder  # noqa: E402
 from tests.unit.engine.client.test_image_processor import picture, png_of  # noqa: E402
@@ -61,7 +60,6 @@ class Scene:
         images = build_image_prompts(config, ServerOptions(**options), store)
         assert images is not None
         self.store = store
-        self.outgoing = images._outgoing
         self.reader = PromptBuilder(config, build_tokenizer(config), images)
 
     async def prompt(self, *parts: dict[str, Any]) -> Prompt:
@@ -78,7 +76,6 @@ class Scene:
         deadline = time.monotonic() + 10
         while any(one.holders for one in self.store.stats().items) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)  # a thread is at its last image
-        assert self.outgoing.stats().open_scopes == 0
         must_be_held_by_nobody(self.store)
 
 
@@ -113,7 +110,7 @@ def test_placeholders_become_what_transformers_writes_for_these_images(name: str
         assert prompt.ids == want
         for raw, (item, position, length) in zip(raws, prompt.items, strict=True):
             there = prompt.ids[position : position + length].count(sight.stock.config.image_token_id)
-            value = Incoming(scene.store).open(item).value("torch", writable=True)
+            value = item.open(scene.store).value("torch", writable=True)
             (alone,) = [sight.asked([{"role": "user", "content": [{"type": "image"}]}], [raw])["pixel_values"]]
             assert torch.equal(value["pixel_values"], alone) and value["tokens"] == there
         prompt.release()
@@ -128,7 +125,7 @@ def test_the_same_image_is_neither_decoded_nor_made_again(llava: Path, monkeypat
         with monkeypatch.context() as patched:
             patched.setattr(image_processor, "_decoded", None)
             assert await scene.length(text("a"), part(picture(40, 40))) == length
-        assert scene.store.stats().puts == 1 and scene.outgoing.stats().hits == 1
+        assert scene.store.stats().puts == 1 and scene.store.stats().hits == 1
 
     with scene_of(llava) as scene:
         asyncio.run(look(scene))
@@ -228,7 +225,7 @@ def test_an_image_that_is_refused_is_named(
         with pytest.raises(ApiError, match=reason) as caught:
             await scene.prompt(*parts)
         assert (caught.value.status, caught.value.param) == (status, WHERE.format(wrong))
-        assert scene.outgoing.stats().open_scopes == 0
+        assert not any(item.holders for item in scene.store.stats().items)
         assert await scene.length(SMALL) > 4, "the next one is taken"
 
     with scene_of(llava, image_limits=LIMITS) as scene:
@@ -309,7 +306,7 @@ def test_who_goes_while_an_image_is_made_holds_nothing(llava: Path, monkeypatch:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert scene.outgoing.stats().open_scopes == 0
+        assert not any(item.holders for item in scene.store.stats().items)
         slowly.goes_on.set()
         await scene.must_hold_nothing()
 

@@ -139,7 +139,7 @@ def test_channels_and_the_store_tell_what_went_through_and_who_is_behind(laid: L
     before = {one.name: one for one in SnapshotReader(os.getpid()).take().channels}
     assert set(before) == {"inbox 0", "steps 0", "results 0", "announced 0.0", "deltas 0", "deltas 1"}
     group = laid.tree.groups[0]
-    with laid.tree.store.put(KEY, {"x": b"y" * 5000}):
+    with laid.tree.store.put({"x": b"y" * 5000}, key=KEY):
         sender, receiver = group.inbox.open_sender(0, name="me"), group.inbox.open_receiver(name="core 0.0 #1")
         sender.send(Stop("x"))
         moment = SnapshotReader(os.getpid()).take()

@@ -1,4 +1,4 @@
-"""A lease: the right to touch a block, and the object that exports it; the block is free with the last view of all."""
+"""A lease of a block: the right to touch it, and the object that exports it; it is free with the last view of all."""
 
 import gc
 import weakref
@@ -6,9 +6,8 @@ import weakref
 import numpy as np
 import pytest
 
-import penstock
 from penstock import ClosedError
-from penstock.lowlevel import Pool
+from penstock.lowlevel import BlockLease, Pool
 from tests.support.processes import DYING, program
 
 
@@ -258,7 +257,7 @@ def test_a_lease_cannot_be_made_or_pickled_by_others() -> None:
     import pickle
 
     with pytest.raises(TypeError):
-        penstock.Lease()
+        BlockLease()
     for copier in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError):
             copier(pool.take(1))

@@ -1,4 +1,4 @@
-"""Blocks kept under a key: found by it, written once, given up when their room is wanted and nobody holds them.
+"""Blocks kept under a key: found by it, written once, given up when their room is wanted and they are not held.
 
 This is the native store, as the layer above it uses it: a key is 32 bytes, and what is written is bytes.
 """
@@ -368,7 +368,10 @@ def test_only_what_begin_gave_to_write_can_be_committed_and_once() -> None:
 
 
 # ── the death of a writer ────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_a_dead_process_was_writing_is_written_by_one_who_waits_for_it() -> None:
+@pytest.mark.parametrize("point", ["", "store.filled", "store.committed"])
+def test_what_a_dead_process_was_writing_is_written_or_had_by_one_that_waits(point: str) -> None:
+    """It dies as it writes, or at a point of its commit."""
+
     def took() -> float:
         kept = Kept()
         with stranger(kept) as other:
@@ -377,35 +380,21 @@ def test_what_a_dead_process_was_writing_is_written_by_one_who_waits_for_it() ->
             assert other.hear() == "new"
             with thread(lambda: kept.store.begin(key("a"), 5, 20)) as waiter:
                 eventually(lambda: kept.numbers("fills_awaited")[0] > 0)
-                at = other.kill()
+                if point:
+                    other.say("die", "a", point)
+                    other.hear()
+                    time.sleep(0.4)  # the waiter's own looks are far apart by now
+                    at = time.monotonic()
+                    other.say("commit", "a")
+                else:
+                    at = other.kill()
                 is_new, lease = waiter.ended().value  # type: ignore[misc]
-            assert is_new and lease.is_writable
-            kept.store.commit(lease)
+            assert is_new == lease.is_writable == (point != "store.committed")
+            if is_new:
+                assert kept.store.commit(lease)
+            assert other.process.wait() == -signal.SIGKILL
         assert kept.names("a") == {"a"}
         eventually(lambda: kept.blocks() == 1)
-        return waiter.ended_at - at
-
-    soon(took)
-
-
-@pytest.mark.parametrize("point", ["store.filled", "store.committed"])
-def test_who_waits_for_one_that_dies_in_its_commit_is_told(point: str) -> None:
-    def took() -> float:
-        kept = Kept()
-        with stranger(kept) as other:
-            other.hear()
-            other.say("begin", "a", 5)
-            assert other.hear() == "new"
-            with thread(lambda: kept.store.begin(key("a"), 5, 20)) as waiter:
-                eventually(lambda: kept.numbers("fills_awaited")[0] > 0)
-                other.say("die", "a", point)
-                other.hear()
-                time.sleep(0.4)  # the waiter's own looks are far apart by now
-                at = time.monotonic()
-                other.say("commit", "a")
-                is_new, _ = waiter.ended().value  # type: ignore[misc]
-            assert is_new == (point == "store.filled")
-            assert other.process.wait() == -signal.SIGKILL
         return waiter.ended_at - at
 
     soon(took)

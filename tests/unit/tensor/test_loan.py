@@ -1,0 +1,375 @@
+"""A loan: memory of a store in which one process makes a value, which others see when it is whole, and none changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock import ClosedError, Handle, Lease, Loan, MemoryExhausted, Missing, Store, Timeout
+from penstock.lowlevel import Empty, UnsupportedTensor
+from penstock.tensor import plan
+from penstock.tensor.kinds import KINDS
+from tests.conftest import eventually
+from tests.support.processes import program, thread
+from tests.support.values import MB, blocks, key
+
+
+def spec(nbytes: int = 4000) -> dict[str, Any]:
+    return {
+        "pixels": Empty((nbytes // 4,), "int32"),
+        "grid": [1, 2, 3],
+        "mask": (Empty((2, 3), bool), None),
+        "given": np.arange(5),
+    }
+
+
+def fill(value: Any, number: int) -> None:
+    value["pixels"][:] = number
+    value["mask"][0][...] = [[True, False, True], [False, True, False]]
+
+
+def is_whole(value: Any, number: int) -> bool:
+    return bool(
+        (value["pixels"] == number).all()
+        and value["grid"] == [1, 2, 3]
+        and value["mask"][0].tolist() == [[True, False, True], [False, True, False]]
+        and value["mask"][1] is None
+        and value["given"].tolist() == [0, 1, 2, 3, 4]
+    )
+
+
+def lent(store: Store, key: bytes | None, layout: Any = None, timeout: float | None = 0) -> Loan:
+    """A loan: the value is not there."""
+    loan = store.loan(key, spec() if layout is None else layout, timeout=timeout)
+    assert isinstance(loan, Loan)
+    return loan
+
+
+WAYS = pytest.mark.parametrize("its", [key(1), None], ids=["with a key", "without a key"])
+
+
+def test_a_value_made_in_place_is_got_by_all_where_it_was_written() -> None:
+    with Store(MB) as store, Store.attach(store.ticket) as other:
+        with lent(store, key(1)) as loan:
+            value = loan.value()
+            assert value["pixels"].flags.writeable and value["pixels"].ctypes.data % 64 == 0
+            address = value["pixels"].ctypes.data - store.pool._segment.mapping(True)[0]  # type: ignore[index]
+            fill(value, 7)
+            with pytest.raises(Missing):
+                other.get(key(1))
+            del value
+            made = loan.commit()
+        assert is_whole(made.value(), 7) and is_whole(other.get(key(1)).value(), 7)
+        assert made.value()["pixels"].ctypes.data - store.pool._segment.mapping(False)[0] == address  # type: ignore[index]
+        assert not made.value()["pixels"].flags.writeable
+        with pytest.raises(ValueError, match="read-only"):
+            made.value()["pixels"][0] = 1
+        made.release()
+        assert blocks(store) == 1 and store.stats().puts == 1
+        assert is_whole(store.put({"other": 1}, key=key(1)).value(), 7), "a put of what was made copies nothing"
+
+
+def test_a_value_without_a_key_is_made_in_place_and_is_gone_with_its_last_lease() -> None:
+    with Store(MB) as store, Store.attach(store.ticket) as other:
+        with lent(store, None) as loan:
+            fill(loan.value(), 7)
+            takes = store.stats().pool.takes
+            made = loan.commit()
+        assert store.stats().pool.takes == takes == 1, "it was copied"
+        there = Handle(None, made.ref).open(other)
+        for lease in (made, there):
+            assert is_whole(lease.value(), 7)
+            with pytest.raises(ValueError, match="read-only"):
+                lease.value()["pixels"][0] = 1
+        made.release()
+        assert is_whole(there.value(), 7) and blocks(store) == 1
+        there.release()
+        assert blocks(store) == 0 and store.stats().items == () and store.stats().puts == 0
+        first, second = lent(store, None), lent(store, None)
+        assert blocks(store) == 2, "each loan without a key is another value"
+        fill(first.value(), 1)
+        fill(second.value(), 2)
+        assert is_whole(first.commit().value(), 1) and is_whole(second.commit().value(), 2)
+
+
+def test_a_value_that_is_there_is_not_made_again() -> None:
+    with Store(MB) as store:
+        store.put({"a": 1}, key=key(1)).release()
+        with store.loan(key(1), spec()) as lease:
+            assert isinstance(lease, Lease)
+            assert lease.value() == {"a": 1}
+        assert store.get(key(1)).value() == {"a": 1}, "leaving what another process has put takes nothing away"
+        assert store.stats().puts == 1 and store.stats().items[0].holders == 0
+
+
+@WAYS
+@pytest.mark.parametrize("how", ["left", "raised", "abandoned", "dropped"])
+def test_a_value_without_a_commit_was_never_there(how: str, its: bytes | None) -> None:
+    with Store(MB) as store:
+        loan = lent(store, its)
+        assert blocks(store) == 1
+        if how == "left":
+            with loan:
+                fill(loan.value(), 1)
+        elif how == "raised":
+            with pytest.raises(OSError, match="half-way"), loan:
+                loan.value()["pixels"][:10] = 1
+                raise OSError("half-way")
+        elif how == "abandoned":
+            loan.abandon()
+            loan.abandon()
+        if how != "dropped":
+            assert blocks(store) == 0
+            for use in (loan.commit, loan.value):
+                with pytest.raises(ClosedError, match="committed or abandoned"):
+                    use()
+        del loan
+        assert blocks(store) == 0 and store.stats().abandoned == (its is not None)
+        lent(store, its, timeout=0).abandon()
+
+
+@WAYS
+def test_an_array_that_outlives_its_abandoned_value_writes_where_no_reader_looks(its: bytes | None) -> None:
+    with Store(MB) as store:
+        with lent(store, its) as loan:
+            pixels = loan.value()["pixels"]
+        second = store.put({"pixels": np.full(1000, 5, np.int32)}, key=its, timeout=0)
+        pixels[:] = 9
+        assert (second.value()["pixels"] == 5).all()
+        assert blocks(store) == 2
+        del pixels
+        assert blocks(store) == 1
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda pixels: pixels,
+        lambda pixels: pixels[5:7],
+        lambda pixels: pixels.view(np.recarray),
+        memoryview,
+        lambda pixels: np.broadcast_to(pixels, (2, 1000)),
+        np.from_dlpack,
+        lambda pixels: pixels.flat,
+    ],
+    ids=["whole", "part", "subclass", "memoryview", "broadcast", "dlpack", "iterator"],
+)
+def test_a_commit_is_refused_while_an_array_could_still_write_and_works_once_it_is_gone(
+    way: Any, its: bytes | None
+) -> None:
+    with Store(MB) as store, lent(store, its) as loan:
+        fill(loan.value(), 3)
+        left = way(loan.value()["pixels"])
+        for _ in range(2):
+            with pytest.raises(BufferError, match="drop them first"):
+                loan.commit()
+        if its is not None:
+            with pytest.raises(Missing):
+                store.get(its)
+        assert blocks(store) == 1
+        del left
+        assert is_whole(loan.commit().value(), 3)
+        with pytest.raises(ClosedError):
+            loan.commit()
+
+
+def test_a_loan_without_a_key_waits_for_room_and_takes_that_of_values_without_a_holder() -> None:
+    with Store(MB) as store:
+        for number in range(8):
+            store.put(np.zeros(120_000, np.uint8), key=key(number)).release()
+        lent(store, None, Empty(900_000, "uint8")).abandon()
+        assert len(store.stats().items) <= 1 and store.stats().evictions >= 7
+        held = store.put(np.zeros(900_000, np.uint8))
+        with pytest.raises(MemoryExhausted, match="holds"):
+            lent(store, None, Empty(900_000, "uint8"), timeout=0.01)
+        with thread(lambda: lent(store, None, Empty(900_000, "uint8"), timeout=20)) as waiting:
+            eventually(lambda: store.stats().pool.exhaustions > 1)
+            assert waiting.is_alive()
+            held.release()
+        loan = waiting.value
+        assert isinstance(loan, Loan)
+        loan.value()[:] = 7
+        assert (loan.commit().value() == 7).all()
+        with pytest.raises(MemoryExhausted, match="raise the pool's nbytes"):
+            store.loan(None, Empty(2 * MB, "uint8"), timeout=None)
+
+
+@WAYS
+def test_every_kind_and_shape_has_its_place_and_no_two_share_it(seed: int, its: bytes | None) -> None:
+    chance = np.random.default_rng(seed)
+    shapes = [(), (0, 3), 7, (2, 3, 5), np.int64(4)]
+    specs = [Empty(shapes[index % len(shapes)], kind.name) for index, kind in enumerate(KINDS)]
+    with Store(MB) as store:
+        with lent(store, its, specs) as loan:
+            written = []
+            for array in loan.value("bits"):
+                content = chance.integers(0, 2, array.shape, np.uint8).astype(array.dtype)
+                array[...] = content
+                written.append(content)
+            del array
+            made = loan.commit()
+        found = made.value("bits")
+        assert [array.shape for array in found] == [one.shape for one in specs]
+        for kind, array, content in zip(KINDS, found, written):
+            assert array.dtype == (kind.numpy or kind.bits) and np.array_equal(array, content), kind.name
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"a": [Empty(3, "no such")]}, r"at \$\['a'\]\[0\]"),
+        ({"a": Empty((3, -1), "int8")}, r"expected sizes .* at \$\['a'\]"),
+        ({"a": Empty(-1, "int8")}, r"expected sizes .* at \$\['a'\]"),
+        ({"a": Empty((1 << 43, 1 << 43), "int8")}, r"at most 17592186044416 bytes.* at \$\['a'\]"),
+        ({"a": Empty(3, object)}, r"addresses of this process at \$\['a'\]"),
+        ({"a": object()}, r"at \$\['a'\]"),
+    ],
+)
+def test_a_layout_that_cannot_be_made_is_refused_with_its_path_and_takes_nothing(
+    wrong: Any, words: str, its: bytes | None
+) -> None:
+    with Store(MB) as store:
+        with pytest.raises(UnsupportedTensor, match=words):
+            store.loan(its, wrong)
+        assert blocks(store) == 0
+
+
+def test_what_is_put_has_numbers() -> None:
+    with Store(MB) as store, pytest.raises(UnsupportedTensor, match=r"has no numbers yet.* at \$\['pixels'\]"):
+        store.put(spec(), key=key(1))
+    with pytest.raises(UnsupportedTensor, match="has no numbers yet"):
+        plan(Empty(3, "int8"))
+    with pytest.raises(TypeError):
+        Empty((1.5,), "int8")  # type: ignore[arg-type]
+
+
+def test_a_process_that_wants_what_is_being_made_waits_and_has_it() -> None:
+    with Store(MB) as store, Store.attach(store.ticket) as other:
+        got: list[Any] = []
+
+        def want(number: int) -> None:
+            if number % 2:
+                got.append(other.put({"pixels": np.zeros(1000, np.int32)}, key=key(1), timeout=20))
+            else:
+                second = other.loan(key(1), spec(), timeout=20)
+                assert isinstance(second, Lease)
+                got.append(second)
+
+        threads = [threading.Thread(target=want, args=(number,)) for number in range(4)]
+        with lent(store, key(1)) as loan:
+            for thread in threads:
+                thread.start()
+            eventually(lambda: store.stats().fills_awaited >= 4)
+            assert not got
+            with pytest.raises(Timeout, match="is being written by"):
+                other.loan(key(1), spec(), timeout=0.01)
+            fill(loan.value(), 6)
+            made = loan.commit()
+        for thread in threads:
+            thread.join(20)
+        assert [one.ref for one in got] == [made.ref] * 4
+        assert all(is_whole(one.value(), 6) for one in got)
+        assert store.stats().puts == 1
+
+
+def test_one_of_those_that_wait_makes_what_was_abandoned() -> None:
+    with Store(MB) as store, Store.attach(store.ticket) as other:
+        made: list[bool] = []
+
+        def want() -> None:
+            with other.loan(key(1), spec(), timeout=20) as found:
+                made.append(isinstance(found, Loan))
+                if isinstance(found, Loan):
+                    fill(found.value(), 2)
+                    found = found.commit()
+                assert is_whole(found.value(), 2)
+
+        threads = [threading.Thread(target=want) for _ in range(4)]
+        with lent(store, key(1)):
+            for thread in threads:
+                thread.start()
+            eventually(lambda: store.stats().fills_awaited >= 4)
+        for thread in threads:
+            thread.join(20)
+        assert sorted(made) == [False, False, False, True]
+
+
+MAKING = """
+    from penstock import Store
+    from penstock.lowlevel import Empty
+    store = Store.attach(sys.argv[1])
+    loan = store.loan(bytes.fromhex(sys.argv[2]) or None, {"pixels": Empty(1000, "int32")})
+    loan.value()["pixels"][:500] = 1
+    say("half-way")
+    hear()
+"""
+
+
+@pytest.mark.parametrize("by", ["put", "loan"])
+def test_what_a_dead_process_was_making_is_made_by_one_that_waits_for_it(by: str) -> None:
+    with Store(MB) as store, program(MAKING, store.ticket, key(1).hex()) as other:
+        assert other.hear() == "half-way"
+        with pytest.raises(Missing):
+            store.get(key(1))
+        value = {"pixels": np.full(1000, 4, np.int32), "grid": [1, 2, 3]}
+
+        def make(timeout: float) -> Lease:
+            if by == "put":
+                return store.put(value, key=key(1), timeout=timeout)
+            with lent(store, key(1), value, timeout) as loan:
+                return loan.commit()
+
+        with pytest.raises(Timeout, match=f"is being written by .*{other.pid}"):
+            make(0.05)
+        with thread(lambda: make(20)) as waiting:
+            eventually(lambda: store.stats().fills_awaited >= 2)
+            os.kill(other.pid, signal.SIGKILL)
+            made = waiting.ended().value
+        assert isinstance(made, Lease)
+        assert (made.value()["pixels"] == 4).all() and made.value()["grid"] == [1, 2, 3]
+        assert (store.stats().abandoned, store.stats().puts) == (1, 2)
+        eventually(lambda: blocks(store) == 1)
+
+
+def test_a_loan_without_a_key_of_a_dead_process_is_given_back() -> None:
+    with Store(MB) as store, program(MAKING, store.ticket, "") as other:
+        assert other.hear() == "half-way"
+        assert blocks(store) == 1
+        os.kill(other.pid, signal.SIGKILL)
+        eventually(lambda: blocks(store) == 0)
+
+
+def test_what_is_taken_out_while_it_is_made_is_had_by_its_maker_alone() -> None:
+    with Store(MB) as store:
+        with lent(store, key(1)) as loan:
+            assert store.clear() == 1
+            fill(loan.value(), 8)
+            made = loan.commit()
+        assert is_whole(made.value(), 8)
+        with pytest.raises(Missing):
+            store.get(key(1))
+        made.release()
+        assert blocks(store) == 0
+
+
+@WAYS
+def test_torch_fills_what_is_made_and_must_drop_it_before_the_commit(its: bytes | None) -> None:
+    with Store(MB) as store:
+        given = torch.arange(600, dtype=torch.bfloat16).reshape(20, 30)
+        with lent(store, its, {"pixels": Empty((20, 30), torch.bfloat16), "grid": (1, 2)}) as loan:
+            pixels = loan.value("torch")["pixels"]
+            assert pixels.dtype is torch.bfloat16
+            pixels.copy_(given)
+            with pytest.raises(BufferError):
+                loan.commit()
+            del pixels
+            made = loan.commit()
+        assert torch.equal(made.value("torch")["pixels"], given)

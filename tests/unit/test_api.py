@@ -1,0 +1,112 @@
+"""The public names of the data plane: as many as are said, each described, and each with lines that run."""
+
+import ast
+import asyncio
+import doctest
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import penstock
+from penstock import lowlevel
+from tests.support.documents import EXAMPLES, PAGES, ROOT
+
+pytestmark = pytest.mark.unit
+
+NAMES = {
+    *("Ring", "Broadcast", "Inbox", "attach"),
+    *("Sender", "Receiver", "AsyncSender", "AsyncReceiver"),
+    *("Store", "Scope", "Lease", "Loan", "Handle", "content_key"),
+    "Buffer",
+}
+ERRORS = {
+    *("PenstockError", "PeerDied", "ClosedError", "EndOfChannel", "Timeout", "WouldBlock"),
+    *("Missing", "DecodeError", "MemoryExhausted"),
+}
+MAX_LOWLEVEL = 12  # names of it that the engine, the examples and the pages need
+
+GLOBALS = {
+    **{name: getattr(penstock, name) for name in penstock.__all__},
+    **{name: getattr(lowlevel, name) for name in lowlevel.__all__},
+    "asyncio": asyncio,
+    "msgspec": msgspec,
+    "np": np,
+    "os": __import__("os"),
+}
+
+
+def test_the_package_has_15_names_and_9_errors() -> None:
+    assert set(penstock.__all__) == NAMES | ERRORS | {"__version__"}
+    assert len(NAMES) == 15 and len(ERRORS) == 9
+    for name in ERRORS:
+        assert issubclass(getattr(penstock, name), penstock.PenstockError)
+
+
+def names_from_lowlevel(source: str) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "penstock.lowlevel":
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Name, ast.Attribute)):
+            whole = ast.unparse(node.value)
+            if whole in ("lowlevel", "penstock.lowlevel"):
+                names.add(node.attr)
+    return names
+
+
+def test_engine_examples_and_pages_need_few_names_of_lowlevel() -> None:
+    folders = [ROOT / "src" / "penstock" / name for name in ("engine", "server", "cli", "tools")]
+    sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
+    sources += [path.read_text() for path in EXAMPLES]
+    for page in PAGES:
+        sources += re.findall(r"^```python\n(?!# needs)(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    needed = set().union(*map(names_from_lowlevel, sources))
+    assert needed, "looked at nothing"
+    assert needed <= set(lowlevel.__all__) and len(needed) <= MAX_LOWLEVEL, needed
+
+
+def public_members(name: str) -> Iterator[tuple[str, Any]]:
+    """The object of a public name, and its public methods and properties."""
+    found = getattr(penstock, name)
+    yield name, found
+    if inspect.isclass(found) and name not in ERRORS:
+        for key in dir(found):
+            if not key.startswith("_") and callable(getattr(found, key)):
+                yield f"{name}.{key}", getattr(found, key)
+
+
+MEMBERS = [member for name in sorted(NAMES | ERRORS) for member in public_members(name)]
+# What says all in a line, and is shown where the name that it belongs to is.
+SHORT = {"close", "peers", "trim", "snapshot", "hold", "of_message"}
+
+
+@pytest.mark.parametrize(("name", "found"), MEMBERS, ids=[name for name, _ in MEMBERS])
+def test_a_public_name_is_described_and_its_lines_run(name: str, found: Any) -> None:
+    text = inspect.getdoc(found) or ""
+    assert text, f"{name} has no docstring"
+    examples = doctest.DocTestParser().get_examples(text)
+    is_async = name.startswith("Async") and "." in name  # shown by its class, and by the method that does not wait
+    if name.rpartition(".")[2] not in SHORT and not is_async:
+        assert examples, f"{name} has no lines to run"
+    signature = None if inspect.isclass(found) else doc_signature(found)
+    if signature:
+        assert "Args:" in text or "Args and Raises" in text or len(signature) == 0, f"{name} has no Args"
+    test = doctest.DocTestParser().get_doctest(text, dict(GLOBALS), name, None, None)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    said: list[str] = []
+    runner.run(test, out=said.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+def doc_signature(function: Any) -> list[str]:
+    """Its parameters besides itself; of what is native, none."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return []
+    return [name for name in parameters if name not in ("self", "type")]
