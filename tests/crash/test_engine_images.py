@@ -83,7 +83,8 @@ def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int
                 assert error is not None and error.status == 503, error
             store = tree.launcher.tree.store
             assert store is not None
-            assert store.pool.peer.index not in {holder.peer for holder in store.stats().pool.holders}, "a scope is open"
+            holders = {holder.peer for holder in store.stats().pool.holders}
+            assert store.pool.peer.index not in holders, "a scope is open"
             await tree.launcher.serving(START)
             await must_answer(tree, client, 1)
             await must_be_held_by_nobody(tree)

@@ -222,7 +222,7 @@ class _End:
 def _as_bytes(record: Buffer | Sequence[Buffer]) -> bytes:
     if type(record) is bytes:
         return record
-    return b"".join(record if isinstance(record, (list, tuple)) else (record,))  # type: ignore[arg-type]
+    return b"".join(record if isinstance(record, (list, tuple)) else (record,))
 
 
 class AsyncByteReceiver(_End):

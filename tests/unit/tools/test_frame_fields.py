@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.codec import Catalogue, FrameEncoder, Buffer
+from penstock.codec import Buffer, Catalogue, FrameEncoder
 from penstock.errors import DecodeError
 from penstock.tools.capture.frame_fields import HEAD, PADDING, FrameFields, FrameLayout
 
