@@ -136,7 +136,7 @@ def test_an_unrelated_process_attaches_by_ticket() -> None:
 def test_a_process_that_a_shell_started_attaches_by_ticket() -> None:
     segment = Segment.create(5000)
     write(segment, b"hello")
-    reads = "import sys; from penstock.lowlevel import Segment; print(bytes(Segment.attach(sys.argv[1]).view()[:5]).decode())"
+    reads = "import sys, penstock; print(bytes(penstock.attach(sys.argv[1]).view()[:5]).decode())"
     command = f"(cd / && exec setsid {sys.executable} -c '{reads}' '{segment.ticket}')"
     with running(["/bin/sh", "-c", command]) as shell:
         assert shell.hear() == "hello"
