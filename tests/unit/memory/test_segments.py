@@ -450,6 +450,11 @@ def test_a_header_with_any_flipped_bits_is_refused_or_good_and_nothing_breaks(se
                     elif isinstance(found, lowlevel.Pool):
                         found.take(1)
                         found.stats()
+                    elif isinstance(found, penstock.Store):  # a pool, with a bit that says that it keeps what lies in it
+                        found.pool.take(1)
+                        found.pool.stats()
+                        found.stats()
+                        found.put(b"x", timeout=0)
                     else:
                         found.snapshot()
                         found.open_sender().try_send(b"x")
