@@ -22,7 +22,7 @@ struct Order {
 };
 // clang-format off
 inline constexpr Order publish;     // a record is written before Lane.committed passes it
-inline constexpr Order room;        // a record was read before Cursor.released passes it, and is overwritten after
+inline constexpr Order room;        // a record was read, or a view has written, before its room is given back
 inline constexpr Order ready;       // a record is committed before its bit is set; cleared before the last look
 inline constexpr Order bell;        // published before parked is read; parked is set before the last look (wait.h)
 inline constexpr Order pend;        // a receiver is out before it looks for blocks; a block is live before mode is read

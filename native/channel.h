@@ -92,7 +92,7 @@ class Channel {
     bool claim(Shared<u64>& word, bool may_follow_closed, u64& before, u32& epoch) {
         before = word.load(order::end.acquire);
         End end = end_of(before);
-        if (end.state == EndState::live || end.state == EndState::closing) return false;
+        if (end.state == EndState::live) return false;
         if (end.state == EndState::closed && !may_follow_closed) return false;
         if (end.state == EndState::dead && end.slot < g.shape.max_peers) {
             PeerSlot& peer = by->peer(end.slot);

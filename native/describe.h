@@ -147,6 +147,14 @@ inline Error Sender::timeout(u64 waited_ns) {
         slowest = r;
     }
     if (least == NEVER) return Error(Fault::timeout, format("'%s' has no receiver", name()));
+    if (least_kept() < least) {
+        End keeper = end_of(lane_->keeper.load(RELAXED));
+        return Error(
+            Fault::timeout,
+            format("lane %u of '%s' is full for %s: a view of a reservation by %s, which has closed, can still "
+                   "write there: drop the view",
+                   index_, name(), in_seconds(waited_ns).c_str(), channel_.describe(keeper).c_str()));
+    }
     Record oldest{};
     std::memcpy(&oldest, channel_.by->segment().read_at(channel_.ring_offset(index_, least)), sizeof oldest);
     u64 behind_ns = oldest.position == least ? now_ns() - oldest.committed_ns : waited_ns;

@@ -31,7 +31,7 @@ using i32 = std::int32_t;
 using i64 = std::int64_t;
 
 inline constexpr u64 MAGIC = 0x4b434f54534e4550;  // "PENSTOCK", little endian
-inline constexpr u32 LAYOUT_VERSION = 4;
+inline constexpr u32 LAYOUT_VERSION = 5;
 inline constexpr u64 PAGE = 4096;
 inline constexpr u32 MAX_PEERS = 128;
 inline constexpr u32 MAX_LANES = 64;      // one bit each in a u64
@@ -208,9 +208,7 @@ static_assert(sizeof(StoreHeader) == 4 * LINE);
 // A lane is the byte ring of one sender; every receiver has a cursor in it. ring: 1 lane, 1 receiver.
 // broadcast: 1 lane, N receivers. inbox: N lanes, 1 receiver. An end's word: state:8 | slot:8 |
 // epoch of the peer in that slot:24 | epoch of the end:24.
-// closing: a sender that has closed while a view of its reservation could still write: as closed, but not yet to be
-// had.
-enum class EndState : u32 { expected = 0, live = 1, closed = 2, dead = 3, closing = 4 };
+enum class EndState : u32 { expected = 0, live = 1, closed = 2, dead = 3 };
 enum class CursorMode : u32 { out = 0, counted = 1, joining = 2 };
 
 // The ring of a lane, positions growing to the right (they never wrap; the index is position modulo lane_nbytes):
@@ -257,6 +255,8 @@ struct alignas(LINE) Lane {
     Shared<u32> waits_for_memory;    // the sender's wait (waits.since_ns) is for the pool, not for room in the ring
     Shared<u64> sequence;            // records committed
     Shared<u64> last_ns;             // when
+    Shared<u64> keeper;              // word of a sender that closed while a view could still write here; 0: none
+    Shared<u64> kept;                // position of that room: nothing is written over it while there is a keeper
     alignas(LINE) Shared<u64> word;  // the sender: EndState, slot, epoch
     Shared<u64> joining;             // receivers that wait to be counted; set by them, cleared by the sender
     Counter spills;

@@ -113,9 +113,12 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 }
             }
             if (now >= deadline && now - started >= (is_runnable ? RUNNABLE_NS : HOLD_NS)) {
-                std::string who = owner < shape().max_peers ? describe(owner) : "nobody";
-                throw Error(Fault::timeout, format("a lock of '%s' is held by %s for %s", segment_->name().c_str(),
-                                                   who.c_str(), in_seconds(now - started).c_str()));
+                bool is_peer = owner < shape().max_peers;
+                int pid = is_peer ? pid_of(peer(owner).identity.load(order::identity.acquire)) : 0;
+                throw Error(Fault::timeout,
+                            format("a lock of '%s' is held by %s for %s: let it go on (kill -CONT %d) or end it",
+                                   segment_->name().c_str(), is_peer ? describe(owner).c_str() : "nobody",
+                                   in_seconds(now - started).c_str(), pid));
             }
             if ((seen & WAITERS) == 0 && !word.compare_exchange_strong(seen, seen | WAITERS, RELAXED)) continue;
             futex_wait_for_lock(&word, seen | WAITERS, std::clamp(deadline, started + HOLD_NS, now + HOLD_NS));

@@ -24,13 +24,13 @@ inline Armed armed;
 
 // The places, in one table, so that a test can visit each of them.
 inline constexpr const char* NAMES[] = {
-    "join.claimed", "receiver.claimed", "leave.begun",    "reap.begun",      "reap.half",        "pool.locked",
-    "pool.live",    "pool.inserted",    "pool.claiming",  "block.locked",    "share.half",       "open.half",
-    "release.last", "send.begun",       "send.spilled",   "send.pending",    "send.written",     "send.committed",
-    "send.rung",    "receive.found",    "receive.opened", "receive.copied",  "receive.released", "wait.parked",
-    "wait.woken",   "ready.set",        "reap.marked",    "close.begun",     "abort.begun",      "store.locked",
-    "store.taken",  "store.keyed",      "store.filled",   "store.committed", "store.opened",     "store.unlinked",
-    "store.half",   "store.chosen",
+    "join.claimed",   "receiver.claimed", "leave.begun",    "reap.begun",     "reap.half",        "pool.locked",
+    "pool.live",      "pool.inserted",    "pool.claiming",  "block.locked",   "share.half",       "open.half",
+    "release.last",   "send.begun",       "send.spilled",   "send.pending",   "send.written",     "send.committed",
+    "send.rung",      "receive.found",    "receive.opened", "receive.copied", "receive.released", "wait.parked",
+    "wait.woken",     "ready.set",        "reap.marked",    "close.begun",    "close.kept",       "abort.begun",
+    "store.locked",   "store.taken",      "store.keyed",    "store.filled",   "store.committed",  "store.opened",
+    "store.unlinked", "store.half",       "store.chosen",
 };
 
 inline void hit(const char* name) {

@@ -175,17 +175,17 @@ class Pool {
         own.store(own.load(RELAXED) + 1, RELAXED);
     }
     // The same for the store, which has looked: under its lock, so nothing else may be done on the way.
-    void open_kept(const Extent& ref) {
-        Held guard(*this, ref.block);
+    void open_kept(const Extent& ref, u64 deadline) {
+        Held guard(*this, ref.block, deadline);
         require(ref);
         Shared<u32>& own = held(ref.block)[attachment_.slot()];
         own.store(own.load(RELAXED) + 1, RELAXED);
     }
     // The store gives a block up: it is returned if it is not held. False: it is, and only_if_unheld.
-    bool keep_no_longer(u32 index, bool only_if_unheld) {
+    bool keep_no_longer(u32 index, bool only_if_unheld, u64 deadline) {
         bool is_last = false;
         {
-            Held guard(*this, index);
+            Held guard(*this, index, deadline);
             Block& block = this->block(index);
             if (only_if_unheld && !is_unheld(index)) return false;
             block.kept.store(static_cast<u32>(Kept::none), RELAXED);
@@ -195,6 +195,9 @@ class Pool {
         if (is_last) announce_return();
         return true;
     }
+    // Waits until no peer holds the lock of this block. Throws Timeout, which names the one that does.
+    void await(u32 index, u64 deadline) { Held guard(*this, index, deadline); }
+    bool is_locked(u32 index) const { return block(index).lock.load(RELAXED) != 0; }
     bool is_unheld(u32 index) const {
         const Block& block = this->block(index);
         if (block.pending.load(RELAXED) != 0 || block.grant_units.load(RELAXED) != 0) return false;

@@ -139,10 +139,10 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
                   .blocks = is_leaving ? &left_blocks : &peer.reaped_blocks,
                   .nbytes = is_leaving ? &left_nbytes : &peer.reaped_nbytes};
     if (!dead.is_still_there(by)) return;  // the epoch was read after the identity: it may be a successor's
-    auto close_end = [&](Shared<u64>& word, EndState from) {
+    auto close_end = [&](Shared<u64>& word) {
         u64 seen = word.load(order::end.acquire);
         End end = end_of(seen);
-        if (end.slot != slot || end.peer_epoch != (dead.epoch & EPOCH_MASK) || end.state != from) return;
+        if (end.slot != slot || end.peer_epoch != (dead.epoch & EPOCH_MASK) || end.state != EndState::live) return;
         end.state = EndState::closed;
         word.compare_exchange_strong(seen, make_word(end), order::end.acq_rel);
     };
@@ -153,12 +153,17 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
     for (u32 index = 0; index < g.shape.max_blocks; ++index) pool.give_back(index, dead);
     if (g.channel != 0) {
         if (is_leaving) {
-            for (u32 r = 0; r < g.shape.receivers; ++r)
-                close_end(by.segment().at<ReceiverSlot>(g.receivers)[r].word, EndState::live);
-            for (u32 i = 0; i < g.shape.lanes; ++i) close_end(by.segment().at<Lane>(g.lanes)[i].word, EndState::live);
+            for (u32 r = 0; r < g.shape.receivers; ++r) close_end(by.segment().at<ReceiverSlot>(g.receivers)[r].word);
+            for (u32 i = 0; i < g.shape.lanes; ++i) close_end(by.segment().at<Lane>(g.lanes)[i].word);
         }
         // It closed in peace, and what could still write died with it.
-        for (u32 i = 0; i < g.shape.lanes; ++i) close_end(by.segment().at<Lane>(g.lanes)[i].word, EndState::closing);
+        for (u32 i = 0; i < g.shape.lanes; ++i) {
+            Shared<u64>& keeper = by.segment().at<Lane>(g.lanes)[i].keeper;
+            u64 seen = keeper.load(RELAXED);
+            End end = end_of(seen);
+            if (seen != 0 && end.slot == slot && end.peer_epoch == (dead.epoch & EPOCH_MASK))
+                keeper.compare_exchange_strong(seen, 0, order::room.acq_rel);
+        }
     }
     // It may have died between giving a block back and saying so.
     if (ends_become == EndState::dead) pool.announce_return();

@@ -212,6 +212,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             RecordKind kind = static_cast<RecordKind>(record.kind);
             if (kind == RecordKind::skip) {
                 view.position += need;
+                // At once: no record may follow, and the next one may need this room.
+                keep_or_give_back(i, view.position, record.sequence - 1, false);
                 continue;
             }
             PENSTOCK_POINT("receive.found");
@@ -251,13 +253,17 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         slot_->waits.nbytes.count(found.nbytes);
         u64 behind = channel_.lane(found.lane).committed.load(RELAXED) - found.end;
         slot_->waits.furthest_nbytes.raise(behind);
-        if (!is_leased && view.leases.empty()) {
-            give_back(found.lane, found.end, found.sequence, false);
+        return keep_or_give_back(found.lane, found.end, found.sequence, is_leased);
+    }
+    u64 keep_or_give_back(u32 lane, u64 end, u64 sequence, bool is_leased) {
+        auto& leases = lanes_[lane].leases;
+        if (!is_leased && leases.empty()) {
+            give_back(lane, end, sequence, false);
             return 0;
         }
         std::lock_guard guard(leases_mutex_);
-        view.leases.push_back({++last_lease_, found.end, found.sequence, !is_leased});
-        give_back_front(found.lane, false);
+        leases.push_back({++last_lease_, end, sequence, !is_leased});
+        give_back_front(lane, false);
         return last_lease_;
     }
     void give_back_front(u32 lane, bool is_late) {
@@ -349,7 +355,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         }
         if (view.is_counted && channel_.lane(0).committed.load(order::publish.acquire) != view.position)
             return;  // read first
-        if (end.state == EndState::closed || end.state == EndState::closing)
+        if (end.state == EndState::closed)
             throw Error(Fault::end_of_channel, format("the sender of '%s' has closed", name()));
         view.is_told = true;
         view.sender_epoch = end.epoch;

@@ -41,10 +41,7 @@ class Sender {
                 throw Error(Fault::value, format("'%s' has %u senders: there is no sender %d", name(),
                                                  channel_.g.shape.lanes, index));
             End end = end_of(channel_.lane(i).word.load(order::end.acquire));
-            const char* how = end.state == EndState::closed    ? " and closed"
-                              : end.state == EndState::closing ? " and closed, but views of its reservation can still "
-                                                                 "write: drop them first"
-                                                               : "";
+            const char* how = end.state == EndState::closed ? " and closed" : "";
             throw Error(Fault::value,
                         format("sender %u of '%s' is taken%s: %s", i, name(), how, channel_.describe(end).c_str()));
         }
@@ -84,7 +81,8 @@ class Sender {
         if (!has_receivers_) refuse_without_receivers();
         const u64 capacity = channel_.g.shape.lane_nbytes;
         Reservation& wanted = reservation_;
-        wanted.is_spilled = nbytes > channel_.g.shape.inline_limit;
+        // A lane keeps one room at most: while it does, its records lie in the pool.
+        wanted.is_spilled = nbytes > channel_.g.shape.inline_limit || lane_->keeper.load(order::room.acquire) != 0;
         wanted.nbytes = nbytes;
         wanted.length = wanted.is_spilled ? sizeof(SpilledRef) : nbytes;
         wanted.need = round_up(sizeof(Record) + wanted.length, RECORD_ALIGN);
@@ -113,9 +111,7 @@ class Sender {
     void commit(const Reservation& reservation, u64 deadline = NEVER) {
         if (reservation.is_spilled) pend_spilled(reservation, deadline);
         u64 sequence = lane_->sequence.load(RELAXED), now = now_ns();
-        if (reservation.skip != 0)
-            write_header(channel_.by->segment().write_at(channel_.ring_offset(index_, committed_)), committed_,
-                         reservation.skip - sizeof(Record), RecordKind::skip, sequence, now);
+        skip_rest_of_lap(reservation, sequence, now);
         write_header(reservation.record, reservation.position, reservation.length,
                      reservation.is_spilled ? RecordKind::spilled : RecordKind::bytes, sequence, now);
         lane_->sequence.store(sequence + 1, RELAXED);
@@ -153,7 +149,11 @@ class Sender {
         is_given_up_.store(false, order::views.seq_cst);
         is_reserved_ = false;
         if (reservation_.is_spilled) channel_.pool.release(reservation_.spilled.block, reservation_.spilled.generation);
-        if (is_closed_) let_go(EndState::closing);
+        if (!is_closed_) return;
+        u64 ours = word(EndState::closed);
+        if (lane_->keeper.compare_exchange_strong(ours, 0, order::room.acq_rel))  // the views wrote before this
+            channel_.ring_room(index_, nullptr);
+        channel_.let_go();
     }
     // One record out of several parts. False: no room now.
     bool try_send(const Part* parts, size_t n, u64 total, u64 deadline = NEVER) {
@@ -227,23 +227,34 @@ class Sender {
         PENSTOCK_POINT("close.begun");
         abort();
         is_closed_ = true;
-        if (is_reserved_) return become(EndState::live, EndState::closing);
-        let_go(EndState::live);
-    }
-
-   private:
-    void become(EndState from, EndState to) {
-        u64 word = make_word({from, channel_.by->slot(), channel_.by->epoch(), epoch_});
-        lane_->word.compare_exchange_strong(word, make_word({to, channel_.by->slot(), channel_.by->epoch(), epoch_}),
-                                            order::end.acq_rel);
+        if (is_reserved_ && !reservation_.is_spilled) keep_room();
+        u64 seen = word(EndState::live);
+        lane_->word.compare_exchange_strong(seen, word(EndState::closed), order::end.acq_rel);
+        // From here on the lane may have another sender.
         if (channel_.is_inbox()) channel_.head.ready.fetch_or(1ull << index_, order::ready.release);
         channel_.changed();
         channel_.wake_receivers(ring_all(channel_.head.bell));
+        if (!is_reserved_) channel_.let_go();  // else with the last view: its block is ours until then
     }
-    // From here on the lane may have another sender.
-    void let_go(EndState from) {
-        become(from, EndState::closed);
-        channel_.let_go();
+
+   private:
+    u64 word(EndState state) const { return make_word({state, channel_.by->slot(), channel_.by->epoch(), epoch_}); }
+    // Views can still write into this room: receivers skip it, and no sender of this lane writes over it until
+    // finish_abort(). The end's word makes both visible to the next one.
+    void keep_room() {
+        lane_->kept.store(reservation_.position, RELAXED);
+        lane_->keeper.store(word(EndState::closed), RELAXED);
+        PENSTOCK_POINT("close.kept");
+        u64 sequence = lane_->sequence.load(RELAXED), now = now_ns();
+        skip_rest_of_lap(reservation_, sequence, now);
+        write_header(reservation_.record, reservation_.position, reservation_.need - sizeof(Record), RecordKind::skip,
+                     sequence, now);
+        publish(reservation_.position + reservation_.need);
+    }
+    void skip_rest_of_lap(const Reservation& reservation, u64 sequence, u64 now) {
+        if (reservation.skip == 0) return;
+        write_header(channel_.by->segment().write_at(channel_.ring_offset(index_, committed_)), committed_,
+                     reservation.skip - sizeof(Record), RecordKind::skip, sequence, now);
     }
     void require_open() {
         if (is_closing_.load(RELAXED))
@@ -308,8 +319,15 @@ class Sender {
             if (committed_ - released <= channel_.g.shape.lane_nbytes)
                 least = std::min(least, released);  // else: not one of ours
         }
+        least = std::min(least, least_kept());
         fence(order::tap.release);  // released before it is overwritten
         return least;
+    }
+    // The room that a sender before this one keeps; NEVER: none is kept.
+    u64 least_kept() const {
+        if (lane_->keeper.load(order::room.acquire) == 0) return NEVER;
+        u64 kept = lane_->kept.load(RELAXED);
+        return committed_ - kept <= channel_.g.shape.lane_nbytes ? kept : NEVER;  // else: not one of ours
     }
     bool is_awaited() {
         return is_closing_.load(RELAXED) || channel_.changes() != seen_changes_ || channel_.by->is_stale() ||

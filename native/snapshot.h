@@ -71,7 +71,6 @@ inline const char* end_word(EndState state) {
         case EndState::live: return "live";
         case EndState::closed: return "closed";
         case EndState::dead: return "dead";
-        case EndState::closing: return "closing";
         default: return "corrupt";
     }
 }

@@ -46,15 +46,16 @@ class Store {
     // A lease of what is kept under this key. False: nothing is, or it is not written yet.
     bool get(const Key& key, Extent& out) {
         attachment_.refresh();
-        Locked guard(*this);
-        u32 index = find(key);
-        if (index == NONE || kept(index) != Kept::ready) {
-            head_.misses.add();
-            return false;
-        }
-        use(index, out);
-        head_.hits.add();
-        return true;
+        return locked(NEVER, [&] {
+            u32 index = find(key);
+            if (index == NONE || kept(index) != Kept::ready) {
+                head_.misses.add();
+                return false;
+            }
+            use(index, out);
+            head_.hits.add();
+            return true;
+        });
     }
 
     // hit: the value is there, and out is a lease of it. fill: out is a lease of a block that the caller writes, then
@@ -65,11 +66,8 @@ class Store {
         attachment_.refresh();
         bool is_full = false;
         for (int attempts = 0;; ++attempts) {
-            {
-                Locked guard(*this, deadline);
-                Begun found;
-                if (look(key, out, seen, found)) return found;
-            }
+            Begun found;
+            if (locked(deadline, [&] { return look(key, out, seen, found); })) return found;
             if (is_full) throw pool_.exhausted(nbytes);  // and it did not come meanwhile, with what was in the way
             if (pool_.try_take(nbytes, out, deadline)) break;
             is_full = attempts >= MAX_ATTEMPTS || !evict(nbytes, deadline);
@@ -78,8 +76,8 @@ class Store {
         Begun found = Begun::fill;
         Extent ours = out;
         try {
-            Locked guard(*this, deadline);
-            if (!look(key, out, seen, found)) {
+            bool is_there = locked(deadline, [&] {
+                if (look(key, out, seen, found)) return true;
                 Block& block = pool_.block(ours.block);
                 for (u32 i = 0; i < KEY_WORDS; ++i) block.key[i].store(key.words[i], RELAXED);
                 block.used_ns.store(now_ns(), RELAXED);
@@ -88,8 +86,9 @@ class Store {
                 PENSTOCK_POINT("store.keyed");
                 link(ours.block);
                 head_.puts.add();
-                return Begun::fill;
-            }
+                return false;
+            });
+            if (!is_there) return Begun::fill;
         } catch (...) {
             pool_.release(ours.block, ours.generation);
             throw;
@@ -112,13 +111,13 @@ class Store {
     }
     // What was being written is given up: the block goes with its last lease, and another peer may write the key.
     void abandon(const Extent& extent, u64 deadline = NEVER) {
-        {
-            Locked guard(*this, deadline);
-            if (!is_filling(extent)) return;
+        bool was_ours = locked(deadline, [&] {
+            if (!is_filling(extent)) return false;
             let_go(extent.block);
             head_.abandoned.add();
-        }
-        announce_fill();
+            return true;
+        });
+        if (was_ours) announce_fill();
     }
     // The writer's last lease, given back without a word. Where a stopped peer holds the lock, that alone says it:
     // see is_given_up().
@@ -139,8 +138,7 @@ class Store {
     // Takes one key out, or, without one, all: what is held goes with its last lease.
     u64 remove(const Key* key) {
         u64 removed = 0;
-        {
-            Locked guard(*this);
+        locked(NEVER, [&] {
             if (key != nullptr) {
                 u32 index = find(*key);
                 if (index != NONE) let_go(index), ++removed;
@@ -148,7 +146,8 @@ class Store {
                 for (u32 index = 0; index < geometry_.shape.max_blocks; ++index)
                     if (kept(index) != Kept::none) let_go(index), ++removed;
             }
-        }
+            return true;
+        });
         announce_fill();
         return removed;
     }
@@ -226,6 +225,31 @@ class Store {
         }
         ~Locked() { store.attachment_.unlock(store.head_.lock); }
     };
+    // Under LOCK store. A block that a stopped peer has locked is not waited for there, as all other keys would wait
+    // too: it is waited for alone, and then all begins again.
+    template <class Do>
+    bool locked(u64 deadline, Do&& what) {
+        for (deadline = std::min(deadline, now_ns() + Pool::LOCK_NS);;) {
+            busy_ = NONE;
+            try {
+                Locked guard(*this, deadline);
+                return what();
+            } catch (const Error& error) {
+                if (error.fault != Fault::timeout || busy_ == NONE || now_ns() >= deadline) throw;
+            }
+            pool_.await(busy_, deadline);
+        }
+    }
+    // What needs the lock of one block, under LOCK store.
+    template <class Do>
+    auto unless_busy(u32 index, Do&& what) {
+        try {
+            return what();
+        } catch (const Error& error) {
+            if (error.fault == Fault::timeout) busy_ = index;
+            throw;
+        }
+    }
 
     Kept kept(u32 index) const { return static_cast<Kept>(pool_.block(index).kept.load(RELAXED)); }
     void set_kept(u32 index, Kept state) { pool_.block(index).kept.store(static_cast<u32>(state), RELAXED); }
@@ -290,7 +314,7 @@ class Store {
     void use(u32 index, Extent& out) {
         Block& block = pool_.block(index);
         out = {index, block.generation.load(RELAXED), block.offset.load(RELAXED), block.nbytes.load(RELAXED)};
-        pool_.open_kept(out);
+        unless_busy(index, [&] { pool_.open_kept(out, 0); });
         PENSTOCK_POINT("store.opened");
         block.used_ns.store(now_ns(), RELAXED);
         block.hits.store(block.hits.load(RELAXED) + 1, RELAXED);
@@ -310,11 +334,19 @@ class Store {
         }
         return true;
     }
-    // The block is kept no longer; it is returned at once if it is not held. True: it was.
-    bool let_go(u32 index) {
+    // The block is kept no longer; it is returned at once if it is not held. False: it is held, and only_if_unheld.
+    bool let_go(u32 index, bool only_if_unheld = false) {
         unlink(index);
         PENSTOCK_POINT("store.unlinked");
-        return pool_.keep_no_longer(index, false);
+        bool has_gone = false;
+        try {
+            has_gone = unless_busy(index, [&] { return pool_.keep_no_longer(index, only_if_unheld, 0); });
+        } catch (...) {
+            link(index);
+            throw;
+        }
+        if (!has_gone) link(index);
+        return has_gone;
     }
 
     // Makes room for so many bytes in one piece, by giving up those neighbours that are not held and that are together
@@ -322,9 +354,11 @@ class Store {
     // large one that was not used for long goes before small ones that were. False: there is no such piece.
     // Looking at all of them takes as long as there are many, so no peer is kept out meanwhile: what was chosen is
     // looked at again under the lock, and what has become something else since then stays.
-    bool evict(u64 nbytes, u64 deadline = NEVER) {
+    // A block that is locked, perhaps by a stopped peer, is passed over where there is another way.
+    bool evict(u64 nbytes, u64 deadline = NEVER, bool passes_over = true) {
         u64 need = round_up(std::max<u64>(nbytes, 1), LINE);
-        std::vector<Item> items = by_offset(deadline);
+        bool has_passed = false;
+        std::vector<Item> items = by_offset(deadline, passes_over, has_passed);
         auto room = [&](size_t first, size_t end) {  // were [first, end) gone
             u64 low = first == 0 ? 0 : items[first - 1].end,
                 high = end < items.size() ? items[end].offset : pool_.nbytes();
@@ -357,21 +391,17 @@ class Store {
                 if (room(first, at + 1) >= need) consider(first, at + 1, worth);
             }
         }
-        if (best_first == best_end) return false;
+        if (best_first == best_end) return has_passed && evict(nbytes, deadline, false);
         PENSTOCK_POINT("store.chosen");
-        Locked guard(*this, deadline);
-        for (size_t i = best_first; i < best_end; ++i) {
-            if (!may_go(items[i].index, items[i].generation)) continue;
-            unlink(items[i].index);
-            PENSTOCK_POINT("store.unlinked");
-            if (!pool_.keep_no_longer(items[i].index, true)) {  // another peer has opened it by its reference
-                link(items[i].index);
-                continue;
+        return locked(deadline, [&] {
+            for (size_t i = best_first; i < best_end; ++i) {
+                if (!may_go(items[i].index, items[i].generation)) continue;
+                if (!let_go(items[i].index, true)) continue;  // another peer has opened it by its reference
+                head_.evictions.add();
+                head_.evicted_nbytes.add(items[i].end - items[i].offset);
             }
-            head_.evictions.add();
-            head_.evicted_nbytes.add(items[i].end - items[i].offset);
-        }
-        return true;
+            return true;
+        });
     }
     bool may_go(u32 index, u32 generation) const {
         return is_live(index) && pool_.block(index).generation.load(RELAXED) == generation &&
@@ -384,7 +414,7 @@ class Store {
         u32 index, generation;
         bool may_go;
     };
-    std::vector<Item> by_offset(u64 deadline) {
+    std::vector<Item> by_offset(u64 deadline, bool passes_over, bool& has_passed) {
         std::vector<Entry> taken = pool_.taken(deadline);
         std::vector<Item> items;
         items.reserve(taken.size());
@@ -396,8 +426,13 @@ class Store {
             u32 generation = block.generation.load(RELAXED);
             if (!is_live(entry.block) || block.offset.load(RELAXED) != entry.offset) continue;
             u64 idle_ns = now - std::min(now, block.used_ns.load(RELAXED));
+            bool may_go = this->may_go(entry.block, generation);
+            if (may_go && passes_over && pool_.is_locked(entry.block)) {
+                may_go = false;
+                has_passed = true;
+            }
             items.push_back({entry.offset, entry.offset + entry.extent, Worth{entry.extent} * (~u64{0} / (idle_ns + 1)),
-                             entry.block, generation, may_go(entry.block, generation)});
+                             entry.block, generation, may_go});
         }
         return items;
     }
@@ -414,6 +449,7 @@ class Store {
     mutable Pool pool_;
     StoreHeader& head_;
     Shared<u32>* buckets_;
+    u32 busy_ = NONE;  // the block that was locked
 };
 
 }  // namespace penstock

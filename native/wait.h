@@ -1,5 +1,6 @@
-// wait.h: the only code that sleeps. A bell is an eventcount: a waiter says so, looks again, then sleeps on the
-// word that a ringer moves; so a wake-up cannot be lost, whatever is delayed (tests/model/test_bell.py explores it).
+// wait.h: the only code that sleeps. A bell is an eventcount: a waiter sets its bit in `parked`, looks for work once
+// more, then sleeps on `rings`, which a ringer increments when `parked` has bits. So no wake-up is lost, whichever side
+// is delayed (tests/model/test_bell.py explores it).
 //
 //   waiter                                            ringer
 //   seen = rings             seq_cst                  publish            release

@@ -1,4 +1,4 @@
-"""The layers as a test: which may import which. How long a file may be is held by scripts/prose.
+"""The layers as a test: which module may import which. Each class name is unique, too. `scripts/prose` bounds files.
 
 That the data plane needs nothing of the engine is shown by `scripts/test dataplane`, which builds and tests it alone.
 """
@@ -245,3 +245,35 @@ def test_the_package_and_the_integrations_see_only_what_is_below_the_line() -> N
 
 def test_a_folder_without_a_layer_is_found() -> None:
     assert broken_imports(["penstock", "elsewhere", "x"], "")
+
+
+# ── names ──
+# Classes of one name in two modules, which wait for a change of those modules.
+TWICE = {"InFlight", "InlineOutput"}
+
+
+def class_names(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Returns the classes that are defined more than once, each with its modules."""
+    modules: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, []).append(module)
+    return {name: defined_in for name, defined_in in modules.items() if len(defined_in) > 1}
+
+
+def test_a_class_name_is_unique_in_the_package_apart_from_integrations() -> None:
+    paths = [path for path in sources(SOURCE) if path.suffix == ".py"]
+    texts = {".".join(module_of(path)): path.read_text() for path in paths}
+    repeated = class_names(
+        {module: text for module, text in texts.items() if layer_of(module.split(".")) != "integrations"}
+    )
+    assert len(texts) > 100, "looked at nothing"
+    assert repeated.keys() == TWICE, {name: modules for name, modules in repeated.items() if name not in TWICE}
+
+
+def test_a_class_name_that_is_defined_twice_is_found() -> None:
+    inner = "def build():\n    class Step: ..."
+    assert class_names({"a": "class Step: ...", "b": inner, "c": "class Other: ..."}) == {"Step": ["a", "b"]}
+    assert class_names({"a": "class Step: ...\nclass Step: ..."}) == {"Step": ["a", "a"]}
+    assert not class_names({"a": "class Step: ...", "b": "from a import Step\nStep()"})

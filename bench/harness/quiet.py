@@ -1,4 +1,4 @@
-"""Who else uses the machine: a comparison made while others compute says nothing."""
+"""CPU time that foreign processes use meanwhile: a round beside which they compute is not compared."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The formats that are compared, and what each of them makes of the workload.
 
-Leaves to `vllm2024`, `vllm_today` and `ours` what the messages are.
+The messages are those of `vllm2024`, `vllm_end` (in the classes of `vllm_today`) and `ours`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from bench.vs_vllm import ours, vllm2024, vllm_today
+from bench.vs_vllm import ours, vllm2024, vllm_end, vllm_today
 from bench.vs_vllm.rounds import Local, Way
 from bench.vs_vllm.vllm_peer import Remote
 from bench.vs_vllm.workload import TEMPERATURE, TOP_P, VOCABULARY, Advance, Decode
@@ -116,7 +116,7 @@ def steps(requests: int, *, is_spread: bool, steps: int) -> Ways:
         WHOLE_PICKLE: Local(state(whole_state), pickle.dumps, pickle.loads),
         WHOLE_NAMES: Local(state(whole_state), encoder.encode, names.decode),
         WHOLE_ARRAYS: Local(state(as_arrays), encoder.encode, arrays.decode),
-        GRAPH_PICKLE: Local(state(vllm_today.scheduler_output), dumps5, pickle.loads),
+        GRAPH_PICKLE: Local(state(in_vllm_classes(vllm_end.scheduler_output)), dumps5, pickle.loads),
         REAL: Remote("scheduler_output", state(plain_step)),
         OURS: (ours.Steps if is_spread else ours.Steady)(
             Decode(requests, is_spread=is_spread, room=0 if is_spread else ROOM)
@@ -139,6 +139,10 @@ def plain_step(decode: Decode, advance: Advance) -> dict[str, Any]:
     }
 
 
+def in_vllm_classes(build: Callable[[Any, dict[str, Any]], Any]) -> Callable[[Decode, Advance], Any]:
+    return lambda decode, advance: build(vllm_today, plain_step(decode, advance))
+
+
 # ── what comes of it ─────────────────────────────────────────────────────────────────────────────────────────────────
 def worker_outputs(requests: int) -> Ways:
     def begin() -> Decode:
@@ -148,7 +152,7 @@ def worker_outputs(requests: int) -> Ways:
         return Stepping(begin, 16, tell)
 
     return {
-        GRAPH_PICKLE: Local(told(vllm_today.model_runner_output), dumps5, pickle.loads),
+        GRAPH_PICKLE: Local(told(in_vllm_classes(vllm_end.model_runner_output)), dumps5, pickle.loads),
         REAL: Remote("model_runner_output", told(plain_step)),
         OURS: ours.worker_outputs(begin()),
     }
@@ -164,7 +168,7 @@ def api_outputs(requests: int) -> Ways:
     encoder = msgspec.msgpack.Encoder()
     decoder = msgspec.msgpack.Decoder(vllm_today.EngineCoreOutputs)
     return {
-        GRAPH_MSGPACK: Local(told(vllm_today.engine_core_outputs), encoder.encode, decoder.decode),
+        GRAPH_MSGPACK: Local(told(in_vllm_classes(vllm_end.engine_core_outputs)), encoder.encode, decoder.decode),
         REAL_MSGPACK: Remote("engine_core_outputs", told(plain_step)),
         OURS: ours.api_outputs(begin()),
     }

@@ -1,12 +1,14 @@
-"""vLLM's own classes, in an interpreter that has them: a program that makes, encodes and decodes what it is told.
+"""vLLM's messages of a decode step, and a program that encodes and decodes them with vLLM's own classes.
 
-Answers each line of JSON with one. Needs nothing of ours. Leaves to `vllm_peer` the orders.
+The program runs in the interpreter that has vLLM, and imports nothing of ours. It reads a line of JSON with the kind of
+message and its steps (`vllm_peer` writes it), and answers with a line of JSON: times and frames.
 """
 
 from __future__ import annotations
 
 import base64
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -18,13 +20,12 @@ from typing import Any
 now = time.perf_counter_ns
 
 
-def scheduler_output(step: dict[str, Any]) -> Any:
-    from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-
+def scheduler_output(classes: Any, step: dict[str, Any]) -> Any:
+    """Returns the scheduler's output of a decode step. `classes` has vLLM's classes as attributes."""
     names = step["names"]
-    return SchedulerOutput(
+    return classes.SchedulerOutput(
         scheduled_new_reqs=[],
-        scheduled_cached_reqs=CachedRequestData(
+        scheduled_cached_reqs=classes.CachedRequestData(
             req_ids=names,
             resumed_req_ids=set(),
             new_token_ids=[],
@@ -43,24 +44,21 @@ def scheduler_output(step: dict[str, Any]) -> Any:
     )
 
 
-def model_runner_output(step: dict[str, Any]) -> Any:
-    from vllm.v1.outputs import ModelRunnerOutput
-
+def model_runner_output(classes: Any, step: dict[str, Any]) -> Any:
     names = step["names"]
-    return ModelRunnerOutput(
+    return classes.ModelRunnerOutput(
         req_ids=names,
         req_id_to_index={name: index for index, name in enumerate(names)},
         sampled_token_ids=[[token] for token in step["sampled"]],
     )
 
 
-def engine_core_outputs(step: dict[str, Any]) -> Any:
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-
+def engine_core_outputs(classes: Any, step: dict[str, Any]) -> Any:
     outputs = [
-        EngineCoreOutput(request_id=name, new_token_ids=[token]) for name, token in zip(step["names"], step["sampled"])
+        classes.EngineCoreOutput(request_id=name, new_token_ids=[token])
+        for name, token in zip(step["names"], step["sampled"])
     ]
-    return EngineCoreOutputs(outputs=outputs, timestamp=1234567.25)
+    return classes.EngineCoreOutputs(outputs=outputs, timestamp=1234567.25)
 
 
 def coder(what: str) -> tuple[Any, Any]:
@@ -78,10 +76,10 @@ def joined(encoded: Any) -> bytes:
     return b"".join(bytes(one) for one in encoded) if isinstance(encoded, (list, tuple)) else bytes(encoded)
 
 
-MAKERS = {
-    "scheduler_output": scheduler_output,
-    "model_runner_output": model_runner_output,
-    "engine_core_outputs": engine_core_outputs,
+BUILDERS = {  # of each kind of message: the module of vLLM's classes, and the function that builds it
+    "scheduler_output": ("vllm.v1.core.sched.output", scheduler_output),
+    "model_runner_output": ("vllm.v1.outputs", model_runner_output),
+    "engine_core_outputs": ("vllm.v1.engine", engine_core_outputs),
 }
 
 
@@ -96,20 +94,22 @@ def main() -> None:
     print(json.dumps({"ready": {"vllm": vllm.__version__}}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
-        made = [MAKERS[order["what"]](step) for step in order["steps"]]
+        module, build = BUILDERS[order["what"]]
+        classes = importlib.import_module(module)
+        messages = [build(classes, step) for step in order["steps"]]
         encode, decode = coder(order["what"])
         gc.collect()
         gc.disable()
         began = now()
-        encoded = [encode(message) for message in made]
+        encoded = [encode(message) for message in messages]
         written = now()
         for one in encoded:
             decode(one)
         read = now()
         gc.enable()
         answer = {
-            "encode_ns": (written - began) / len(made),
-            "decode_ns": (read - written) / len(made),
+            "encode_ns": (written - began) / len(messages),
+            "decode_ns": (read - written) / len(messages),
             "frames": [base64.b64encode(joined(one)).decode() for one in encoded],
         }
         print(json.dumps(answer), file=answers, flush=True)

@@ -1,6 +1,6 @@
-"""The object graphs that vLLM (0.32) sends: the scheduler's output, the model's output, the outputs to the API server.
+"""The classes of the messages that vLLM (0.32) sends: outputs of the scheduler, of the model, and to the API server.
 
-Names and fields are theirs; for where their package is not installed.
+Names and fields are vLLM's. They stand in for its package, which need not be installed; `vllm_end` builds the messages.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-
-from bench.vs_vllm.workload import Advance, Decode
 
 
 @dataclass
@@ -103,7 +101,7 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
 
 @dataclass
 class NewRequest:
-    """What a request is on its way from the API server (EngineCoreRequest), with the fields that say something."""
+    """EngineCoreRequest, as the API server sends it: only the fields that are not empty here."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -112,39 +110,3 @@ class NewRequest:
     arrival_time: float
     client_index: int = 0
     priority: int = 0
-
-
-def scheduler_output(decode: Decode, advance: Advance) -> SchedulerOutput:
-    names = [one.name for one in decode.running]
-    return SchedulerOutput(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=CachedRequestData(
-            req_ids=names,
-            resumed_req_ids=set(),
-            new_token_ids=[],
-            all_token_ids={},
-            new_block_ids=[([advance.due[row]],) if row in advance.due else None for row in range(len(names))],
-            num_computed_tokens=[one.computed for one in decode.running],
-            num_output_tokens=[len(one.output) for one in decode.running],
-        ),
-        num_scheduled_tokens=dict.fromkeys(names, 1),
-        total_num_scheduled_tokens=len(names),
-        scheduled_spec_decode_tokens={},
-        scheduled_encoder_inputs={},
-        finished_req_ids=set(),
-        free_encoder_mm_hashes=[],
-    )
-
-
-def model_runner_output(decode: Decode, advance: Advance) -> ModelRunnerOutput:
-    names = [one.name for one in decode.running]
-    return ModelRunnerOutput(
-        req_ids=names,
-        req_id_to_index={name: index for index, name in enumerate(names)},
-        sampled_token_ids=[[token] for token in advance.sampled],
-    )
-
-
-def engine_core_outputs(decode: Decode, advance: Advance) -> EngineCoreOutputs:
-    outputs = [EngineCoreOutput(one.name, [token]) for one, token in zip(decode.running, advance.sampled)]
-    return EngineCoreOutputs(outputs=outputs, timestamp=1234567.25)

@@ -88,8 +88,9 @@ void publish(u32 receivers, u64 records) {
     report(format("publish, 1 sender and %u receivers", receivers).c_str(), outcomes);
 }
 
-// order::bell: the waiter says that it waits, looks again, sleeps; the ringer publishes, then looks who waits. A lost
-// wake-up would end with the waiter's own look, LOOK_UP_NS later, which wait() calls an interruption.
+// order::bell: the waiter sets its bit in `parked`, looks for a record again, and sleeps; the ringer publishes a
+// record, then reads `parked`. A lost wake-up would end with the waiter's own look-up, LOOK_UP_NS later, which wait()
+// reports as an interruption.
 void bell(u64 rounds, u64 seed) {
     enum { spun, woken, late, slept_on };
     std::array<Outcome, 4> outcomes{{{"seen without sleeping", true, "the second look, or the spin, saw it"},

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from typing_extensions import Buffer
 
 
-LAYOUT_VERSION: int = 4
+LAYOUT_VERSION: int = 5
 
-LAYOUT_FINGERPRINT: int = 2748910809
+LAYOUT_FINGERPRINT: int = 1599561880
 
 MAX_PEERS: int = 128
 

@@ -221,7 +221,8 @@ def sender(talk: Connection, part: Part) -> None:
     arm_coming(part)
     actor = Actor(talk, part, is_sender=True)
     number = actor.send_all(payload)
-    view = memoryview(actor.end.reserve(5000, WATCHDOG)) if part.point == "abort.begun" else None
+    size = {"close.kept": 500, "abort.begun": 5000}.get(part.point)  # in the ring, in the pool
+    view = None if size is None else memoryview(actor.end.reserve(size, WATCHDOG))
     actor.end.close()
     del view  # and with it the room, which until now it could have written into
     talk.send(("closed", number))

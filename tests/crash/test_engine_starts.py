@@ -195,7 +195,7 @@ def test_a_process_that_cannot_be_watched_does_not_live(monkeypatch: pytest.Monk
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "pidfd_open", fail)
-    tree = Cluster.lay(EngineConfig(simulated=told()))
+    tree = Cluster.open(EngineConfig(simulated=told()))
     with contextlib.closing(tree), pytest.raises(OSError, match="Too many open files"):
         ChildProcess.start(ProcessId("worker", 0, 0, 1), wait_for_the_end, tree)
     (pid,) = pids
@@ -252,7 +252,10 @@ def test_a_tokenizer_that_its_library_refuses_ends_the_command_with_a_reason_and
     command = [sys.executable, "-m", "penstock", "serve", str(model), "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1, done.stderr
-    assert "cannot start: ValueError:" in done.stderr and f"{model}/tokenizer.json is no tokenizer" in done.stderr
+    assert (
+        "cannot start: ValueError:" in done.stderr
+        and f"{model}/tokenizer.json cannot be read as a tokenizer" in done.stderr
+    )
     assert "event=serving " not in done.stderr and "trace=" not in done.stderr and "#2" not in done.stderr
 
 

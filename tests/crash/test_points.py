@@ -17,7 +17,7 @@ TAKER = {"pool.locked", "pool.live", "pool.inserted", "block.locked"}
 RECEIVER = {"receive.found", "receive.opened", "receive.copied", "receive.released", "open.half", "block.locked"}
 WAITER = {"wait.parked", "wait.woken"}
 PEER = {"join.claimed", "close.begun", "leave.begun"}
-KEEPER = {"abort.begun"}  # has closed, and keeps room that a view can still write into
+KEEPER = {"close.kept", "abort.begun"}  # closes, and keeps room that a view can still write into
 COMING = {"receiver.claimed"}
 REAPER = {"reap.begun", "reap.half", "reap.marked"}
 
@@ -53,7 +53,7 @@ def test_a_death_is_told_and_costs_nothing_but_the_dead(
     zygote: Zygote, style: str, role: str, point: str, countdown: int
 ) -> None:
     options: dict[str, Any] = {"point": point, "countdown": countdown}
-    if point in ("close.begun", "abort.begun", "leave.begun"):
+    if point in ("close.begun", "close.kept", "abort.begun", "leave.begun"):
         options["closes_early"] = True
     if point in WAITER and role == "sender":
         options["pause"] = 0.0  # so that the ring is full, and it waits

@@ -132,21 +132,14 @@ def test_a_served_tree_answers_whomever_no_blow_concerns_and_tells_the_others(se
 @pytest.mark.timeout(tiers.CHAOS_SECONDS + 1500)
 def test_so_does_one_with_a_model(seed: int, tmp_path: Path) -> None:
     from tests.e2e.test_server_models import save_tokenizer
-    from tests.support.models import made
+    from tests.support.models import ENGINE_SIZES, made
 
     made("llama", tmp_path)
     save_tokenizer(tmp_path)
-    sizes = {
-        "num_gpu_blocks_override": 200,
-        "max_model_len": 256,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 16,
-        "dtype": "float32",
-    }
 
     async def scene() -> None:
         shape = {**SHAPE, "tensor_parallel_size": 1}
-        options = {"simulated": None, "model": str(tmp_path), "step_timeout": 5.0, **sizes, **shape}
+        options = {"simulated": None, "model": str(tmp_path), "step_timeout": 5.0, **ENGINE_SIZES, **shape}
         async with served(LIMITS, MODEL_START, **options) as tree:
             known = []
             for prompt in ("hello", "a story", "abc abc", "one two three"):

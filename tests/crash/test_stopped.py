@@ -21,6 +21,7 @@ from penstock import _native, lowlevel
 from tests.conftest import eventually
 from tests.crash.scenes import Scene
 from tests.crash.zygote import Child, Zygote
+from tests.support.processes import thread
 
 
 def is_stopped(child: Child) -> bool:
@@ -370,6 +371,136 @@ def test_an_event_loop_goes_on_while_a_peer_is_stopped_within_a_lock(zygote: Zyg
             assert asyncio.run(send()) < 0.09
     with penstock.Broadcast(receivers=2, on_receiver_death="ignore") as channel, channel.open_sender() as sender:
         assert asyncio.run(receive()) < 0.09
+
+
+# What has no deadline of its own ends by itself; what has one keeps it.
+SHAPE = {"kind": 2, "max_peers": 8, "max_blocks": 16, "has_grants": 1, "pool_nbytes": 1 << 20, "buckets": 16}
+LOCK_BOUND = 2.0  # s; native/pool.h, LOCK_NS
+
+
+def native_holder(talk: Connection, where: str, point: str, ref: tuple[int, ...]) -> None:
+    """Takes a block, opens one, and looks a key up, until it is stopped at the point."""
+    by = _native.Attachment(_native.Segment.attach(*map(int, where.split())), "holder")
+    store = _native.Store(by)
+    talk.send(("ready",))
+    talk.recv()
+    _native.arm_point(point, "stop", 1)
+    if point == "block.locked":
+        by.open(*ref)
+    elif point == "pool.locked":
+        by.take(100, 0)
+    else:
+        store.get(bytes(32))
+    talk.send(("went on",))
+    talk.recv()
+
+
+class Shelf:
+    """A store of two keys, 1 and 2; a lease of the value of key 1, and one that is being written under key 3."""
+
+    def __init__(self) -> None:
+        self.segment = _native.Segment.create("shelf", SHAPE)
+        self.by = _native.Attachment(self.segment, "survivor")
+        self.store = _native.Store(self.by)
+        for name in (1, 2):
+            _, lease = self.store.begin(self.key(name), 200_000)
+            self.store.commit(lease)
+        self.held = self.store.get(self.key(1))
+        _, self.filling = self.store.begin(self.key(3), 200_000)
+
+    @staticmethod
+    def key(name: int) -> bytes:
+        return bytes([name] * 32)
+
+    @contextlib.contextmanager
+    def stopped(self, zygote: Zygote, point: str, ref: tuple[int, ...] = ()) -> Iterator[Child]:
+        where = " ".join(map(str, self.segment.ticket()))
+        with stopped_within_a_lock(zygote, native_holder, where, point, ref) as child:
+            yield child
+
+
+OF_A_BLOCK = ["open", "grant", "revoke", "get", "remove", "clear"]
+OF_THE_STORE = ["get", "get of no key", "commit", "abandon", "remove", "clear"]
+
+
+@pytest.mark.parametrize(
+    ("point", "what"),
+    [("block.locked", what) for what in OF_A_BLOCK]
+    + [("store.locked", what) for what in OF_THE_STORE]
+    + [("pool.locked", "make_room"), ("pool.locked", "take")],
+)
+def test_what_has_no_deadline_ends_when_a_stopped_peer_has_held_a_lock_for_two_seconds(
+    zygote: Zygote, point: str, what: str
+) -> None:
+    shelf = Shelf()
+    ref = shelf.held.ref_numbers()
+    with shelf.stopped(zygote, point, ref) as child:
+        call: Callable[[], object] = {
+            "open": lambda: shelf.by.open(*ref),
+            "grant": lambda: shelf.by.grant(*ref, 1),
+            "revoke": lambda: shelf.by.revoke(*ref, 1),
+            "get": lambda: shelf.store.get(shelf.key(1)),
+            "get of no key": lambda: shelf.store.get(shelf.key(9)),
+            "commit": lambda: shelf.store.commit(shelf.filling),
+            "abandon": lambda: shelf.store.abandon(shelf.filling),
+            "remove": lambda: shelf.store.remove(shelf.key(1)),
+            "clear": shelf.store.clear,
+            "make_room": lambda: shelf.store.make_room(900_000),
+            "take": lambda: shelf.by.take(100, None),
+        }[what]
+        began = time.monotonic()
+        with pytest.raises(
+            penstock.Timeout,
+            match=rf"'holder' \(pid {child.pid}, stopped\) for 2\.\d s: let it go on \(kill -CONT {child.pid}\)",
+        ):
+            call()
+        assert LOCK_BOUND <= time.monotonic() - began < LOCK_BOUND + A_DEADLINE
+    assert shelf.store.get(shelf.key(1)) is not None or what == "clear"  # of what did not happen, nothing did
+
+
+def test_a_put_keeps_its_deadline_while_a_peer_is_stopped_within_the_lock_of_what_is_there(zygote: Zygote) -> None:
+    shelf = Shelf()
+    with shelf.stopped(zygote, "block.locked", shelf.held.ref_numbers()) as child:
+        for timeout in (0, 0.1):
+            must_say(lambda timeout=timeout: shelf.store.begin(shelf.key(1), 10, timeout), penstock.Timeout, child)
+
+
+def test_one_value_whose_lock_a_stopped_peer_holds_keeps_no_other_value_out(zygote: Zygote) -> None:
+    shelf = Shelf()
+    with shelf.stopped(zygote, "block.locked", shelf.held.ref_numbers()):
+        with thread(lambda: shelf.store.get(shelf.key(1))) as waiting:
+            for _ in range(20):
+                began = time.monotonic()
+                assert shelf.store.get(shelf.key(2)) is not None
+                assert time.monotonic() - began < A_DEADLINE
+                time.sleep(0.02)
+            assert isinstance(waiting.ended().error, penstock.Timeout)
+
+
+def test_a_value_whose_lock_a_stopped_peer_holds_is_passed_over_when_room_is_made(zygote: Zygote) -> None:
+    shelf = Shelf()
+    ref = shelf.held.ref_numbers()
+    shelf.held.release()
+    for name in (3, 4, 5):
+        shelf.filling.release()
+        _, shelf.filling = shelf.store.begin(shelf.key(name), 200_000)
+        shelf.store.commit(shelf.filling)
+    with shelf.stopped(zygote, "block.locked", ref):  # the one that has not been used for longest
+        began = time.monotonic()
+        is_new, _ = shelf.store.begin(shelf.key(6), 200_000, 0)
+        assert is_new and time.monotonic() - began < A_DEADLINE
+    assert [shelf.store.get(shelf.key(name)) is not None for name in (1, 2)] == [True, False]
+
+
+def test_dropping_what_is_being_written_waits_for_no_stopped_peer(zygote: Zygote) -> None:
+    shelf = Shelf()
+    with shelf.stopped(zygote, "block.locked", shelf.filling.ref_numbers()) as child:
+        began = time.monotonic()
+        shelf.filling.release()
+        assert time.monotonic() - began < A_DEADLINE
+        go_on(child)
+    is_new, _ = shelf.store.begin(shelf.key(3), 10, 20)
+    assert is_new
 
 
 # ── what a stopped peer's lock has put off ───────────────────────────────────────────────────────────────────────────

@@ -119,7 +119,7 @@ async def one_that_can_never_run_is_refused_with_the_reason(client: Client) -> N
 
 async def one_that_takes_too_long_ends_with_a_time_out(tree: Running, client: Client) -> None:
     stream = await client.submit(prompt(), SamplingParams(max_tokens=200), timeout=0.05)
-    with pytest.raises(EngineError, match=r"not come to its end within 0\.05 s") as caught:
+    with pytest.raises(EngineError, match=r"not complete within 0\.05 s") as caught:
         async for _ in stream:
             pass
     assert caught.value.status == 504

@@ -9,21 +9,21 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from penstock import Scope  # noqa: E402
 from penstock.engine.client.client import Client, ImageInput  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests.support.engine import START  # noqa: E402
-from tests.support.models import BLOCK_SIZE, COUNT, Asked, made, must_be_greedy  # noqa: E402
+from tests.support.models import BLOCK_SIZE, COUNT, ENGINE_SIZES, Asked, made, must_be_greedy  # noqa: E402
 from tests.unit.engine.worker.test_rope import changes  # noqa: E402
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
     family = made("llama", tmp_path)
-    sizes = {"num_gpu_blocks_override": 200, "max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 16}
-    config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, dtype="float32", **sizes)
+    config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, **ENGINE_SIZES)
 
     async def answer(client: Client, prompt: object, tokens: int) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -140,10 +140,11 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
         **sizes,
     )
 
-    async def answer(client: Client, asked: Asked, tokens: int, has_key: bool) -> list[int]:
+    async def answer(client: Client, scope: Scope | None, asked: Asked, tokens: int, has_key: bool) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         values = [ImageInput(family.images[key], *place, key if has_key else None) for key, *place in asked.inputs]
-        async with await client.submit(asked.prompt, params, values=values, timeout=START) as stream:
+        submitted = client.submit(asked.prompt, params, values=values, scope=scope, timeout=START)
+        async with await submitted as stream:
             return [one async for piece in stream for one in piece.ids]
 
     async def scene() -> None:
@@ -152,16 +153,26 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
             launcher.start()
             await launcher.serving(START)
             async with Client(launcher.tree, 0) as client, Client(launcher.tree, 1) as other:
-                client.outgoing.inline_nbytes = 0  # the other one sends all inline
+                store = launcher.tree.store
+                assert store is not None
                 pairs = list(zip(family.asked, family.answers, strict=True))
                 for has_key in (True, False):
-                    for one in (client, other):
-                        got = await asyncio.gather(*(answer(one, asked, len(want), has_key) for asked, want in pairs))
+                    scopes = [Scope(store, inline_nbytes=0) for _ in pairs]
+                    for one, held in (
+                        (client, scopes),
+                        (other, [Scope() for _ in pairs]),
+                    ):  # the other sends all inline
+                        got = await asyncio.gather(
+                            *(
+                                answer(one, scope, asked, len(want), has_key)
+                                for scope, (asked, want) in zip(held, pairs, strict=True)
+                            )
+                        )
                         assert got == [list(want) for _, want in pairs], (has_key, one is client)
-                assert client.outgoing.stats().inline == 0 and client.outgoing.stats().hits
-                assert other.outgoing.stats().inline > 0
-            store = launcher.tree.store
-            assert store is not None
+                        assert all(
+                            (scope.stats().inline > 0) == (one is other) for scope in held if scope.stats().handles
+                        )
+                    assert not has_key or sum(scope.stats().hits for scope in scopes)
             assert len(store.stats().items) == len(family.images)
             while any(one.holders for one in store.stats().items) or store.stats().pool.blocks > len(family.images):
                 await asyncio.sleep(0.01)  # a worker has answered, and lets go of what it has read

@@ -63,7 +63,7 @@ def test_a_prompt_that_no_array_holds_and_a_model_that_is_not_there_are_said_in_
     for lines, options, text in (
         ("[1, 3000000000]\n", ("--device-model", "simulated"), "line 1 of the prompts: Expected `int` <= 2147483647"),
         ("[-1]\n", ("--device-model", "simulated"), "line 1 of the prompts: Expected `int` >= 0"),
-        ('"hello"\n', ("/nowhere",), "model is the directory of a model, not '/nowhere'"),
+        ('"hello"\n', ("/nowhere",), "expected the directory of a model, got '/nowhere'"),
         ("[1]\n", ("--device-model", "simulated", "--prompts", "/nowhere"), "No such file or directory: '/nowhere'"),
         ("{\n", ("--device-model", "simulated"), "line 1 of the prompts: Input data was truncated"),
     ):

@@ -133,11 +133,11 @@ async def what_is_no_image_for_us_is_refused_with_its_place(tree: Seeing) -> Non
     good = part(picture())
     for image, status, words in (
         (named("http://127.0.0.1:1/x.png"), 400, "not fetched from this host"),
-        (named("data:image/png;base64,iVBO!"), 400, "no base64"),
+        (named("data:image/png;base64,iVBO!"), 400, "not base64"),
         (part(b"hello"), 400, "got something else"),
-        (part(picture()[:-500]), 400, "no image that can be read"),
+        (part(picture()[:-500]), 400, "expected an image as PNG"),
         (named(f"file://{tree.sight.path}/open/../config.json"), 400, "not beneath"),
-        (named(f"file://{tree.sight.path}/open/one.txt"), 400, "no image that can be read"),
+        (named(f"file://{tree.sight.path}/open/one.txt"), 400, "expected an image as PNG"),
         (part(bytes(300_000)), 413, "at most 200000 bytes"),
         (part(scans_of_nothing(400), "image/jpeg"), 400, "2000 x 2000 has 400 scans, which are 1600000000"),
     ):
@@ -177,7 +177,9 @@ async def an_image_on_a_host_that_is_open_to_clients_is_seen(tree: Seeing) -> No
     _, want = tree.want([text("a"), part(seen)], seen)
     assert (await tree.chat(text("a"), there)).choices[0].message.content == want
     tree.elsewhere.script = whole("404 Not Found")
-    with pytest.raises(openai.BadRequestError, match=r"could not be fetched from its host: it answered 404") as caught:
+    with pytest.raises(
+        openai.BadRequestError, match=r"could not be fetched from its host: its status is 404"
+    ) as caught:
         await tree.chat(text("a"), there)
     assert caught.value.param == "messages[0].content[1]"
 

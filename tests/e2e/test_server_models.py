@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  
 from transformers import AutoTokenizer  # noqa: E402
 
 from tests.e2e.test_server import served  # noqa: E402
-from tests.support.models import VOCABULARY, made  # noqa: E402
+from tests.support.models import ENGINE_SIZES, VOCABULARY, made  # noqa: E402
 
 TEMPLATE = (
     "{{ bos_token }}{% for one in messages %}{{ one['role'][0] }}:{{ one['content'] }};{% endfor %}"
@@ -45,16 +45,9 @@ def save_tokenizer(path: Path) -> Tokenizer:
 def test_a_model_answers_as_transformers_does_whichever_way_it_is_asked(tmp_path: Path) -> None:
     family = made("llama", tmp_path)
     tokenizer = save_tokenizer(tmp_path)
-    sizes = {
-        "num_gpu_blocks_override": 200,
-        "max_model_len": 256,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 16,
-        "dtype": "float32",
-    }
 
     async def scene() -> None:
-        async with served(simulated=None, model=str(tmp_path), api_server_count=1, **sizes) as tree:
+        async with served(simulated=None, model=str(tmp_path), api_server_count=1, **ENGINE_SIZES) as tree:
             client, name = tree.client, tmp_path.name
             for asked, want in list(zip(family.asked, family.answers, strict=True))[-2:]:
                 options = {"model": name, "prompt": asked.prompt, "max_tokens": len(want), "temperature": 0}

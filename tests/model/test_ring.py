@@ -3,7 +3,7 @@
     here                         native
     Sender.try_reserve, commit   sender.h    of the same names; the record is written cell by cell, then order publish
     Sender.wait, is_awaited, has_room, least_released, admit, look_at_ends: of the same names
-    Sender.close                 sender.h    Sender::close
+    Sender.close                 sender.h    Sender::close; what it does while a view lives is in test_view.py
     Receiver.find_in, give_back  receiver.h  of the same names: order publish, order room, `wanted`. That PATIENCE_NS
                                              have passed is a word of its own, which a process called time sets
     Receiver.wait, look_at_sender, was_admitted, hand_on: of the same names
@@ -49,7 +49,7 @@ ROOM = "room "
 
 def lane(cells: int, receivers: int) -> Words:
     words: Words = {"committed": 0, "word": "live", "joining": 0, "changes": 0, "rings": 0, "parked": 0}
-    words |= {ROOM + "rings": 0, ROOM + "parked": 0, "wanted": 0, "since": ""}
+    words |= {ROOM + "rings": 0, ROOM + "parked": 0, "wanted": 0, "since": "", "keeper": "", "kept": 0}
     words |= {("cell", i): None for i in range(cells)}
     for r in range(receivers):
         words |= {("released", r): 0, ("mode", r): ("counted", 1), ("word", r): ("live", 1), ("read", r): 0}
@@ -115,6 +115,10 @@ class Sender:
             released = yield load(("released", r), orders.room.acquire)  # read before it is overwritten
             if self.committed - released <= self.cells:
                 least = min(least, released)
+        keeper = yield load("keeper", orders.room.acquire)
+        if keeper != "":
+            kept = yield load("kept")
+            least = min(least, kept)
         self.least = least
 
     def commit(self, n: int) -> Step:
@@ -224,6 +228,8 @@ class Receiver:
             _, kind, need, n = header
             if kind == "skip":
                 self.position += need
+                if self.mutation != "a skip is kept until the next record":
+                    yield from self.give_back(self.position)
                 continue
             if self.mutation == "given back before it is read":
                 yield store(("released", self.r), self.position + need, orders.room.release)

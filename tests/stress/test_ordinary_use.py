@@ -30,7 +30,7 @@ from tests import tiers  # noqa: E402
 from tests.e2e.test_server import AUTHORIZED, Served, served  # noqa: E402
 from tests.stress.test_server_soak import looks, must_not_grow  # noqa: E402
 from tests.support.engine import START  # noqa: E402
-from tests.support.models import IMAGE, stock_of  # noqa: E402
+from tests.support.models import ENGINE_SIZES, IMAGE, stock_of  # noqa: E402
 from tests.support.serving import must_be_as_before  # noqa: E402
 from tests.support.sights import TEMPLATES  # noqa: E402
 from tests.unit.engine.client.test_image_processor import picture, processor_in  # noqa: E402
@@ -223,13 +223,7 @@ def _of_events(body: str) -> tuple[dict[int, str], dict[int, str], dict[str, Any
 
 def run(path: Path, seed: int, count: int, ranks: int) -> None:
     tokenizer = model_in(path)
-    sizes = {
-        "num_gpu_blocks_override": 200,
-        "max_model_len": MAX_LENGTH,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 256,
-        "dtype": "float32",
-    }
+    sizes = {**ENGINE_SIZES, "max_model_len": MAX_LENGTH, "max_num_batched_tokens": 256}
     limits = {"max_open_requests": 64, "max_body_nbytes": 1 << 20, "client_timeout": 30.0}
     processes = {"api_server_count": 2, "output_processors": 1, "tensor_parallel_size": ranks, "threads": 1}
 

@@ -34,6 +34,14 @@ WORDS = range(3, 120)
 COUNT = 12  # tokens of an answer
 ROUNDING = 1e-3  # of the spread of logits: two that are nearer than that are as likely
 BLOCK_SIZE = 4
+# Of an engine that serves one of these models: long prompts take several steps, and greedy answers are exact.
+ENGINE_SIZES: dict[str, Any] = {
+    "num_gpu_blocks_override": 200,
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 16,
+    "dtype": "float32",
+}
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64,

@@ -28,7 +28,7 @@ def test_no_server_is_asked_for_more_than_the_model_knows(config: dict[str, Any]
 
 def test_what_is_no_model_is_said_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("[]")
-    for said, why in (("/nowhere", "not '/nowhere'"), (str(tmp_path), "config.json is not what was expected")):
+    for said, why in (("/nowhere", "got '/nowhere'"), (str(tmp_path), "config.json is invalid")):
         with pytest.raises(SystemExit) as ended:
             main(["--model", said])
         err = capsys.readouterr().err

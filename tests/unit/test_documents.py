@@ -84,8 +84,8 @@ def test_every_metric_is_explained() -> None:
     from penstock.server.http.metrics import Metrics
     from penstock.server.status.counters import ServerCounters
 
-    board = StatusBoard(StatusBoard.lay(1))
-    text = Metrics(ServerCounters(ServerCounters.lay(1), 1), board, "m").text().decode()
+    board = StatusBoard(StatusBoard.create(1))
+    text = Metrics(ServerCounters(ServerCounters.create(1), 1), board, "m").text().decode()
     board.close()
     names = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
     assert len(names) > 10

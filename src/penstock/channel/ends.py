@@ -19,7 +19,7 @@ else:
     R = TypeVar("R", covariant=True)
 
 
-class _End(Protocol):
+class _AnyEnd(Protocol):
     @property
     def index(self) -> int:
         """The place of this end among the channel's senders, or receivers."""
@@ -30,7 +30,7 @@ class _End(Protocol):
     def close(self) -> None: ...
 
 
-class Sender(_End, Protocol[S]):
+class Sender(_AnyEnd, Protocol[S]):
     """The sending end of a channel: `channel.open_sender()`. Threads may share it.
 
     >>> ring = Ring()
@@ -86,7 +86,7 @@ class Sender(_End, Protocol[S]):
     def __exit__(self, *_: Any) -> None: ...
 
 
-class Receiver(_End, Protocol[R]):
+class Receiver(_AnyEnd, Protocol[R]):
     """The receiving end of a channel: `channel.open_receiver()`. Iterating over it ends with the channel. Threads may
     share it: each message goes to one of them.
 
@@ -157,7 +157,7 @@ class Receiver(_End, Protocol[R]):
     def __exit__(self, *_: Any) -> None: ...
 
 
-class AsyncSender(_End, Protocol[S]):
+class AsyncSender(_AnyEnd, Protocol[S]):
     """The sending end for asyncio: `channel.open_async_sender()`. Starts no thread, and does not block the loop.
 
     >>> async def main(ring):
@@ -183,7 +183,7 @@ class AsyncSender(_End, Protocol[S]):
     async def __aexit__(self, *_: Any) -> None: ...
 
 
-class AsyncReceiver(_End, Protocol[R]):
+class AsyncReceiver(_AnyEnd, Protocol[R]):
     """The receiving end for asyncio: `channel.open_async_receiver()`. `async for` over it ends with the channel.
 
     >>> async def main(ring):

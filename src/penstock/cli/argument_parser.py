@@ -43,5 +43,5 @@ class Commands(Protocol):
 
 
 def _nearest(words: Iterable[str], known: Sequence[str]) -> str:
-    nearest = [found for word in words for found in difflib.get_close_matches(word, known, 1)]
+    nearest = [match for word in words for match in difflib.get_close_matches(word, known, 1)]
     return f": did you mean {', '.join(nearest)}?" if nearest else ""

@@ -68,8 +68,8 @@ def run(options: argparse.Namespace) -> int:
 
     try:
         config = engine_args.engine_config(options)
-        given = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
-        return offline.run(config, options.prompts, options.output, given, options.max_concurrency)
+        defaults = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
+        return offline.run(config, options.prompts, options.output, defaults, options.max_concurrency)
     except ImportError as error:
         print(f"penstock generate: {error}: {how_to_install('engine')}", file=sys.stderr)
     except (ValueError, TypeError, OSError) as error:

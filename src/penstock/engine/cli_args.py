@@ -11,7 +11,7 @@ import re
 from penstock.engine.model_dir import require_length
 from penstock.engine.protocol.config import DTYPES, LOG_LEVELS, MAX_MODEL_LEN, SHIPPED, EngineConfig, SimulatedDevice
 
-SAID = (
+CONFIG_OPTIONS = (
     *("model", "data_parallel_size", "tensor_parallel_size", "output_processors", "device", "threads"),
     *("enforce_eager", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "block_size"),
     *("enable_prefix_caching", "max_model_len", "generation_config", "log_format", "log_level"),
@@ -167,10 +167,10 @@ def add_logging(parser: argparse.ArgumentParser) -> None:
 
 def human_int(text: str) -> int:
     """Returns the number that `4096`, `4k` (4,000), `4.5k` or `4K` (4,096) says, with k, m, g and t, as in vLLM."""
-    found = _HUMAN.fullmatch(text)
-    if found is None:
+    match = _HUMAN.fullmatch(text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"a whole number like 4096, 4k (4,000) or 4K (4,096), not {text!r}")
-    decimal, power, binary, shift = found.groups()
+    decimal, power, binary, shift = match.groups()
     if decimal is not None:
         return round(float(decimal) * 1000.0 ** ("kmgt".index(power) + 1))
     return int(binary) << 10 * " KMGT".index(shift or " ")
@@ -178,13 +178,13 @@ def human_int(text: str) -> int:
 
 def engine_config(options: argparse.Namespace, *more: str) -> EngineConfig:
     """`more`: what else is said of it on this command line. Raises ValueError, TypeError."""
-    said = {name: getattr(options, name) for name in (*SAID, *more)}
-    said["dtype"] = DTYPE_SYNONYMS.get(options.dtype, options.dtype)
+    fields = {name: getattr(options, name) for name in (*CONFIG_OPTIONS, *more)}
+    fields["dtype"] = DTYPE_SYNONYMS.get(options.dtype, options.dtype)
     if options.max_model_len is None:
-        said["max_model_len"] = MAX_MODEL_LEN
+        fields["max_model_len"] = MAX_MODEL_LEN
     if options.device_model == "simulated":
-        return EngineConfig(simulated=SimulatedDevice(step_seconds=options.step_ms / 1e3), **said)
-    config = EngineConfig(**{**said, "model": options.model or SHIPPED})
+        return EngineConfig(simulated=SimulatedDevice(step_seconds=options.step_ms / 1e3), **fields)
+    config = EngineConfig(**{**fields, "model": options.model or SHIPPED})
     if options.max_model_len is not None:
         require_length(config)
     return config

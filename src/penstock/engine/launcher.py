@@ -1,7 +1,7 @@
-"""The process tree: opens what its processes share, starts and watches them, restarts dead ones, ends all in order.
+"""The launcher: opens the channels of all processes, and starts, watches, restarts and ends the processes.
 
-A group (a core, its workers and outputs) lives and dies as one, a server alone. Deaths are seen by pidfd.
-Leaves to `process` what one process is, and to the processes what they do.
+If a process of a group (a core, its workers and outputs) dies, the launcher kills and restarts the whole group; a
+server restarts alone. Deaths are seen by pidfd. `process` starts and reaps one process.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from penstock.engine.worker import worker
 from penstock.lowlevel import ChannelError
 
 MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
-BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before the next start, after so many failed ones …
-MAX_SHORT_LIVES = 4  # … and after so many more short lives of units that served
-HEALTHY_UPTIME = 30.0  # seconds from a start: a shorter life is a short one
+BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before the next start, by failed starts in a row …
+MAX_SHORT_LIVES = 4  # … or by short lives in a row of a unit that served, up to this entry
+HEALTHY_UPTIME = 30.0  # seconds from a start: a unit that dies earlier had a short life
 STOP_TIMEOUT = 5.0  # seconds; a process that has not ended by then is killed
-CAUSED_BY_PEER_DEATH, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends caused by another one's end, which says more
+CAUSED_BY_PEER_DEATH, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends that another process's end has caused
 NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
-LOOK_AGAIN = 0.01  # seconds; at the board, while the tree starts or drains
+LOOK_AGAIN = 0.01  # seconds between two reads of the board, while the tree starts or drains
 
 Run = Callable[[Cluster, ProcessId], None]
 
@@ -43,7 +43,7 @@ class TreeFailed(Exception):
 
 
 class ProcessGroup:
-    """Processes that live and die together."""
+    """A unit of the launcher: processes that it starts, kills and restarts together; a group, or one server."""
 
     def __init__(self, launcher: Launcher, group: int, parts: list[tuple[str, int, Run]]) -> None:
         self._launcher = launcher
@@ -69,7 +69,7 @@ class ProcessGroup:
 
     @property
     def is_loading(self) -> bool:
-        """Returns whether the unit does not serve: it has nothing to drain, and loading processes read no messages."""
+        """Returns whether the unit does not serve yet. Then it has no requests to drain, and reads no `Stop`."""
         if self.is_group:
             return self._launcher.board.row(self._group)[StatusBoard.SERVING] != self._incarnation
         return self._launcher.is_server_loading(self._parts[0][1])
@@ -90,9 +90,9 @@ class ProcessGroup:
                 self._all_ended()
 
     def _start_all(self) -> None:
-        """Raises OSError."""
+        """Starts all processes of the unit. Raises OSError."""
         if self.is_group and self._launcher.tree.config.tensor_parallel_size > 1:
-            self._launcher.tree.init_methods[self._group] = _meeting()
+            self._launcher.tree.init_methods[self._group] = _init_method()
         for kind, index, run in self._parts:
             member = ProcessId(kind, self._group, index, self._incarnation)
             child = ChildProcess.start(member, run, self._launcher.tree)
@@ -154,34 +154,34 @@ class ProcessGroup:
         else:
             self._launcher.count_failed_starts(self._parts[0][1], self._failures)
         assert self._first is not None, "all have ended, and none was the first"
-        who, end = self._first
+        name, end = self._first
         if self._launcher.is_stopping:
             self._launcher.check_all_exited()
         elif end.is_lasting and not self._has_served:
-            self._launcher.fail(f"{who} cannot start: {end.how}")
+            self._launcher.fail(f"{name} cannot start: {end.how}")
         elif self._failures >= MAX_FAILURES and not self._has_served:
-            self._launcher.fail(f"{who} ended {self._failures} times before it served, the last time: {end.how}")
+            self._launcher.fail(f"{name} ended {self._failures} times before it served, the last time: {end.how}")
         elif not self._launcher.has_failed:
             event("unit starts again", unit=self.name, after=self._pause, failed_starts=self._failures)
             self._again = asyncio.get_running_loop().call_later(self._pause, self.start)
 
 
 class Launcher:
-    """Runs in the event loop of the process that owns the tree, in its main thread.
+    """Starts and watches the processes of a tree, from the event loop of this process's main thread.
 
-    `serve` is what each server process runs; without it there are none, and clients in this process may take their
-    places (`Client(launcher.tree, 0)`).
+    `serve` is the main function of each server process. Without it there are no server processes, and clients in this
+    process may stand in for them (`Client(launcher.tree, 0)`).
     """
 
     def __init__(self, config: EngineConfig, serve: Run | None = None) -> None:
         config = with_model_defaults(config)
-        self.tree = Cluster.lay(config)
+        self.tree = Cluster.open(config)
         self.board = StatusBoard(self.tree.board, writable=True)
-        self._places = [(one.kind, one.group, one.index) for one in all_processes(config)]
+        self._places = [(member.kind, member.group, member.index) for member in all_processes(config)]
         self.is_stopping = False
         groups = [ProcessGroup(self, group, self._parts_of_group()) for group in range(config.data_parallel_size)]
         self._servers = [
-            ProcessGroup(self, 0, [("server", one, serve)]) for one in range(config.api_server_count) if serve
+            ProcessGroup(self, 0, [("server", member, serve)]) for member in range(config.api_server_count) if serve
         ]
         self.units = (*groups, *self._servers)
         lane = self.tree.launcher_lane
@@ -196,7 +196,9 @@ class Launcher:
         workers: list[tuple[str, int, Run]] = [
             ("worker", rank, worker.run) for rank in range(config.tensor_parallel_size)
         ]
-        outputs: list[tuple[str, int, Run]] = [("output", one, run_output) for one in range(config.output_processors)]
+        outputs: list[tuple[str, int, Run]] = [
+            ("output", index, run_output) for index in range(config.output_processors)
+        ]
         return [("core", 0, run_core), *workers, *outputs]
 
     def publish_pid(self, member: ProcessId, pid: int) -> None:
@@ -206,11 +208,11 @@ class Launcher:
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGCHLD, self._look_who_is_stopped)
+        loop.add_signal_handler(signal.SIGCHLD, self._check_stopped)
         config = self.tree.config
         if config.sampling_defaults.given:
-            source, given = f"{config.model}/{GENERATION}", config.sampling_defaults.given
-            event("default sampling parameters", source=source, **given, neutral_ones=NEUTRAL_ONES)
+            source, defaults = f"{config.model}/{GENERATION}", config.sampling_defaults.given
+            event("default sampling parameters", source=source, **defaults, neutral_ones=NEUTRAL_ONES)
         for unit in self.units:
             unit.start()
 
@@ -230,7 +232,7 @@ class Launcher:
         Raises TreeFailed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._hear_signal)
+            loop.add_signal_handler(number, self._handle_signal)
         try:
             self.start()
             await self._is_over.wait()
@@ -241,7 +243,7 @@ class Launcher:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    def _hear_signal(self) -> None:
+    def _handle_signal(self) -> None:
         self._signals += 1
         self._is_over.set()
 
@@ -257,8 +259,9 @@ class Launcher:
 
     # ── the end ──
     async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
-        """Accepts no more requests, waits so long for the open ones, and ends all processes; loading units at once.
-        Returns the other processes that had to be killed."""
+        """Lets servers accept no more requests, waits up to `shutdown_timeout` seconds for the open ones, and ends all
+        processes. Units that do not serve yet are killed at once. Returns the names of processes that had to be killed
+        after STOP_TIMEOUT."""
         event("tree drains", timeout=shutdown_timeout)
         self.is_stopping = True
         self.board.drain()
@@ -272,7 +275,7 @@ class Launcher:
         while self._has_open() and time.monotonic() < deadline and self._signals < 2:
             await asyncio.sleep(LOOK_AGAIN)
         for inbox in self._inboxes:
-            _tell_to_stop(inbox)
+            _send_stop(inbox)
         self.check_all_exited()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._left.wait(), STOP_TIMEOUT if self._signals < 2 else 0.0)
@@ -285,7 +288,7 @@ class Launcher:
             inbox.close()
         self.board.close()
         self.tree.close()
-        event("tree stopped", killed=",".join(late) or "nobody")
+        event("tree stopped", killed=",".join(late) or "none")
         return late
 
     def _has_open(self) -> bool:
@@ -306,21 +309,21 @@ class Launcher:
             self._left.set()
 
     # ── stopped processes ──
-    def _look_who_is_stopped(self) -> None:
-        """Handles SIGCHLD: a stopped process is not dead, but its peers cannot wait for it for ever."""
+    def _check_stopped(self) -> None:
+        """Handles SIGCHLD: a process that stays stopped for `step_timeout` is killed, as its peers wait for it."""
         for unit in self.units:
             for child in unit.children.values():
                 child.check_stopped(self.tree.config.step_timeout)
 
 
-def _meeting() -> str:
+def _init_method() -> str:
     """Returns the init method of a group's ranks: a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def _tell_to_stop(inbox: Sender) -> None:
-    for _ in range(2):  # the first may only raise the death of a core before this one
+def _send_stop(inbox: Sender) -> None:
+    for _ in range(2):  # the first attempt may only raise PeerDied of the core's former process
         with contextlib.suppress(PeerDied, ChannelError):
             return inbox.send_nowait(Stop("the tree ends"))
 

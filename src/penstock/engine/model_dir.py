@@ -1,4 +1,4 @@
-"""The directory of a model: which families are served, and what its files say before any process starts.
+"""The directory of a model: the families that are supported, and the values of its config files.
 
 Imports neither torch nor transformers, so that a model is refused before a process starts. A test holds the families
 against transformers' own registry, and the table of docs/howto/serve.md against this one.
@@ -39,41 +39,49 @@ _OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)\w+$")  # it cla
 
 GENERATION = "generation_config.json"
 INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"  # of weights: in several files, or in one
-SAID_IN = (GENERATION, "config.json")  # the first that names an end id
+CONFIG_FILES = (GENERATION, "config.json")  # the first that names an end id
 SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in generation_config.json
     **{name: name for name in SamplingDefaults.__struct_fields__},
     "max_tokens": "max_new_tokens",
 }
 
 
-def require_family(model_type: str, architectures: Sequence[str] = (), is_quantized: bool = False) -> None:
-    """Raises ValueError where a model of this config.json cannot be served."""
-    heads = [one for one in architectures if not _OTHER_HEAD.search(one)]
+def require_family(
+    model_type: str, architectures: Sequence[str] = (), is_quantized: bool = False, text_type: str = ""
+) -> None:
+    """Raises ValueError if a model of this config.json cannot be served. `text_type`: of its text_config, if any."""
+    heads = [architecture for architecture in architectures if not _OTHER_HEAD.search(architecture)]
     if model_type not in FAMILIES or (architectures and not heads):
         raise ValueError(
             f"Model architectures {list(architectures)} (model_type {model_type!r}) are not supported; "
             f"supported are {', '.join(TEXT.values())}; with images {', '.join(VISION.values())}"
+        )
+    if text_type not in ("", *TEXT) and not text_type.startswith(model_type):  # Qwen2-VL's is called qwen2_vl_text
+        raise ValueError(
+            f"{model_type!r} with text of model_type {text_type!r} is not supported; supported are {', '.join(TEXT)}"
         )
     if is_quantized:
         raise ValueError(f"{model_type!r}: quantized weights are not supported (quantization_config in config.json)")
 
 
 def with_model_defaults(config: EngineConfig) -> EngineConfig:
-    """With the end ids and the sampling defaults that the model names, and no longer than it knows.
+    """Returns the config with the model's end-of-sequence ids and sampling defaults, and at most its maximum length.
 
     Raises ValueError.
     """
     if config.simulated is not None:
         simulated = config.simulated
-        found = () if simulated.end_id is None else (simulated.end_id,)
-        if config.model and tokenizer_path(config).exists():  # or its answers would have ids that mean nothing
+        simulated_ends = () if simulated.end_id is None else (simulated.end_id,)
+        if config.model and tokenizer_path(config).exists():  # so that every generated id has a text
             known = load_tokenizer(config).get_vocab_size()
             simulated = msgspec.structs.replace(simulated, vocabulary=min(simulated.vocabulary, known))
-        return msgspec.structs.replace(config, simulated=simulated, end_ids=tuple(sorted({*config.end_ids, *found})))
+        return msgspec.structs.replace(
+            config, simulated=simulated, end_ids=tuple(sorted({*config.end_ids, *simulated_ends}))
+        )
     directory = Path(config.model)
     if not directory.is_dir():
-        raise ValueError(f"model is the directory of a model, not {config.model!r}")
-    end: int | list[int] | None = _read_field(directory, "eos_token_id", SAID_IN, int | list[int])
+        raise ValueError(f"expected the directory of a model, got {config.model!r}")
+    end: int | list[int] | None = _read_field(directory, "eos_token_id", CONFIG_FILES, int | list[int])
     end_ids = {*config.end_ids, *(end if isinstance(end, list) else () if end is None else (end,))}
     longest = _longest(directory)
     return msgspec.structs.replace(
@@ -85,7 +93,7 @@ def with_model_defaults(config: EngineConfig) -> EngineConfig:
 
 
 def require_length(config: EngineConfig) -> None:
-    """Of a length that a user gives. Raises ValueError where the model knows fewer positions."""
+    """Checks a --max-model-len of the command line. Raises ValueError if the model has fewer positions."""
     longest = _longest(Path(config.model))
     if longest is not None and config.max_model_len > longest:
         raise ValueError(
@@ -95,26 +103,27 @@ def require_length(config: EngineConfig) -> None:
 
 
 def _longest(directory: Path) -> int | None:
-    """None: its files do not say."""
-    longest: int | None = _read_field(directory, "max_position_embeddings", SAID_IN[-1:], int)
+    """Returns `max_position_embeddings`; None: config.json does not have it."""
+    longest: int | None = _read_field(directory, "max_position_embeddings", CONFIG_FILES[-1:], int)
     return longest
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """The model's own, by generation_config.json. As in vLLM, `do_sample` is not one of them. Raises ValueError."""
+    """Returns the sampling parameters of generation_config.json. As in vLLM, `do_sample` is not one of them.
+    Raises ValueError."""
     path = directory / GENERATION
     if not path.exists():
         return SamplingDefaults()
     whole, _ = read_config(path)
-    given = {name: whole.get(theirs) for name, theirs in SAMPLING_FIELDS.items()}
-    if given["top_k"] == -1:  # as some files name "all"
-        given["top_k"] = 0
+    fields = {name: whole.get(key) for name, key in SAMPLING_FIELDS.items()}
+    if fields["top_k"] == -1:  # as some files name "all"
+        fields["top_k"] = 0
     with expected(f"{path} (--generation-config vllm does without it)"):
-        return msgspec.convert(given, SamplingDefaults)
+        return msgspec.convert(fields, SamplingDefaults)
 
 
 def takes_images(config: EngineConfig) -> bool:
-    """A simulated device sees nothing. Raises ValueError."""
+    """Returns whether requests may have images; a simulated device takes none. Raises ValueError."""
     path = Path(config.model) / "config.json"
     if config.simulated is not None or not path.exists():
         return False
@@ -123,16 +132,16 @@ def takes_images(config: EngineConfig) -> bool:
 
 
 def load_tokenizer(config: EngineConfig) -> Any:
-    """Raises ValueError where the model has none."""
+    """Loads tokenizer.json. Raises ValueError if it is missing or malformed."""
     from tokenizers import Tokenizer
 
     path = tokenizer_path(config)
     if not path.exists():
-        raise ValueError(f"there is no {path}: the model has no tokenizer")
+        raise ValueError(f"{path} is missing: the model has no tokenizer")
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no narrower one
-        raise ValueError(f"{path} is no tokenizer: {error}") from None
+        raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
 
 
 def tokenizer_path(config: EngineConfig) -> Path:
@@ -140,8 +149,8 @@ def tokenizer_path(config: EngineConfig) -> Path:
 
 
 def _read_field(directory: Path, name: str, files: Iterable[str], kind: Any) -> Any:
-    """By the first of these files that says it, of the whole model or of its part for text; None: by none. Raises
-    ValueError."""
+    """Returns a field of the first of these files that has it, at its top or in `text_config`; None: none has it.
+    Raises ValueError."""
     for file in files:
         path = directory / file
         if not path.exists():
@@ -154,15 +163,15 @@ def _read_field(directory: Path, name: str, files: Iterable[str], kind: Any) -> 
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What one of a model's files says of it all, and of its part for text. Raises ValueError."""
+    """Returns the fields at the top of a JSON file, and those of its `text_config`. Raises ValueError."""
     with expected(str(path)):
         whole = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         return whole, msgspec.convert(whole.get("text_config") or {}, dict[str, Any])
 
 
 @contextlib.contextmanager
-def expected(what: str) -> Iterator[None]:
+def expected(subject: str) -> Iterator[None]:
     try:
         yield
     except msgspec.DecodeError as error:
-        raise ValueError(f"{what} is not what was expected: {error}") from None
+        raise ValueError(f"{subject} is invalid: {error}") from None

@@ -1,7 +1,4 @@
-"""`penstock generate`: answers to prompts from a file, by a tree of its own, in the order in which they were asked.
-
-Leaves to the launcher the tree, and to the client the requests.
-"""
+"""`penstock generate`: starts an engine, answers the prompts of a file, and writes the answers in the same order."""
 
 from __future__ import annotations
 
@@ -25,13 +22,13 @@ from penstock.engine.protocol.messages import SamplingParams
 
 ATTEMPTS = 3  # for a request when its group dies: another request may be the cause
 GREEDY = {"temperature": 0.0}  # where neither a line, nor the command, nor the model gives a temperature
-PAUSE = 0.2  # seconds; in which the launcher sees that death, too
+PAUSE = 0.2  # seconds before the next attempt, in which the launcher sees that death, too
 
 Tokenise = Callable[[str], list[int]]
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class Asked(msgspec.Struct):
+class InputLine(msgspec.Struct):
     """A line of the input."""
 
     ids: list[Id]
@@ -39,7 +36,7 @@ class Asked(msgspec.Struct):
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
-    """A line of the output: of sample 0 in `text`, `ids` and `finish_reason`; of the others in `more`."""
+    """A line of the output: sample 0 in `text`, `ids` and `finish_reason`, the other samples in `more`."""
 
     index: int
     text: str = ""
@@ -56,8 +53,8 @@ class Answer(msgspec.Struct, omit_defaults=True):
 def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any], at_once: int) -> int:
     """Files are names, or `-`. Returns 0 if all prompts were answered, else 1: the lines of the others say why.
 
-    `defaults` are sampling parameters of lines that do not give them; they replace the model's own.
-    Raises ValueError where a line is no prompt, and OSError.
+    `defaults` are sampling parameters for lines without them; they take precedence over the model's own.
+    Raises ValueError if a line is not a prompt, and OSError.
     """
     logs.configure("launcher", config.log_format, config.log_level)
     config = with_model_defaults(config)
@@ -65,28 +62,28 @@ def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any
     defaults = {**GREEDY, **config.sampling_defaults.given, **defaults}
     with contextlib.ExitStack() as files:
         lines = sys.stdin.buffer if prompts == "-" else files.enter_context(open(prompts, "rb"))
-        asked = list(_asked(lines, config, defaults))
+        requests = list(_read_lines(lines, config, defaults))
         answers = sys.stdout.buffer if output == "-" else files.enter_context(open(output, "wb"))
-        with _progress(len(asked)) as advance:
-            return asyncio.run(_generate(config, asked, answers, advance, at_once))
+        with _progress(len(requests)) as advance:
+            return asyncio.run(_generate(config, requests, answers, advance, at_once))
 
 
-def _asked(lines: IO[bytes], config: EngineConfig, defaults: dict[str, Any]) -> Iterator[Asked]:
+def _read_lines(lines: IO[bytes], config: EngineConfig, defaults: dict[str, Any]) -> Iterator[InputLine]:
     tokenise: Tokenise | None = None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            said = msgspec.json.decode(line)
-            options = said if isinstance(said, dict) else {"ids" if isinstance(said, list) else "prompt": said}
+            value = msgspec.json.decode(line)
+            options = value if isinstance(value, dict) else {"ids" if isinstance(value, list) else "prompt": value}
             if "prompt" in options and tokenise is None:
                 tokenise = _tokenise(config)
-            yield _asked_by({**defaults, **options}, tokenise)
+            yield _parse_line({**defaults, **options}, tokenise)
         except (ValueError, TypeError) as error:
             raise ValueError(f"line {number} of the prompts: {error}") from None
 
 
-def _asked_by(options: dict[str, Any], tokenise: Tokenise | None) -> Asked:
+def _parse_line(options: dict[str, Any], tokenise: Tokenise | None) -> InputLine:
     ids, text = options.pop("ids", None), options.pop("prompt", None)
     if (ids is None) == (text is None):
         raise ValueError("expected either 'prompt', a text, or 'ids', a list of token ids")
@@ -96,7 +93,7 @@ def _asked_by(options: dict[str, Any], tokenise: Tokenise | None) -> Asked:
     if ids is None and tokenise is not None:
         ids = tokenise(msgspec.convert(text, str))
     fields = [options.get(name, default) for name, default in _DEFAULTS.items()]
-    return Asked(msgspec.convert(ids, list[Id]), msgspec.convert(fields, SamplingParams))
+    return InputLine(msgspec.convert(ids, list[Id]), msgspec.convert(fields, SamplingParams))
 
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
@@ -104,13 +101,13 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Sampl
 
 def _tokenise(config: EngineConfig) -> Tokenise:
     if config.simulated is not None and not config.model:
-        return lambda text: [one % config.simulated.vocabulary for one in text.encode()] if config.simulated else []
+        return lambda text: [byte % config.simulated.vocabulary for byte in text.encode()] if config.simulated else []
     tokenizer = load_tokenizer(config)
     return lambda text: list(tokenizer.encode(text).ids)
 
 
 async def _generate(
-    config: EngineConfig, asked: list[Asked], output: IO[bytes], advance: Callable[[int], None], at_once: int
+    config: EngineConfig, requests: list[InputLine], output: IO[bytes], advance: Callable[[int], None], at_once: int
 ) -> int:
     launcher = Launcher(config)
     turns = asyncio.Semaphore(at_once)
@@ -121,11 +118,11 @@ async def _generate(
         began, tokens = time.monotonic(), 0
         async with Client(launcher.tree, 0) as client:
 
-            async def one(index: int, ask: Asked) -> Answer:
+            async def answer_in_turn(index: int, request: InputLine) -> Answer:
                 async with turns:
-                    return await _answer(client, index, ask, launcher.serving)
+                    return await _answer(client, index, request, launcher.serving)
 
-            tasks = [asyncio.ensure_future(one(index, ask)) for index, ask in enumerate(asked)]
+            tasks = [asyncio.ensure_future(answer_in_turn(index, request)) for index, request in enumerate(requests)]
             try:
                 for task in tasks:
                     answer = await task
@@ -140,9 +137,9 @@ async def _generate(
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         took = time.monotonic() - began
-        logs.event("generated", requests=len(asked), failed=failed, tokens=tokens, tokens_per_second=tokens / took)
+        logs.event("generated", requests=len(requests), failed=failed, tokens=tokens, tokens_per_second=tokens / took)
     except asyncio.CancelledError:
-        logs.event("interrupted", written=written, requests=len(asked))
+        logs.event("interrupted", written=written, requests=len(requests))
         raise
     except TreeFailed as failure:
         raise ValueError(str(failure)) from None
@@ -151,22 +148,22 @@ async def _generate(
     return 1 if failed else 0
 
 
-async def _answer(client: Client, index: int, ask: Asked, serving: Callable[[], Awaitable[None]]) -> Answer:
+async def _answer(client: Client, index: int, request: InputLine, serving: Callable[[], Awaitable[None]]) -> Answer:
     """Returns the answer, after at most ATTEMPTS attempts. Raises TreeFailed if the tree has failed."""
     for _ in range(ATTEMPTS - 1):
-        answer = await _attempt(client, index, ask)
+        answer = await _attempt(client, index, request)
         if answer.status != 503:
             return answer
         await asyncio.sleep(PAUSE)
         await serving()
-    return await _attempt(client, index, ask)
+    return await _attempt(client, index, request)
 
 
-async def _attempt(client: Client, index: int, ask: Asked) -> Answer:
+async def _attempt(client: Client, index: int, request: InputLine) -> Answer:
     answer = Answer(index)
-    samples: list[dict[str, Any]] = [{"text": "", "ids": [], "finish_reason": ""} for _ in range(ask.params.n)]
+    samples: list[dict[str, Any]] = [{"text": "", "ids": [], "finish_reason": ""} for _ in range(request.params.n)]
     try:
-        async with await client.submit(ask.ids, ask.params) as stream:
+        async with await client.submit(request.ids, request.params) as stream:
             async for piece in stream:
                 sample = samples[piece.sample]
                 sample["text"] += piece.text
@@ -195,11 +192,11 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("requests", total=total, tokens=0)
-        made = 0
+        done = 0
 
         def advance(tokens: int) -> None:
-            nonlocal made
-            made += tokens
-            progress.update(bar, advance=1, tokens=made)
+            nonlocal done
+            done += tokens
+            progress.update(bar, advance=1, tokens=done)
 
         yield advance

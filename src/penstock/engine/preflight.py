@@ -1,7 +1,7 @@
-"""What can be known before a process starts: whether the model's files, its family, the options and the device fit.
+"""Checks before any process starts: the model's files and family, the options, the device.
 
-Neither torch nor transformers is imported, so that a mistake is named within a second. What cannot be known here is
-left to the process that finds it out: uncertain is not "no".
+Neither torch nor transformers is imported, so that a mistake is reported within a second. A fact that cannot be known
+here is no error here: the process that meets it reports it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ def require_model(config: EngineConfig) -> None:
     directory = Path(config.model)
     path = directory / "config.json"
     if not path.exists():
-        raise ValueError(f"there is no {path}: expected the directory of a model, with its config.json")
+        raise ValueError(f"{path} is missing: expected the directory of a model, with its config.json")
     whole, text = read_config(path)
     require_family(
         str(whole.get("model_type")),
         _convert(whole.get("architectures") or [], list[str], f"architectures of {path}"),
         whole.get("quantization_config") is not None,
+        str(text.get("model_type", "")),
     )
     _require_heads(text or whole, config.tensor_parallel_size)
     require_weights(directory)
@@ -60,14 +61,14 @@ def require_model(config: EngineConfig) -> None:
 
 
 def _require_heads(text: Mapping[str, Any], ranks: int) -> None:
-    """Where config.json leaves them out, transformers has defaults of each family: the worker knows."""
+    """Checks heads that config.json names. Without them transformers has defaults, which only the worker knows."""
     queries, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if isinstance(queries, int) and isinstance(keys, int) and queries > 0 and keys > 0:
         HeadSlices(queries, keys).require(ranks)
 
 
 def require_weights(directory: Path) -> None:
-    """That all files of weights are there, and as long as their headers say."""
+    """Raises ValueError unless all files of weights exist, and are as long as their headers say."""
     index = directory / INDEX
     if index.exists():
         whole, _ = read_config(index)
@@ -75,7 +76,7 @@ def require_weights(directory: Path) -> None:
         missing = [name for name in files if not (directory / name).exists()]
         if missing:
             raise ValueError(
-                f"{directory}: {len(missing)} of {len(files)} files of {INDEX} are not there, {missing[0]} the first"
+                f"{directory}: {len(missing)} of {len(files)} files of {INDEX} are missing, {missing[0]} first"
             )
     elif (directory / ALONE).exists():
         files = [ALONE]
@@ -89,7 +90,7 @@ def _require_whole(path: Path) -> None:
     with open(path, "rb") as file:
         begin = file.read(max(8, len(POINTER)))
         if begin == POINTER:
-            raise ValueError(f"{path} is a pointer of Git LFS, and not the file: git lfs pull")
+            raise ValueError(f"{path} is a pointer of Git LFS instead of the file: run git lfs pull")
         header_nbytes, nbytes = int.from_bytes(begin[:8], "little"), path.stat().st_size
         if len(begin) < 8 or header_nbytes > MAX_HEADER_NBYTES:
             raise ValueError(f"{path} is not a file of safetensors")
@@ -101,7 +102,7 @@ def _require_whole(path: Path) -> None:
             tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
         except msgspec.DecodeError as error:
             raise ValueError(f"{path} is not a file of safetensors: {error}") from None
-        expected += max((one.data_offsets[1] for one in tensors.values()), default=0)
+        expected += max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if nbytes < expected:
         raise ValueError(f"{path} is cut off: it has {nbytes} bytes of {expected}")
 
@@ -113,10 +114,10 @@ class _Tensor(msgspec.Struct):
 
 
 def require_tokenizer(config: EngineConfig) -> None:
-    """A server makes ids of text. Whether the tokenizer's library can use the file, only reading all of it says."""
+    """Raises ValueError unless tokenizer.json exists and has a model. The tokenizers library may still refuse it."""
     path = tokenizer_path(config)
     if not path.exists():
-        raise ValueError(f"there is no {path}: a server needs the model's tokenizer")
+        raise ValueError(f"{path} is missing: a server needs the model's tokenizer")
     with expected(str(path)):
         msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
 
@@ -127,14 +128,14 @@ class _Tokenizer(msgspec.Struct):
     model: dict[str, msgspec.Raw]
 
 
-def _convert(value: Any, kind: Any, what: str) -> Any:
-    with expected(what):
+def _convert(value: Any, kind: Any, subject: str) -> Any:
+    with expected(subject):
         return msgspec.convert(value, kind)
 
 
 # ── options and devices ──────────────────────────────────────────────────────────────────────────────────────────────
 def require_blocks(config: EngineConfig) -> None:
-    """That one request of the greatest length fits into the cache."""
+    """Raises ValueError unless one request of `max_model_len` tokens fits into the KV cache."""
     blocks = (
         config.num_gpu_blocks_override
         if config.simulated is None
@@ -152,8 +153,8 @@ def require_blocks(config: EngineConfig) -> None:
 def require_cuda(config: EngineConfig) -> None:
     ranks = config.data_parallel_size * config.tensor_parallel_size
     devices = cuda_devices()
-    wanted = ranks if config.device == "cuda" else int(config.device.removeprefix("cuda:")) + 1
-    if devices.number is not None and devices.number < wanted:
-        workers = f"{ranks} workers need {ranks}" if config.device == "cuda" else f"it is the device number {wanted}"
+    needed = ranks if config.device == "cuda" else int(config.device.removeprefix("cuda:")) + 1
+    if devices.number is not None and devices.number < needed:
+        workers = f"{ranks} workers need {ranks}" if config.device == "cuda" else f"it is the device number {needed}"
         text = "no CUDA device can be used" if devices.number == 0 else workers
         raise ValueError(f"--device {config.device}: {text}: {devices.reason}; --device cpu does without")

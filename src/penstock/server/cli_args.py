@@ -208,5 +208,5 @@ def server_options(options: argparse.Namespace) -> ServerOptions:
         allowed_methods=tuple(options.allowed_methods) or ("*",),
         allowed_headers=tuple(options.allowed_headers) or ("*",),
         allow_credentials=options.allow_credentials,
-        allowed_media_domains=tuple(host for said in options.allowed_media_domains for host in said.split(",")),
+        allowed_media_domains=tuple(host for hosts in options.allowed_media_domains for host in hosts.split(",")),
     )

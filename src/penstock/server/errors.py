@@ -60,8 +60,8 @@ class ApiError(Exception):
     @property
     def body(self) -> bytes:
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        said = {"message": self.message, "type": kind, "param": self.param, "code": self.code or kind}
-        return msgspec.json.encode({"error": said})
+        detail = {"message": self.message, "type": kind, "param": self.param, "code": self.code or kind}
+        return msgspec.json.encode({"error": detail})
 
     def response(self) -> Response:
         return Response(self.body, self.status, self.headers, "application/json")
@@ -70,21 +70,21 @@ class ApiError(Exception):
 _WHERE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>.*)`", re.DOTALL)
 
 
-def of_a_body(error: Exception, how_counted: str = "") -> ApiError:
+def body_error(error: Exception, how_counted: str = "") -> ApiError:
     """What is wrong in a request's JSON, with the path to it. `how_counted`: its bytes, where their number is said."""
-    said = str(error)
-    found = _WHERE.fullmatch(said)
-    if found is None:
-        if how_counted and "(byte" in said:
-            said = f"{said}, {how_counted}"
-        return ApiError(400, f"the body is not what was expected: {said}", code="invalid_body")
-    what = found["what"].replace("`", "")
-    missing = re.search(r"missing required field (\w+)", what)
-    path = found["path"].replace("[...]", "")  # of a dict, which key is not said
+    text = str(error)
+    match = _WHERE.fullmatch(text)
+    if match is None:
+        if how_counted and "(byte" in text:
+            text = f"{text}, {how_counted}"
+        return ApiError(400, f"the body is invalid: {text}", code="invalid_body")
+    problem = match["what"].replace("`", "")
+    missing = re.search(r"missing required field (\w+)", problem)
+    path = match["path"].replace("[...]", "")  # of a dict, which key is not said
     if missing:
         path = f"{path}.{missing[1]}".removeprefix(".")
     where = f"$.{path}" if path and not path.startswith("[") else f"${path}"
-    return ApiError(400, f"{what[:1].lower()}{what[1:]} at {where}", param=path or None)
+    return ApiError(400, f"{problem[:1].lower()}{problem[1:]} at {where}", param=path or None)
 
 
 class Limit(NamedTuple):
@@ -99,15 +99,15 @@ def context_length_exceeded(max_model_len: int, tokens: int, limit: Limit, *, at
     """In OpenAI's and vLLM's words, which clients look for to shorten a conversation and ask again."""
     about = "at least " if at_least else ""
     if limit.completion is None:
-        asked, way_out = f"your {limit.param} resulted in {about}{tokens} tokens", limit.param
+        request, way_out = f"your {limit.param} resulted in {about}{tokens} tokens", limit.param
     else:
-        asked = (
+        request = (
             f"you requested {about}{tokens + limit.completion} tokens ({about}{tokens} in the {limit.param}, "
             f"{limit.completion} in the completion)"
         )
         way_out = f"{limit.param} or completion"
     message = (
-        f"This model's maximum context length is {max_model_len} tokens. However, {asked}. "
+        f"This model's maximum context length is {max_model_len} tokens. However, {request}. "
         f"Please reduce the length of the {way_out}."
     )
     return ApiError(400, message, param=limit.param, code="context_length_exceeded")

@@ -46,7 +46,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} is between {low} and {high}, not {getattr(self, name)}")
         if not all(self.api_keys):
-            raise ValueError("api_keys are not empty")
+            raise ValueError("expected api_keys that are not empty, got an empty one")
         for folder in self.allowed_local_media_path:
             if not os.path.isdir(folder):
                 raise ValueError(f"allowed_local_media_path is a folder, not {folder!r}")
@@ -57,5 +57,5 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"allowed_origins are as in https://example.org:8443, or '*', not {origin!r}")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError(
-                "allow_credentials needs allowed_origins by name: with '*' any page could ask as its reader"
+                "allow_credentials needs allowed_origins by name: with '*' any page could use its reader's credentials"
             )

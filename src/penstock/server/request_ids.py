@@ -30,9 +30,9 @@ class RequestIds:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
-        given = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"").decode("latin-1")
-        state["is_named"] = is_valid(given)
-        state["request_id"] = given if state["is_named"] else secrets.token_hex(GENERATED_NBYTES)
+        client_id = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"").decode("latin-1")
+        state["is_named"] = is_valid(client_id)
+        state["request_id"] = client_id if state["is_named"] else secrets.token_hex(GENERATED_NBYTES)
         state["headers"] = []
 
         async def send_with_headers(message: Message) -> None:

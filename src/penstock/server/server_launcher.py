@@ -41,17 +41,17 @@ def run(config: EngineConfig, options: ServerOptions) -> int:
 
 async def _run(config: EngineConfig, options: ServerOptions, listener: socket.socket) -> int:
     if not options.api_keys and not _is_loopback(listener):
-        event("anybody may ask", logging.WARNING, host=options.host, remedy="--api-key")
+        event("no API key is needed", logging.WARNING, host=options.host, remedy="--api-key")
     launcher = ServerLauncher(config, options, listener)
     name = served_name(config, options)
-    telling = asyncio.ensure_future(_tell_when_it_serves(launcher, name, _address(listener)))
+    logging_task = asyncio.ensure_future(_log_when_serving(launcher, name, _address(listener)))
     try:
         await launcher.run()
     except TreeFailed:  # the process and its end stand in the log
         return 1
     finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+        logging_task.cancel()
+        await asyncio.gather(logging_task, return_exceptions=True)
     return 0
 
 
@@ -59,8 +59,8 @@ class ServerLauncher(Launcher):
     """A tree with servers behind one socket."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
-        self.tally = ServerCounters.lay(config.api_server_count, config.data_parallel_size)
-        self.notice = ServerInfo.lay(config, options, _address(listener))
+        self.tally = ServerCounters.create(config.api_server_count, config.data_parallel_size)
+        self.notice = ServerInfo.publish(config, options, _address(listener))
         self.rows = ServerCounters(self.tally, config.api_server_count, writable=True).rows
         self._listener = listener
         super().__init__(config, functools.partial(serve, ServerArgs(options, listener, self.tally, self.notice)))
@@ -83,7 +83,7 @@ class ServerLauncher(Launcher):
         return await super().stop(shutdown_timeout)
 
 
-async def _tell_when_it_serves(launcher: Launcher, name: str, url: str) -> None:
+async def _log_when_serving(launcher: Launcher, name: str, url: str) -> None:
     try:
         await launcher.serving()
         event("serving", model=name, url=url, seen_at=f"{url}/dashboard")

@@ -132,15 +132,22 @@ class ServerProcess(uvicorn.Server):
     """Signals are the process's own affair."""
 
     def __init__(self, api: ApiServer, row: ProcessCounters, options: ServerOptions, shutdown_timeout: float) -> None:
-        wanted = CONNECTIONS * options.max_open_requests
-        most = _room_for(wanted)
-        if most < wanted:
+        connections = CONNECTIONS * options.max_open_requests
+        max_connections = _room_for(connections)
+        if max_connections < connections:
             hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            remedy = f"ulimit -Hn {wanted + OTHER_DESCRIPTORS}, or a smaller --max-open-requests"
-            event("few connections", logging.WARNING, most=most, wanted=wanted, descriptors=hard, remedy=remedy)
+            remedy = f"ulimit -Hn {connections + OTHER_DESCRIPTORS}, or a smaller --max-open-requests"
+            event(
+                "few connections",
+                logging.WARNING,
+                most=max_connections,
+                wanted=connections,
+                descriptors=hard,
+                remedy=remedy,
+            )
         config = uvicorn.Config(
             api.app(),
-            http=functools.partial(LimitedConnection, most, options.client_timeout),  # type: ignore[arg-type]
+            http=functools.partial(LimitedConnection, max_connections, options.client_timeout),  # type: ignore[arg-type]
             lifespan="off",
             ws="none",
             log_config=None,
@@ -165,15 +172,15 @@ class ServerProcess(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for one in sockets or ():
-            one.listen(BACKLOG)  # the loop has said how many it takes at a time, which is something else
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # the loop has said how many it takes at a time, which is something else
         self._row[ProcessCounters.SERVING] = 1
 
 
 def _room_for(connections: int) -> int:
     """How many of them this process may have descriptors for; it asks for more than it was given."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(connections + OTHER_DESCRIPTORS, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return max(1, min(connections, max(soft, wanted) - OTHER_DESCRIPTORS))
+    descriptors = min(connections + OTHER_DESCRIPTORS, hard)
+    if soft < descriptors:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+    return max(1, min(connections, max(soft, descriptors) - OTHER_DESCRIPTORS))

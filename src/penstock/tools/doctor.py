@@ -53,9 +53,9 @@ WIDTH = 11  # of the longest subject
 def run(model: str, host: str, port: int | None) -> int:
     """Prints what is found, of a model's directory and a port, too. Returns 1 where something is missing, else 0."""
     status = 0
-    for one in _findings(model, host, port):
-        print(f"{one.level:<8} {one.subject:<{WIDTH}}  {one.text}", flush=True)
-        status |= one.level == "missing"
+    for finding in _findings(model, host, port):
+        print(f"{finding.level:<8} {finding.subject:<{WIDTH}}  {finding.text}", flush=True)
+        status |= finding.level == "missing"
     return status
 
 
@@ -188,18 +188,18 @@ def examine_processes() -> Finding:
     """Processes and threads, of the control group if it has a limit, and of the user."""
     own, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     group = Path("/sys/fs/cgroup") / _control_group().lstrip("/")
-    most, now = (read_text(str(group / f"pids.{name}")) for name in ("max", "current"))
+    pids_max, pids_current = (read_text(str(group / f"pids.{name}")) for name in ("max", "current"))
     texts = [] if own == resource.RLIM_INFINITY else [f"{own} of this user at most"]
-    if most.isdecimal():
-        texts.insert(0, f"{now} of {most} of the control group")
-        if int(most) - int(now or 0) < PROCESSES:
+    if pids_max.isdecimal():
+        texts.insert(0, f"{pids_current} of {pids_max} of the control group")
+        if int(pids_max) - int(pids_current or 0) < PROCESSES:
             return Finding("warning", "processes", f"{', '.join(texts)}: a server with a model has about {PROCESSES}")
     return Finding("ok", "processes", ", ".join(texts) or "no limit is seen")
 
 
 def _control_group() -> str:
-    found = re.search(r"^0::(\S+)$", read_text("/proc/self/cgroup"), re.MULTILINE)
-    return found[1] if found else "/"
+    match = re.search(r"^0::(\S+)$", read_text("/proc/self/cgroup"), re.MULTILINE)
+    return match[1] if match else "/"
 
 
 def examine_numa() -> Finding:
@@ -230,10 +230,14 @@ def read_number(path: str) -> int:
 def examine_packages() -> Finding:
     """Those of the extra `engine`, whatever their versions."""
     try:
-        wanted = [one for one in metadata.requires("penstock") or () if 'extra == "engine"' in one.replace("'", '"')]
+        requirements = [
+            requirement
+            for requirement in metadata.requires("penstock") or ()
+            if 'extra == "engine"' in requirement.replace("'", '"')
+        ]
     except metadata.PackageNotFoundError:
-        wanted = []
-    names = sorted(found[0] for one in wanted if (found := re.match(r"[\w.-]+", one)))
+        requirements = []
+    names = sorted(match[0] for requirement in requirements if (match := re.match(r"[\w.-]+", requirement)))
     versions = {name: _version(name) for name in names}
     missing = [name for name, version in versions.items() if version is None]
     if missing:
@@ -285,8 +289,8 @@ def _asked_of_torch() -> tuple[str, str | None, float, list[tuple[str, int]]]:
     done = subprocess.run([sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=TORCH_TIMEOUT)
     if done.returncode != 0:
         raise ImportError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
-    said: Any = json.loads(done.stdout.splitlines()[-1])
-    return said[0], said[1], said[2], said[3]
+    answer: Any = json.loads(done.stdout.splitlines()[-1])
+    return answer[0], answer[1], answer[2], answer[3]
 
 
 def examine_port(host: str, port: int | None) -> Finding:
@@ -319,8 +323,8 @@ def examine_model(model: str) -> Finding:
         return Finding("missing", "model", str(error))
     name = ", ".join(whole.get("architectures") or [str(whole.get("model_type"))])
     text = f"{directory.name}: {name}, {in_units(weights)} of weights, {config.max_model_len} tokens at most"
-    given = " ".join(f"{field}={value}" for field, value in config.sampling_defaults.given.items())
-    text += f"; sampling defaults {given}" if given else ""
+    defaults = " ".join(f"{field}={value}" for field, value in config.sampling_defaults.given.items())
+    text += f"; sampling defaults {defaults}" if defaults else ""
     available, _ = _native.memory_available()
     if weights > available:
         return Finding("warning", "model", f"{text}; the CPU's memory has only {in_units(available)}")

@@ -40,8 +40,8 @@ def tidy(value: Any) -> Any:
     return value
 
 
-def counted(many: int, what: str) -> str:
-    return f"{many} {what}{'' if many == 1 else 's'}"
+def counted(many: int, noun: str) -> str:
+    return f"{many} {noun}{'' if many == 1 else 's'}"
 
 
 def printable(text: str) -> str:

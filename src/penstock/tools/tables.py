@@ -27,8 +27,8 @@ def row(bench: str, case: str, impl: str, **figures: Any) -> Row:
 
 
 def print_rows(rows: Iterable[Row], to: TextIO | None = None) -> None:
-    for one in rows:
-        print(json.dumps(one), file=to or sys.stdout, flush=True)
+    for row in rows:
+        print(json.dumps(row), file=to or sys.stdout, flush=True)
 
 
 def print_tables(tables: Iterable[Table], to: TextIO | None = None) -> None:

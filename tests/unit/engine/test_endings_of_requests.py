@@ -47,7 +47,7 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def engine() -> AsyncIterator[tuple[Engine, Client]]:
-    tree = Cluster.lay(CONFIG)
+    tree = Cluster.open(CONFIG)
     board = StatusBoard(tree.board, writable=True)
     board.row(0)[StatusBoard.SERVING] = 1
     other = Engine(tree)
@@ -137,7 +137,7 @@ async def test_a_second_reader_is_refused_and_not_left_waiting() -> None:
     stream = OutputStream(1, 0, 1, 5, 1)
     first = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
-    with pytest.raises(RuntimeError, match="another task waits"):
+    with pytest.raises(RuntimeError, match="another task is already reading"):
         await anext(stream)
     stream.fail(EngineError(503, "it died"))
     with pytest.raises(EngineError):
@@ -179,7 +179,7 @@ def test_a_time_out_does_not_begin_when_all_is_over() -> None:
 
 
 def test_failures_are_kept_for_who_is_too_slow_for_anything_else() -> None:
-    tree = Cluster.lay(CONFIG)
+    tree = Cluster.open(CONFIG)
     receiver = tree.servers[0].open_receiver(name="server 0.0 #1")
     outbox = Outbox(tree, ProcessId("output", 0, 0, 1))
     delta = end_of(1, FinishReason.LENGTH)

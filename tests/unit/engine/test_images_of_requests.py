@@ -117,7 +117,7 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
                 pass
 
     async def scene() -> None:
-        tree = Cluster.lay(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20, output_processors=0))
+        tree = Cluster.open(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20, output_processors=0))
         assert tree.store is not None
         try:
             board = StatusBoard(tree.board, writable=True)
@@ -143,7 +143,7 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
 
 def test_a_request_that_nobody_takes_holds_nothing() -> None:
     async def scene() -> None:
-        tree = Cluster.lay(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
+        tree = Cluster.open(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
         try:
             async with Client(tree, 0) as client:
                 scope = Scope(tree.store)

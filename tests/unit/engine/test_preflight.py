@@ -56,21 +56,25 @@ def test_the_model_that_ships_can_be_started(model: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("config.json", None, "there is no {}/config.json"),
-        ("config.json", "{", "{}/config.json is not what was expected"),
+        ("config.json", None, "{}/config.json is missing"),
+        ("config.json", "{", "{}/config.json is invalid"),
         ("config.json", '{"model_type": "llama", "architectures": 3}', "architectures of {}/config.json"),
-        ("tokenizer.json", None, "there is no {}/tokenizer.json: a server needs the model's tokenizer"),
-        ("tokenizer.json", "{}", "{}/tokenizer.json is not what was expected: Object missing required field `model`"),
-        ("tokenizer.json", "<html>", "{}/tokenizer.json is not what was expected"),
-        ("tokenizer_config.json", "[]", "{}/tokenizer_config.json is not what was expected"),
-        ("processor_config.json", "{,}", "{}/processor_config.json is not what was expected"),
-        ("generation_config.json", "{", "{}/generation_config.json is not what was expected"),
+        ("tokenizer.json", None, "{}/tokenizer.json is missing: a server needs the model's tokenizer"),
+        ("tokenizer.json", "{}", "{}/tokenizer.json is invalid: Object missing required field `model`"),
+        ("tokenizer.json", "<html>", "{}/tokenizer.json is invalid"),
+        ("tokenizer_config.json", "[]", "{}/tokenizer_config.json is invalid"),
+        ("processor_config.json", "{,}", "{}/processor_config.json is invalid"),
+        ("generation_config.json", "{", "{}/generation_config.json is invalid"),
         ("model.safetensors", None, "{}: no model.safetensors and no model.safetensors.index.json"),
         ("model.safetensors", b"", "{}/model.safetensors is not a file of safetensors"),
         ("model.safetensors", b"<!doctype html>", "{}/model.safetensors is not a file of safetensors"),
         ("model.safetensors", b"\2\0\0\0\0\0\0\0no", "{}/model.safetensors is not a file of safetensors"),
         ("model.safetensors", b"\7\0\0\0\0\0\0\0{", "{}/model.safetensors is cut off: it has 9 bytes of 15"),
-        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        (
+            "model.safetensors",
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "is a pointer of Git LFS instead of the file",
+        ),
         ("model.safetensors.index.json", '{"weight_map": 1}', "weight_map of {}/model.safetensors.index.json"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}', "1 of 1 files"),
     ],
@@ -100,6 +104,10 @@ def test_weights_that_were_not_copied_to_their_end_are_refused_with_both_sizes(m
             "LlamaForSequenceClassification",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized weights are not supported"),
+        (
+            {"model_type": "llava", "text_config": {"model_type": "phi"}},
+            "'llava' with text of model_type 'phi' is not supported; supported are gemma2, gemma3_text, llama, ",
+        ),
     ],
 )
 def test_a_family_that_is_not_served_is_named(model: Path, said: dict[str, Any], text: str) -> None:
@@ -254,4 +262,4 @@ def test_a_port_that_is_taken_is_named_and_only_after_the_model(model: Path) -> 
         assert f"[Errno {errno.EADDRINUSE}] cannot listen on port {port} of '127.0.0.1'" in done.stderr
         (model / "tokenizer.json").unlink()
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and "there is no" in done.stderr and "tokenizer.json" in done.stderr
+        assert done.returncode == 2 and "is missing" in done.stderr and "tokenizer.json" in done.stderr

@@ -84,7 +84,7 @@ class Asked:
 
 @contextlib.asynccontextmanager
 async def asked() -> AsyncIterator[Asked]:
-    segments = ServerCounters.lay(1), StatusBoard.lay(1)
+    segments = ServerCounters.create(1), StatusBoard.create(1)
     tally = ServerCounters(segments[0], 1, writable=True)
     words = Words(200)
     nobody: Any = None

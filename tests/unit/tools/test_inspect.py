@@ -428,7 +428,7 @@ def test_it_is_shown_with_and_without_rich(
         lease.release()
         del lease
     shown = capsys.readouterr().out
-    for words in ("nobody is stuck", "ring '[red]x'", "[/b]a", "sender 0", "pool of 'p'", "holder", "100 B"):
+    for words in ("no process is stuck", "ring '[red]x'", "[/b]a", "sender 0", "pool of 'p'", "holder", "100 B"):
         assert words in shown
 
 

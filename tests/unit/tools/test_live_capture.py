@@ -186,4 +186,4 @@ def test_a_channel_on_which_nothing_happens_says_so(capsys: pytest.CaptureFixtur
     with penstock.Broadcast(receivers=2, name="quiet"):
         options = command.CaptureOptions(os.getpid(), channel="quiet", seconds=0.05)
         assert command.run(options) == 0
-    assert "no message while we looked" in capsys.readouterr().out
+    assert "no message was sent meanwhile" in capsys.readouterr().out

@@ -25,7 +25,7 @@ from penstock import cli
 from penstock.tools.load import http_client
 from penstock.tools.load.chat_request import Outcome, Stream
 from penstock.tools.load.http_client import Failure
-from penstock.tools.load.sse_events import MAX_EVENT, Data
+from penstock.tools.load.sse_events import MAX_EVENT, SseParser
 from tests.conftest import eventually
 from tests.support.loads import (
     END,
@@ -88,7 +88,7 @@ def test_a_running_count_says_which_event_brought_how_many(tmp_path: Path) -> No
 def test_data_of_events_is_cut_out_as_the_standard_says() -> None:
     stream = b": a comment\ndata: one\n\ndata:two\r\nid: 4\r\n\r\nevent: x\n\ndata: a\ndata: b\n\ndata: half"
     for size in range(1, len(stream)):
-        data, found = Data(), []
+        data, found = SseParser(), []
         for at in range(0, len(stream), size):
             found += data.feed(stream[at : at + size])
         assert found == [b"one", b"two", b"a\nb"]
@@ -243,7 +243,7 @@ def test_what_makes_no_sense_is_refused_before_anybody_is_asked(
     (tmp_path / "empty").write_text("\n")
     for options, words in (
         (["--dataset-path", tmp_path / "bad"], "line 2: expected a text, a list of ids, or an object with 'prompt'"),
-        (["--dataset-path", tmp_path / "empty"], "has no line"),
+        (["--dataset-path", tmp_path / "empty"], "has no lines"),
         (["--dataset-path", tmp_path / "none"], "No such file"),
         (["--base-url", "ftp://x"], "expected a URL like http://"),
         (["--images", 1, "--backend", "openai"], "--images are for --backend openai-chat"),
@@ -267,9 +267,9 @@ MISDEEDS: list[tuple[Script, str, str]] = [
     ([0.1, None], "closed", "before it answered"),
     ([HEAD, text(), None], "closed", "in the middle of its answer"),
     ([HEAD, text(), b"5\r\nda", None], "closed", "in the middle of its answer"),
-    ([60.0], "silent", "nothing was said for 0.3 s"),
-    ([HEAD, text(), 60.0], "silent", "nothing was said for 0.3 s"),
-    ([HEAD, *[chunk(b": still here\n\n"), 0.05] * 60], "silent", "nothing was said for 0.3 s"),
+    ([60.0], "silent", "no event came for 0.3 s"),
+    ([HEAD, text(), 60.0], "silent", "no event came for 0.3 s"),
+    ([HEAD, *[chunk(b": still here\n\n"), 0.05] * 60], "silent", "no event came for 0.3 s"),
     ([BUSY], "status 429", "come again"),
     ([refusal("503 Service Unavailable", b"<html>overloaded</html>")], "status 503", "<html>overloaded</html>"),
     ([refusal("500 X", b"")], "status 500", "no reason is given"),
@@ -351,8 +351,8 @@ def test_a_server_without_models_or_that_refuses_the_first_prompt_is_nothing_to_
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for script, words in (
-        ([BUSY], "which models are there: status 429"),
-        ([refusal("200 OK", b"{}")], "say --model"),
+        ([BUSY], "/v1/models: status 429"),
+        ([refusal("200 OK", b"{}")], "name the model with --model"),
         ([refusal("200 OK", b'{"data":[{"id":"m"}]}'), None], "a request of 16 words: "),
     ):
         with faked_in_a_thread(lambda index, body, script=script: script if not index else [BUSY]) as (_, url):

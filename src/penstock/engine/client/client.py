@@ -1,7 +1,7 @@
-"""A client of the engine, in any process that has a place as a server: submits requests, and gives out their answers.
+"""The client of the engine in an API server: submits requests, and passes each answer's chunks to its stream.
 
-One task per process receives for all requests. Leaves to `router` which group gets a request, to `stream` what its
-reader sees, and text and images to the caller of `submit`.
+One task per process receives the chunks of all requests. `router` chooses the group of a request, and `stream` is what
+the caller of `submit` reads. The caller tokenizes texts and processes images before.
 """
 
 from __future__ import annotations
@@ -43,51 +43,56 @@ MAX_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 SEND_TIMEOUT = 5.0  # seconds; for a core that takes no requests
 LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 FAILURES = {
-    FinishReason.ABORT: (503, "the engine has given this request up: too much of what it told was not read"),
-    FinishReason.ERROR: (500, "the model's numbers for this request were not numbers"),
+    FinishReason.ABORT: (503, "the engine has aborted this request: the server read its chunks too slowly"),
+    FinishReason.ERROR: (500, "the model's logits for this request are not finite"),
     FinishReason.MISSING: (
         503,
-        "an image of this request was not in the store any more when it was needed: send it again",
+        "an image of this request was no longer in the store when a worker opened it: send the request again",
     ),
-    FinishReason.MISFIT: (400, "an image of this request is not what the model takes, or not as long as its place"),
+    FinishReason.MISFIT: (
+        400,
+        "an image of this request does not fit the model, or its placeholder has another number of tokens",
+    ),
 }
 
 
 class ImageInput(NamedTuple):
-    """A tree of tensors that stands in a prompt instead of text: what the model's processor makes of an image."""
+    """A processed image of a prompt: the tensors that the model's image processor returns, and their placeholder."""
 
-    value: Any
-    position: int
-    length: int  # in ids
-    key: bytes | None = None  # of what it is made of and how: the same value again is only looked up
+    value: Any  # a tree of tensors
+    position: int  # of the first placeholder token
+    length: int  # of the placeholder, in tokens
+    key: bytes | None = None  # a hash of the image and of its processing: a value with a known key is not stored again
 
 
 class Client:
-    """`async with Client(tree, member) as client`, in the event loop that uses it."""
+    """Submits requests to the engine. Used as `async with Client(tree, member) as client`, in one event loop."""
 
     def __init__(self, tree: Cluster, member: ProcessId | int) -> None:
-        """`member`: the place among the servers; a number is enough in a process that is not one of the tree's."""
+        """`member`: the server process that the client acts for; outside of the tree, the index of a server will do."""
         self._me = ProcessId("server", 0, member, 1) if isinstance(member, int) else member
         self._config = tree.config
         index, name = self._me.index, str(self._me)
         self._deltas = tree.servers[index].open_async_receiver(name=name)
         self._cores = [group.inbox.open_async_sender(index, name=name) for group in tree.groups]
-        self._outputs = [[one.open_async_sender(index, name=name) for one in group.announced] for group in tree.groups]
+        self._outputs = [
+            [channel.open_async_sender(index, name=name) for channel in group.announced] for group in tree.groups
+        ]
         self._board = StatusBoard(tree.board)
         self._rows = self._board.rows
-        self._balance = Router()
+        self._router = Router()
         self._store = tree.store
         self._streams: dict[int, OutputStream] = {}
-        self._open = [0] * len(tree.groups)  # of ours
-        self._dead = [0] * len(tree.groups)  # the incarnation that we know to be dead
-        self._next = secrets.randbelow(MAX_REQUESTS)  # random: not those of the process that had this place before
+        self._open = [0] * len(tree.groups)  # open requests of this client, by group
+        self._dead = [0] * len(tree.groups)  # the last incarnation of each group that is known to be dead
+        self._next = secrets.randbelow(MAX_REQUESTS)  # random: a restarted server must not reuse its open numbers
         self._sending: set[asyncio.Task[None]] = set()
-        self._listening: asyncio.Task[None] | None = None
-        self._receive_error = ""  # why nothing is heard any more
+        self._receiving: asyncio.Task[None] | None = None
+        self._receive_error = ""  # the failure that has ended the receiving task
         self._watch: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Client:
-        self._listening = asyncio.ensure_future(self._listen())
+        self._receiving = asyncio.ensure_future(self._receive_answers())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -99,10 +104,10 @@ class Client:
             await asyncio.wait(self._sending, timeout=SEND_TIMEOUT)
         if self._watch is not None:
             self._watch.cancel()
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.wait([self._listening])
-        for end in (self._deltas, *self._cores, *(one for outputs in self._outputs for one in outputs)):
+        if self._receiving is not None:
+            self._receiving.cancel()
+            await asyncio.wait([self._receiving])
+        for end in (self._deltas, *self._cores, *(sender for outputs in self._outputs for sender in outputs)):
             end.close()
         self._board.close()
 
@@ -125,14 +130,14 @@ class Client:
         announce: tuple[Style, bytes, int] | None = None,
         timeout: float | None = None,
     ) -> OutputStream:
-        """Sends a request to a group. `announce`: the style of the answer, the head of each of its lines, and
-        the index of its first choice; `timeout`: from now until the end of the answer.
+        """Sends a request to a group, and returns the stream of its answer.
 
-        What stands in the prompt instead of text: `values` are put into the store beside the loop, and held there
-        until the stream is over; `items` are there already, or inline. `scope` holds them, and is
-        the stream's from now on, and released also where this raises.
+        `values` are images that a thread puts into the store, which holds them until the stream is over; `items` are
+        images that are in the store already, or inline. `scope` holds both: it belongs to the stream
+        from now on, and is released also if this raises. `announce`: the style of the answer, the head of each of its
+        lines, and the index of its first choice. `timeout`: seconds from now until the end of the answer.
 
-        Raises EngineError where no group takes it now.
+        Raises EngineError if no group accepts the request now.
         """
         began = time.monotonic()
         deadline = math.inf if timeout is None else began + timeout
@@ -189,12 +194,12 @@ class Client:
             raise
         return stream
 
-    def _choose(self, asked: list[bytes]) -> tuple[int, int]:
-        """A group, and its incarnation."""
+    def _choose(self, hints: list[bytes]) -> tuple[int, int]:
+        """Returns a group, and its incarnation. Raises EngineError if none serves."""
         if self._receive_error:
             raise EngineError(500, self._receive_error)
         if self._board.is_draining:
-            raise EngineError(503, "the engine is about to end, and takes no more requests")
+            raise EngineError(503, "the engine is shutting down, and accepts no more requests")
         serving = [row[StatusBoard.SERVING] for row in self._rows]
         loads = {
             group: max(row[StatusBoard.OPEN], self._open[group])
@@ -202,8 +207,8 @@ class Client:
             if serving[group] > self._dead[group]
         }
         if not loads:
-            raise EngineError(503, "no group of the engine serves now")
-        group = self._balance.choose(loads, asked)
+            raise EngineError(503, "no group of the engine serves now: send the request again")
+        group = self._router.choose(loads, hints)
         return group, serving[group]
 
     def _number(self) -> int:
@@ -216,23 +221,23 @@ class Client:
     async def _send(
         self, sender: AsyncSender, message: msgspec.Struct, stream: OutputStream, until: float = math.inf
     ) -> None:
-        """Raises EngineError where the group of this stream does not take it."""
+        """Sends a message to the stream's group. Raises EngineError if it is dead or does not receive in time."""
         deadline = min(until, time.monotonic() + SEND_TIMEOUT)
         while True:
             try:
                 return await sender.send(message, max(0.0, deadline - time.monotonic()))
             except PeerDied as death:  # perhaps the incarnation before: its death is new in this channel
-                who = ProcessId.of(death.name)
-                is_its = who is not None and who.incarnation >= stream.incarnation
-                if is_its or time.monotonic() > deadline:
+                dead = ProcessId.of(death.name)
+                is_group_dead = dead is not None and dead.incarnation >= stream.incarnation
+                if is_group_dead or time.monotonic() > deadline:
                     raise EngineError(503, f"group {stream.group} has died: {death}") from None
                 await asyncio.sleep(AGAIN)
             except PenstockError as error:
                 status = 504 if time.monotonic() >= until else 503
-                raise EngineError(status, f"group {stream.group} takes no requests: {error}") from None
+                raise EngineError(status, f"group {stream.group} does not receive requests: {error}") from None
 
     def _abort(self, stream: OutputStream) -> None:
-        """Its reader wants no more."""
+        """Drops a stream, and tells its core to abort the request."""
         self._drop(stream)
         abort = Abort(self._me.index, np.array([stream.request], np.int32))
         self._send_in_background("abort", stream, self._send(self._cores[stream.group], abort, stream))
@@ -242,8 +247,8 @@ class Client:
         self, stream: OutputStream, style: Style, head: bytes = b"", first_index: int = 0, *, deadline: float = math.inf
     ) -> None:
         outputs = self._outputs[stream.group]
-        told = outputs[stream.request % len(outputs)] if outputs else self._cores[stream.group]
-        await self._send(told, Announce(self._me.index, stream.request, style, head, first_index), stream, deadline)
+        receiver = outputs[stream.request % len(outputs)] if outputs else self._cores[stream.group]
+        await self._send(receiver, Announce(self._me.index, stream.request, style, head, first_index), stream, deadline)
 
     def _retract(self, stream: OutputStream) -> None:
         """Takes back the announcement of a request that may never come, so that its receiver does not wait for it."""
@@ -251,14 +256,14 @@ class Client:
             stream.is_announced = False
             self._send_in_background("announcement", stream, self._announce(stream, Style.PLAIN))
 
-    def _send_in_background(self, what: str, stream: OutputStream, telling: Coroutine[Any, Any, None]) -> None:
-        async def tell() -> None:
+    def _send_in_background(self, label: str, stream: OutputStream, sending: Coroutine[Any, Any, None]) -> None:
+        async def send() -> None:
             try:
-                await telling
+                await sending
             except EngineError as error:  # a group that is gone needs no message
-                event(f"{what} not sent", logging.WARNING, request=stream.request, error=error)
+                event(f"{label} not sent", logging.WARNING, request=stream.request, error=error)
 
-        task = asyncio.ensure_future(tell())
+        task = asyncio.ensure_future(send())
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
@@ -277,7 +282,9 @@ class Client:
         self._watch = None
         serving = [row[StatusBoard.SERVING] for row in self._rows]
         streams = tuple(self._streams.values())
-        self._fail([one for one in streams if one.incarnation != serving[one.group]], "it does not serve any more")
+        self._fail(
+            [stream for stream in streams if stream.incarnation != serving[stream.group]], "it does not serve any more"
+        )
         if self._streams:
             self._watch = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
 
@@ -287,13 +294,13 @@ class Client:
             stream.fail(EngineError(503, f"group {stream.group} has died: {why}"))
 
     # ── what comes ──
-    async def _listen(self) -> None:
+    async def _receive_answers(self) -> None:
         """Receives answers. A failure ends all open streams, so that no reader goes on waiting."""
         try:
             await self._receive_loop()
         except Exception as error:
             self._receive_error = f"the client of the engine has failed: {type(error).__name__}: {error}"
-            event("client does not hear any more", logging.ERROR, reason=self._receive_error)
+            event("client receives no more answers", logging.ERROR, reason=self._receive_error)
             for stream in tuple(self._streams.values()):
                 self._abort(stream)
                 stream.fail(EngineError(500, self._receive_error))
@@ -301,28 +308,32 @@ class Client:
     async def _receive_loop(self) -> None:
         while True:
             try:
-                self._take(await self._deltas.receive())
+                self._dispatch(await self._deltas.receive())
                 for _ in range(MAX_AT_ONCE):
-                    self._take(self._deltas.receive_nowait())
+                    self._dispatch(self._deltas.receive_nowait())
                 await asyncio.sleep(0)
             except WouldBlock:
                 pass
             except PeerDied as death:
-                self._hear_of(death)
+                self._process_death(death)
             except ClosedError:
                 return
             except DecodeError as error:  # costs that message alone
                 event("not a message", logging.ERROR, error=error)
 
-    def _hear_of(self, death: PeerDied) -> None:
-        who = ProcessId.of(death.name)
-        if who is None or who.kind == "server":
+    def _process_death(self, death: PeerDied) -> None:
+        dead = ProcessId.of(death.name)
+        if dead is None or dead.kind == "server":
             return
-        self._dead[who.group] = max(self._dead[who.group], who.incarnation)
-        its = [one for one in self._streams.values() if one.group == who.group and one.incarnation <= who.incarnation]
-        self._fail(its, str(death))
+        self._dead[dead.group] = max(self._dead[dead.group], dead.incarnation)
+        streams = [
+            stream
+            for stream in self._streams.values()
+            if stream.group == dead.group and stream.incarnation <= dead.incarnation
+        ]
+        self._fail(streams, str(death))
 
-    def _take(self, message: Delta | Failed) -> None:
+    def _dispatch(self, message: Delta | Failed) -> None:
         if isinstance(message, Failed):
             stream = self._streams.get(message.request)
             if stream is not None:
@@ -336,7 +347,7 @@ class Client:
             if stream is None:  # it was aborted
                 continue
             if piece.reason in FAILURES:
-                self._abort(stream)  # its other samples are in vain
+                self._abort(stream)  # a request with a failed sample ends as a whole
                 stream.fail(EngineError(*FAILURES[piece.reason]))
                 continue
             stream.add(piece)
@@ -345,4 +356,4 @@ class Client:
 
 
 def _put(scope: Scope, values: tuple[ImageInput, ...]) -> tuple[Input, ...]:
-    return tuple((scope.put(one.value, key=one.key), one.position, one.length) for one in values)
+    return tuple((scope.put(image.value, key=image.key), image.position, image.length) for image in values)

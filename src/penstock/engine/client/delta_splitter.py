@@ -1,6 +1,6 @@
-"""A Delta, which is columns, cut into the pieces of its rows.
+"""Splits a Delta, which has columns of many requests, into one OutputChunk for each row.
 
-The client finds the stream of each piece.
+The client passes each chunk to the stream of its request.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from penstock.engine.protocol.messages import Delta, FinishReason, Logprobs
 
 
 def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
-    """The number of its request, and the piece, of each row."""
+    """Yields the request number and the chunk of each row."""
     rows = delta.rows
     numbers = delta.numbers.tolist()
     counts = repeat(1, rows) if delta.counts is None else delta.counts.tolist()
     samples = repeat(0, rows) if delta.samples is None else delta.samples.tolist()
     text = bytes(delta.text)
     text_at, at = 0, 2 * rows
-    cut = None if delta.logprobs is None else _Cut(delta.logprobs, len(numbers) - at)
-    made: list[tuple[int, OutputChunk]] = []
+    splitter = None if delta.logprobs is None else _LogprobsSplitter(delta.logprobs, len(numbers) - at)
+    chunks: list[tuple[int, OutputChunk]] = []
     for request, nbytes, count, sample in zip(numbers[:rows], numbers[rows:at], counts, samples, strict=True):
         piece = OutputChunk(sample, text[text_at : text_at + nbytes], numbers[at : at + count])
-        if cut is not None:
-            piece.logprobs = cut.next(count)
-        made.append((request, piece))
+        if splitter is not None:
+            piece.logprobs = splitter.next(count)
+        chunks.append((request, piece))
         text_at += nbytes
         at += count
     if delta.finished is not None:
         finished = delta.finished
         for end, (row, reason) in enumerate(zip(finished.rows.tolist(), finished.reasons.tolist(), strict=True)):
-            piece = made[row][1]
+            piece = chunks[row][1]
             piece.reason = FinishReason(reason)
             piece.stop = None if finished.stops is None else finished.stops[end]
             piece.cached = 0 if finished.cached is None else int(finished.cached[end])
-    return iter(made)
+    return iter(chunks)
 
 
-class _Cut:
-    """Takes the log-probabilities of so many tokens after the other."""
+class _LogprobsSplitter:
+    """Splits the log-probabilities of a Delta into those of its rows, in order."""
 
     def __init__(self, whole: Logprobs, tokens: int) -> None:
         self._whole = whole

@@ -1,9 +1,9 @@
 """An image file as its headers describe it: its size, the work of decoding it, and the bytes that its pixels need.
 
-A decoder works for everything that a file holds, and a file of a few bytes can ask for much: each scan of a JPEG passes
-over all pixels for 50 bytes, and comments, profiles and directories of EXIF are read, unpacked and joined. So the
-headers are walked first, in linear time and without decoding, and the decoder gets a file of only what pixels need.
-Leaves the pixels to Pillow, and to `image_processor` how much work is too much.
+A file of a few bytes can cost a decoder much work: each scan of a JPEG passes over all pixels for 50 bytes, and
+comments, profiles and EXIF directories are read, unpacked and joined. So the headers are walked first, in linear time
+and without decoding, and the decoder gets a file with only the parts that pixels need. `image_processor` limits the
+work, and Pillow decodes the pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UPRIGHT = 1  # the orientation of EXIF that changes nothing; 2 to 8 turn and mir
 
 
 class EncodedImage(NamedTuple):
-    """One picture of a file: of several frames, the first."""
+    """The first frame of an image file."""
 
     format: str  # as Pillow calls it
     width: int
@@ -30,17 +30,17 @@ class EncodedImage(NamedTuple):
 
     @classmethod
     def parse(cls, raw: bytes) -> EncodedImage:
-        """Raises ValueError, which says what is wrong with the file."""
+        """Walks the headers of a file. Raises ValueError with the defect of a malformed file."""
         for head, parse in _PARSERS.items():
             if head.match(raw):
                 try:
                     encoded = parse(raw)
                 except (struct.error, IndexError):
-                    raise ValueError("its headers are cut off") from None
+                    raise ValueError("the headers are cut off") from None
                 if encoded.work == 0:
-                    raise ValueError(f"its size is {encoded.width} x {encoded.height}, in {encoded.scans} scans")
+                    raise ValueError(f"the size is {encoded.width} x {encoded.height}, in {encoded.scans} scans")
                 return encoded
-        raise ValueError("it begins as none of them does")
+        raise ValueError("its first bytes are of none of these formats")
 
     @classmethod
     def of_one_scan(cls, format: str, size: tuple[int, int], parts: list[bytes], orientation: int) -> EncodedImage:
@@ -67,7 +67,7 @@ def _parse_jpeg(raw: bytes) -> EncodedImage:
     at = 2
     for _ in range(MAX_PARTS):
         begin = _find_marker(raw, at)
-        if begin == len(raw):  # it has no end: the decoder knows whether that is all of it
+        if begin == len(raw):  # no end marker: the decoder finds out whether the file is complete
             break
         marker = raw[begin + 1]
         if marker == EOI:
@@ -76,13 +76,15 @@ def _parse_jpeg(raw: bytes) -> EncodedImage:
         (length,) = struct.unpack_from(">H", raw, begin + 2)
         at = begin + 2 + length
         if length < 2 or at > len(raw):
-            raise ValueError("one of its segments is cut off")
+            raise ValueError("a segment is cut off")
         if marker in FRAMES:
             if width:
-                raise ValueError("it has several frames")
+                raise ValueError("the JPEG has several frames")
             height, width = struct.unpack_from(">HH", raw, begin + 5)
         elif marker in OTHER_FRAMES:
-            raise ValueError("it is lossless, hierarchical or arithmetically coded, and not baseline or progressive")
+            raise ValueError(
+                "expected a baseline or progressive JPEG, got a lossless, hierarchical or arithmetically coded one"
+            )
         elif marker == SOS:
             at = _find_marker(raw, at)
             scans += 1
@@ -100,11 +102,11 @@ def _parse_jpeg(raw: bytes) -> EncodedImage:
 
 
 def _find_marker(raw: bytes, at: int) -> int:
-    """Where the next one begins; the length of all, if there is none."""
+    """Returns the position of the next marker, or the length of the file if there is none."""
     for start in range(at, len(raw), PIECE):
-        found = MARKER.search(raw, start, start + PIECE + 1)
-        if found is not None:
-            return found.start()
+        match = MARKER.search(raw, start, start + PIECE + 1)
+        if match is not None:
+            return match.start()
     return len(raw)
 
 
@@ -115,7 +117,7 @@ IEND = b"\0\0\0\0IEND\xaeB\x60\x82"
 def _parse_png(raw: bytes) -> EncodedImage:
     """Frames of an animation are chunks of their own."""
     if raw[12:16] != b"IHDR":
-        raise ValueError("its first chunk is not IHDR")
+        raise ValueError("the first chunk is not IHDR")
     size = struct.unpack_from(">II", raw, 16)
     parts = [raw[:8]]
     orientation = UPRIGHT
@@ -128,7 +130,7 @@ def _parse_png(raw: bytes) -> EncodedImage:
         if kind == b"IEND":
             break
         if kind == b"IDAT" and not is_data_over:
-            parts.append(raw[begin:at])  # one that is cut off, too: the decoder says so
+            parts.append(raw[begin:at])  # a truncated chunk, too: the decoder reports it
             has_data = True
             continue
         is_data_over = has_data
@@ -166,7 +168,7 @@ def _parse_gif(raw: bytes) -> EncodedImage:
             parts[1] = raw[begin:at]
     else:
         raise _too_many_parts()
-    raise ValueError("it has no frame")
+    raise ValueError("the file has no frame")
 
 
 def _palette_nbytes(flags: int) -> int:
@@ -184,7 +186,7 @@ def _end_of_blocks(raw: bytes, at: int) -> int:
 
 # ── WebP ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _parse_webp(raw: bytes) -> EncodedImage:
-    """One that has only a frame begins with it, others with their canvas."""
+    """Parses a file that begins with its only frame, or with the canvas of several."""
     parts: list[bytes] = []
     orientation = UPRIGHT
     needed = {b"VP8X", b"ANIM", b"ANMF", b"ALPH", b"VP8 ", b"VP8L"}  # the first of each
@@ -216,12 +218,12 @@ def _size_of_webp(data: bytes) -> tuple[int, int]:
     if kind == b"VP8 ":
         width, height = struct.unpack_from("<HH", data, 14)
         return width & 0x3FFF, height & 0x3FFF
-    raise ValueError("it has no frame")
+    raise ValueError("the file has no frame")
 
 
 # ── EXIF ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _orientation(exif: bytes) -> int:
-    """Of its first directory; UPRIGHT where it does not say."""
+    """Returns the orientation in the first EXIF directory; UPRIGHT if it has none."""
     tiff = exif[6:] if exif.startswith(b"Exif\0\0") else exif
     order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
     if order is None:

@@ -1,6 +1,6 @@
-"""Where images stand in a prompt: each has one placeholder in its text, which becomes the tokens that stand for it.
+"""Replaces each image placeholder of a prompt, one token, by as many image tokens as the model wants for that image.
 
-Leaves to `image_processor` how many these are, and to the model's chat template where the placeholders are written.
+The model's chat template writes the placeholders, and `image_processor` counts the tokens of an image.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ FAKE, WHOLE = "<fake_token_around_image>", "<global-img>"  # around tiles, and b
 
 
 class ImagePlaceholders:
-    """Of one model. `tokenizer`: that of `tokenizers`.
+    """The placeholder of one model. `tokenizer`: a `tokenizers.Tokenizer`.
 
-    Raises ValueError where the tokenizer has no placeholder.
+    Raises ValueError if the tokenizer has no token for images.
     """
 
     def __init__(self, images: ImageProcessor, tokenizer: Any) -> None:
@@ -29,23 +29,23 @@ class ImagePlaceholders:
         self.placeholder: str = placeholder
 
     def require(self, ids: Sequence[int], images: int) -> None:
-        """Raises ValueError where the prompt has another number of placeholders."""
-        found = ids.count(self._image_id)
-        if found != images:
-            raise ValueError(f"expected {self.placeholder} in the prompt once for each of {images} images, got {found}")
+        """Raises ValueError if the prompt does not have one placeholder for each image."""
+        count = ids.count(self._image_id)
+        if count != images:
+            raise ValueError(f"expected {self.placeholder} in the prompt once for each of {images} images, got {count}")
 
     def spread(self, ids: Sequence[int], images: Sequence[ProcessedImage]) -> tuple[list[int], list[tuple[int, int]]]:
-        """The prompt in which each of its placeholders has become an image; and of each image position and length."""
+        """Returns the prompt with each placeholder expanded, and the position and length of each image in it."""
         spread: list[int] = []
         places: list[tuple[int, int]] = []
         rest = iter(images)
-        for one in ids:
-            if one != self._image_id:
-                spread.append(one)
+        for token_id in ids:
+            if token_id != self._image_id:
+                spread.append(token_id)
                 continue
-            found = self._ids_of(next(rest))
-            places.append((len(spread), len(found)))
-            spread += found
+            image_ids = self._ids_of(next(rest))
+            places.append((len(spread), len(image_ids)))
+            spread += image_ids
         return spread, places
 
     def _ids_of(self, image: ProcessedImage) -> list[int]:
@@ -53,13 +53,13 @@ class ImagePlaceholders:
             return [self._image_id] * image.tokens
         tiles = self._tokenizer.encode(self._tiles(image.rows, image.columns), add_special_tokens=False).ids
         each = image.tokens // tiles.count(self._image_id)
-        return [same for one in tiles for same in [one] * (each if one == self._image_id else 1)]
+        return [repeated for token_id in tiles for repeated in [token_id] * (each if token_id == self._image_id else 1)]
 
     def _tiles(self, rows: int, columns: int) -> str:
-        """What is written for an image, with one placeholder for each tile: row by row, then all of it once more."""
+        """Returns the text of a tiled image: a placeholder for each tile, row by row, then one for the whole image."""
         lines = (
             "".join(f"{FAKE}<row_{row}_col_{column}>{self.placeholder}" for column in range(1, columns + 1))
             for row in range(1, rows + 1)
         )
-        said = "".join(f"{line}\n" for line in lines)
-        return f"{said}\n" * bool(said) + f"{FAKE}{WHOLE}{self.placeholder}{FAKE}"
+        text = "".join(f"{line}\n" for line in lines)
+        return f"{text}\n" * bool(text) + f"{FAKE}{WHOLE}{self.placeholder}{FAKE}"

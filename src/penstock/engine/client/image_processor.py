@@ -1,12 +1,12 @@
-"""Images as users send them: decoded, made what the model takes, and put into the store, by threads beside the loop.
+"""Decodes the images of requests, runs the model's image processor, and puts the tensors into the store, in threads.
 
     loaded = await images.load(raw, scope)        raw: a PNG, a JPEG, a WebP, or a GIF, of which the first frame counts
     loaded.item, loaded.tokens                    for `Client.submit(…, items=…, scope=scope)`
 
-An image is known by its bytes and by what is made of them: one that has been made is found by its key and not even
-decoded. How much work an image is stands in its headers. It has a bound, so what a thread has begun ends soon; and
-large ones are decoded by threads of their own, so small ones do not wait for them. The model's own processor makes the
-tensors, the scope holds them, and `image_placeholders` places their tokens in a prompt.
+An image's key is a hash of its bytes and of the processor's settings: an image that is in the store is not decoded
+again. The work of decoding is estimated from the headers and has a limit, so a thread is not busy for long. Large
+images have threads of their own, so small images do not wait for them. The scope holds the tensors, and
+`image_placeholders` expands their placeholders in the prompt.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ MAX_RATIO = 100  # of an image's sides: processors make the short one as long as
 
 
 class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Of what one request may bring."""
+    """Limits of the images of one request."""
 
     count: int = 16
-    nbytes: int = 20 << 20  # of each, as it was sent
-    pixels: int = 40_000_000  # of each: what a few bytes can swell to
+    nbytes: int = 20 << 20  # of each image, as it was sent
+    pixels: int = 40_000_000  # of each image: a file of a few bytes can decode to many
 
     def __post_init__(self) -> None:
         for name, least in (("count", 0), ("nbytes", 1), ("pixels", 1)):
             if type(getattr(self, name)) is not int or getattr(self, name) < least:
-                raise ValueError(f"{name} is {least} or more, not {getattr(self, name)!r}")
+                raise ValueError(f"expected {name} of {least} or more, got {getattr(self, name)!r}")
 
 
 class ImageRefused(PenstockError):
-    """An image that is not taken. `status` is HTTP's."""
+    """An image that is refused. `status` is the HTTP status of the answer."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -61,16 +61,16 @@ class ImageRefused(PenstockError):
 
 
 class ProcessedImage(NamedTuple):
-    """An image that is ready to travel."""
+    """An image in the store, or inline, as it goes to the engine."""
 
     item: Handle
-    tokens: int  # how often the id of an image stands for it in the prompt
-    rows: int  # of the tiles that it was cut into; 0: it is whole
+    tokens: int  # image tokens in the prompt
+    rows: int  # of tiles; 0: the image is not tiled
     columns: int
 
 
 class ImageProcessor:
-    """Of one model, for all requests of a process."""
+    """The image processor of one model, for all requests of a process."""
 
     def __init__(
         self,
@@ -79,18 +79,17 @@ class ImageProcessor:
         *,
         limits: ImageLimits | None = None,
         threads: int | None = None,
-        most_tokens: int | None = None,
+        max_tokens: int | None = None,
         salt: bytes = b"",
     ) -> None:
-        """`path`: the model's directory; `threads`: None for as many as there are processors; `most_tokens`: an image
-        that stands for more is refused, and not kept; `salt`: another one, and nothing is shared with those of this
-        one.
+        """`path`: the model's directory; `threads`: None for one per processor; `max_tokens`: an image with more tokens
+        is refused, and not stored; `salt`: images are shared only between processors with the same salt.
 
-        Raises ValueError where the model takes no images, or its processor is not there.
+        Raises ValueError if the model takes no images, or its directory has no image processor.
         """
         self.limits = limits or ImageLimits()
         self._store = store
-        self._most_tokens = most_tokens
+        self._max_tokens = max_tokens
         config, self._processor, self._count = _processor_of(Path(path))
         self.image_id: int = config.image_token_id
         self.is_tiled = config.model_type in TILED
@@ -100,11 +99,11 @@ class ImageProcessor:
         self._small, self._large = FairThreadPool(threads, "images"), FairThreadPool(threads, "large images")
 
     async def load(self, raw: bytes | Callable[[], bytes], scope: Scope) -> ProcessedImage:
-        """Returns the image. `raw`: or a function that reads it, in a thread. Does not block the event loop. The scope,
-        one for each request, holds the image.
+        """Processes an image in a thread. `raw`: its bytes, or a function that reads them there. The request's scope
+        holds the image.
 
-        Cancelled, it is dropped if it has not begun. Raises ImageRefused, what reading it raises, and ClosedError if
-        the scope has been released meanwhile.
+        If cancelled, work that has not begun is dropped. Raises ImageRefused, the errors of `raw()`, and ClosedError if
+        the scope was released meanwhile.
         """
         loaded = await self._small.run(scope, functools.partial(self._load_small, raw, scope))
         if isinstance(loaded, ProcessedImage):
@@ -114,31 +113,31 @@ class ImageProcessor:
     def _load_small(
         self, raw: bytes | Callable[[], bytes], scope: Scope
     ) -> ProcessedImage | tuple[bytes, EncodedImage]:
-        """The image, or the key of one that is large, and what is to be decoded."""
+        """Returns the image; or, if it is large, its key and its encoded form, to be decoded by another thread."""
         if not isinstance(raw, bytes):
             raw = raw()
         if len(raw) > self.limits.nbytes:
             raise ImageRefused(413, f"an image has at most {self.limits.nbytes} bytes, this one has {len(raw)}")
         key = content_key(raw, salt=self._salt)
-        found = self._find(key, scope)
-        if found is not None:
-            return found
+        image = self._find(key, scope)
+        if image is not None:
+            return image
         encoded = self._parse(raw)
         if encoded.work > LARGE_PIXELS or len(encoded.data) > LARGE_NBYTES:
             return key, encoded
         return self._load_encoded(key, encoded, scope)
 
     def _load_large(self, key: bytes, encoded: EncodedImage, scope: Scope) -> ProcessedImage:
-        found = self._find(key, scope)  # the same image may have been made while this one waited
-        return self._load_encoded(key, encoded, scope) if found is None else found
+        image = self._find(key, scope)  # another request may have stored the same image
+        return self._load_encoded(key, encoded, scope) if image is None else image
 
     def _load_encoded(self, key: bytes, encoded: EncodedImage, scope: Scope) -> ProcessedImage:
-        made = self._make(encoded)
-        if self._most_tokens is not None and made["tokens"] > self._most_tokens:
+        tree = self._make(encoded)
+        if self._max_tokens is not None and tree["tokens"] > self._max_tokens:
             raise ImageRefused(
-                400, f"this model has at most {self._most_tokens} tokens, and the image takes {made['tokens']}"
+                400, f"this model has at most {self._max_tokens} tokens, and the image takes {tree['tokens']}"
             )
-        return _loaded(scope.put(made, key=key), made)
+        return _loaded(scope.put(tree, key=key), tree)
 
     def _find(self, key: bytes, scope: Scope) -> ProcessedImage | None:
         store = self._store
@@ -151,7 +150,7 @@ class ImageProcessor:
         return None
 
     def _parse(self, raw: bytes) -> EncodedImage:
-        """Raises ImageRefused where decoding it, or what it becomes when it is made a square, would be too much."""
+        """Raises ImageRefused if decoding the image, or padding it to a square, would exceed a limit."""
         try:
             encoded = EncodedImage.parse(raw)
         except ValueError as error:
@@ -159,24 +158,24 @@ class ImageProcessor:
         sides = width, height = encoded.width, encoded.height
         if self._is_squared:
             width = height = max(sides)
-        most = self.limits.pixels
-        if width * height > most:
-            said = f"this one has {width} x {height} = {width * height}"
-            raise ImageRefused(413, f"an image has at most {most} pixels, {said}")
+        limit = self.limits.pixels
+        if width * height > limit:
+            actual = f"this one has {width} x {height} = {width * height}"
+            raise ImageRefused(413, f"an image has at most {limit} pixels, {actual}")
         if max(sides) > MAX_RATIO * min(sides):
-            said = f"this one is {sides[0]} x {sides[1]}"
-            raise ImageRefused(400, f"an image is at most {MAX_RATIO} times as long as it is wide, {said}")
-        if encoded.work > MAX_PASSES * most:
-            said = f"this one of {sides[0]} x {sides[1]} has {encoded.scans} scans, which are {encoded.work}"
-            raise ImageRefused(400, f"the scans of an image pass over at most {MAX_PASSES * most} pixels, {said}")
+            actual = f"this one is {sides[0]} x {sides[1]}"
+            raise ImageRefused(400, f"an image is at most {MAX_RATIO} times as long as it is wide, {actual}")
+        if encoded.work > MAX_PASSES * limit:
+            actual = f"this one of {sides[0]} x {sides[1]} has {encoded.scans} scans, which are {encoded.work}"
+            raise ImageRefused(400, f"the scans of an image pass over at most {MAX_PASSES * limit} pixels, {actual}")
         return encoded
 
     def _make(self, encoded: EncodedImage) -> dict[str, Any]:
         picture = _decoded(encoded)
         try:
-            made = self._processor(images=picture, return_tensors="np")
-            shape = _tiles(made)
-            tensors = {name: np.asarray(one) for name, one in made.items() if name not in ("rows", "cols")}
+            features = self._processor(images=picture, return_tensors="np")
+            shape = _tiles(features)
+            tensors = {name: np.asarray(feature) for name, feature in features.items() if name not in ("rows", "cols")}
             return {**tensors, "tokens": self._count(tensors), "rows": shape[0], "columns": shape[1]}
         except (ValueError, ArithmeticError, MemoryError) as error:  # of an odd shape, say
             raise ImageRefused(
@@ -184,7 +183,7 @@ class ImageProcessor:
             ) from None
 
     def close(self) -> None:
-        """Waits for what is being made."""
+        """Waits for the images that threads are processing."""
         self._small.close()
         self._large.close()
 
@@ -195,19 +194,19 @@ class ImageProcessor:
         self.close()
 
 
-def _loaded(item: Handle, made: Mapping[str, Any]) -> ProcessedImage:
-    return ProcessedImage(item, made["tokens"], made["rows"], made["columns"])
+def _loaded(item: Handle, tree: Mapping[str, Any]) -> ProcessedImage:
+    return ProcessedImage(item, tree["tokens"], tree["rows"], tree["columns"])
 
 
-def _tiles(made: Mapping[str, Any]) -> tuple[int, int]:
-    rows, columns = made.get("rows"), made.get("cols")
+def _tiles(features: Mapping[str, Any]) -> tuple[int, int]:
+    rows, columns = features.get("rows"), features.get("cols")
     if rows is None or columns is None:
         return 0, 0
     return int(np.asarray(rows).reshape(-1)[0]), int(np.asarray(columns).reshape(-1)[0])
 
 
 def _decoded(encoded: EncodedImage) -> Any:
-    """As RGB, upright."""
+    """Returns the decoded image, as RGB and upright."""
     from PIL import Image
 
     try:
@@ -215,10 +214,10 @@ def _decoded(encoded: EncodedImage) -> Any:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # its size has been looked at
             picture = Image.open(io.BytesIO(encoded.data), formats=(encoded.format,))
         if picture.size != (encoded.width, encoded.height):
-            raise ValueError(f"its headers promise {encoded.width} x {encoded.height}, not {picture.size}")
+            raise ValueError(f"the headers say {encoded.width} x {encoded.height}, the decoder says {picture.size}")
         upright = picture.convert("RGB")
     except Image.DecompressionBombError as error:
-        raise ImageRefused(413, f"an image has fewer pixels than Pillow warns of: {error}") from None
+        raise ImageRefused(413, f"Pillow refuses to decode so many pixels: {error}") from None
     except Exception as error:  # whatever its decoder stumbles on
         raise _unreadable(error) from None
     return upright if encoded.orientation == UPRIGHT else upright.transpose(_turned(encoded.orientation))
@@ -232,18 +231,18 @@ def _turned(orientation: int) -> Any:
 
 
 def _unreadable(why: Exception) -> ImageRefused:
-    return ImageRefused(400, f"no image that can be read as {', '.join(FORMATS)}: {why}")
+    return ImageRefused(400, f"expected an image as {', '.join(FORMATS)}: {why}")
 
 
 # ── what a family makes of an image ──────────────────────────────────────────────────────────────────────────────────
 def _processor_of(path: Path) -> tuple[Any, Any, Any]:
-    """The model's configuration, what makes an image's tensors, and what says how many tokens these are."""
+    """Returns the model's configuration, its image processor, and a function that counts the tokens of an image."""
     from transformers import AutoConfig, AutoImageProcessor
 
     of_any_kind: Any = AutoImageProcessor
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if config.model_type not in VISION:
-        raise ValueError(f"{config.model_type!r} takes no images; these do: {', '.join(VISION)}")
+        raise ValueError(f"{config.model_type!r} takes no images; model types that do: {', '.join(VISION)}")
     try:
         processor = of_any_kind.from_pretrained(path, local_files_only=True, backend="pil")
     except OSError as error:
@@ -254,7 +253,7 @@ def _processor_of(path: Path) -> tuple[Any, Any, Any]:
 
 
 def _count_patches(config: Any, _: Any) -> Any:
-    """LLaVA's: a token for each patch; its tower may have one more, which is kept or left out."""
+    """LLaVA has a token for each patch; its vision tower may have a class token, which is kept or left out."""
     size = config.vision_config.patch_size
     has_class = config.vision_config.model_type == "clip_vision_model"
     more = int(has_class) - int(config.vision_feature_select_strategy == "default")
@@ -267,12 +266,12 @@ def _count_patches(config: Any, _: Any) -> Any:
 
 
 def _count_merged(config: Any, processor: Any) -> Any:
-    """Qwen's: as the grid says."""
+    """Qwen-VL has a token for each group of merged patches of the grid."""
     return lambda tensors: int(tensors["image_grid_thw"].prod()) // processor.merge_size**2
 
 
 def _count_tiles(config: Any, _: Any) -> Any:
-    """Idefics': as many for each tile."""
+    """Idefics has the same number of tokens for each tile."""
     each = (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // config.scale_factor**2
     return lambda tensors: int(tensors["pixel_values"].shape[1]) * each
 
@@ -287,8 +286,8 @@ _COUNTS = {
 
 
 def _fingerprint(processor: Any) -> bytes:
-    """Of all that decides what becomes of an image."""
+    """Returns a hash of all settings that change an image's tensors."""
     import transformers
 
-    said = json.dumps(processor.to_dict(), sort_keys=True, default=str)
-    return hashlib.sha256(f"{transformers.__version__} {type(processor).__name__} {said}".encode()).digest()
+    settings = json.dumps(processor.to_dict(), sort_keys=True, default=str)
+    return hashlib.sha256(f"{transformers.__version__} {type(processor).__name__} {settings}".encode()).digest()

@@ -1,6 +1,6 @@
-"""Which group gets a request: the one with the least to do, or one that has seen its beginning before.
+"""Chooses the group of a request: the one with the fewest open requests, or one that had its prefix or images before.
 
-Leaves to the board how much each has to do.
+The status board counts the open requests of each group.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 from penstock.engine.protocol.messages import Ints
 
-BEGINNING = 64  # tokens that two prompts share, if they are to share a cache
-MAX_REMEMBERED = 1 << 14
-SLACK = 8  # requests more than others: so many a group may have, and a fourth more, before affinity is too dear
+BEGINNING = 64  # tokens of a prompt's prefix: prompts that share them are routed to the same group
+MAX_REMEMBERED = 1 << 14  # prefixes and images
+SLACK = 8  # a group may have so many requests, and a fourth, more than the least loaded before affinity is given up
 
 
 def traces(prompt: Ints, salt: bytes, keys: Sequence[bytes]) -> list[bytes]:
-    """What a group remembers a request by."""
+    """Returns the keys of a request's affinity: one for the prefix of its prompt, one for each of its images."""
     return [salt + np.ascontiguousarray(prompt[:BEGINNING], np.int32).tobytes(), *keys]
 
 
@@ -29,9 +29,9 @@ class Router:
         self._chance = random.Random(seed)
 
     def choose(self, loads: Mapping[int, int], traces: Sequence[bytes]) -> int:
-        """One of the groups in `loads`, which says how many requests each has."""
+        """Returns one of the groups in `loads`, which has the number of open requests of each."""
         least = min(loads.values())
-        votes = Counter(self._had[one] for one in traces if one in self._had)
+        votes = Counter(self._had[trace] for trace in traces if trace in self._had)
         chosen = None
         for group, _ in votes.most_common():
             if group in loads and loads[group] <= least + SLACK + least // 4:
@@ -39,9 +39,9 @@ class Router:
                 break
         if chosen is None:
             chosen = self._chance.choice([group for group, load in loads.items() if load == least])
-        for one in traces:
-            self._had[one] = chosen
-            self._had.move_to_end(one)
+        for trace in traces:
+            self._had[trace] = chosen
+            self._had.move_to_end(trace)
         while len(self._had) > MAX_REMEMBERED:
             self._had.popitem(last=False)
         return chosen

@@ -1,7 +1,4 @@
-"""The answer to one request, as it comes: what `async for` gives, and how it ends.
-
-Leaves to the client where the pieces come from.
-"""
+"""The answer to one request: an async iterator of chunks, which the client fills as they arrive."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ import msgspec
 from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.tensor import Scope
 
-MAX_KEPT_NBYTES = 4 << 20  # of an answer that is not read
-PIECE_NBYTES = 256  # of a piece without anything in it
+MAX_KEPT_NBYTES = 4 << 20  # of unread chunks, above which the request is aborted
+PIECE_NBYTES = 256  # of an empty chunk
 
 
 class EngineError(Exception):
-    """A request that ends without its answer. `status` is HTTP's."""
+    """The engine has not answered a request. `status` is the HTTP status for it."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -28,14 +25,14 @@ class EngineError(Exception):
 
 
 class OutputChunk(msgspec.Struct, eq=False):
-    """What is new of one sample."""
+    """New tokens of one sample."""
 
     sample: int
     utf8: bytes  # text; or, if the request was announced with a style, finished lines of that style
     ids: list[int]
-    reason: FinishReason | None = None  # None: more will come
-    stop: int | str | None = None  # what ended it, where that was one of its own stops
-    cached: int = 0  # how much of the prompt the cache had; said with the last piece
+    reason: FinishReason | None = None  # None: more chunks will come
+    stop: int | str | None = None  # the stop string or stop token id that ended the sample, if one did
+    cached: int = 0  # prompt tokens found in the prefix cache; set in the last chunk
     logprobs: Logprobs | None = None  # of these ids
 
     @property
@@ -49,11 +46,11 @@ class OutputChunk(msgspec.Struct, eq=False):
 
 
 class OutputStream:
-    """`async with` ends the request with its block; `async for` gives its pieces.
+    """`async for` yields the chunks of the answer; `async with` aborts the request at the end of its block.
 
-    One task reads it. Successive unread pieces of one sample become one, unless they have log-probabilities. Raises
-    EngineError where the answer does not come to its end. `scope` holds what stands in the prompt instead of text: it
-    is released when the stream is over, in whatever way. An unread stream comes to its end all the same.
+    One task reads it. Successive unread chunks of one sample are joined, unless they have log-probabilities. Raises
+    EngineError if the answer stays incomplete. `scope` holds the images of the prompt, and is released when the stream
+    is over, however it ends. An unread stream ends, too.
     """
 
     def __init__(
@@ -85,11 +82,11 @@ class OutputStream:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more will come."""
+        """Returns whether the last chunk has come, or the request has failed or was aborted."""
         return self._open_samples == 0 or self._error is not None or self._is_aborted
 
     def abort(self) -> None:
-        """Ends the request: the rest is not wanted."""
+        """Ends the request; chunks that have come can still be read."""
         if self.is_over:
             return
         self._is_aborted = True
@@ -117,7 +114,7 @@ class OutputStream:
             if self.is_over:
                 raise StopAsyncIteration
             if self._waiter is not None:
-                raise RuntimeError("another task waits for this answer already")
+                raise RuntimeError("another task is already reading this answer")
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -126,7 +123,7 @@ class OutputStream:
 
     # ── for the client ──
     def begin(self, on_abort: Callable[[OutputStream], None], timeout: float | None, spent: float = 0.0) -> None:
-        """`on_abort` hears of it when the rest is not wanted any more. Of `timeout`, `spent` seconds have passed."""
+        """`on_abort` is called when the stream is aborted. Of `timeout`, `spent` seconds have passed already."""
         self._on_abort = on_abort
         if timeout is not None and not self.is_over:
             self._alarm = asyncio.get_running_loop().call_later(timeout - spent, self._expire, timeout)
@@ -149,17 +146,17 @@ class OutputStream:
             self._kept_nbytes += piece.nbytes
         if self._kept_nbytes > MAX_KEPT_NBYTES:
             self._pieces.clear()
-            self._give_up(EngineError(503, f"nobody has read {MAX_KEPT_NBYTES} bytes of the answer"))
+            self._give_up(EngineError(503, f"the client has not read {MAX_KEPT_NBYTES} bytes of the answer"))
         self._finish_if_over()
 
     def fail(self, error: EngineError) -> None:
-        """What has come is still given, and then this error."""
+        """Ends the stream with an error, which the reader gets after the chunks that have come."""
         if not self.is_over:
             self._error = error
             self._finish_if_over()
 
     def _expire(self, timeout: float) -> None:
-        self._give_up(EngineError(504, f"the answer has not come to its end within {timeout:g} s"))
+        self._give_up(EngineError(504, f"the answer was not complete within {timeout:g} s"))
         self._finish_if_over()
 
     def _give_up(self, error: EngineError) -> None:

@@ -1,7 +1,7 @@
-"""Threads that take work in turns of its owners: an owner of little work does not wait for one of much.
+"""A thread pool that is fair between owners: a request with one image does not wait for a request with many.
 
-An owner's second piece goes after the first pieces of others, also of those that come later, up to `HEAD_START` of
-them; its third after twice as many. So no piece waits for ever.
+An owner's second piece of work runs after the first pieces of other owners, also of those that come later, up to
+`HEAD_START` of them; its third piece after twice as many. So no piece waits for ever.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FairThreadPool:
         self._open: Counter[Hashable] = Counter()  # pieces of each owner that have not ended
 
     async def run(self, owner: Hashable, work: Callable[[], T]) -> T:
-        """What the work gives, in a thread. Cancelled, it is dropped if it has not begun."""
+        """Runs `work` in a thread, and returns its result. If cancelled, work that has not begun is dropped."""
         future: Future[T] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -56,7 +56,7 @@ class FairThreadPool:
                 del self._open[owner]
 
     def close(self) -> None:
-        """Waits for what has begun; the rest is dropped."""
+        """Waits for the work that threads have begun, and drops the rest."""
         self._threads.shutdown(cancel_futures=True)
         for *_, future in self._waiting:
             future.cancel()

@@ -1,6 +1,6 @@
-"""How many CUDA devices a worker will find: what the driver and torch's files say, without importing torch.
+"""The number of CUDA devices that a worker will find, by the driver and torch's version file; torch is not imported.
 
-What cannot be known is None, and never 0: the worker finds out.
+An unknown number is None, and never 0: the worker finds out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ else:
     print(status, count.value)
 """
 PATIENCE = 20.0  # seconds; for the driver's answer
-NO_DEVICE, STUB_LIBRARY = 100, 34  # CUDA_ERROR_…: the two that say that there is none
+NO_DEVICE, STUB_LIBRARY = 100, 34  # CUDA_ERROR_…: the two errors that mean no device
 
 
 class TorchBuild(NamedTuple):
@@ -47,8 +47,8 @@ def torch_build() -> TorchBuild | None:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    said = runpy.run_path(str(Path(spec.origin).parent / "version.py"))
-    return TorchBuild(str(said["__version__"]), said.get("cuda"), said.get("hip"))
+    version_py = runpy.run_path(str(Path(spec.origin).parent / "version.py"))
+    return TorchBuild(str(version_py["__version__"]), version_py.get("cuda"), version_py.get("hip"))
 
 
 def cuda_devices() -> Devices:
@@ -73,12 +73,12 @@ def _asked_of_driver() -> Devices:
         return Devices(None, f"the driver could not be asked: {error}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     where = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-    said = done.stdout.split()
-    if said == ["absent"]:
+    fields = done.stdout.split()
+    if fields == ["absent"]:
         return Devices(0, "there is no NVIDIA driver (libcuda.so.1)")
-    if done.returncode != 0 or len(said) != 2 or not all(one.isdecimal() for one in said):
+    if done.returncode != 0 or len(fields) != 2 or not all(field.isdecimal() for field in fields):
         return Devices(None, f"the driver: {done.stdout.strip() or f'exit status {done.returncode}'}")
-    status, count = map(int, said)
+    status, count = map(int, fields)
     if status in (NO_DEVICE, STUB_LIBRARY):
         return Devices(0, f"the driver finds no device{where}")
     if status != 0:

@@ -24,7 +24,7 @@ REQUEST_SECONDS: Bounds = (
 
 
 def words_of(bounds: Bounds) -> int:
-    """Returns how many words it takes: one for each bound, one for what is more, and one for the sum in ns."""
+    """Returns the number of words of a histogram: one for each bound, one for larger values, and the sum in ns."""
     return len(bounds) + 2
 
 
@@ -43,7 +43,7 @@ class Histogram:
     @property
     def counts(self) -> list[int]:
         """Returns a count for each bound, of values up to it and above the one before; and one of values above all."""
-        return [int(one) for one in self._words[self._begin : self._sum]]
+        return [int(count) for count in self._words[self._begin : self._sum]]
 
     @property
     def seconds(self) -> float:

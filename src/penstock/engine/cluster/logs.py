@@ -1,7 +1,4 @@
-"""Logs: one line per event, with the process and its number in each; as text, or as JSON for programs.
-
-Leaves to `logging` where the lines go.
-"""
+"""Logs to standard error: one line per event, with name and pid of the process; as text, or as JSON for programs."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ LOGGER = logging.getLogger("penstock.engine")
 
 
 def event(name: str, level: int = logging.INFO, **fields: object) -> None:
-    """Something happened. `fields` are what one would search for."""
+    """Logs an event. `fields` follow it as `name=value`."""
     LOGGER.log(level, name, extra={"fields": fields})
 
 
 def configure(process: str, log_format: str, level: str = "info") -> None:
-    """From now on the events of this process, of this level and above, go to its standard error."""
+    """Sends the events of this process, of this level and above, to its standard error."""
     lines = logging.StreamHandler(sys.stderr)
     lines.setFormatter((JsonFormatter if log_format == "json" else TextFormatter)(process))
     LOGGER.handlers[:] = [lines]
@@ -57,4 +54,4 @@ class TextFormatter(_Lines):
 
 def _quoted(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if text and not any(one in text for one in ' "=\n') else json.dumps(text)
+    return text if text and not any(character in text for character in ' "=\n') else json.dumps(text)

@@ -1,7 +1,7 @@
 """Messages of a core or an output processor to the servers: sent at once if there is room, else kept in order.
 
-No send blocks: a server that reads nothing delays only its own answers. What becomes of a server that reads nothing for
-long is left to the launcher.
+No send blocks: a server that reads nothing delays only its own answers. Beyond MAX_KEPT messages for one server, `send`
+returns False and keeps only its `Failed` messages. A server process that is stopped for long is killed by the launcher.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import Delta, Failed
 from penstock.lowlevel import ChannelError
 
-ATTEMPTS = 2  # the first may only raise the death of the server before this one
+ATTEMPTS = 2  # the first may only raise PeerDied of the server's former process
 MAX_KEPT = 1 << 14  # messages for one server: more than a minute of steps of 5 ms
 
-TOO_SLOW = 503, "too much of what the engine told was not read"  # status and reason
+TOO_SLOW = 503, "the server read the chunks of this request too slowly"  # status and reason
 
 Answer: TypeAlias = Delta | Failed
 
 
 class Outbox:
+    """The messages of one process to all servers."""
+
     def __init__(self, tree: Cluster, me: ProcessId) -> None:
         lane = tree.delta_lane(me.group, me.index if me.kind == "output" else None)
-        self._senders: list[Sender] = [one.open_sender(lane, name=str(me)) for one in tree.servers]
+        self._senders: list[Sender] = [channel.open_sender(lane, name=str(me)) for channel in tree.servers]
         self._kept: list[deque[Answer]] = [deque() for _ in tree.servers]
 
     @property
@@ -40,7 +42,7 @@ class Outbox:
             kept.append(answer)
         if len(kept) <= MAX_KEPT:
             return True
-        self._kept[server] = deque(one for one in kept if isinstance(one, Failed))
+        self._kept[server] = deque(message for message in kept if isinstance(message, Failed))
         return False
 
     def flush(self) -> None:
@@ -64,7 +66,7 @@ class Outbox:
             except ChannelError:
                 break
             return True
-        return True  # the server is gone, and the message with it: the core learns that from its inbox
+        return True  # the server is dead and the message is dropped: the core learns of the death from its inbox
 
     def close(self) -> None:
         for sender in self._senders:

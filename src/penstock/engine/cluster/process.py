@@ -29,8 +29,8 @@ from penstock.engine.cluster.topology import Cluster, ProcessId
 PR_SET_PDEATHSIG = 1
 ASKED_TO_END = {signal.SIGINT, signal.SIGTERM}
 WORDS_NBYTES = 4096
-CANNOT_START = 2  # exit status: another attempt would meet the same
-# Errors of files, options, packages and memory. That of torch is no MemoryError, and nothing here imports torch.
+CANNOT_START = 2  # exit status: another attempt would meet the same error
+# Errors of files, options, packages and memory. Torch's is no MemoryError, and is known by its name.
 LASTING = (
     *(ValueError, TypeError, ImportError, NotImplementedError, MemoryError),
     *(FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError),
@@ -39,7 +39,7 @@ OUT_OF_MEMORY = "OutOfMemoryError"
 
 
 class CannotStart(Exception):
-    """What a process needs in order to serve is not there, and will not be at the next attempt."""
+    """A process cannot serve, and the next attempt would meet the same error (a file, an option, memory)."""
 
 
 @contextlib.contextmanager
@@ -62,6 +62,8 @@ class ProcessEnd(NamedTuple):
 
 @dataclass
 class ChildProcess:
+    """A child process of the launcher, watched by its pidfd."""
+
     member: ProcessId
     pid: int
     pidfd: int
@@ -98,15 +100,15 @@ class ChildProcess:
 
     def check_stopped(self, patience: float) -> None:
         """Kills the process `patience` seconds after it was seen to be stopped, unless it continues before."""
-        seen = None
+        status = None
         with contextlib.suppress(ChildProcessError):  # it has ended, and its pidfd says so next
-            seen = os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
-        if seen is None:
+            status = os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        if status is None:
             return
         if self._end_of_patience is not None:
             self._end_of_patience.cancel()
             self._end_of_patience = None
-        if seen.si_code == os.CLD_STOPPED:
+        if status.si_code == os.CLD_STOPPED:
             event("process is stopped", logging.WARNING, child=str(self.member), killed_after=patience)
             loop = asyncio.get_running_loop()
             self._end_of_patience = loop.call_later(patience, self.signal, signal.SIGKILL)
@@ -147,18 +149,18 @@ def child_main(
         event("process cannot start", logging.DEBUG, trace=traceback.format_exc())
         _die(error_pipe, str(error), CANNOT_START)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         # A peer that died reports its own end: the trace of this process explains nothing.
         trace = {} if isinstance(error, PeerDied) else {"trace": traceback.format_exc()}
-        event("process failed", logging.ERROR, error=what, **trace)
-        _die(error_pipe, what, 1)
+        event("process failed", logging.ERROR, error=reason, **trace)
+        _die(error_pipe, reason, 1)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # its work is done and its ends are closed; taking torch down takes seconds where processors are short
 
 
-def _die(error_pipe: Connection, what: str, status: int) -> NoReturn:
+def _die(error_pipe: Connection, reason: str, status: int) -> NoReturn:
     """Exits without closing channel ends, so that peers see a death: closing a sender would end its broadcast."""
-    error_pipe.send_bytes(what.encode()[:WORDS_NBYTES])
+    error_pipe.send_bytes(reason.encode()[:WORDS_NBYTES])
     sys.stderr.flush()
     os._exit(status)

@@ -53,7 +53,7 @@ class StatusBoard:
         self._words: memoryview[int] = segment.view(writable=writable).cast("Q")
 
     @staticmethod
-    def lay(groups: int, members: int = 0) -> lowlevel.Segment:
+    def create(groups: int, members: int = 0) -> lowlevel.Segment:
         page = lowlevel.Segment.create(((1 + groups) * ROW_WORDS + members) * WORD_NBYTES, name="board")
         words = page.view(writable=True).cast("Q")
         words[StatusBoard.GROUPS], words[StatusBoard.MEMBERS] = groups, members
@@ -72,7 +72,7 @@ class StatusBoard:
         return self._words[begin : begin + ROW_WORDS]
 
     def begin(self, group: int) -> None:
-        """Clears the row of a group that begins anew, or has ended."""
+        """Clears the row of a group that restarts, or has ended."""
         row = self.row(group)
         for word in range(ROW_WORDS):
             row[word] = 0

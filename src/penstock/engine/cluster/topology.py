@@ -1,7 +1,7 @@
-"""What the processes of a tree share: channels, board and store; and which process has which lane.
+"""The channels, status board and store that the processes of an engine share, and the lane of each process in them.
 
-The launcher opens them once, for the life of the tree: a restarted process attaches again to the same channels.
-Channels replace the ends of dead processes; `launcher` starts and restarts processes.
+The launcher opens them once, for the life of the tree: a restarted process attaches again to the same channels, and
+takes the ends of the dead one. `launcher` starts and restarts processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import ANNOUNCED, DELTAS, INBOX, RESULTS, STEPS
 
 T = TypeVar("T")
-AGAIN = 0.01  # seconds; between two looks whether the successor of a dead process has come
+AGAIN = 0.01  # seconds between two attempts while the successor of a dead process has not attached
 NAMELESS = "?"  # name in a PeerDied when the place of the dead peer has been taken since
 PEERS = 128  # places are reused, but a process that dies often needs some while dead peers are being reaped
 
@@ -36,43 +36,41 @@ class EngineChannels:
 
 @dataclass
 class Cluster:
-    """Handed to each process while it is being spawned."""
+    """All that the processes of a tree share. The launcher passes it to each process that it spawns."""
 
     config: EngineConfig
     groups: tuple[EngineChannels, ...]
     servers: tuple[penstock.Inbox[DELTAS], ...]  # to each server: from each group's core, then its outputs
     board: lowlevel.Segment
     store: Store | None
-    init_methods: list[
-        str
-    ]  # of each group's ranks: another one for each incarnation, passed to the processes that are spawned next
+    # torch.distributed's, by group. Another one for each incarnation, passed to the processes that are spawned next.
+    init_methods: list[str]
 
     @classmethod
-    def lay(cls, config: EngineConfig) -> Cluster:
-        one = config
-        processes = one.api_server_count + one.data_parallel_size * (
-            1 + one.tensor_parallel_size + one.output_processors
+    def open(cls, config: EngineConfig) -> Cluster:
+        processes = config.api_server_count + config.data_parallel_size * (
+            1 + config.tensor_parallel_size + config.output_processors
         )
         return cls(
             config,
-            tuple(_lay_group(config, number) for number in range(one.data_parallel_size)),
+            tuple(_open_channels(config, number) for number in range(config.data_parallel_size)),
             # One lane more than there are senders: it is never taken, so the inbox never ends.
             tuple(
                 penstock.Inbox(
                     DELTAS,
-                    senders=one.data_parallel_size * (1 + one.output_processors) + 1,
+                    senders=config.data_parallel_size * (1 + config.output_processors) + 1,
                     name=f"deltas {server}",
                     max_peers=PEERS,
                 )
-                for server in range(one.api_server_count)
+                for server in range(config.api_server_count)
             ),
-            StatusBoard.lay(one.data_parallel_size, len(all_processes(one))),
-            Store(one.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if one.store_nbytes else None,
-            [""] * one.data_parallel_size,
+            StatusBoard.create(config.data_parallel_size, len(all_processes(config))),
+            Store(config.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if config.store_nbytes else None,
+            [""] * config.data_parallel_size,
         )
 
     def close(self) -> None:
-        """Closes what this process holds of it."""
+        """Closes the channels and the board in this process."""
         for group in self.groups:
             group.inbox.close()
             group.steps.close()
@@ -100,7 +98,7 @@ class Cluster:
         return group * (1 + self.config.output_processors) + (0 if output is None else 1 + output)
 
 
-def _lay_group(config: EngineConfig, number: int) -> EngineChannels:
+def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
     workers, outputs = config.tensor_parallel_size, config.output_processors
     return EngineChannels(
         # As for the servers, the last lane keeps the inbox from ending; the launcher has it, and sends Stop.
@@ -125,7 +123,7 @@ def _lay_group(config: EngineConfig, number: int) -> EngineChannels:
 # ── names: which process a PeerDied means ─────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True)
 class ProcessId:
-    """A process of a group, in one of the group's incarnations; or a server: its group means nothing."""
+    """A process of a group, in one of the group's incarnations; or a server, which has group 0."""
 
     kind: str  # "core", "worker", "output", "server"
     group: int
@@ -163,8 +161,8 @@ def is_stale_death(me: ProcessId, death: PeerDied) -> bool:
     A nameless death is one, too: another process has the dead one's place by now, and all processes of a group have
     ended before their successors start.
     """
-    who = ProcessId.of(death.name)
-    return death.name == NAMELESS or (who is not None and who.group == me.group and who.incarnation < me.incarnation)
+    dead = ProcessId.of(death.name)
+    return death.name == NAMELESS or (dead is not None and dead.group == me.group and dead.incarnation < me.incarnation)
 
 
 def retry_past_stale_deaths(me: ProcessId, call: Callable[[], T], timeout: float) -> T:

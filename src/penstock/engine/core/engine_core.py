@@ -1,7 +1,8 @@
 """The core process: receives requests, broadcasts each step while the one before it runs, and receives its result.
 
-A core touches neither text nor images, and waits only for its device. The scheduler decides which sequences run, the
-outbox keeps messages for slow servers, and the launcher handles a death within the group.
+A core touches neither text nor images. It blocks only on a step's result, or, with no step in flight, on its inbox. The
+scheduler decides which sequences run, the outbox keeps messages for slow servers, and the launcher handles a death
+within the group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How many threads compute a step on a CPU: found by trying when a model is loaded, as it depends on both of them.
+"""The number of threads that compute a step on a CPU: measured when a model is loaded.
 
-Threads of one product wait for each other, which in a small step takes longer than the product, and a processor that
-they use is one less for the processes that feed the device. Leaves to the backend which steps there are.
+Threads of one product wait for each other, which in a small step takes longer than the product; and a processor that
+they use is one less for the cores and servers.
 """
 
 from __future__ import annotations
@@ -16,60 +16,62 @@ import torch
 from penstock.engine.cluster.logs import event
 from penstock.engine.worker.tensor_parallel import TPGroup
 
-SHORT = 64  # tokens: up to so many a step has its threads, beyond it has others
-TRIED = (16, 256)  # tokens of a short step and of a long one
-GAIN = 1.3  # what twice as many threads must gain, at least
-TIMES = 3  # that each is tried; the best counts, as others may have been in the way
-LONG = 100_000  # microseconds: such a step has use for all threads, and is not tried with fewer
+SHORT = 64  # tokens: the most of a short step; short and long steps have their own numbers of threads
+TRIED = (16, 256)  # tokens of the short step and of the long one that are measured
+GAIN = 1.3  # minimum speed-up for which the number of threads is doubled
+TIMES = (
+    3  # measurements of each number of threads; the fastest counts, as other processes may have disturbed the others
+)
+LONG = 100_000  # microseconds: a step that takes longer uses all threads, and is not measured with fewer
 
 
 def share(of: int) -> int:
-    """Of the processors that this process may use, what each of so many processes has."""
+    """Returns the number of processors for each of `of` processes, of those that this process may use."""
     return max(1, len(os.sched_getaffinity(0)) // of)
 
 
 class CpuThreads:
-    """Of two kinds of steps, on all ranks alike."""
+    """The numbers of threads for short and for long steps, the same on all ranks."""
 
     def __init__(self, short: int, long: int) -> None:
         self._short, self._long = short, long
         self.use(1)
 
     def use(self, tokens: int) -> None:
-        """A step of so many tokens comes next."""
-        wanted = self._short if tokens <= SHORT else self._long
-        if wanted != torch.get_num_threads():
-            torch.set_num_threads(wanted)
+        """Sets the number of threads for a step of so many tokens."""
+        threads = self._short if tokens <= SHORT else self._long
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
 
 
-def tune_threads(most: int, compute: Callable[[int], object], ranks: TPGroup) -> CpuThreads:
-    """`compute` a step of so many tokens, which all ranks do together."""
-    most = ranks.least(most)
-    short, long = (_least(most, partial(compute, tokens), ranks) for tokens in TRIED)
-    if most > 1:
-        event("threads", short_steps=short, long_steps=long, of=most)
+def tune_threads(limit: int, compute: Callable[[int], object], ranks: TPGroup) -> CpuThreads:
+    """Measures the best numbers of threads. `compute` runs a step of so many tokens; all ranks run it together."""
+    limit = ranks.least(limit)
+    short, long = (_least(limit, partial(compute, tokens), ranks) for tokens in TRIED)
+    if limit > 1:
+        event("threads", short_steps=short, long_steps=long, of=limit)
     return CpuThreads(short, max(short, long))
 
 
-def _least(most: int, compute: Callable[[], object], ranks: TPGroup) -> int:
-    """From the most downwards, as long as fewer do as well."""
-    best = most
-    if most == 1:
+def _least(limit: int, compute: Callable[[], object], ranks: TPGroup) -> int:
+    """Returns the number of threads: halves it from `limit` on, as long as the step is not GAIN times slower."""
+    best = limit
+    if limit == 1:
         return best
-    its = _microseconds(best, compute, ranks)
-    while best > 1 and its < LONG:
+    best_time = _microseconds(best, compute, ranks)
+    while best > 1 and best_time < LONG:
         fewer = best // 2
-        theirs = _microseconds(fewer, compute, ranks)
-        if theirs > its * GAIN:
+        fewer_time = _microseconds(fewer, compute, ranks)
+        if fewer_time > best_time * GAIN:
             break
-        best, its = fewer, theirs
+        best, best_time = fewer, fewer_time
     return best
 
 
 def _microseconds(threads: int, compute: Callable[[], object], ranks: TPGroup) -> int:
-    """Of the slowest rank, as the others wait for it."""
+    """Returns the step's time on the slowest rank, as the others wait for it."""
     torch.set_num_threads(threads)
-    compute()  # the first time costs more
+    compute()  # the first run is slower, and is not measured
     spent: list[int] = []
     while len(spent) < TIMES and (not spent or min(spent) < LONG):
         began = time.monotonic_ns()

@@ -1,6 +1,7 @@
-"""What a CUDA device has been told to do, recorded: all of a step's kernels are launched by one call.
+"""CUDA graphs: all kernels of a step are recorded once, and then launched by one call.
 
-All that needs a CUDA device to be tried out. Leaves to `decode_graphs` what is recorded.
+This module has all code that only a CUDA device can test; it has never run on one. `decode_graphs` decides what is
+recorded.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from torch import Tensor
 
 
 class CudaGraphs:
-    """Of the current device. They share the memory between their kernels: what one answers is there until the next
-    one runs."""
+    """Records graphs on the current device. All graphs share one memory pool: the result of a replay is valid until the
+    next replay of any graph."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Calls `compute` three times. Raises RuntimeError where it waits for the device, or does something else that
-        cannot be recorded; what is called then goes on as before."""
+        """Records what `compute` does, in three calls of it, and returns the replay. Raises RuntimeError if `compute`
+        synchronizes with the device or does something else that cannot be recorded; the device stays usable."""
         now = torch.cuda.current_stream()
         self._stream.wait_stream(now)
         try:
             with torch.cuda.stream(self._stream):
-                compute()  # whatever is made only once, libraries' own memory too, is there after that
-                with _refusing_to_wait():  # told before anything is recorded, of which a failure would leave half
+                compute()  # after it, memory that libraries allocate once exists
+                with _refusing_to_wait():  # before recording, since a failed recording would be left half done
                     compute()
         finally:
             now.wait_stream(self._stream)
@@ -52,7 +53,7 @@ class CudaGraphs:
 
 @contextmanager
 def _refusing_to_wait() -> Iterator[None]:
-    """Makes reading a number from the device a RuntimeError, as that number would decide what is done next."""
+    """Makes reading a number from the device a RuntimeError: a recorded graph could not depend on that number."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it does not find everything: the recording finds the rest

@@ -23,16 +23,17 @@ from penstock.engine.worker.input_batch import InputBatch
 from penstock.engine.worker.model import LoadedModel
 from penstock.engine.worker.paged_attention import DecodeAttention, KVCache
 
-LEAST_POSITIONS = 256  # of a table: there are few forms, and short answers pay little for it
-MAX_POSITIONS = 1 << 18  # of all tables together: of more, attention itself takes its time, not that it is launched
+LEAST_POSITIONS = 256  # of the narrowest block table: fewer buckets, and short answers pay little for the padding
+MAX_POSITIONS = 1 << 18  # of all rows together: beyond, the time of attention outweighs the cost of launching kernels
 
 Replay: TypeAlias = Callable[[], Tensor]
 
 
 class GraphRecorder(Protocol):
     def record(self, compute: Callable[[], Tensor]) -> Replay:
-        """What `compute` does with its tensors, to be done again with what is in them by then. It may be called several
-        times for that. Raises where it cannot be recorded. What a replay answers is there until the next one."""
+        """Records what `compute` does with its tensors; it may be called several times. Returns the replay, which
+        computes with the tensors' contents of that time. Its result is valid until the next replay. Raises an error
+        if `compute` cannot be recorded."""
 
 
 class GraphBucket(NamedTuple):
@@ -41,28 +42,28 @@ class GraphBucket(NamedTuple):
 
 
 class GraphBuckets:
-    """Which there are: their number is bounded, whatever the number of slots and the length of requests."""
+    """All buckets: their number is bounded, whatever the number of slots and the length of requests."""
 
     def __init__(self, slots: int, blocks: int, block_size: int) -> None:
-        self._most_blocks = MAX_POSITIONS // block_size
+        self._max_blocks = MAX_POSITIONS // block_size
         narrowest = min(-(-LEAST_POSITIONS // block_size), blocks)
-        most = max(1, min(slots, self._most_blocks // narrowest))
-        self.rows = sorted({*(count for count in (1, 2, 4) if count < most), *range(8, most, 8), most})
+        max_rows = max(1, min(slots, self._max_blocks // narrowest))
+        self.rows = sorted({*(count for count in (1, 2, 4) if count < max_rows), *range(8, max_rows, 8), max_rows})
         self.widths = [narrowest]
-        while self.widths[-1] < min(blocks, self._most_blocks):
+        while self.widths[-1] < min(blocks, self._max_blocks):
             self.widths.append(min(2 * self.widths[-1], blocks))
 
     def least(self, rows: int, width: int) -> GraphBucket | None:
-        """The least one with so much room, if there is one."""
+        """Returns the smallest bucket with room for so many rows and blocks; None: the step fits no bucket."""
         row, column = bisect_left(self.rows, rows), bisect_left(self.widths, width)
         if row == len(self.rows) or column == len(self.widths):
             return None
         form = GraphBucket(self.rows[row], self.widths[column])
-        return form if form.rows * form.width <= self._most_blocks else None
+        return form if form.rows * form.width <= self._max_blocks else None
 
 
 class GraphInputs(NamedTuple):
-    """What a form is computed from, on the device. A column of the same memory for each row."""
+    """The inputs of a bucket on the device: views of one memory, with a column for each row of the batch."""
 
     ids: Tensor
     positions: Tensor  # [rows], or [num_position_axes, rows]
@@ -81,8 +82,8 @@ class DecodeGraphs:
         self._planes = num_position_axes
         self._padding_block = memory.blocks - 1
         self.forms = GraphBuckets(slots, self._padding_block, memory.block_size)
-        most = MAX_POSITIONS // memory.block_size + self.forms.rows[-1] * (num_position_axes + 2)
-        self._numbers = torch.zeros(most, dtype=torch.int64, device=model.device)
+        max_numbers = MAX_POSITIONS // memory.block_size + self.forms.rows[-1] * (num_position_axes + 2)
+        self._numbers = torch.zeros(max_numbers, dtype=torch.int64, device=model.device)
         self._replays: dict[GraphBucket, Replay] = {}
         self._is_recording = True  # until a form cannot be recorded
 
@@ -93,23 +94,23 @@ class DecodeGraphs:
         began = time.monotonic()
         for rows in reversed(self.forms.rows):
             form = GraphBucket(rows, self.forms.widths[0])
-            self._tell(form)
+            self._write_inputs(form)
             if self._replay_of(form) is None:
                 return
         event("decode steps recorded", forms=len(self._replays), seconds=time.monotonic() - began)
 
     def hidden(self, batch: InputBatch, ids: Tensor, positions: Index) -> Tensor | None:
-        """The hidden states of a step's tokens; None: it has no form. They stay there until the next step."""
+        """Returns the hidden states of a step's tokens, valid until the next step; None: the step fits no bucket."""
         if batch.chunks or not self._is_recording:
             return None
         form = self.forms.least(batch.lengths.size, -(-int(batch.lengths.max()) // batch.block_size))
         if form is None:
             return None
-        self._tell(form, batch, ids, positions)
+        self._write_inputs(form, batch, ids, positions)
         replay = self._replay_of(form)
         return None if replay is None else replay()[: batch.lengths.size]
 
-    def _told(self, form: GraphBucket) -> GraphInputs:
+    def _inputs_of(self, form: GraphBucket) -> GraphInputs:
         numbers, num_position_axes = self._in_columns(self._numbers, form), self._planes
         positions = numbers[1] if num_position_axes == 1 else numbers[1 : 1 + num_position_axes]
         return GraphInputs(numbers[0], positions, numbers[1 + num_position_axes], numbers[2 + num_position_axes :].T)
@@ -118,10 +119,10 @@ class DecodeGraphs:
         lines = 2 + self._planes + form.width
         return numbers[: lines * form.rows].view(lines, form.rows)
 
-    def _tell(
+    def _write_inputs(
         self, form: GraphBucket, batch: InputBatch | None = None, ids: Tensor | None = None, positions: Index | int = 0
     ) -> None:
-        """Writes all numbers of a form, those that pad it too: nothing of an earlier step is left in them."""
+        """Writes all inputs of a bucket, padding rows included: nothing of an earlier step is left in them."""
         num_position_axes, on_device = self._planes, self._in_columns(self._numbers, form)
         # A buffer of its own: no later step overwrites it before the device has read it; pinned, it needs no wait.
         here = torch.empty(on_device.shape, dtype=torch.int64, pin_memory=on_device.is_cuda)
@@ -157,5 +158,7 @@ class DecodeGraphs:
         return self._replays[form]
 
     def _compute(self, form: GraphBucket) -> Tensor:
-        told = self._told(form)
-        return self._model.hidden(DecodeAttention(self._memory, told.lengths, told.table), told.ids, told.positions)
+        inputs = self._inputs_of(form)
+        return self._model.hidden(
+            DecodeAttention(self._memory, inputs.lengths, inputs.table), inputs.ids, inputs.positions
+        )

@@ -1,6 +1,6 @@
-"""What a worker drives: a device that is given one step after the other, and says when each is done.
+"""The interface between a worker and its device: the worker launches steps, and the device says when each is done.
 
-Leaves to `model_runner` and `simulated_device` what a device is.
+`model_runner` implements it for a real device, `simulated_device` for a simulated one.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from penstock.engine.protocol.messages import Bytes, FinishReason, Ints, Logprob
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """What a step has sampled."""
+    """The sampled tokens of a step, and its failed rows."""
 
     ids: Ints  # in the order of `BatchState.sampled`
     logprobs: Logprobs | None = None
     failed: Slots | None = None
-    reasons: Bytes | None = None  # FinishReason of each that has failed; None: all ERROR
+    reasons: Bytes | None = None  # FinishReason of each failed slot; None: all ERROR
 
 
-def failures(found: Mapping[int, FinishReason]) -> tuple[Slots | None, Bytes | None]:
-    """The last two of `SamplerOutput`, of slots and why each has failed."""
-    if not found:
+def failures(reasons: Mapping[int, FinishReason]) -> tuple[Slots | None, Bytes | None]:
+    """Returns `failed` and `reasons` of a `SamplerOutput`."""
+    if not reasons:
         return None, None
-    slots = sorted(found)
-    return np.array(slots, np.uint16), np.array([found[slot] for slot in slots], np.uint8)
+    slots = sorted(reasons)
+    return np.array(slots, np.uint16), np.array([reasons[slot] for slot in slots], np.uint8)
 
 
 class PendingStep(Protocol):
@@ -38,26 +38,27 @@ class PendingStep(Protocol):
 
     @property
     def done_at(self) -> float | None:
-        """When it will be done, by `time.monotonic()`, if that is known beforehand."""
+        """Returns the time at which the step will be done, by `time.monotonic()`; None: unknown."""
 
     def is_done(self) -> bool: ...
 
     def result(self) -> SamplerOutput:
-        """Blocks until it is done."""
+        """Blocks until the step is done."""
 
 
 class Device(Protocol):
     @property
     def blocks(self) -> int:
-        """How many the cache has room for."""
+        """Returns the number of blocks of the KV cache."""
 
     @property
     def vocabulary(self) -> int:
-        """Ids of prompts are below that."""
+        """Returns the size of the vocabulary: ids of prompts are below it."""
 
     @property
     def max_short_prompt(self) -> int | None:
-        """Prompts of more tokens have other keys, from the first one on, than shorter ones (see `rope`); None: none."""
+        """Returns the most tokens of a prompt with short rotary frequencies (see `rope`); None: all prompts have them.
+        Longer prompts have other keys from their first token on, and share no cached blocks with shorter ones."""
 
     def launch(self, schedule: BatchState, step: Step) -> PendingStep:
-        """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""
+        """Launches a step that `schedule` has just applied. Steps run in the order in which they are launched."""

@@ -1,6 +1,6 @@
-"""What rank 0 sees of its device: for how long it ran, for how long it could have, and how many tokens came of it.
+"""Busy time, idle time and token counts of a device, as the worker of rank 0 measures them for the status board.
 
-A simulated device knows its times better, so `publish` takes them from it. Leaves to the board how they are read.
+A simulated device knows its times exactly, so `publish` takes them from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.engine.worker.simulated_device import SimulatedRunner
 
 
 class DeviceStats:
-    """For each step `launched`, and when its result is in, `done`."""
+    """Counts each step when it is `launched`, and when its result is in (`done`)."""
 
     def __init__(self, device: Device) -> None:
         self._simulated = device if isinstance(device, SimulatedRunner) else None
@@ -35,12 +35,12 @@ class DeviceStats:
         joined = 0 if step.joined is None else step.joined.slots.size
         joined += 0 if step.resumed is None else step.resumed.slots.size
         tokens = rows if step.advances is None else int(schedule.counts.sum())
-        # Of what is computed, a token of a prompt is what does not become an answer's next one; but of each prompt the
-        # last token does.
+        # A row that samples computes one token of its answer, and all other tokens of the step are of prompts. But a
+        # row that has joined samples for the first time with the last token of its prompt.
         self.computed += tokens - schedule.sampled.size + joined
 
     def done(self, sampled: SamplerOutput, now: int) -> None:
-        """The oldest one in flight."""
+        """Counts the result of the oldest step in flight."""
         began = self._begun.popleft()
         if began is not None:
             self.busy_ns += now - max(began, self._free_at)

@@ -1,7 +1,6 @@
-"""What a step computes, token by token, and the tokens themselves.
+"""The input of the model for one step: positions, places in the cache, block tables; and all token ids.
 
-All tokens of a step stand in one row: first those of the requests that compute one token, one each, then the chunks.
-Leaves to the device what is done with them.
+The tokens of a step are one sequence: first the rows that compute one token each, then the chunks of prompts.
 """
 
 from __future__ import annotations
@@ -19,34 +18,36 @@ from penstock.engine.protocol.messages import Ints
 
 
 class PrefillChunk(NamedTuple):
-    """More than one token of one request."""
+    """Several tokens of one request."""
 
-    first: int  # where they begin among the tokens of the step
+    first: int  # index of the first one among the tokens of the step
     tokens: int
-    length: int  # of all that is computed of the request, these included
+    length: int  # computed tokens of the request, these included
     blocks: Ints
 
 
 class InputBatch(NamedTuple):
+    """The tokens of one step."""
+
     block_size: int
     slots: Index  # of each token's request
     positions: Index  # of each token in it
-    places: Index  # of its keys and values
+    places: Index  # of each token's keys and values in the cache
     rows: Index  # slots, in the order in which their tokens stand
     starts: Index  # where the tokens of each row begin
     counts: Index
-    lengths: Index  # of the rows that compute one token: what is computed of each, this one included
+    lengths: Index  # computed tokens of each row that computes one token now, this one included
     table: Ints  # their blocks, padded
     chunks: tuple[PrefillChunk, ...]
     last: Index  # the tokens to sample after, in the order of `BatchState.sampled`
 
     def firsts(self, window: int | None) -> Index:
-        """Of the rows that compute one token: the first position that each sees, where it sees so many."""
+        """Returns the first position that each row of one token attends to; `window`: of the model's layer, or None."""
         return np.zeros_like(self.lengths) if window is None else np.maximum(self.lengths - window, 0)
 
 
 def build_batch(schedule: BatchState) -> InputBatch:
-    """The step that the schedule has applied."""
+    """Builds the input of the step that the schedule has just applied."""
     rows = schedule.rows
     short, long = schedule.counts[rows] == 1, schedule.counts[rows] > 1
     rows = np.concatenate((rows[short], rows[long]))
@@ -59,7 +60,7 @@ def build_batch(schedule: BatchState) -> InputBatch:
     positions = np.arange(slots.size) + np.repeat(lengths - ends, counts)
     block_size = schedule.block_size
     places = schedule.table[slots, positions // block_size].astype(np.intp) * block_size + positions % block_size
-    most = int(schedule.block_counts[rows[:singles]].max(initial=0))
+    width = int(schedule.block_counts[rows[:singles]].max(initial=0))
     last = np.zeros(schedule.slots, np.intp)
     last[rows] = ends - 1
     return InputBatch(
@@ -71,7 +72,7 @@ def build_batch(schedule: BatchState) -> InputBatch:
         starts,
         counts,
         lengths[:singles],
-        schedule.table[rows[:singles], :most],
+        schedule.table[rows[:singles], :width],
         tuple(
             PrefillChunk(
                 int(starts[row]), int(counts[row]), int(lengths[row]), schedule.blocks_of(int(rows[row])).copy()
@@ -83,13 +84,13 @@ def build_batch(schedule: BatchState) -> InputBatch:
 
 
 def moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """To the device, without waiting for what it does yet, as is done for memory that is not pinned."""
+    """Copies an array to the device; pinned memory lets the copy be queued without waiting for the device's work."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class TokenTable:
-    """Every token of every request, prompts and what was sampled, where the model needs them."""
+    """The token ids of every slot, prompt and generated, on the device."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self._ids = torch.zeros(slots, 256, dtype=torch.int32, device=device)
@@ -102,7 +103,7 @@ class TokenTable:
         return self._ids[slots, positions]
 
     def write(self, slots: Index, positions: Ints, ids: Tensor) -> None:
-        """What was sampled. It may be on its way yet."""
+        """Writes sampled ids, which the device may still be computing."""
         if slots.size:
             self._make_room(int(positions.max()) + 1)
             where = moved(np.stack((slots, positions.astype(np.intp))), ids.device)

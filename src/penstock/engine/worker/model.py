@@ -1,6 +1,6 @@
-"""A stock model, from a local directory, on one rank: token ids in, hidden states and logits out.
+"""A stock model of `transformers`, from a local directory, on one rank: token ids in, hidden states and logits out.
 
-Leaves to `paged_attention` how its layers attend, to `tensor_parallel` what this rank has of it.
+`paged_attention` replaces the attention of its layers, and `tensor_parallel` shards its weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.engine.worker.weight_slices import HeadSlices
 
 
 class LoadedModel:
-    """What it takes to run a step. `stock` is the model of transformers; `max_short_prompt`: see `rope.by_row`."""
+    """A model that can run a step. `stock` is the model of transformers; `max_short_prompt`: see `rope.by_row`."""
 
     def __init__(self, stock: Any, ranks: TPGroup, device: torch.device) -> None:
         self.stock = stock
@@ -38,7 +38,7 @@ class LoadedModel:
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
 
     def _probe(self) -> dict[int, KVCacheShape]:
-        """What its layers keep, which under any plan they know best."""
+        """Returns the shape of the KV cache of each layer, found by running the model once."""
         probe = Probe()
         nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.hidden(probe, nothing, nothing)
@@ -60,25 +60,26 @@ class LoadedModel:
         positions: Tensor,
         embeds: Tensor | None = None,
     ) -> Tensor:
-        """One row of tokens [tokens], or what stands for them; positions [tokens] or [3, tokens], see `rope`."""
-        given = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
+        """Returns the hidden states of a sequence of tokens: `ids` [tokens], or `embeds` instead of their embeddings;
+        `positions` [tokens] or [3, tokens], see `rope`."""
+        inputs = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
         outcome = self.stock.get_decoder()(
-            **given, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
+            **inputs, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
         )
         hidden: Tensor = outcome.last_hidden_state[0]
         return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of [rows, size]: [rows, vocab_size], in float32."""
+        """Returns logits [rows, vocab_size], in float32, of hidden states [rows, size]."""
         logits: Tensor = self.stock.get_output_embeddings()(hidden).float()
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
 def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
-    """Raises ValueError where this is no model that is known here, or cannot be cut for so many ranks.
+    """Loads this rank's shard of a model. `dtype`: None for that of config.json.
 
-    Without a type, it has that of its configuration.
+    Raises ValueError if the model is not supported, or cannot be sharded over so many ranks.
     """
     if not path.is_dir():
         raise ValueError(f"{path}: expected a local directory with config.json and safetensors")
@@ -100,4 +101,6 @@ def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | 
 
 def require_supported(config: Any) -> None:
     is_quantized = getattr(config, "quantization_config", None) is not None
-    require_family(config.model_type, config.architectures or (), is_quantized)
+    text = config.get_text_config()
+    text_type = "" if text is config else text.model_type
+    require_family(config.model_type, config.architectures or (), is_quantized, text_type)

@@ -1,6 +1,6 @@
-"""The real device: a stock model on this rank, its memory of keys and values, and what it has read and written.
+"""The model runner, a worker's real device: runs the model on this rank over its KV cache, and samples on rank 0.
 
-Leaves to `input_batch` what a step computes, to `model` the arithmetic, to `sampler` the choice.
+`input_batch` builds the input of a step, `model` computes logits, and `sampler` samples.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from penstock.tensor import Handle
 
 CPU_SHARE = 0.3  # of the memory that is available
 CUDA_SHARE = 0.9  # of what is free when the model is there
-_NOBODY = torch.zeros(0, dtype=torch.int32)
+_NO_IDS = torch.zeros(0, dtype=torch.int32)
 
 
 class ModelRunner:
-    """Launches one step after the other. All ranks of a model launch the same ones."""
+    """Launches steps, one after the other. All ranks of a model launch the same steps."""
 
     def __init__(
         self,
@@ -57,23 +57,25 @@ class ModelRunner:
         end_ids: Collection[int] = (),
         recorder: GraphRecorder | None = None,
     ) -> None:
-        """Reads the model. `blocks`: of the cache; None: as many as there is room for, alike on all ranks, but not more
-        than `max_blocks_per_request`. `threads`: that compute on a CPU; None: the fastest number, up to the share of
-        one of so many `processes`. `open_handle`: opens images; None: only those that travel inline. `recorder`: of
-        steps in which each row computes one token; None: they are computed as any other.
+        """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
+        `max_blocks_per_request`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
+        `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records decode
+        steps as graphs; None: they run as other steps do.
 
-        Raises ValueError where the model is none that is known here, or there is no room.
+        Raises ValueError if the model is not supported, or there is no room for one block.
         """
         self._ranks = ranks or TPGroup()
-        most = threads or share(processes)
-        torch.set_num_threads(most)
+        max_threads = threads or share(processes)
+        torch.set_num_threads(max_threads)
         where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._device = where
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
         self.vocabulary: int = self._model.vocab_size
         self.max_short_prompt = self._model.max_short_prompt
         self._prompt_lengths = np.zeros(slots, np.intp)
-        self._threads = CpuThreads(most, most) if threads or where.type != "cpu" else self._found_threads(most)
+        self._threads = (
+            CpuThreads(max_threads, max_threads) if threads or where.type != "cpu" else self._found_threads(max_threads)
+        )
         self.block_size = block_size
         spare = 0 if recorder is None else 1  # the padding block of `DecodeGraphs`
         if blocks is None:
@@ -82,7 +84,7 @@ class ModelRunner:
         self.blocks = blocks
         self._memory = self._model.memory(self.blocks + spare, block_size)
         self._tokens = TokenTable(slots, where)
-        # one rank chooses, as ranks that add up in another order may differ in the last bit
+        # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._images = (
             None if self._model.image_id is None else EncoderCache(self._model, open_handle or Handle.open, slots)
@@ -93,17 +95,17 @@ class ModelRunner:
             self._decoding = DecodeGraphs(self._model, self._memory, recorder, slots, num_position_axes)
             self._decoding.prepare()
 
-    @torch.inference_mode()  # all of it: a tensor that is made or grown here may be written nowhere else
+    @torch.inference_mode()  # all of it: a tensor that is created or grown here may be written nowhere else
     def launch(self, schedule: BatchState, step: Step) -> TorchPendingStep:
-        """Begins the work of a step that `schedule` has just applied; what was launched before is done first."""
+        """Launches a step that `schedule` has just applied. Steps run in the order in which they are launched."""
         self._follow(schedule, step)
         batch = build_batch(schedule)
         if not batch.slots.size:
-            return TorchPendingStep(_NOBODY, schedule.sampled, None, {})
+            return TorchPendingStep(_NO_IDS, schedule.sampled, None, {})
         self._threads.use(batch.slots.size)
         hidden, failed = self._compute(batch)
         if not batch.last.size:
-            return TorchPendingStep(_NOBODY, schedule.sampled, None, failed)
+            return TorchPendingStep(_NO_IDS, schedule.sampled, None, failed)
         logits = self._model.logits(hidden[moved(batch.last, self._device)])
         slots = schedule.sampled
         chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
@@ -127,7 +129,9 @@ class ModelRunner:
                         slot,
                         _params_of(schedule, slot),
                         schedule.prompts[slot],
-                        drawn=_drawn(step.leader, int(schedule.servers[slot]), int(schedule.requests[slot])),
+                        default_seed=_default_seed(
+                            step.leader, int(schedule.servers[slot]), int(schedule.requests[slot])
+                        ),
                         sample=int(schedule.samples[slot]),
                     )
                 self._tokens.join(slot, schedule.prompts[slot])
@@ -136,7 +140,7 @@ class ModelRunner:
                     self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
 
     def _compute(self, batch: InputBatch) -> tuple[Tensor, dict[int, FinishReason]]:
-        """The hidden states of the step's tokens, and slots that fail, whatever these are, with the reasons."""
+        """Returns the hidden states of the step's tokens, and the slots that fail, with the reasons."""
         where = moved(np.stack((batch.slots, batch.positions)), self._device)
         ids = self._tokens.read(where[0], where[1]).to(torch.int64)
         positions, embeds = batch.positions, None
@@ -154,10 +158,10 @@ class ModelRunner:
         return self._model.hidden(paged, ids, moved(positions, self._device), embeds), failed
 
     def _room(self, token_budget: int, spare: int) -> int:
-        """How many blocks there is memory for besides the spare one, on the rank that has the least."""
+        """Returns the number of blocks that fit into memory beside the spare one, on the rank with the least memory."""
         if self._device.type == "cuda":
             free = CUDA_SHARE * torch.cuda.mem_get_info(self._device)[0] - self._nbytes_of_a_step(token_budget)
-            if spare:  # what is recorded has memory of its own
+            if spare:  # recorded graphs have memory of their own
                 free -= KVCache.nbytes_of_gathering(self._model.shapes, self._model.dtype)
         else:
             free = CPU_SHARE * memory_available()[0] / self._ranks.size
@@ -167,15 +171,15 @@ class ModelRunner:
             raise ValueError(f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes")
         return blocks
 
-    def _found_threads(self, most: int) -> CpuThreads:
+    def _found_threads(self, limit: int) -> CpuThreads:
         def compute(tokens: int) -> None:
             numbers = torch.arange(tokens)
             self._model.logits(self._model.hidden(Probe(), torch.zeros_like(numbers), numbers))
 
-        return tune_threads(most, compute, self._ranks)
+        return tune_threads(limit, compute, self._ranks)
 
     def _nbytes_of_a_step(self, token_budget: int) -> int:
-        """What the largest step needs besides, and gives back."""
+        """Returns the bytes that the largest step allocates for a while, beside weights and cache."""
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         tokens = torch.zeros(token_budget, dtype=torch.int64, device=self._device)
@@ -184,7 +188,7 @@ class ModelRunner:
 
 
 class TorchPendingStep:
-    """A step that has been launched. On a CPU it is done by then."""
+    """A step that has been launched. On a CPU it is done when `launch` returns."""
 
     done_at: float | None = None
 
@@ -192,7 +196,7 @@ class TorchPendingStep:
         self, ids: Tensor, slots: Index, chosen: SampledTokens | None, failed: dict[int, FinishReason]
     ) -> None:
         """`failed`: slots that failed before sampling, with the reasons; `chosen` has those that failed in sampling."""
-        # copied now, as a copy that is asked for later waits for what was launched in between
+        # The copy is queued now: a later one would wait for the steps launched in between.
         self._ids = ids.to("cpu", non_blocking=True)
         self._slots = slots
         self._chosen = None if chosen is None else chosen.on_host()
@@ -221,7 +225,7 @@ class TorchPendingStep:
 
 def _params_of(schedule: BatchState, slot: int) -> SamplingParams:
     params = schedule.params[slot]
-    assert params is not None, "a slot that has joined, without parameters"
+    assert params is not None, "a slot has joined without parameters"
     return params
 
 
@@ -231,6 +235,6 @@ def _dtype(name: str) -> torch.dtype | None:
     return None if name == "auto" else getattr(torch, name)
 
 
-def _drawn(*numbers: int) -> int:
-    """Returns a seed for a request without one: another for every request."""
+def _default_seed(*numbers: int) -> int:
+    """Returns the seed of a request without one, which differs between requests."""
     return zlib.crc32(",".join(map(str, numbers)).encode())

@@ -185,8 +185,8 @@ class DecodeAttention:
         block_size, width = self._memory.block_size, self._table.shape[1]
         lengths = self._lengths[:, None]
         first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
-        most = width if window is None else min(width, -(-window // block_size) + 1)
-        columns = first // block_size + torch.arange(most, device=lengths.device)
+        num_blocks = width if window is None else min(width, -(-window // block_size) + 1)
+        columns = first // block_size + torch.arange(num_blocks, device=lengths.device)
         blocks = self._table.gather(1, columns.clamp(max=width - 1))
         offsets = torch.arange(block_size, device=lengths.device)
         places = (blocks[:, :, None] * block_size + offsets).flatten(1)
@@ -205,10 +205,10 @@ def pieces(batch: InputBatch, window: int | None) -> Iterator[tuple[Any, Any, An
     block_counts = -(-lengths // block_size) - first_block
     order = np.argsort(block_counts, kind="stable")
     while order.size:  # from the longest to the shortest
-        most = int(block_counts[order[-1]])
-        rows = order[-max(1, MAX_GATHERED // (most * block_size)) :]
+        num_blocks = int(block_counts[order[-1]])
+        rows = order[-max(1, MAX_GATHERED // (num_blocks * block_size)) :]
         order = order[: -rows.size]
-        columns = first_block[rows, None] + np.arange(most)
+        columns = first_block[rows, None] + np.arange(num_blocks)
         blocks = batch.table[rows[:, None], np.minimum(columns, batch.table.shape[1] - 1)]
         offsets = np.arange(block_size)
         places = (blocks[:, :, None] * block_size + offsets).reshape(rows.size, -1)
@@ -278,8 +278,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """What transformers calls: [1, heads, tokens, size] each; the answer is [1, tokens, heads, size]."""
     how = AttentionStyle(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    one, two, three = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return paged.attend(module.layer_idx, one, two, three, how)[None], None
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return paged.attend(module.layer_idx, queries, keys, values, how)[None], None
 
 
 AttentionInterface.register(NAME, _attend)

@@ -32,21 +32,21 @@ def by_row(decoder: nn.Module, config: Any) -> int | None:
     rotaries = [(name, module) for name, module in decoder.named_modules() if hasattr(module, "rope_type")]
     for name, rotary in rotaries:
         types = _types(rotary)
-        kinds = [kind for kind, rope_type in types.items() if rope_type == LONG]
+        kinds = [kind for kind, type_ in types.items() if type_ == LONG]
         if kinds:
             limits.update(_parameters(config, kind)["original_max_position_embeddings"] for kind in kinds)
             owner, _, own = name.rpartition(".")
             setattr(decoder.get_submodule(owner), own, _ByRow(rotary, config, kinds))
-        _set_types(rotary, {kind: "default" if _looks_at_the_call(one) else one for kind, one in types.items()})
+        _set_types(rotary, {kind: "default" if _depends_on_call(name) else name for kind, name in types.items()})
     if len(limits) > 1:
         raise ValueError(f"longrope with several original_max_position_embeddings ({sorted(limits)}) is not supported")
     return min(limits, default=None)
 
 
-def mark_long(positions: Index, batch: InputBatch, prompt_lengths: Index, most: int) -> Index:
+def mark_long(positions: Index, batch: InputBatch, prompt_lengths: Index, max_short_prompt: int) -> Index:
     """Positions [tokens], those with long frequencies inverted. `prompt_lengths` are of the batch's rows."""
     lengths = np.repeat(prompt_lengths, batch.counts)
-    return np.where(np.maximum(lengths, positions + 1) > most, ~positions, positions)
+    return np.where(np.maximum(lengths, positions + 1) > max_short_prompt, ~positions, positions)
 
 
 class _ByRow(nn.Module):
@@ -65,18 +65,18 @@ class _ByRow(nn.Module):
             setattr(self.long, name, long.to(short.dtype))
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        given = {} if layer_type is None else {"layer_type": layer_type}
+        options = {} if layer_type is None else {"layer_type": layer_type}
         is_long = position_ids < 0
         positions = torch.where(is_long, ~position_ids, position_ids)
-        cos, sin = self.short(x, positions, **given)
+        cos, sin = self.short(x, positions, **options)
         if layer_type not in self._kinds:
             return cos, sin
-        long_cos, long_sin = self.long(x, positions, **given)
+        long_cos, long_sin = self.long(x, positions, **options)
         chosen = is_long[..., None]
         return torch.where(chosen, long_cos, cos), torch.where(chosen, long_sin, sin)
 
 
-def _looks_at_the_call(rope_type: str) -> bool:
+def _depends_on_call(rope_type: str) -> bool:
     return "dynamic" in rope_type or rope_type == LONG
 
 

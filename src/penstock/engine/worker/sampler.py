@@ -105,8 +105,8 @@ class Sampler:
         self._is_in_prompt = torch.zeros((0, vocabulary), dtype=torch.bool, device=self._device)
         self._batch: _Batch | None = None
 
-    def join(self, slot: int, params: SamplingParams, prompt: Ints, *, drawn: int, sample: int = 0) -> None:
-        """`drawn` is the seed of a request without one; `sample` is the index among the request's `n` samples."""
+    def join(self, slot: int, params: SamplingParams, prompt: Ints, *, default_seed: int, sample: int = 0) -> None:
+        """`default_seed` is used where the request has no seed; `sample` is the index among the request's `n`."""
         self.leave(slot)
         self._temperatures[slot] = params.temperature
         self._top_ps[slot] = params.top_p
@@ -118,11 +118,11 @@ class Sampler:
         self._logprobs[slot] = 0 if params.logprobs is None else min(params.logprobs, self._vocabulary) + 1
         self._least[slot] = params.min_tokens
         self._generated[slot] = 0
-        self._seeds[slot] = _seed(drawn if params.seed is None else params.seed, sample)
+        self._seeds[slot] = _seed(default_seed if params.seed is None else params.seed, sample)
         if params.allowed_token_ids is not None:
             self._allowed[slot] = self._known(params.allowed_token_ids)
         if params.logit_bias:
-            biases = {one: bias for one, bias in params.logit_bias if 0 <= one < self._vocabulary}
+            biases = {token_id: bias for token_id, bias in params.logit_bias if 0 <= token_id < self._vocabulary}
             self._biases[slot] = self._known(biases), np.array(list(biases.values()), np.float32)
         if params.min_tokens:
             self._ends[slot] = self._known({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
@@ -142,7 +142,7 @@ class Sampler:
         self._batch = None
 
     def _known(self, ids: Collection[int]) -> Ints:
-        return np.array([one for one in ids if 0 <= one < self._vocabulary], np.int32)
+        return np.array([token_id for token_id in ids if 0 <= token_id < self._vocabulary], np.int32)
 
     def _remember(self, slot: int, prompt: Ints) -> None:
         """Gives it a place in the tables of what it has said."""
@@ -167,8 +167,8 @@ class Sampler:
         if batch is None or batch.slots is not slots:
             batch = self._batch = _Batch(self, slots)
         raw = logits
-        most, ids = logits.max(dim=-1)
-        is_failed = ~torch.isfinite(most)
+        maxima, ids = logits.max(dim=-1)
+        is_failed = ~torch.isfinite(maxima)
         generated = self._generated[slots]
         is_early = generated < self._least[slots] if batch.has_least else None
         if batch.has_penalties or batch.has_ids or (is_early is not None and is_early.any()):
@@ -180,24 +180,24 @@ class Sampler:
             if is_early is not None and is_early.any():
                 rows, ends = self._pairs(slots, [self._ends[slot] for slot in slots.tolist()], is_early)
                 logits[rows, ends] = -torch.inf
-            most, ids = logits.max(dim=-1)
-            is_failed |= ~torch.isfinite(most)
+            maxima, ids = logits.max(dim=-1)
+            is_failed |= ~torch.isfinite(maxima)
         if batch.random.size:
             rows = batch.random_rows
             draws = moved(_uniforms(self._seeds[slots[batch.random]], generated[batch.random]), self._device)
-            ids[rows] = batch.draw(logits[rows].float(), most[rows].float(), draws)
+            ids[rows] = batch.draw(logits[rows].float(), maxima[rows].float(), draws)
         ids = ids.masked_fill(is_failed, 0).to(torch.int32)
         self._generated[slots] = generated + 1
         if batch.has_penalties:
-            one = torch.ones((), dtype=torch.int32, device=self._device)
-            self._counts.index_put_((batch.places, ids[batch.penalized].long()), one, accumulate=True)
+            unit = torch.ones((), dtype=torch.int32, device=self._device)
+            self._counts.index_put_((batch.places, ids[batch.penalized].long()), unit, accumulate=True)
         return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None)
 
-    def _pairs(self, slots: Index, ids: list[Ints], is_wanted: npt.NDArray[np.bool_]) -> Pairs:
+    def _pairs(self, slots: Index, ids: list[Ints], is_selected: npt.NDArray[np.bool_]) -> Pairs:
         """Where these ids of these rows are in the logits."""
-        wanted: list[int] = np.flatnonzero(is_wanted).tolist()
-        rows = np.repeat(np.array(wanted, np.int64), [ids[row].size for row in wanted])
-        return self._ids(rows), self._ids(np.concatenate([NOTHING, *(ids[row] for row in wanted)]))
+        row_numbers: list[int] = np.flatnonzero(is_selected).tolist()
+        rows = np.repeat(np.array(row_numbers, np.int64), [ids[row].size for row in row_numbers])
+        return self._ids(rows), self._ids(np.concatenate([NOTHING, *(ids[row] for row in row_numbers)]))
 
     def _ids(self, numbers: npt.NDArray[np.int64] | Ints) -> torch.Tensor:
         return moved(numbers.astype(np.int64), self._device)
@@ -220,11 +220,11 @@ class _Batch:
         # ── rows that draw at random, and what from ──
         self.random = np.flatnonzero(s._temperatures[slots] >= GREEDY)
         self.random_rows = sampler._ids(self.random)
-        its = slots[self.random]
+        random_slots = slots[self.random]
         self.temperatures = column(s._temperatures, self.random)
         self.min_ps = column(s._min_ps, self.random)
-        self.has_min_p = bool((s._min_ps[its] > 0).any())
-        is_cut = (s._top_ks[its] < s._vocabulary) | (s._top_ps[its] < 1)
+        self.has_min_p = bool((s._min_ps[random_slots] > 0).any())
+        is_cut = (s._top_ks[random_slots] < s._vocabulary) | (s._top_ps[random_slots] < 1)
         cut = self.random[is_cut]
         self.cut = sampler._ids(np.flatnonzero(is_cut))  # in `random`
         self.top_ks, self.top_ps = column(s._top_ks, cut), column(s._top_ps, cut)
@@ -239,23 +239,23 @@ class _Batch:
         listed: list[int] = slots.tolist() if s._has_ids[slots].any() else []
         allowed = [s._allowed[slot] for slot in listed]
         biases = [s._biases[slot] for slot in listed]
-        is_limited = np.array([one is not None for one in allowed], np.bool_)
-        is_biased = np.array([one is not None for one in biases], np.bool_)
+        is_limited = np.array([entry is not None for entry in allowed], np.bool_)
+        is_biased = np.array([entry is not None for entry in biases], np.bool_)
         self.limited = sampler._ids(np.flatnonzero(is_limited))
-        self.allowed = s._pairs(slots, [NOTHING if one is None else one for one in allowed], is_limited)
-        self.biased = s._pairs(slots, [NOTHING if one is None else one[0] for one in biases], is_biased)
+        self.allowed = s._pairs(slots, [NOTHING if entry is None else entry for entry in allowed], is_limited)
+        self.biased = s._pairs(slots, [NOTHING if entry is None else entry[0] for entry in biases], is_biased)
         self.biases = moved(
-            np.concatenate([np.zeros(0, np.float32), *(one[1] for one in biases if one is not None)]), device
+            np.concatenate([np.zeros(0, np.float32), *(entry[1] for entry in biases if entry is not None)]), device
         )
         self.has_ids = bool(is_limited.any() or is_biased.any())
 
     def penalize(self, logits: torch.Tensor, counts: torch.Tensor, is_in_prompt: torch.Tensor) -> None:
         rows = logits[self.penalized]
-        said = counts[self.places]
-        is_known = (said > 0) | is_in_prompt[self.places]
+        generated = counts[self.places]
+        is_known = (generated > 0) | is_in_prompt[self.places]
         rows = torch.where(is_known, torch.where(rows > 0, rows / self.repetitions, rows * self.repetitions), rows)
-        rows -= self.frequencies * said
-        rows -= self.presences * (said > 0)
+        rows -= self.frequencies * generated
+        rows -= self.presences * (generated > 0)
         logits[self.penalized] = rows
 
     def restrict(self, logits: torch.Tensor) -> None:
@@ -264,10 +264,10 @@ class _Batch:
         logits[self.limited] = -torch.inf
         logits[self.allowed] = kept
 
-    def draw(self, logits: torch.Tensor, most: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, maxima: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         """Returns an id for each row, drawn from the likeliest `top_k`, of these from as many as make up `top_p`, of
         these from ids at least `min_p` times as likely as the likeliest, and from ids as likely as the last of them."""
-        weights = torch.exp((logits - most[:, None]) / self.temperatures)  # 1 for the likeliest
+        weights = torch.exp((logits - maxima[:, None]) / self.temperatures)  # 1 for the likeliest
         if self.most_k:
             cut = weights[self.cut]
             weights[self.cut] = cut.masked_fill(cut < self._least_weights(cut), 0)

@@ -23,9 +23,9 @@ from penstock.engine.worker.device import SamplerOutput, failures
 from penstock.tensor import Handle, Lease
 
 Words = npt.NDArray[np.uint64]
-_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 PAGE_NBYTES = 4096
-_SHIFTS = tuple(np.uint64(one) for one in (30, 27, 31))
+_SHIFTS = tuple(np.uint64(number) for number in (30, 27, 31))
 
 
 class TokenRule:
@@ -34,13 +34,13 @@ class TokenRule:
     So neither the batch, nor preemption, nor overlap, nor other requests can change it, and a test can foretell it.
     """
 
-    def __init__(self, told: SimulatedDevice) -> None:
-        self._told = told
+    def __init__(self, config: SimulatedDevice) -> None:
+        self._config = config
 
     def key(self, prompt: Ints, sample: int = 0) -> int:
         """Of a sample: what `tokens` asks for."""
         content = np.ascontiguousarray(prompt, np.int32).tobytes() + sample.to_bytes(8, "little")
-        digest = hashlib.blake2b(content, digest_size=8, key=self._told.seed.to_bytes(8, "little")).digest()
+        digest = hashlib.blake2b(content, digest_size=8, key=self._config.seed.to_bytes(8, "little")).digest()
         return int.from_bytes(digest, "little")
 
     def tokens(self, keys: Words, places: Ints) -> Ints:
@@ -49,18 +49,18 @@ class TokenRule:
         mixed = (mixed ^ (mixed >> _SHIFTS[0])) * _MIX_1
         mixed = (mixed ^ (mixed >> _SHIFTS[1])) * _MIX_2
         mixed ^= mixed >> _SHIFTS[2]
-        ids: Ints = (mixed % np.uint64(self._told.vocabulary)).astype(np.int32)
-        end_id = self._told.end_id
+        ids: Ints = (mixed % np.uint64(self._config.vocabulary)).astype(np.int32)
+        end_id = self._config.end_id
         if end_id is not None:
-            ids[ids == end_id] = (end_id + 1) % self._told.vocabulary
-            ids[(mixed >> np.uint64(32)) % np.uint64(self._told.end_one_in) == 0] = end_id
+            ids[ids == end_id] = (end_id + 1) % self._config.vocabulary
+            ids[(mixed >> np.uint64(32)) % np.uint64(self._config.end_one_in) == 0] = end_id
         return ids
 
     def answer(self, prompt: Ints, count: int, sample: int = 0) -> list[int]:
         """The first `count` tokens after the prompt, or fewer: up to the end id, which is the last of them."""
         keys = np.full(count, self.key(prompt, sample), np.uint64)
         ids: list[int] = self.tokens(keys, np.arange(prompt.size, prompt.size + count, dtype=np.int32)).tolist()
-        end_id = self._told.end_id
+        end_id = self._config.end_id
         return ids[: ids.index(end_id) + 1] if end_id is not None and end_id in ids else ids
 
 
@@ -91,19 +91,19 @@ class SimulatedRunner:
 
     def __init__(
         self,
-        told: SimulatedDevice,
+        config: SimulatedDevice,
         slots: int,
         clock: Callable[[], float] = time.monotonic,
         open_handle: Callable[[Handle], Lease] | None = None,
     ) -> None:
         """`open_handle` gives images, and raises Missing; None: only those that travel inline."""
-        self.blocks = told.blocks
+        self.blocks = config.blocks
         self.vocabulary = 1 << 31  # its rule takes any number
         self.max_short_prompt = None
         self.busy = 0.0
         self.idle = 0.0
-        self._told = told
-        self._rule = TokenRule(told)
+        self._config = config
+        self._rule = TokenRule(config)
         self._keys: Words = np.zeros(slots, np.uint64)  # by slot
         self._clock = clock
         self._open_handle = open_handle or Handle.open
@@ -120,7 +120,7 @@ class SimulatedRunner:
             samples = schedule.samples
             for slot in step.joined.slots.tolist():
                 self._keys[slot] = self._rule.key(schedule.prompts[slot], int(samples[slot]))
-        failed = failures(self._open_images(schedule, step) if self._told.opens_images else {})
+        failed = failures(self._open_images(schedule, step) if self._config.opens_images else {})
         now = self._clock()
         tokens = int(schedule.counts.sum())
         if not tokens:  # nothing is computed: requests left, perhaps
@@ -129,7 +129,7 @@ class SimulatedRunner:
         if self._is_awaited and now > self._free_at:
             self.idle += now - self._free_at
         self._is_awaited = True
-        duration = self._told.step_seconds + self._told.token_seconds * tokens
+        duration = self._config.step_seconds + self._config.token_seconds * tokens
         self._free_at = max(now, self._free_at) + duration
         self.busy += duration
         sampled = schedule.sampled
@@ -165,7 +165,7 @@ def _touch(value: Any) -> None:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        for one in value:
-            _touch(one)
+        for number in value:
+            _touch(number)
     elif isinstance(value, np.ndarray) and value.nbytes:
         value.reshape(-1).view(np.uint8)[::PAGE_NBYTES].max()

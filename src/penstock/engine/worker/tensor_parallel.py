@@ -95,13 +95,13 @@ def shard(model: nn.Module, plan: dict[str, str], ranks: TPGroup, heads: HeadSli
                 f"{pattern}: the plan of {type(model).__name__} wants {style!r}; known are {', '.join(sorted(STYLES))}"
             )
     for name in names:
-        wanted = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if wanted is not None:
-            STYLES[wanted](_Cut(model, modules, ranks, heads, slices), name)
+        layer_style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if layer_style is not None:
+            STYLES[layer_style](_Sharding(model, modules, ranks, heads, slices), name)
     return slices
 
 
-class _Cut(NamedTuple):
+class _Sharding(NamedTuple):
     """One cut, as the styles make it."""
 
     model: nn.Module
@@ -139,7 +139,7 @@ class _Cut(NamedTuple):
         self.after(name, self.ranks.all_reduce)
 
 
-def _colwise(cut: _Cut, name: str, parts: int = 1) -> None:
+def _colwise(cut: _Sharding, name: str, parts: int = 1) -> None:
     if name not in cut.modules:  # a parameter: the outputs are its last dimension but one
         cut.parameter(name, -2, parts)
         return
@@ -147,18 +147,18 @@ def _colwise(cut: _Cut, name: str, parts: int = 1) -> None:
     cut.parameter(f"{name}.bias", -1, parts)
 
 
-def _packed_colwise(cut: _Cut, name: str) -> None:
+def _packed_colwise(cut: _Sharding, name: str) -> None:
     _colwise(cut, name, parts=2)
 
 
-def _colwise_gather_output(cut: _Cut, name: str) -> None:
+def _colwise_gather_output(cut: _Sharding, name: str) -> None:
     module: Any = cut.modules[name]
     whole = module.out_features
     _colwise(cut, name)
     cut.after(name, lambda outcome: cut.ranks.gather(outcome)[..., :whole])
 
 
-def _rowwise(cut: _Cut, name: str) -> None:
+def _rowwise(cut: _Sharding, name: str) -> None:
     if name not in cut.modules:  # a parameter: its module adds up
         cut.parameter(name, -1)
         return
@@ -168,7 +168,7 @@ def _rowwise(cut: _Cut, name: str) -> None:
     cut.add_up_after(name)
 
 
-def _rowwise_split_input(cut: _Cut, name: str) -> None:
+def _rowwise_split_input(cut: _Sharding, name: str) -> None:
     _rowwise(cut, name)
     part = cut.slices[f"{name}.weight"]
 
@@ -178,7 +178,7 @@ def _rowwise_split_input(cut: _Cut, name: str) -> None:
     cut.modules[name].register_forward_pre_hook(split)
 
 
-def _embedding_rowwise(cut: _Cut, name: str) -> None:
+def _embedding_rowwise(cut: _Sharding, name: str) -> None:
     """Each rank knows some of the ids, and has zeros for the others."""
     cut.parameter(f"{name}.weight", -2)
     embedding: Any = cut.modules[name]
@@ -189,21 +189,21 @@ def _embedding_rowwise(cut: _Cut, name: str) -> None:
     def forward(ids: Tensor) -> Tensor:
         here = ids - cut.ranks.rank * each
         elsewhere = (here < 0) | (here >= each)
-        found = look_up(here.clamp(0, each - 1))
-        return cut.ranks.all_reduce(found.masked_fill(elsewhere[..., None], 0))
+        embedded = look_up(here.clamp(0, each - 1))
+        return cut.ranks.all_reduce(embedded.masked_fill(elsewhere[..., None], 0))
 
     embedding.forward = forward
 
 
-def _add_up(cut: _Cut, name: str) -> None:
+def _add_up(cut: _Sharding, name: str) -> None:
     cut.add_up_after(name)
 
 
-def _whole(_: _Cut, __: str) -> None:
+def _whole(_: _Sharding, __: str) -> None:
     """Every rank has all of it."""
 
 
-STYLES: dict[str, Callable[[_Cut, str], None]] = {
+STYLES: dict[str, Callable[[_Sharding, str], None]] = {
     "colwise": _colwise,
     "packed_colwise": _packed_colwise,
     "colwise_gather_output": _colwise_gather_output,

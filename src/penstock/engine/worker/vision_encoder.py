@@ -27,7 +27,7 @@ from penstock.tensor import Handle, Lease
 Open = Callable[[Handle], Lease]  # raises Missing
 Name: TypeAlias = "bytes | int"  # an image's key; without one, the `id()` of its item, as long as a slot has it
 MAX_NBYTES = 1 << 28  # of encoded images that are kept from one step to the next
-MAX_GRIDS = 1 << 14  # of images whose shape is remembered
+MAX_GRIDS = 1 << 14  # images with a cached grid (`image_grid_thw`); above, the grid used least recently is dropped
 
 MISSING, MISFIT, THERE = range(3)  # what a rank says of an image; the least counts
 WHY = {MISSING: FinishReason.MISSING, MISFIT: FinishReason.MISFIT}
@@ -64,7 +64,8 @@ class EncoderCache:
         if not inputs:
             return
         self._inputs[slot] = [
-            (one, one[1] + np.flatnonzero(prompt[one[1] : one[1] + one[2]] == self._image_id)) for one in inputs
+            (entry, entry[1] + np.flatnonzero(prompt[entry[1] : entry[1] + entry[2]] == self._image_id))
+            for entry in inputs
         ]
         self._ends[slot] = max(position + length for _, position, length in inputs)
         if self._has_ropes:
@@ -83,7 +84,7 @@ class EncoderCache:
 
     def _is_wanted(self, item: Handle) -> bool:
         """By another sample of its request."""
-        return any(one is item for inputs in self._inputs.values() for (one, _, _), _ in inputs)
+        return any(other is item for inputs in self._inputs.values() for (other, _, _), _ in inputs)
 
     def _forget(self, name: Name) -> None:
         self._grids.pop(name, None)
@@ -178,9 +179,9 @@ class EncoderCache:
         if name in self._encoded:
             self._encoded.move_to_end(name)
             return self._encoded[name]
-        found = self._open(item)
+        tensors = self._open(item)
         try:
-            encoded = self._encode(found)
+            encoded = self._encode(tensors)
         except OURS:
             raise
         except Exception as error:
@@ -189,14 +190,14 @@ class EncoderCache:
         self._nbytes += encoded.nbytes
         return encoded
 
-    def _encode(self, found: Mapping[str, Tensor]) -> Tensor:
+    def _encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         model = self._model
-        given: dict[str, Any] = {
+        inputs: dict[str, Any] = {
             name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
-            for name, tensor in found.items()
+            for name, tensor in tensors.items()
         }
-        features = model.stock.get_image_features(**given, return_dict=True).pooler_output
-        return torch.cat([one.flatten(0, -2) for one in features])
+        features = model.stock.get_image_features(**inputs, return_dict=True).pooler_output
+        return torch.cat([feature.flatten(0, -2) for feature in features])
 
     def _make_room(self) -> None:
         while self._nbytes > MAX_NBYTES and len(self._encoded) > 1:
@@ -205,12 +206,12 @@ class EncoderCache:
     # ── opening ──
     def _open(self, item: Handle) -> dict[str, Tensor]:
         """An image's tensors, which hold it for as long as one of them lives. Raises Unusable."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         state = MISFIT
         try:
             value = self._open_handle(item).value("torch")
             if isinstance(value, Mapping):
-                found = {name: one for name, one in value.items() if isinstance(one, Tensor)}
+                tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
                 state = THERE
         except Missing:
             state = MISSING
@@ -219,7 +220,7 @@ class EncoderCache:
         state = self._model.ranks.least(state)  # a rank alone would wait for the others, and add up nonsense
         if state != THERE:
             raise Unusable(WHY[state])
-        return found
+        return tensors
 
     def _misfit(self, error: Exception) -> Unusable:
         event("image does not fit the model", error=f"{type(error).__name__}: {error}")

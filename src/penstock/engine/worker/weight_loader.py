@@ -59,43 +59,46 @@ def load(model: Any, path: Path, slices: dict[str, WeightSlice], device: torch.d
     Raises ValueError where one is not in the files, or has another shape.
     """
     files = WeightFiles(path)
-    wanted = {
+    missing = {
         name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
     }
-    for name, tensor in _converted(model, files, wanted, slices):
-        _put(model, name, tensor, wanted, device)
-        del wanted[name]
+    for name, tensor in _converted(model, files, missing, slices):
+        _put(model, name, tensor, missing, device)
+        del missing[name]
     for name, source in model.all_tied_weights_keys.items():
-        if name in wanted:
-            _put(model, name, _tied(model, name, source, slices), wanted, device)
-            del wanted[name]
-    if wanted:
-        some = ", ".join(list(wanted)[:4])
-        raise ValueError(f"{path}: {len(wanted)} parameters of {type(model).__name__} are not there: {some}")
+        if name in missing:
+            _put(model, name, _tied(model, name, source, slices), missing, device)
+            del missing[name]
+    if missing:
+        some = ", ".join(list(missing)[:4])
+        raise ValueError(f"{path}: {len(missing)} parameters of {type(model).__name__} are not there: {some}")
 
 
 def _converted(
-    model: Any, files: WeightFiles, wanted: dict[str, Tensor], slices: dict[str, WeightSlice]
+    model: Any, files: WeightFiles, parameters: dict[str, Tensor], slices: dict[str, WeightSlice]
 ) -> Iterator[tuple[str, Tensor]]:
     """Each parameter that is in the files, by the model's name for it."""
     known = get_model_conversion_mapping(model)
-    renamings = [one for one in known if isinstance(one, WeightRenaming)]
-    converters = [one for one in known if isinstance(one, WeightConverter)]
+    renamings = [conversion for conversion in known if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in known if isinstance(conversion, WeightConverter)]
     merged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key in files.names:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, wanted)
-        if name not in wanted and key in wanted:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
+        if name not in parameters and key in parameters:
             name, pattern = key, None
-        if name not in wanted:
+        if name not in parameters:
             continue  # a part of the model that is not for this
         if pattern is None:
             part = slices.get(name)
-            yield name, torch.zeros_like(wanted[name], device="cpu") if part is FIRST_ONLY else files.read(key, part)
+            yield (
+                name,
+                torch.zeros_like(parameters[name], device="cpu") if part is FIRST_ONLY else files.read(key, part),
+            )
         else:
             merged[name][pattern].append(key)
     for name, keys in merged.items():
         first = next(iter(keys))
-        converter = copy.deepcopy(next(one for one in converters if first in one.source_patterns))
+        converter = copy.deepcopy(next(conversion for conversion in converters if first in conversion.source_patterns))
         yield from _merged(model, files, name, keys, converter, slices)
 
 
@@ -109,7 +112,7 @@ def _merged(
 ) -> Iterator[tuple[str, Tensor]]:
     """A parameter of which the file has the pieces: experts, most often, each of them to be cut as the whole."""
     part = slices.get(name)
-    only_put_together = all(isinstance(one, (MergeModulelist, Concatenate)) for one in converter.operations)
+    only_put_together = all(isinstance(operation, (MergeModulelist, Concatenate)) for operation in converter.operations)
     cut_first = part is not None and only_put_together and len(part.ranges) in (1, len(converter.source_patterns))
     own = part.first() if part is not None and cut_first else None
     for pattern, sources in keys.items():
@@ -123,16 +126,16 @@ def _merged(
 def _tied(model: Any, name: str, source: str, slices: dict[str, WeightSlice]) -> Tensor:
     """What one parameter has of another's memory."""
     tensor: Tensor = model.get_parameter(source)
-    mine, theirs = slices.get(name), slices.get(source)
-    if mine == theirs:
+    own_slice, source_slice = slices.get(name), slices.get(source)
+    if own_slice == source_slice:
         return tensor
-    if mine is None or theirs is not None:
+    if own_slice is None or source_slice is not None:
         raise ValueError(f"{name} is the same as {source}, and the plan cuts them differently")
-    return mine.of(tensor, tensor.shape, name)
+    return own_slice.of(tensor, tensor.shape, name)
 
 
-def _put(model: nn.Module, name: str, tensor: Tensor, wanted: dict[str, Tensor], device: torch.device) -> None:
-    empty = wanted[name]
+def _put(model: nn.Module, name: str, tensor: Tensor, parameters: dict[str, Tensor], device: torch.device) -> None:
+    empty = parameters[name]
     if tensor.shape != empty.shape:
         raise ValueError(f"{name}: expected a shape of {tuple(empty.shape)}, got {tuple(tensor.shape)}")
     owner, _, own = name.rpartition(".")

@@ -75,10 +75,10 @@ class HeadSlices(NamedTuple):
     def require(self, size: int) -> None:
         """Raises ValueError where not every one of so many ranks would have a head."""
         if not self._are_enough(size):
-            most = max(fewer for fewer in range(1, size) if self._are_enough(fewer))
+            fewer_ranks = max(fewer for fewer in range(1, size) if self._are_enough(fewer))
             raise ValueError(
                 f"num_attention_heads is {self.queries} and num_key_value_heads {self.keys}, "
-                f"which cannot be cut for {size} ranks: use {most}"
+                f"which cannot be cut for {size} ranks: use {fewer_ranks}"
             )
 
     def _are_enough(self, size: int) -> bool:

@@ -20,9 +20,9 @@ RESERVED = {
 MARK = "as it is written"  # in what a template is tried with
 
 
-def in_one(content: str | list[dict[str, str]]) -> str:
+def join_texts(content: str | list[dict[str, str]]) -> str:
     """The texts of a message's parts."""
-    return content if isinstance(content, str) else "\n".join(one["text"] for one in content if "text" in one)
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
 
 
 class ChatTemplate:
@@ -32,9 +32,11 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._render: Any = render_jinja_template  # what it returns is not what it says
-        said = _said_in(directory / "tokenizer_config.json")
-        self._template = _template(directory, said)
-        self._special = {name: _text(one) for name, one in said.items() if name.endswith("_token") and one}
+        tokenizer_config = _read_json(directory / "tokenizer_config.json")
+        self._template = _template(directory, tokenizer_config)
+        self._special = {
+            name: _text(token) for name, token in tokenizer_config.items() if name.endswith("_token") and token
+        }
         # Templates differ in what they take for what is said, and do not tell: so they are tried.
         self._takes_text = self._shows(MARK)
         self._takes_parts = self._shows([{"type": "text", "text": MARK}])
@@ -42,10 +44,10 @@ class ChatTemplate:
     def prompt(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
         """Raises ApiError."""
         if self._template is None:
-            raise ApiError(400, "the model has no chat template: ask for a completion", param="messages")
+            raise ApiError(400, "the model has no chat template: use /v1/completions", param="messages")
         reserved = RESERVED & options.keys()
         if reserved:
-            message = f"{sorted(reserved)[0]} is not for clients to say"
+            message = f"{sorted(reserved)[0]} is set by the server: expected another name"
             raise ApiError(400, message, param=f"chat_template_kwargs.{sorted(reserved)[0]}")
         try:
             return self._rendered(self._to_template_format(messages), is_answered, options)
@@ -53,8 +55,10 @@ class ChatTemplate:
             raise ApiError(400, f"the model's chat template: {error}", param="messages") from None
 
     def _rendered(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
-        said = {**self._special, **options}
-        rendered, _ = self._render([messages], chat_template=self._template, add_generation_prompt=is_answered, **said)
+        variables = {**self._special, **options}
+        rendered, _ = self._render(
+            [messages], chat_template=self._template, add_generation_prompt=is_answered, **variables
+        )
         prompt: str = rendered[0]
         return prompt
 
@@ -68,27 +72,27 @@ class ChatTemplate:
 
     def _to_template_format(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """With contents as the template takes them: texts, parts, or both."""
-        return [{**one, "content": self._content(one["content"])} for one in messages]
+        return [{**message, "content": self._content(message["content"])} for message in messages]
 
     def _content(self, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
         if isinstance(content, str):
             return content if self._takes_text or not self._takes_parts else [{"type": "text", "text": content}]
-        return content if self._takes_parts else in_one(content)
+        return content if self._takes_parts else join_texts(content)
 
 
-def _said_in(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
 
 
-def _template(directory: Path, said: dict[str, Any]) -> str | None:
+def _template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
     """In a file of its own, or among what is said of the tokenizer: one, or several with names."""
     alone = directory / "chat_template.jinja"
     if alone.exists():
         return alone.read_text()
-    found = _said_in(directory / "chat_template.json").get("chat_template", said.get("chat_template"))
-    if isinstance(found, list):
-        found = {one["name"]: one["template"] for one in found}.get("default")
-    return found if isinstance(found, str) else None
+    template = _read_json(directory / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _text(token: Any) -> str:

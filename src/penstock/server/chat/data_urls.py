@@ -41,18 +41,18 @@ def extract_data_urls(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[
 def _begin(body: bytes | bytearray, at: int) -> int:
     """Of the next one; -1: there is none. Piece by piece, so that others go on meanwhile."""
     for start in range(at, len(body), PIECE):
-        found = body.find(BEGIN, start, start + PIECE + len(BEGIN) - 1)
-        if found >= 0:
-            return found
+        begin = body.find(BEGIN, start, start + PIECE + len(BEGIN) - 1)
+        if begin >= 0:
+            return begin
     return -1
 
 
-def _url(said: memoryview) -> str | None:
+def _url(literal: memoryview) -> str | None:
     """As JSON says it; None: it is short, or not just said as it is."""
-    if len(said) < LONG:
+    if len(literal) < LONG:
         return None
     try:
-        url = str(said, "ascii")
+        url = str(literal, "ascii")
     except UnicodeDecodeError:
         return None
     if "\\" in url:

@@ -37,5 +37,5 @@ def check_json_size(body: bytes | bytearray) -> None:
             raise _too_many(f"{MAX_VALUES} values")
 
 
-def _too_many(what: str) -> ApiError:
-    return ApiError(400, f"a body has at most {what}, this one has more", code="invalid_body")
+def _too_many(limit: str) -> ApiError:
+    return ApiError(400, f"a body has at most {limit}, this one has more", code="invalid_body")

@@ -69,7 +69,7 @@ def _kinds(part: Any) -> list[str]:
     if part is None:
         return []
     parts = part.get("normalizers", part.get("pretokenizers", ()))
-    return [part.get("type"), *(kind for one in parts for kind in _kinds(one))]
+    return [part.get("type"), *(kind for member in parts for kind in _kinds(member))]
 
 
 def _shrinks(normalizer: Any) -> int:
@@ -79,8 +79,8 @@ def _shrinks(normalizer: Any) -> int:
     kind = normalizer.get("type")
     if kind == "Sequence":
         product = 1
-        for one in normalizer.get("normalizers", ()):
-            product *= _shrinks(one)
+        for member in normalizer.get("normalizers", ()):
+            product *= _shrinks(member)
         return product
     if kind in ("NFC", "NFKC"):
         return NFC_SHRINKS

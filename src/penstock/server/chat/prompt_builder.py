@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from penstock.engine.model_dir import load_tokenizer, read_config
 from penstock.engine.output.detokenizer import Vocabulary, load_vocabulary
 from penstock.engine.protocol.config import EngineConfig
-from penstock.server.chat.chat_template import ChatTemplate, in_one
+from penstock.server.chat.chat_template import ChatTemplate, join_texts
 from penstock.server.chat.length_bound import length_bound
 from penstock.server.chat.request_schema import Conversation
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
@@ -58,14 +58,14 @@ class NumberTokenizer:
         self.vocab_size = vocabulary
 
     def encode(self, text: str, add_special: bool) -> list[int]:
-        return [one % self.vocab_size for one in text.encode()]
+        return [byte % self.vocab_size for byte in text.encode()]
 
     def min_tokens(self, text: str) -> int:
         return len(text)
 
     def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
-        said = "".join(f"{one['role']}: {in_one(one['content'])}\n" for one in messages)
-        return f"{said}assistant:" if is_answered else said
+        text = "".join(f"{message['role']}: {join_texts(message['content'])}\n" for message in messages)
+        return f"{text}assistant:" if is_answered else text
 
 
 class ModelTokenizer:
@@ -94,8 +94,8 @@ def _most_ids(config: EngineConfig) -> int:
     if config.simulated is not None:
         return 1 << 31
     whole, text = read_config(Path(config.model) / "config.json")
-    most: int = (text or whole)["vocab_size"]
-    return most
+    vocab_size: int = (text or whole)["vocab_size"]
+    return vocab_size
 
 
 class PromptBuilder:
@@ -116,22 +116,22 @@ class PromptBuilder:
 
     async def conversation(
         self,
-        said: Conversation,
+        conversation: Conversation,
         is_answered: bool,
         options: dict[str, Any],
         add_special: bool = False,
         limit: Limit | None = None,
     ) -> Prompt:
         """To be released, unless a request gets it. Raises ApiError."""
-        if said.images and self._images is None:
-            where = said.images[0].where
+        if conversation.images and self._images is None:
+            where = conversation.images[0].where
             raise ApiError(400, f"expected text, got an image at $.{where}: this model takes none", param=where)
-        work = functools.partial(self.words.chat, said.messages, is_answered, options)
-        text = work() if said.parts <= MANY else await self.in_a_thread(work)
+        work = functools.partial(self.words.chat, conversation.messages, is_answered, options)
+        text = work() if conversation.parts <= MANY else await self.in_a_thread(work)
         ids = await self.ids(text, add_special, limit)
-        if not said.images or self._images is None:
+        if not conversation.images or self._images is None:
             return Prompt(ids)
-        return await self._images.prompt(ids, said.images)
+        return await self._images.prompt(ids, conversation.images)
 
     async def ids(self, prompt: str | list[int], add_special: bool = True, limit: Limit | None = None) -> list[int]:
         """Raises ApiError where they are none that the model could answer, or a text must have more than `limit`."""

@@ -118,12 +118,12 @@ def unknown_fields(body: bytes | bytearray | memoryview, known: Collection[str])
 
     Raises ApiError for a field that is not supported, with a value that is not neutral.
     """
-    given = _NAMES.decode(body)
-    if "stream_options" in given and "stream_options" in known:
-        options = msgspec.json.decode(given["stream_options"], type=dict[str, msgspec.Raw] | None) or {}
-        given.update((f"stream_options.{name}", value) for name, value in options.items())
+    fields = _NAMES.decode(body)
+    if "stream_options" in fields and "stream_options" in known:
+        options = msgspec.json.decode(fields["stream_options"], type=dict[str, msgspec.Raw] | None) or {}
+        fields.update((f"stream_options.{name}", value) for name, value in options.items())
     unknown = []
-    for name, value in given.items():
+    for name, value in fields.items():
         if name in known or name in IGNORED:
             continue
         if name in NEUTRAL_ONLY:
@@ -158,13 +158,16 @@ def strict(kind: type[msgspec.Struct], options: type[msgspec.Struct]) -> type[ms
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
     """As JSON compares values: true is not 1."""
-    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+    return value is None or any(
+        value == neutral_value and isinstance(value, bool) == isinstance(neutral_value, bool)
+        for neutral_value in neutral
+    )
 
 
 def _way_out(neutral: tuple[Any, ...]) -> str:
     """Which values would pass, where that says more than that the field may be left out."""
-    said = [json.dumps(one) for one in neutral if one not in _EMPTY]
-    return f": expected {' or '.join(said)}, or nothing" if said else ""
+    values = [json.dumps(value) for value in neutral if value not in _EMPTY]
+    return f": expected {' or '.join(values)}, or nothing" if values else ""
 
 
 def properties() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from penstock.engine.protocol.messages import SamplingParams
 from penstock.server.chat.data_urls import LONG, extract_data_urls
 from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_size
 from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
-from penstock.server.errors import ApiError, of_a_body
+from penstock.server.errors import ApiError, body_error
 from penstock.server.images.image_prompts import ImageRef
 from penstock.server.request_ids import PATTERN
 
@@ -97,19 +97,19 @@ class Sampling(msgspec.Struct, kw_only=True):
         if self.response_format is not None and self.response_format.type != "text":
             message = f"expected 'text', got {self.response_format.type!r} at $.response_format.type"
             raise ApiError(400, message, param="response_format.type")
-        given = {name: getattr(self, name) for name in _PASSED_THROUGH if getattr(self, name) is not None}
-        given = {**defaults.given, **given, "max_tokens": max_tokens, "logprobs": logprobs}
-        if given.get("top_k") == -1:  # as others say it
-            given["top_k"] = 0
+        kwargs = {name: getattr(self, name) for name in _PASSED_THROUGH if getattr(self, name) is not None}
+        kwargs = {**defaults.given, **kwargs, "max_tokens": max_tokens, "logprobs": logprobs}
+        if kwargs.get("top_k") == -1:  # as others say it
+            kwargs["top_k"] = 0
         for name in ("stop_token_ids", "allowed_token_ids"):
-            if name in given:
-                given[name] = tuple(given[name])
+            if name in kwargs:
+                kwargs[name] = tuple(kwargs[name])
         if self.stop is not None:
-            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+            kwargs["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.logit_bias is not None:
-            given["logit_bias"] = tuple(self.logit_bias.items())
+            kwargs["logit_bias"] = tuple(self.logit_bias.items())
         try:
-            return SamplingParams(**given)
+            return SamplingParams(**kwargs)
         except ValueError as error:
             words = str(error).split(" ")
             known = [word for word in (words[1], "stop") if word in SamplingParams.__struct_fields__]
@@ -131,21 +131,23 @@ class CompletionRequest(Sampling, kw_only=True):
 
     def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ApiError(400, "best_of is not supported: ask for n", param="best_of")
+            raise ApiError(400, "best_of is not supported: use n", param="best_of")
         return self.params(self.max_tokens or TOKENS_OF_A_COMPLETION, self.logprobs, defaults)
 
     def prompts(self) -> list[str | list[int]]:
         """Raises ApiError where they are of several kinds, or none."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        kinds = {type(one) for one in self.prompt}
+        kinds = {type(item) for item in self.prompt}
         if kinds != {int} and len(self.prompt) > MAX_PROMPTS:
             raise ApiError(400, f"expected at most {MAX_PROMPTS} prompts, got {len(self.prompt)}", param="prompt")
         if len(kinds) != 1:
-            raise ApiError(400, "expected texts, or lists of numbers, and not both or none at $.prompt", param="prompt")
+            raise ApiError(
+                400, "expected either texts or lists of token ids, got both or none at $.prompt", param="prompt"
+            )
         if kinds == {int}:
-            return [[one for one in self.prompt if isinstance(one, int)]]
-        return [one for one in self.prompt if not isinstance(one, int)]
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        return [item for item in self.prompt if not isinstance(item, int)]
 
 
 # ── chats ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -183,17 +185,17 @@ class ChatRequest(Sampling, kw_only=True):
     def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "expected logprobs: true with top_logprobs", param="top_logprobs")
-        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if most is None:
-            most = defaults.max_tokens
-        return self.params(most, (self.top_logprobs or 0) if self.logprobs else None, defaults)
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = defaults.max_tokens
+        return self.params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None, defaults)
 
     @property
     def template_options(self) -> dict[str, Any]:
         """What the chat template is told besides the messages; `reasoning_effort` as vLLM tells it."""
         effort = self.reasoning_effort
-        told = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        return {**told, **(self.chat_template_kwargs or {})}
+        options = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return {**options, **(self.chat_template_kwargs or {})}
 
 
 class Conversation(NamedTuple):
@@ -204,11 +206,11 @@ class Conversation(NamedTuple):
 
     @property
     def parts(self) -> int:
-        return sum(1 if isinstance(one["content"], str) else len(one["content"]) for one in self.messages)
+        return sum(1 if isinstance(message["content"], str) else len(message["content"]) for message in self.messages)
 
     @classmethod
     def of(cls, messages: list[Message]) -> Conversation:
-        found = cls([], [])
+        conversation = cls([], [])
         for place, message in enumerate(messages):
             for name in ("tool_calls", "function_call", "audio"):
                 if getattr(message, name):
@@ -217,10 +219,10 @@ class Conversation(NamedTuple):
             content: Any = message.content or ""
             if not isinstance(content, str):
                 parts = enumerate(content)
-                content = [found._plain(f"messages[{place}].content[{part}]", one) for part, one in parts]
-            said = {"role": message.role, "content": content}
-            found.messages.append(said if message.name is None else {**said, "name": message.name})
-        return found
+                content = [conversation._plain(f"messages[{place}].content[{part}]", item) for part, item in parts]
+            fields = {"role": message.role, "content": content}
+            conversation.messages.append(fields if message.name is None else {**fields, "name": message.name})
+        return conversation
 
     def _plain(self, where: str, part: TextPart | ImagePart) -> dict[str, str]:
         if isinstance(part, TextPart):
@@ -240,7 +242,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    def what(self) -> str | Conversation:
+    def content(self) -> str | Conversation:
         """Raises ApiError."""
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "expected either prompt or messages", param="prompt")
@@ -264,14 +266,14 @@ WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 def decoded(body: bytes | bytearray, kind: type[T], unknown: list[str] | None = None) -> T:
     """Names of unknown fields are appended to `unknown`. Raises ApiError."""
     if len(body) > LONG:
-        found = _decoded_in_parts(body, kind, unknown)
-        if found is not None:
-            return found
+        request = _decoded_in_parts(body, kind, unknown)
+        if request is not None:
+            return request
         check_json_size(body)
     try:
         return _decode(body, kind, unknown)
     except WRONG as error:
-        raise of_a_body(error) from None
+        raise body_error(error) from None
 
 
 def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T | None:
@@ -281,32 +283,32 @@ def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str]
         return None
     check_json_size(short)
     try:
-        found = _decode(short, kind, unknown)
+        request = _decode(short, kind, unknown)
     except WRONG as error:
         if len(body) <= MAX_NBYTES:
             return None
-        raise of_a_body(error, "long images not counted") from None
-    return found if _is_whole_with(found, urls) else None
+        raise body_error(error, "long images not counted") from None
+    return request if _is_whole_with(request, urls) else None
 
 
 def _decode(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T:
     """Raises WRONG, ApiError."""
     try:
-        found: T = STRICT[kind].decode(body)
+        request: T = STRICT[kind].decode(body)
     except msgspec.ValidationError as error:
         if "unknown field" in str(error) or "got `float`" in str(error):
             return _decode_with_unknown(body, kind, unknown)
         raise
     for name in NEUTRAL_ONLY:
-        if getattr(found, name) is not None:
-            require_neutral(name, getattr(found, name))
-    return found
+        if getattr(request, name) is not None:
+            require_neutral(name, getattr(request, name))
+    return request
 
 
 def _decode_with_unknown(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T:
     """As `_decode`, ten times as slow. Names of unknown fields are appended to `unknown`."""
     try:
-        found: T = DECODERS[kind].decode(body)
+        request: T = DECODERS[kind].decode(body)
     except msgspec.ValidationError as error:
         repaired = _with_whole_numbers(body, kind) if "got `float`" in str(error) else None
         if repaired is None:
@@ -315,7 +317,7 @@ def _decode_with_unknown(body: bytes | bytearray, kind: type[T], unknown: list[s
     names = unknown_fields(body, FIELDS[kind])
     if unknown is not None:
         unknown[:] = names
-    return found
+    return request
 
 
 def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> bytes | None:
@@ -323,24 +325,26 @@ def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> 
 
     None: there is nothing to mend.
     """
-    said: dict[str, Any] = msgspec.json.decode(body)
-    floats = [name for name in _whole_numbers(kind) & said.keys() if isinstance(said[name], float)]
-    whole = {name: int(said[name]) for name in floats if said[name].is_integer()}
-    return msgspec.json.encode({**said, **whole}) if whole else None
+    fields: dict[str, Any] = msgspec.json.decode(body)
+    floats = [name for name in _whole_numbers(kind) & fields.keys() if isinstance(fields[name], float)]
+    whole = {name: int(fields[name]) for name in floats if fields[name].is_integer()}
+    return msgspec.json.encode({**fields, **whole}) if whole else None
 
 
 @functools.cache
 def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
     """Returns the encoded names of the fields of type `int` or `int | None`."""
     fields = msgspec.inspect.type_info(kind).fields  # type: ignore[attr-defined]
-    kinds = {field.encode_name: {type(one) for one in getattr(field.type, "types", (field.type,))} for field in fields}
+    kinds = {
+        field.encode_name: {type(type_) for type_ in getattr(field.type, "types", (field.type,))} for field in fields
+    }
     optional = {msgspec.inspect.IntType, msgspec.inspect.NoneType}
-    return frozenset(name for name, found in kinds.items() if msgspec.inspect.IntType in found <= optional)
+    return frozenset(name for name, types in kinds.items() if msgspec.inspect.IntType in types <= optional)
 
 
-def _is_whole_with(found: msgspec.Struct, urls: dict[str, str]) -> bool:
+def _is_whole_with(request: msgspec.Struct, urls: dict[str, str]) -> bool:
     """Puts images where their marks stand. False: some stand where no image is said, and may mean something there."""
-    messages: list[Message] = getattr(found, "messages", None) or []
+    messages: list[Message] = getattr(request, "messages", None) or []
     for message in messages:
         if isinstance(message.content, list):
             for part in message.content:

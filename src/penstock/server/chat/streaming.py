@@ -133,9 +133,9 @@ class LatencyRecorder:
 
 
 def usage_of(*streams: OutputStream) -> dict[str, Any]:
-    prompt = sum(one.prompt_tokens for one in streams)
-    completion = sum(one.completion_tokens for one in streams)
-    cached = sum(one.cached_tokens for one in streams)
+    prompt = sum(stream.prompt_tokens for stream in streams)
+    completion = sum(stream.completion_tokens for stream in streams)
+    cached = sum(stream.cached_tokens for stream in streams)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -220,12 +220,12 @@ class SSEResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            last = await cancel_on_disconnect(receive, self._tell(send))
+            last = await cancel_on_disconnect(receive, self._send_chunks(send))
         finally:
             self._batch.release()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _tell(self, send: Send) -> bytes:
+    async def _send_chunks(self, send: Send) -> bytes:
         """Everything but the last event, which it returns."""
         has_begun = False
         try:
@@ -277,19 +277,19 @@ class StreamedChoice:
         return {
             "index": index,
             "message": {"role": "assistant", "content": content},
-            "logprobs": None if vocabulary is None else {"content": self._told(vocabulary)},
+            "logprobs": None if vocabulary is None else {"content": self._content_logprobs(vocabulary)},
             **self._finish(),
         }
 
-    def _told(self, vocabulary: Vocabulary) -> list[dict[str, Any]]:
-        told = []
+    def _content_logprobs(self, vocabulary: Vocabulary) -> list[dict[str, Any]]:
+        content = []
         for _, row in self._logprobs:
             first, *others = (
-                {"token": _shown(vocabulary, one), "logprob": value, "bytes": list(vocabulary.piece(one))}
-                for one, value in row
+                {"token": _shown(vocabulary, token_id), "logprob": value, "bytes": list(vocabulary.piece(token_id))}
+                for token_id, value in row
             )
-            told.append({**first, "top_logprobs": others})
-        return told
+            content.append({**first, "top_logprobs": others})
+        return content
 
     def of_completion(self, index: int, vocabulary: Vocabulary | None) -> dict[str, Any]:
         logprobs = None
@@ -299,21 +299,21 @@ class StreamedChoice:
                 "text_offset": [offset for offset, _ in self._logprobs],
                 "tokens": [_shown(vocabulary, row[0][0]) for row in rows],
                 "token_logprobs": [row[0][1] for row in rows],
-                "top_logprobs": [{_shown(vocabulary, one): value for one, value in row[1:]} for row in rows],
+                "top_logprobs": [{_shown(vocabulary, token_id): value for token_id, value in row[1:]} for row in rows],
             }
         return {"index": index, "text": "".join(self._texts), "logprobs": logprobs, **self._finish()}
 
 
-def _shown(vocabulary: Vocabulary, one: int) -> str:
-    return vocabulary.piece(one).decode(errors="replace")
+def _shown(vocabulary: Vocabulary, token_id: int) -> str:
+    return vocabulary.piece(token_id).decode(errors="replace")
 
 
-def likely(found: Logprobs) -> Iterator[list[tuple[int, float]]]:
+def likely(logprobs: Logprobs) -> Iterator[list[tuple[int, float]]]:
     """For each sampled token: itself first, then the likeliest."""
-    tokens = found.ranks.size
-    counts = [found.ids.size // tokens] * tokens if found.counts is None else found.counts.tolist()
-    values = [max(value, LEAST_LOGPROB) for value in found.values.tolist()]
-    pairs = list(zip(found.ids.tolist(), values, strict=True))
+    tokens = logprobs.ranks.size
+    counts = [logprobs.ids.size // tokens] * tokens if logprobs.counts is None else logprobs.counts.tolist()
+    values = [max(value, LEAST_LOGPROB) for value in logprobs.values.tolist()]
+    pairs = list(zip(logprobs.ids.tolist(), values, strict=True))
     at = 0
     for count in counts:
         yield pairs[at : at + count]

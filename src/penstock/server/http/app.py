@@ -117,10 +117,10 @@ class ApiServer:
             Route("/v1/completions", Endpoint(self, "completions", self._completions), methods=["POST"]),
             Route("/tokenize", Endpoint(self, "tokenize", self._tokenize), methods=["POST"]),
             Route("/v1/models", Endpoint(self, "models", self._list_models), methods=["GET"]),
-            Route("/v1/models/{name:path}", Endpoint(self, "models", self._tell_model), methods=["GET"]),
-            Route("/metrics", Endpoint(self, "metrics", self._tell_metrics), methods=["GET"]),
+            Route("/v1/models/{name:path}", Endpoint(self, "models", self._show_model), methods=["GET"]),
+            Route("/metrics", Endpoint(self, "metrics", self._show_metrics), methods=["GET"]),
             Route("/dashboard", self._dashboard.page),
-            Route("/dashboard/data", Endpoint(self, "dashboard", self._dashboard.tell), methods=["GET"]),
+            Route("/dashboard/data", Endpoint(self, "dashboard", self._dashboard.data), methods=["GET"]),
             openapi.route(bool(self._keys)),
             Route("/health", self._health.whole),
             Route("/health/live", self._health.live),
@@ -146,8 +146,8 @@ class ApiServer:
         if not self._keys:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        said = key.strip().encode()
-        is_ours = [hmac.compare_digest(said, one) for one in self._keys]  # all, so that time tells nothing
+        presented = key.strip().encode()
+        is_ours = [hmac.compare_digest(presented, own) for own in self._keys]  # all, so that time tells nothing
         if scheme.lower() != "bearer" or not any(is_ours):
             message, headers = "expected an API key: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, headers=headers, code="invalid_api_key")
@@ -156,7 +156,7 @@ class ApiServer:
     def admitted(self) -> Iterator[None]:
         """While it is answered, a request is open. Raises ApiError where there are too many."""
         if self._row[ProcessCounters.OPEN] >= self._options.max_open_requests:
-            raise ApiError(429, f"{self._options.max_open_requests} requests are open already")
+            raise ApiError(429, f"{self._options.max_open_requests} requests are open, the maximum of this server")
         self._row[ProcessCounters.OPEN] += 1
         try:
             yield
@@ -166,22 +166,22 @@ class ApiServer:
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
         """While a prompt is made of it, it counts among those that are being read."""
-        most, got = self._options.max_body_nbytes, bytearray()
-        said = request.headers.get("content-length", "0")
-        if not said.isdecimal() or int(said) > most:
-            raise _too_long(most)
+        max_nbytes, body = self._options.max_body_nbytes, bytearray()
+        length = request.headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > max_nbytes:
+            raise _too_long(max_nbytes)
         try:
             async for part in request.stream():
-                got += part
+                body += part
                 self._reading_nbytes += len(part)
-                if len(got) > most:
-                    raise _too_long(most)
-                if self._reading_nbytes > BODIES_AT_ONCE * most:
-                    raise ApiError(503, "too much of the bodies of other requests is being read")
-            yield got
+                if len(body) > max_nbytes:
+                    raise _too_long(max_nbytes)
+                if self._reading_nbytes > BODIES_AT_ONCE * max_nbytes:
+                    raise ApiError(503, "the bodies of other requests fill the memory: send the request again")
+            yield body
         finally:
-            self._reading_nbytes -= len(got)
-            if len(got) > LONG:
+            self._reading_nbytes -= len(body)
+            if len(body) > LONG:
                 self._heap.was_used()
 
     async def _aside(self, request: Request, body: bytearray, work: Callable[[], T]) -> T:
@@ -192,12 +192,12 @@ class ApiServer:
 
     async def _decoded(self, request: Request, body: bytearray, kind: type[BodyT]) -> BodyT:
         unknown: list[str] = []
-        asked = await self._aside(request, body, lambda: decoded(body, kind, unknown))
+        value = await self._aside(request, body, lambda: decoded(body, kind, unknown))
         if unknown:
             context = {"path": request.url.path, "request_id": request.state.request_id}
             described = self._unknown_fields.describe(unknown, **context)
             request.state.headers.append((IGNORED_FIELDS.encode(), described.encode()))
-        return asked
+        return value
 
     def _require_model(self, name: str | None) -> None:
         if name is not None and name not in (*self._names, self._config.model):
@@ -207,15 +207,15 @@ class ApiServer:
     # ── what is generated ──
     async def _chat(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._decoded(request, body, ChatRequest)
-            self._require_model(asked.model)
-            params = asked.sampling(self._config.sampling_defaults)
-            said = await self._aside(request, body, lambda: Conversation.of(asked.messages))
-            limit = self._limit(asked, params, "messages")
-            prompt = await self._prompt(request, said, asked.template_options, asked, limit)
-            asked.messages = []  # images are long, and it may take long to answer
+            chat = await self._decoded(request, body, ChatRequest)
+            self._require_model(chat.model)
+            params = chat.sampling(self._config.sampling_defaults)
+            conversation = await self._aside(request, body, lambda: Conversation.of(chat.messages))
+            limit = self._limit(chat, params, "messages")
+            prompt = await self._prompt(request, conversation, chat.template_options, chat, limit)
+            chat.messages = []  # images are long, and it may take long to answer
         try:
-            return await self._generate(request, Style.CHAT, asked, params, [prompt], "messages")
+            return await self._generate(request, Style.CHAT, chat, params, [prompt], "messages")
         except BaseException:
             prompt.release()
             raise
@@ -223,15 +223,15 @@ class ApiServer:
     async def _prompt(
         self,
         request: Request,
-        said: Conversation,
+        conversation: Conversation,
         options: dict[str, Any],
-        asked: ChatRequest | TokenizeRequest,
+        body: ChatRequest | TokenizeRequest,
         limit: Limit | None = None,
     ) -> Prompt:
         """To be released, unless a request gets it."""
-        is_answered, add_special = asked.add_generation_prompt is not False, asked.add_special_tokens is True
-        reading = self._reader.conversation(said, is_answered, options, add_special, limit)
-        if not said.images:
+        is_answered, add_special = body.add_generation_prompt is not False, body.add_special_tokens is True
+        reading = self._reader.conversation(conversation, is_answered, options, add_special, limit)
+        if not conversation.images:
             return await reading
         try:
             return await cancel_on_disconnect(request.receive, reading)
@@ -240,26 +240,27 @@ class ApiServer:
 
     async def _completions(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._decoded(request, body, CompletionRequest)
-            self._require_model(asked.model)
-            params = asked.sampling(self._config.sampling_defaults)
-            said = await self._aside(request, body, asked.prompts)
-            prompts, limit = [], self._limit(asked, params, "prompt")
-            for prompt in said:
-                prompts.append(Prompt(await self._reader.ids(prompt, asked.add_special_tokens is not False, limit)))
+            completion = await self._decoded(request, body, CompletionRequest)
+            self._require_model(completion.model)
+            params = completion.sampling(self._config.sampling_defaults)
+            texts = await self._aside(request, body, completion.prompts)
+            prompts, limit = [], self._limit(completion, params, "prompt")
+            for prompt in texts:
+                ids = await self._reader.ids(prompt, completion.add_special_tokens is not False, limit)
+                prompts.append(Prompt(ids))
                 await asyncio.sleep(0)  # each takes up to 1 ms, and others go on in between
-        return await self._generate(request, Style.COMPLETION, asked, params, prompts, "prompt")
+        return await self._generate(request, Style.COMPLETION, completion, params, prompts, "prompt")
 
     async def _generate(
         self,
         request: Request,
         style: Style,
-        asked: Sampling,
+        sampling: Sampling,
         params: SamplingParams,
         prompts: Sequence[Prompt],
         param: str,
     ) -> Answer:
-        prompts = [self._truncated(prompt, asked, params) for prompt in prompts]
+        prompts = [self._truncated(prompt, sampling, params) for prompt in prompts]
         for prompt in prompts:
             self._require_room(prompt.ids, params, param)
         try:
@@ -268,28 +269,28 @@ class ApiServer:
             raise ApiError(400, str(error), param="allowed_token_ids") from None
         pace = LatencyRecorder(self._row, request.state.began)
         short, name = NAMES[style]
-        if asked.request_id is not None and not request.state.is_named:
-            if not is_valid(asked.request_id):  # a line's end after it, which its pattern lets pass
+        if sampling.request_id is not None and not request.state.is_named:
+            if not is_valid(sampling.request_id):  # a line's end after it, which its pattern lets pass
                 raise ApiError(400, "expected printable characters at $.request_id", param="request_id")
-            request.state.request_id = asked.request_id
+            request.state.request_id = sampling.request_id
         request_id: str = request.state.request_id
-        said: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
-        said["model"] = asked.model or self._name
-        if not asked.stream:
-            batch = self._batch(asked, params, prompts)
+        answer: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
+        answer["model"] = sampling.model or self._name
+        if not sampling.stream:
+            batch = self._batch(sampling, params, prompts)
             return await cancel_on_disconnect(
-                request.receive, self._whole(style, batch, params, len(prompts), said, pace)
+                request.receive, self._whole(style, batch, params, len(prompts), answer, pace)
             )
         if style == Style.CHAT:
-            said["object"] += ".chunk"
-        head = msgspec.json.encode(said)[:-1]
-        nothing_yet = b',"usage":null' if asked.includes_usage else b""
-        batch = self._batch(asked, params, prompts, (style, head + nothing_yet))
-        return SSEResponse(batch, head, asked.includes_usage, pace, request_id)
+            answer["object"] += ".chunk"
+        head = msgspec.json.encode(answer)[:-1]
+        nothing_yet = b',"usage":null' if sampling.includes_usage else b""
+        batch = self._batch(sampling, params, prompts, (style, head + nothing_yet))
+        return SSEResponse(batch, head, sampling.includes_usage, pace, request_id)
 
     def _batch(
         self,
-        asked: Sampling,
+        sampling: Sampling,
         params: SamplingParams,
         prompts: Sequence[Prompt],
         announce: tuple[Style, bytes] | None = None,
@@ -297,7 +298,7 @@ class ApiServer:
         slots = self._config.max_num_seqs * self._config.data_parallel_size
         submits = [
             functools.partial(
-                self._submit, asked, params, prompt, None if announce is None else (*announce, index * params.n)
+                self._submit, sampling, params, prompt, None if announce is None else (*announce, index * params.n)
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -308,12 +309,12 @@ class ApiServer:
 
         return RequestStreams(submits, max(1, slots // MAX_SHARE // params.n), release)
 
-    def _truncated(self, prompt: Prompt, asked: Sampling, params: SamplingParams) -> Prompt:
+    def _truncated(self, prompt: Prompt, sampling: Sampling, params: SamplingParams) -> Prompt:
         """With as many of its ids as `truncate_prompt_tokens` leaves: the last ones, unless `truncation_side` is right.
 
         -1 leaves as many as the model and `max_tokens` have room for. Raises ApiError.
         """
-        tokens = asked.truncate_prompt_tokens
+        tokens = sampling.truncate_prompt_tokens
         if tokens is None:
             return prompt
         name, room = "truncate_prompt_tokens", self._config.max_model_len - (params.max_tokens or 1)
@@ -327,37 +328,36 @@ class ApiServer:
         if kept >= len(prompt.ids):
             return prompt
         if prompt.items:
-            raise ApiError(
-                400, f"a prompt with images cannot be truncated, and has {len(prompt.ids)} tokens", param=name
-            )
-        is_from_left = asked.truncation_side != "right"
+            message = f"expected a prompt without images, got one of {len(prompt.ids)} tokens with images, at $.{name}"
+            raise ApiError(400, message, param=name)
+        is_from_left = sampling.truncation_side != "right"
         return prompt._replace(ids=prompt.ids[len(prompt.ids) - kept :] if is_from_left else prompt.ids[:kept])
 
     def _require_room(self, ids: list[int], params: SamplingParams, param: str) -> None:
         """A prompt that leaves no room for a token of its answer is too long."""
-        most = self._config.max_model_len
+        max_model_len = self._config.max_model_len
         if not ids:
-            raise ApiError(400, f"expected a prompt of 1 to {most - 1} tokens, got none", param=param)
-        if len(ids) >= most:
-            raise context_length_exceeded(most, len(ids), Limit(most - 1, param, params.max_tokens))
+            raise ApiError(400, f"expected a prompt of 1 to {max_model_len - 1} tokens, got none", param=param)
+        if len(ids) >= max_model_len:
+            raise context_length_exceeded(max_model_len, len(ids), Limit(max_model_len - 1, param, params.max_tokens))
 
-    def _limit(self, asked: Sampling, params: SamplingParams, param: str) -> Limit | None:
+    def _limit(self, sampling: Sampling, params: SamplingParams, param: str) -> Limit | None:
         """None: a longer prompt is cut."""
-        if asked.truncate_prompt_tokens is not None:
+        if sampling.truncate_prompt_tokens is not None:
             return None
         return Limit(self._config.max_model_len - 1, param, params.max_tokens)
 
     async def _submit(
-        self, asked: Sampling, params: SamplingParams, prompt: Prompt, announce: tuple[Style, bytes, int] | None
+        self, sampling: Sampling, params: SamplingParams, prompt: Prompt, announce: tuple[Style, bytes, int] | None
     ) -> OutputStream:
         return await self._client.submit(
             prompt.ids,
             params,
             items=prompt.items,
             scope=prompt.scope,
-            priority=asked.priority or 0,
-            client=asked.user or "",
-            salt=(asked.cache_salt or "").encode(),
+            priority=sampling.priority or 0,
+            client=sampling.user or "",
+            salt=(sampling.cache_salt or "").encode(),
             announce=announce,
         )
 
@@ -367,30 +367,30 @@ class ApiServer:
         batch: RequestStreams,
         params: SamplingParams,
         prompts: int,
-        said: dict[str, Any],
+        answer: dict[str, Any],
         pace: LatencyRecorder,
     ) -> Response:
         choices = await collect(batch, prompts, params.n, pace)
         vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
-        tell = StreamedChoice.of_chat if style == Style.CHAT else StreamedChoice.of_completion
-        said["choices"] = []
+        build_choice = StreamedChoice.of_chat if style == Style.CHAT else StreamedChoice.of_completion
+        answer["choices"] = []
         for index, choice in enumerate(choices):
             if index:
                 await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
-            said["choices"].append(tell(choice, index, vocabulary))
-        said["usage"] = usage_of(*batch.streams.values())
-        return _json(said)
+            answer["choices"].append(build_choice(choice, index, vocabulary))
+        answer["usage"] = usage_of(*batch.streams.values())
+        return _json(answer)
 
     # ── what is known ──
     async def _tokenize(self, request: Request) -> Answer:
         async with self._body(request) as body:
-            asked = await self._decoded(request, body, TokenizeRequest)
-            self._require_model(asked.model)
-            what = await self._aside(request, body, asked.what)
-            if isinstance(what, str):
-                ids = await self._reader.ids(what, asked.add_special_tokens is not False)
+            tokenize = await self._decoded(request, body, TokenizeRequest)
+            self._require_model(tokenize.model)
+            content = await self._aside(request, body, tokenize.content)
+            if isinstance(content, str):
+                ids = await self._reader.ids(content, tokenize.add_special_tokens is not False)
             else:
-                prompt = await self._prompt(request, what, asked.chat_template_kwargs or {}, asked)
+                prompt = await self._prompt(request, content, tokenize.chat_template_kwargs or {}, tokenize)
                 prompt.release()
                 ids = prompt.ids
         return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
@@ -398,7 +398,7 @@ class ApiServer:
     async def _list_models(self, request: Request) -> Answer:
         return _json({"object": "list", "data": [self._described(name) for name in self._names]})
 
-    async def _tell_model(self, request: Request) -> Answer:
+    async def _show_model(self, request: Request) -> Answer:
         name = request.path_params["name"]
         self._require_model(name)
         return _json(self._described(name if name in self._names else self._name))
@@ -412,7 +412,7 @@ class ApiServer:
             "max_model_len": self._config.max_model_len,
         }
 
-    async def _tell_metrics(self, request: Request) -> Answer:
+    async def _show_metrics(self, request: Request) -> Answer:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def count(self, route: str, status: int) -> None:
@@ -453,13 +453,12 @@ class Endpoint:
             except (Gone, ClientDisconnect):
                 return CLIENT_GONE
             except Exception as error:
-                what = f"{type(error).__name__}: {error}"
+                failure = f"{type(error).__name__}: {error}"
                 request_id = request.state.request_id
                 trace = traceback.format_exc()
-                event(
-                    "request failed", logging.ERROR, request_id=request_id, route=self._route, error=what, trace=trace
-                )
-                refused = ApiError(500, f"the server has failed; its log says how, of request {request_id}")
+                context = {"request_id": request_id, "route": self._route, "error": failure, "trace": trace}
+                event("request failed", logging.ERROR, **context)
+                refused = ApiError(500, f"the server has failed; its log has the cause, under request_id={request_id}")
         await refused.response()(scope, receive, send)
         return refused.status
 
@@ -480,9 +479,9 @@ def cors(options: ServerOptions) -> list[Middleware]:
     ]
 
 
-def _too_long(most: int) -> ApiError:
-    return ApiError(413, f"the body is longer than {most} bytes")
+def _too_long(max_nbytes: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {max_nbytes} bytes")
 
 
-def _json(said: object) -> Response:
-    return Response(msgspec.json.encode(said), media_type="application/json")
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

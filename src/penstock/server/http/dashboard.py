@@ -39,30 +39,30 @@ class Dashboard:
         self._looking = asyncio.Lock()
         self._at = -FRESH
         self._before: ServerSnapshot | None = None
-        self._said = b""
+        self._encoded = b""
 
     async def page(self, request: Request) -> Response:
         return Response(self._page, media_type="text/html; charset=utf-8", headers=self._headers)
 
-    async def tell(self, request: Request) -> Response:
+    async def data(self, request: Request) -> Response:
         """Raises ApiError where there is nothing to be seen."""
         async with self._looking:
             if time.monotonic() - self._at >= FRESH:
                 try:
-                    self._said = await asyncio.to_thread(self._look)
+                    self._encoded = await asyncio.to_thread(self._look)
                 except NoServer as error:
                     self._watch = None  # the next one finds anew where everything is
                     raise ApiError(503, str(error)) from None
                 self._at = time.monotonic()
-        return Response(self._said, media_type="application/json", headers=HEADERS)
+        return Response(self._encoded, media_type="application/json", headers=HEADERS)
 
     def _look(self) -> bytes:
         if self._watch is None:
             self._watch = SnapshotReader(os.getpid())
         moment = self._watch.take()
-        seen = View.after(self._before, moment, LONGEST)
+        view = View.after(self._before, moment, LONGEST)
         self._before = moment
-        return msgspec.json.encode(seen)
+        return msgspec.json.encode(view)
 
 
 def _policy(page: str) -> str:

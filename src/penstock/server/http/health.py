@@ -28,11 +28,11 @@ class HealthReport:
         return not self._board.is_draining and any(row[StatusBoard.SERVING] for row in self._groups)
 
     async def live(self, request: Request) -> Response:
-        return _told({"status": "live", "server": self._me, "pid": os.getpid()}, 200)
+        return _json({"status": "live", "server": self._me, "pid": os.getpid()}, 200)
 
     async def ready(self, request: Request) -> Response:
         """503 while no group serves, and when the tree is about to end."""
-        return _told(self._status(), 200 if self._is_ready else 503)
+        return _json(self._status(), 200 if self._is_ready else 503)
 
     async def whole(self, request: Request) -> Response:
         servers = [
@@ -59,12 +59,12 @@ class HealthReport:
             }
             for number, row in enumerate(self._groups)
         ]
-        return _told({**self._status(), "servers": servers, "groups": groups}, 200 if self._is_ready else 503)
+        return _json({**self._status(), "servers": servers, "groups": groups}, 200 if self._is_ready else 503)
 
     def _status(self) -> dict[str, Any]:
         is_ready, is_draining = self._is_ready, self._board.is_draining
         return {"status": "ready" if is_ready else "draining" if is_draining else "starting"}
 
 
-def _told(said: dict[str, Any], status: int) -> Response:
-    return Response(msgspec.json.encode(said), status, media_type="application/json")
+def _json(report: dict[str, Any], status: int) -> Response:
+    return Response(msgspec.json.encode(report), status, media_type="application/json")

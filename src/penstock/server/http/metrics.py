@@ -91,13 +91,13 @@ class Metrics(Collector):
         for name, text, word in COUNTED_BY_SERVERS:
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
             for engine in range(len(self._engines)):
-                counter.add_metric(self._labels(engine), sum(one[word] for one in self._served(engine)))
+                counter.add_metric(self._labels(engine), sum(served[word] for served in self._served(engine)))
             yield counter
         yield self._finished()
         for name, text, attribute, bounds in HISTOGRAMS:
             histogram = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
             for engine in range(len(self._engines)):
-                parts = [getattr(one, attribute) for one in self._served(engine)]
+                parts = [getattr(served, attribute) for served in self._served(engine)]
                 _add(histogram, self._labels(engine), parts, bounds)
             yield histogram
         queue = HistogramMetricFamily(
@@ -115,7 +115,7 @@ class Metrics(Collector):
         )
         for engine in range(len(self._engines)):
             for number, reason in enumerate(FINISHED_REASONS):
-                many = sum(one[Served.FINISHED + number] for one in self._served(engine))
+                many = sum(served[Served.FINISHED + number] for served in self._served(engine))
                 finished.add_metric([*self._labels(engine), reason], many)
         return finished
 
@@ -156,6 +156,6 @@ def _share_in_use(row: EngineRow) -> float:
 
 def _add(family: HistogramMetricFamily, labels: list[str], parts: Sequence[Histogram], bounds: Bounds) -> None:
     """The sum of the parts: what each server process has counted."""
-    counts = map(sum, zip(*(one.counts for one in parts), strict=True))
+    counts = map(sum, zip(*(part.counts for part in parts), strict=True))
     buckets = list(zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True))
-    family.add_metric(labels, buckets, sum(one.seconds for one in parts))
+    family.add_metric(labels, buckets, sum(part.seconds for part in parts))

@@ -26,14 +26,14 @@ JSON, EVENTS, METRICS, PAGE = "application/json", "text/event-stream", "text/pla
 KEY = "key"  # the name of the security scheme
 
 REFUSALS = {
-    400: "it makes no sense; `param` is where",
-    401: "no API key, or none of ours",
-    404: "there is nothing of that name",
-    408: "the body did not come in time",
+    400: "the request is invalid; `param` is the field",
+    401: "no API key, or an invalid one",
+    404: "not found",
+    408: "the body did not arrive in time",
     413: "the body is too long",
-    429: "too many requests are open: `Retry-After` says when to come again",
+    429: "too many requests are open: `Retry-After` says when to send it again",
     500: "the server has failed",
-    503: "nobody can answer it now: send it again",
+    503: "no engine can answer now: send the request again",
 }
 OF_A_BODY = tuple(REFUSALS)
 OF_A_QUESTION = (401, 500)
@@ -43,10 +43,10 @@ def route(has_keys: bool) -> Route:
     """Returns the route of the document, which is built at the first request and does not change after it."""
     document = functools.cache(lambda: msgspec.json.encode(documented(has_keys)))
 
-    async def tell(request: Request) -> Response:
+    async def document_response(request: Request) -> Response:
         return Response(document(), media_type=JSON)
 
-    return Route(PATH, tell, methods=["GET"])
+    return Route(PATH, document_response, methods=["GET"])
 
 
 def documented(has_keys: bool) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def documented(has_keys: bool) -> dict[str, Any]:
 def _paths(has_keys: bool) -> dict[str, Any]:
     security: list[Any] = [{KEY: []}] if has_keys else []
 
-    def asked(summary: str, kind: type, answer: type, chunk: type | None = None) -> dict[str, Any]:
+    def post(summary: str, kind: type, answer: type, chunk: type | None = None) -> dict[str, Any]:
         content = {JSON: _schema(answer)} | ({} if chunk is None else {EVENTS: _events(chunk)})
         return {
             "summary": summary,
@@ -83,7 +83,7 @@ def _paths(has_keys: bool) -> dict[str, Any]:
             "responses": {"200": {"description": "the answer", "content": content}, **_refusals(*OF_A_BODY)},
         }
 
-    def told(summary: str, answer: type | str, *refusals: int, is_open: bool = False) -> dict[str, Any]:
+    def get(summary: str, answer: type | str, *refusals: int, is_open: bool = False) -> dict[str, Any]:
         """`answer`: or the kind of text that it is."""
         content = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else {JSON: _schema(answer)}
         return {
@@ -93,27 +93,27 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         }
 
     def health(summary: str, answer: type) -> dict[str, Any]:
-        said = told(summary, answer, is_open=True)
+        operation = get(summary, answer, is_open=True)
         unready = {"description": "no group serves, or the server is about to end", "content": {JSON: _schema(answer)}}
-        return {**said, "responses": {**said["responses"], "503": unready}}
+        return {**operation, "responses": {**operation["responses"], "503": unready}}
 
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    model = told("One model", response_schema.ModelCard, 404, *OF_A_QUESTION)
-    chat = asked("Continue a conversation", ChatRequest, response_schema.ChatCompletion, response_schema.ChatChunk)
-    completion = asked(
+    model = get("One model", response_schema.ModelCard, 404, *OF_A_QUESTION)
+    chat = post("Continue a conversation", ChatRequest, response_schema.ChatCompletion, response_schema.ChatChunk)
+    completion = post(
         "Continue a text", CompletionRequest, response_schema.TextCompletion, response_schema.CompletionChunk
     )
     return {
         "/v1/chat/completions": {"post": chat},
         "/v1/completions": {"post": completion},
-        "/tokenize": {"post": asked("The ids of a text", TokenizeRequest, response_schema.TokenizeResponse)},
-        "/v1/models": {"get": told("All models", response_schema.ModelList, *OF_A_QUESTION)},
+        "/tokenize": {"post": post("The ids of a text", TokenizeRequest, response_schema.TokenizeResponse)},
+        "/v1/models": {"get": get("All models", response_schema.ModelList, *OF_A_QUESTION)},
         "/v1/models/{name}": {"get": {**model, "parameters": [name]}},
-        "/metrics": {"get": told("Counters, as Prometheus reads them", METRICS, *OF_A_QUESTION)},
-        "/dashboard": {"get": told("A page that shows what the server does", PAGE, is_open=True)},
-        "/dashboard/data": {"get": told("What that page shows", View, *OF_A_QUESTION, 503)},
+        "/metrics": {"get": get("Counters, as Prometheus reads them", METRICS, *OF_A_QUESTION)},
+        "/dashboard": {"get": get("A page that shows what the server does", PAGE, is_open=True)},
+        "/dashboard/data": {"get": get("What that page shows", View, *OF_A_QUESTION, 503)},
         "/health": {"get": health("How every process is", response_schema.HealthResponse)},
-        "/health/live": {"get": told("Whether this process lives", response_schema.Live, is_open=True)},
+        "/health/live": {"get": get("Whether this process lives", response_schema.Live, is_open=True)},
         "/health/ready": {"get": health("Whether a request would be answered now", response_schema.Readiness)},
     }
 
@@ -124,9 +124,9 @@ def _schema(kind: type) -> dict[str, Any]:
 
 def _events(chunk: type) -> dict[str, Any]:
     """Each of them; what goes wrong after the first one is an event too."""
-    said = {"anyOf": [_schema(kind)["schema"] for kind in (chunk, response_schema.ErrorResponse)]}
-    data = {"type": "string", "contentMediaType": JSON, "contentSchema": said}
-    events = [{"properties": {"data": one}} for one in (data, {"const": "[DONE]"})]
+    schema = {"anyOf": [_schema(kind)["schema"] for kind in (chunk, response_schema.ErrorResponse)]}
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
+    events = [{"properties": {"data": data_schema}} for data_schema in (data, {"const": "[DONE]"})]
     return {"schema": {"type": "object", "required": ["data"], "anyOf": events}}
 
 

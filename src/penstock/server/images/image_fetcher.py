@@ -41,11 +41,11 @@ class AllowedHost(NamedTuple):
     port: int | None  # None: that of the scheme
 
     @classmethod
-    def of(cls, said: str) -> AllowedHost:
+    def of(cls, text: str) -> AllowedHost:
         """'example.org', '10.0.0.7:8080', '[::1]'. Raises ValueError."""
-        parts = urlsplit(f"//{said}")
-        if not parts.hostname or parts.netloc != said or "@" in said or not _is_plain(said) or parts.port == 0:
-            raise ValueError(f"expected a host as in example.org or 10.0.0.7:8080, not {said!r}")
+        parts = urlsplit(f"//{text}")
+        if not parts.hostname or parts.netloc != text or "@" in text or not _is_plain(text) or parts.port == 0:
+            raise ValueError(f"expected a host as in example.org or 10.0.0.7:8080, not {text!r}")
         return cls(parts.hostname.lower(), parts.port)
 
 
@@ -92,10 +92,10 @@ class ImageFetcher:
         """Waits for none that is under way: each has an end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def fetch(self, url: str, most_nbytes: int) -> bytes:
+    async def fetch(self, url: str, max_nbytes: int) -> bytes:
         """Raises ImageRefused. Cancelled, it gives its connection up at once."""
-        asked = self._asked(url)
-        fetch = _Fetch(asked, most_nbytes, self._seconds)
+        target = self._parse_url(url)
+        fetch = _Fetch(target, max_nbytes, self._seconds)
         doing = asyncio.get_running_loop().run_in_executor(self._threads, self._run, fetch)
         try:
             return await asyncio.wait_for(doing, self._seconds)
@@ -104,7 +104,7 @@ class ImageFetcher:
         finally:
             fetch.end()
 
-    def _asked(self, url: str) -> Target:
+    def _parse_url(self, url: str) -> Target:
         try:
             parts = urlsplit(url)
             name, port = (parts.hostname or "").lower(), parts.port
@@ -117,21 +117,25 @@ class ImageFetcher:
         if AllowedHost(name, port) not in self._hosts and (port != usual or AllowedHost(name, None) not in self._hosts):
             raise ImageRefused(400, "images are not fetched from this host: send this one as data:image/png;base64,…")
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        said = f"[{name}]" if ":" in name else name
-        return Target(parts.scheme == "https", name, port, said if port == usual else f"{said}:{port}", target)
+        host = f"[{name}]" if ":" in name else name
+        return Target(parts.scheme == "https", name, port, host if port == usual else f"{host}:{port}", target)
 
     def _run(self, fetch: _Fetch) -> bytes:
         """In a thread."""
-        asked = fetch.asked
+        target = fetch.target
         try:
-            found = self._resolve(asked.name, asked.port, type=socket.SOCK_STREAM)
-            is_said = _address(asked.name) is not None
-            places = [(one[0], one[4]) for one in found if is_said or self._is_open(_address(one[4][0]))]
-            return fetch.run(places, self._tls if asked.is_tls else None)
+            addresses = self._resolve(target.name, target.port, type=socket.SOCK_STREAM)
+            is_literal = _address(target.name) is not None
+            places = [
+                (address[0], address[4])
+                for address in addresses
+                if is_literal or self._is_open(_address(address[4][0]))
+            ]
+            return fetch.run(places, self._tls if target.is_tls else None)
         except (OSError, http.client.HTTPException, ValueError) as error:
             if not fetch.is_over:
-                what = f"{type(error).__name__}: {error}"
-                event("image not fetched", logging.WARNING, host=asked.said, error=what[:MAX_SAID])
+                failure = f"{type(error).__name__}: {error}"
+                event("image not fetched", logging.WARNING, host=target.host_header, error=failure[:MAX_SAID])
             raise ImageRefused(400, FAILED) from None
 
 
@@ -139,17 +143,17 @@ class Target(NamedTuple):
     is_tls: bool
     name: str
     port: int
-    said: str  # the host, as HTTP says it
-    target: str
+    host_header: str
+    path: str  # with the query
 
 
 class _Fetch:
     """One, by a thread. The loop may end it at any moment."""
 
-    def __init__(self, asked: Target, most_nbytes: int, seconds: float) -> None:
-        self.asked = asked
+    def __init__(self, target: Target, max_nbytes: int, seconds: float) -> None:
+        self.target = target
         self.is_over = False
-        self._most_nbytes = most_nbytes
+        self._max_nbytes = max_nbytes
         self._seconds = seconds
         self._lock = threading.Lock()
         self._dup: socket.socket | None = None  # the same connection once more: what TLS is made of cannot be ended
@@ -176,7 +180,7 @@ class _Fetch:
                     continue
                 if tls is None:
                     return self._ask(plain)
-                with tls.wrap_socket(plain, server_hostname=self.asked.name) as secret:
+                with tls.wrap_socket(plain, server_hostname=self.target.name) as secret:
                     return self._ask(secret)
         raise failed
 
@@ -184,7 +188,7 @@ class _Fetch:
     def _watched(self, plain: socket.socket) -> Iterator[None]:
         with self._lock:
             if self.is_over:
-                raise ConnectionAbortedError("nobody waits for it")
+                raise ConnectionAbortedError("the fetch was ended")
             self._dup = line = plain.dup()
         try:
             yield
@@ -194,18 +198,18 @@ class _Fetch:
                 self._dup = None
 
     def _ask(self, line: socket.socket) -> bytes:
-        connection = http.client.HTTPConnection(self.asked.name, self.asked.port)
+        connection = http.client.HTTPConnection(self.target.name, self.target.port)
         connection.sock = line  # it would look the name up again
-        connection.request("GET", self.asked.target, headers={"Host": self.asked.said, **HEADERS})
+        connection.request("GET", self.target.path, headers={"Host": self.target.host_header, **HEADERS})
         with connection.getresponse() as answer:
             if answer.status != 200:
-                raise ImageRefused(400, f"{FAILED}: it answered {answer.status}, and redirects are not followed")
+                raise ImageRefused(400, f"{FAILED}: its status is {answer.status}, and redirects are not followed")
             if answer.getheader("Content-Encoding", "identity").lower() != "identity":
-                raise ImageRefused(400, f"{FAILED}: it sends it in an encoding that it was not asked for")
-            most = self._most_nbytes
-            raw = answer.read(most + 1) if answer.length is None or answer.length <= most else None
-            if raw is None or len(raw) > most:
-                raise ImageRefused(413, f"an image has at most {most} bytes, this one has more")
+                raise ImageRefused(400, f"{FAILED}: its Content-Encoding was not requested")
+            max_nbytes = self._max_nbytes
+            raw = answer.read(max_nbytes + 1) if answer.length is None or answer.length <= max_nbytes else None
+            if raw is None or len(raw) > max_nbytes:
+                raise ImageRefused(413, f"an image has at most {max_nbytes} bytes, this one has more")
             if answer.length:  # of what it has announced, so much has not come
                 raise http.client.IncompleteRead(raw, answer.length)
         if kind_of(raw) not in TYPES.values():
@@ -213,10 +217,10 @@ class _Fetch:
         return raw
 
 
-def _address(said: str) -> Any:
+def _address(host: str) -> Any:
     """None: it is a name."""
     try:
-        return ipaddress.ip_address(said)
+        return ipaddress.ip_address(host)
     except ValueError:
         return None
 

@@ -57,16 +57,16 @@ class ImagePrompts:
         """Raises ValueError where the model lacks what it takes."""
         self._store = store
         threads = min(THREADS, len(os.sched_getaffinity(0)))
-        self._most_tokens = config.max_model_len
+        self._max_tokens = config.max_model_len
         self._images = ImageProcessor(
             config.model,
             store,
             limits=options.image_limits,
             threads=threads,
-            most_tokens=self._most_tokens,
+            max_tokens=self._max_tokens,
         )
         self._places = ImagePlaceholders(self._images, load_tokenizer(config) if tokenizer is None else tokenizer)
-        self._folders = [Path(one).resolve(strict=True) for one in options.allowed_local_media_path]
+        self._folders = [Path(folder).resolve(strict=True) for folder in options.allowed_local_media_path]
         self._fetcher = ImageFetcher(options.allowed_media_domains) if options.allowed_media_domains else None
 
     def close(self) -> None:
@@ -74,52 +74,52 @@ class ImagePrompts:
             self._fetcher.close()
         self._images.close()
 
-    async def prompt(self, ids: list[int], named: Sequence[ImageRef]) -> Prompt:
+    async def prompt(self, ids: list[int], refs: Sequence[ImageRef]) -> Prompt:
         """With these images for the placeholders in it. Raises ApiError, which names the one that is wrong."""
-        most = self._images.limits.count
-        if len(named) > most:
-            message = f"a request has at most {most} images, this one has {len(named)}"
-            raise ApiError(400, message, param=named[most].where)
+        max_images = self._images.limits.count
+        if len(refs) > max_images:
+            message = f"a request has at most {max_images} images, this one has {len(refs)}"
+            raise ApiError(400, message, param=refs[max_images].where)
         try:
-            self._places.require(ids, len(named))
+            self._places.require(ids, len(refs))
         except ValueError as error:
             message = f"{error}: the model's chat template writes it where an image stands, and no text may"
             raise ApiError(400, message, param="messages") from None
         # In the store, not inline: the next request with the same image finds even a small one there.
         scope = Scope(self._store, inline_nbytes=0)
         try:
-            loaded = await self._load_all(named, scope)
+            loaded = await self._load_all(refs, scope)
         except BaseException:
             scope.release()
             raise
         ids, places = self._places.spread(ids, loaded)
-        return Prompt(ids, tuple((one.item, *place) for one, place in zip(loaded, places, strict=True)), scope)
+        return Prompt(ids, tuple((image.item, *place) for image, place in zip(loaded, places, strict=True)), scope)
 
-    async def _load_all(self, named: Sequence[ImageRef], scope: Scope) -> list[ProcessedImage]:
+    async def _load_all(self, refs: Sequence[ImageRef], scope: Scope) -> list[ProcessedImage]:
         """Side by side. The first that is refused, or too many of them, end it for all."""
-        tasks = [asyncio.ensure_future(self._load(one, scope)) for one in named]
+        tasks = [asyncio.ensure_future(self._load(ref, scope)) for ref in refs]
         tokens = 0
         try:
             for loaded in asyncio.as_completed(tasks):
                 tokens += (await loaded).tokens
-                if tokens > self._most_tokens:
+                if tokens > self._max_tokens:
                     raise context_length_exceeded(
-                        self._most_tokens, tokens, Limit(self._most_tokens - 1, "messages", None), at_least=True
+                        self._max_tokens, tokens, Limit(self._max_tokens - 1, "messages", None), at_least=True
                     )
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _load(self, named: ImageRef, scope: Scope) -> ProcessedImage:
-        most = self._images.limits.nbytes
-        raw: bytes | Callable[[], bytes] = functools.partial(image_urls.read, named.url, most, self._folders)
+    async def _load(self, ref: ImageRef, scope: Scope) -> ProcessedImage:
+        max_nbytes = self._images.limits.nbytes
+        raw: bytes | Callable[[], bytes] = functools.partial(image_urls.read, ref.url, max_nbytes, self._folders)
         try:
-            if self._fetcher is not None and is_remote(named.url):
-                raw = await self._fetcher.fetch(named.url, most)
+            if self._fetcher is not None and is_remote(ref.url):
+                raw = await self._fetcher.fetch(ref.url, max_nbytes)
             return await self._images.load(raw, scope)
         except ImageRefused as refused:
-            raise ApiError(refused.status, f"{refused.reason} at $.{named.where}", param=named.where) from None
+            raise ApiError(refused.status, f"{refused.reason} at $.{ref.where}", param=ref.where) from None
 
 
 def build_image_prompts(

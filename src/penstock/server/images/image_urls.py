@@ -17,23 +17,23 @@ from penstock.engine.client.image_processor import ImageRefused
 TYPES = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WebP", "image/gif": "GIF"}
 LONGEST_HEAD = 256  # characters, before the comma of a data URL
 PIECE = 1 << 18  # characters of base64, a multiple of 4: what is decoded before other threads have their turn
-BAD_BASE64 = "what the data URL carries is no base64"
+BAD_BASE64 = "the data of the URL is not base64"
 
 
-def read(url: str, most_nbytes: int, folders: Sequence[Path]) -> bytes:
+def read(url: str, max_nbytes: int, folders: Sequence[Path]) -> bytes:
     """In this thread. `folders`: open to clients, without symbolic links in their own paths. Raises ImageRefused."""
     scheme = url.partition(":")[0].lower() if ":" in url[:16] else ""
     if scheme == "data":
-        return _decode_data_url(url, most_nbytes)
+        return _decode_data_url(url, max_nbytes)
     if scheme == "file":
-        return _in_a_file(url, most_nbytes, folders)
+        return _in_a_file(url, max_nbytes, folders)
     if scheme in ("http", "https"):
-        raise ImageRefused(400, "images are not fetched from elsewhere: send this one as data:image/png;base64,…")
+        raise ImageRefused(400, "images are not fetched from other hosts: send this one as data:image/png;base64,…")
     raise ImageRefused(400, f"expected a URL that begins with data:, got {url[:40]!r}")
 
 
 # ── carried in the URL ───────────────────────────────────────────────────────────────────────────────────────────────
-def _decode_data_url(url: str, most_nbytes: int) -> bytes:
+def _decode_data_url(url: str, max_nbytes: int) -> bytes:
     comma = url.find(",", 0, LONGEST_HEAD)
     kind, *parameters = url[len("data:") : max(comma, 0)].lower().split(";")
     if comma < 0 or parameters[-1:] != ["base64"]:
@@ -41,8 +41,8 @@ def _decode_data_url(url: str, most_nbytes: int) -> bytes:
     if kind not in TYPES:
         raise ImageRefused(400, f"expected an image of type {', '.join(TYPES)}, got {kind!r}")
     begin = comma + 1
-    if (len(url) - begin) // 4 * 3 - 2 > most_nbytes:
-        raise ImageRefused(413, f"an image has at most {most_nbytes} bytes, this one has more")
+    if (len(url) - begin) // 4 * 3 - 2 > max_nbytes:
+        raise ImageRefused(413, f"an image has at most {max_nbytes} bytes, this one has more")
     raw = _from_base64(url, begin)
     if kind_of(raw) != TYPES[kind]:
         raise ImageRefused(400, f"expected a {TYPES[kind]} image, as its URL says, got {kind_of(raw)}")
@@ -71,7 +71,7 @@ def kind_of(raw: bytes) -> str:
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _in_a_file(url: str, most_nbytes: int, folders: Sequence[Path]) -> bytes:
+def _in_a_file(url: str, max_nbytes: int, folders: Sequence[Path]) -> bytes:
     if not folders:
         raise ImageRefused(400, "files are not open to clients here: see --allowed-local-media-path")
     path = _path_of(url)
@@ -80,12 +80,12 @@ def _in_a_file(url: str, most_nbytes: int, folders: Sequence[Path]) -> bytes:
         with open(path, "rb", opener=_open) as file:
             # Which file it was, whatever has changed meanwhile.
             _require_beneath(os.readlink(f"/proc/self/fd/{file.fileno()}"), folders)
-            told = os.fstat(file.fileno())
-            if not stat.S_ISREG(told.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise ImageRefused(400, "the file cannot be read: it is no regular file")
-            if told.st_size > most_nbytes:
-                raise ImageRefused(413, f"an image has at most {most_nbytes} bytes, this one has {told.st_size}")
-            return file.read(most_nbytes)
+            if status.st_size > max_nbytes:
+                raise ImageRefused(413, f"an image has at most {max_nbytes} bytes, this one has {status.st_size}")
+            return file.read(max_nbytes)
     except OSError as error:
         raise ImageRefused(400, f"the file cannot be read: {error.strerror}") from None
 

@@ -88,5 +88,5 @@ class ServerCounters:
         self.rows = [ProcessCounters(words[begin : begin + size]) for begin in range(0, servers * size, size)]
 
     @staticmethod
-    def lay(servers: int, engines: int = 1) -> lowlevel.Segment:
+    def create(servers: int, engines: int = 1) -> lowlevel.Segment:
         return lowlevel.Segment.create(servers * ProcessCounters.words(engines) * WORD_NBYTES, name="tally")

@@ -32,7 +32,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_simulated: bool
 
     @staticmethod
-    def lay(config: EngineConfig, options: ServerOptions, url: str) -> lowlevel.Segment:
+    def publish(config: EngineConfig, options: ServerOptions, url: str) -> lowlevel.Segment:
         notice = ServerInfo(
             version=penstock.__version__,
             pid=os.getpid(),
@@ -44,9 +44,9 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
             max_num_batched_tokens=config.max_num_batched_tokens,
             is_simulated=config.simulated is not None,
         )
-        said = msgspec.json.encode(notice)
-        page = lowlevel.Segment.create(len(said), name=NAME)
-        page.view(writable=True)[:] = said
+        encoded = msgspec.json.encode(notice)
+        page = lowlevel.Segment.create(len(encoded), name=NAME)
+        page.view(writable=True)[:] = encoded
         return page
 
     @staticmethod

@@ -59,9 +59,9 @@ class View(msgspec.Struct, frozen=True):
     rates: Rates | None  # None: it is the first, or the one before is too long ago
 
     @classmethod
-    def after(cls, before: ServerSnapshot | None, moment: ServerSnapshot, most: float) -> View:
-        """`most`: seconds between the two, for rates that tell of now."""
-        if before is None or before.notice != moment.notice or not 0 < moment.at - before.at <= most:
+    def after(cls, before: ServerSnapshot | None, moment: ServerSnapshot, max_seconds: float) -> View:
+        """`max_seconds`: seconds between the two, for rates that tell of now."""
+        if before is None or before.notice != moment.notice or not 0 < moment.at - before.at <= max_seconds:
             return cls(moment, None)
         return cls(moment, rates_of(before, moment))
 
@@ -70,9 +70,9 @@ def rates_of(before: ServerSnapshot, now: ServerSnapshot) -> Rates:
     """Of the same server; `now` is later."""
     seconds = now.at - before.at
     groups = [_of_group(old, new, seconds) for old, new in zip(before.groups, now.groups, strict=True)]
-    used = {(one.key, one.incarnation): one.cpu_seconds for one in before.processes}
-    channels = {one.name: one for one in before.channels}
-    stores = {one.name: one for one in before.stores}
+    used = {(process.key, process.incarnation): process.cpu_seconds for process in before.processes}
+    channels = {channel.name: channel for channel in before.channels}
+    stores = {store.name: store for store in before.stores}
     answered, refused, begun, first_seconds, gaps, gap_seconds = (
         _all(now.servers, name) - _all(before.servers, name)
         for name in ("answered", "refused", "first_pieces", "first_seconds", "gaps", "gap_seconds")
@@ -80,13 +80,14 @@ def rates_of(before: ServerSnapshot, now: ServerSnapshot) -> Rates:
     return Rates(
         seconds=seconds,
         cpu=tuple(
-            max(one.cpu_seconds - used.get((one.key, one.incarnation), 0.0), 0.0) / seconds for one in now.processes
+            max(process.cpu_seconds - used.get((process.key, process.incarnation), 0.0), 0.0) / seconds
+            for process in now.processes
         ),
-        channels=tuple(_of_channel(channels.get(one.name), one, seconds) for one in now.channels),
-        stores=tuple(_of_store(stores.get(one.name), one, seconds) for one in now.stores),
+        channels=tuple(_of_channel(channels.get(channel.name), channel, seconds) for channel in now.channels),
+        stores=tuple(_of_store(stores.get(store.name), store, seconds) for store in now.stores),
         groups=tuple(groups),
-        prompt_tokens=sum(one.prompt_tokens for one in groups),
-        generated_tokens=sum(one.generated_tokens for one in groups),
+        prompt_tokens=sum(group.prompt_tokens for group in groups),
+        generated_tokens=sum(group.generated_tokens for group in groups),
         answered=answered / seconds,
         refused=refused / seconds,
         first_piece=_mean(first_seconds, begun),

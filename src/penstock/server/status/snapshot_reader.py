@@ -48,22 +48,22 @@ class SnapshotReader:
         self._pages: dict[str, tuple[int, Place]] = {}
         self._others: list[tuple[int, Place]] = []
         self._raw_nbytes = 0  # of segments that are neither channels nor pools, which never grow
-        seen: set[Place] = set()
+        places: set[Place] = set()
         try:
             for number, place in descriptors_of(pid):
-                if place in seen:
+                if place in places:
                     continue
                 try:
-                    told = snapshot_of(pid, number, place)
+                    segment = snapshot_of(pid, number, place)
                 except FileNotFoundError:  # it was open for a moment only
                     continue
-                seen.add(place)
-                if told["kind"] != RAW:
+                places.add(place)
+                if segment["kind"] != RAW:
                     self._others.append((number, place))
                     continue
-                self._raw_nbytes += told["claimed_nbytes"]
-                if told["name"] in PAGES:
-                    self._pages[told["name"]] = number, place
+                self._raw_nbytes += segment["claimed_nbytes"]
+                if segment["name"] in PAGES:
+                    self._pages[segment["name"]] = number, place
         except (OSError, PenstockError, ValueError) as error:
             raise NoServer(f"process {pid} cannot be looked into: {error}") from None
         if set(self._pages) != set(PAGES):
@@ -83,18 +83,18 @@ class SnapshotReader:
     def _moment(self) -> ServerSnapshot:
         notice_page, board_page, tally_page = (page_at(self._pid, *self._pages[name]) for name in PAGES)
         notice = ServerInfo.read(notice_page)
-        servers = sum(one.kind == "server" for one in notice.processes)
+        servers = sum(member.kind == "server" for member in notice.processes)
         board, tally = StatusBoard(board_page), ServerCounters(tally_page, servers)
-        told = [snapshot_of(self._pid, number, place) for number, place in self._others]
+        segments = [snapshot_of(self._pid, number, place) for number, place in self._others]
         return ServerSnapshot(
             at=time.monotonic(),
             time=time.time(),
             notice=notice,
             is_draining=board.is_draining,
-            shared_nbytes=self._raw_nbytes + sum(one["claimed_nbytes"] for one in told),
+            shared_nbytes=self._raw_nbytes + sum(segment["claimed_nbytes"] for segment in segments),
             processes=tuple(_processes(notice, board, tally)),
-            channels=tuple(_channel(one) for one in told if "senders" in one),
-            stores=tuple(_store(one) for one in told if "store" in one),
+            channels=tuple(_channel(segment) for segment in segments if "senders" in segment),
+            stores=tuple(_store(segment) for segment in segments if "store" in segment),
             groups=tuple(map(_group, board.rows)),
             servers=tuple(map(_server, tally.rows)),
         )
@@ -122,46 +122,46 @@ def _processes(notice: ServerInfo, board: StatusBoard, tally: ServerCounters) ->
 
 def _process(member: ProcessId, life: ProcessEntry, otherwise: str) -> ProcessView:
     """`otherwise`: its state, if it lives and has not been stopped."""
-    found = process_of(life.pid) if life.pid else None
-    if found is None or found.state == "Z":
+    process = process_of(life.pid) if life.pid else None
+    if process is None or process.state == "Z":
         state = "gone" if life.incarnation else "starting"
         return ProcessView(member.kind, member.group, member.index, 0, life.incarnation, state, 0.0, None)
-    state = "stopped" if found.state in "Tt" else otherwise
-    used, private = found.cpu_seconds, private_nbytes_of(life.pid)
+    state = "stopped" if process.state in "Tt" else otherwise
+    used, private = process.cpu_seconds, private_nbytes_of(life.pid)
     return ProcessView(member.kind, member.group, member.index, life.pid, life.incarnation, state, used, private)
 
 
 # ── segments ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _channel(told: Json) -> ChannelView:
-    senders, receivers = told["senders"], told["receivers"]
-    live = [one for one in receivers if one["state"] == "live"]
-    slowest = max(live, key=lambda one: (one["records_behind"], one["nbytes_behind"]), default=None)
+def _channel(segment: Json) -> ChannelView:
+    senders, receivers = segment["senders"], segment["receivers"]
+    live = [receiver for receiver in receivers if receiver["state"] == "live"]
+    slowest = max(live, key=lambda receiver: (receiver["records_behind"], receiver["nbytes_behind"]), default=None)
     behind = 0 if slowest is None else slowest["records_behind"]
     return ChannelView(
-        name=told["name"],
-        kind=told["kind"],
-        records=sum(one["records"] for one in senders),
-        nbytes=sum(one["nbytes"] for one in senders),
-        sleeps=sum(one["parks"] for one in (*senders, *receivers)),
+        name=segment["name"],
+        kind=segment["kind"],
+        records=sum(sender["records"] for sender in senders),
+        nbytes=sum(sender["nbytes"] for sender in senders),
+        sleeps=sum(end["parks"] for end in (*senders, *receivers)),
         behind=behind,
         behind_nbytes=0 if slowest is None else slowest["nbytes_behind"],
         slowest=slowest["name"] if slowest is not None and behind else "",
-        blocked=max((one["waiting_ns"] for one in senders if one["state"] == "live"), default=0) / 1e9,
-        longest_blocked=max((one["longest_wait_ns"] for one in senders), default=0) / 1e9,
+        blocked=max((sender["waiting_ns"] for sender in senders if sender["state"] == "live"), default=0) / 1e9,
+        longest_blocked=max((sender["longest_wait_ns"] for sender in senders), default=0) / 1e9,
     )
 
 
-def _store(told: Json) -> StoreView:
-    pool, kept = told["pool"][0], told["store"][0]
-    holders = sorted(pool["holders"], key=lambda one: -one["nbytes"])[:HOLDERS]
+def _store(segment: Json) -> StoreView:
+    pool, kept = segment["pool"][0], segment["store"][0]
+    holders = sorted(pool["holders"], key=lambda entry: -entry["nbytes"])[:HOLDERS]
     return StoreView(
-        name=told["name"],
+        name=segment["name"],
         nbytes=pool["nbytes"],
         kept_nbytes=kept["nbytes"],
         taken_nbytes=pool["taken_nbytes"],
         keys=kept["keys"],
-        held_keys=sum(one["holders"] > 0 for one in kept["items"]),
-        holders=tuple(HolderView(one["name"], one["blocks"], one["nbytes"]) for one in holders),
+        held_keys=sum(entry["holders"] > 0 for entry in kept["items"]),
+        holders=tuple(HolderView(entry["name"], entry["blocks"], entry["nbytes"]) for entry in holders),
         **{name: kept[name] for name in ("hits", "misses", "puts", "evictions", "evicted_nbytes")},
     )
 
@@ -191,10 +191,10 @@ def _server(row: ProcessCounters) -> ServerView:
         open=row[ProcessCounters.OPEN],
         answered=sum(by_status.values()),
         refused=sum(many for status, many in by_status.items() if status >= 400),
-        prompt_tokens=sum(one[Served.PROMPT_TOKENS] for one in row.engines),
-        completion_tokens=sum(one[Served.GENERATION_TOKENS] for one in row.engines),
-        first_pieces=sum(sum(one.first_token.counts) for one in row.engines),
-        first_seconds=sum(one.first_token.seconds for one in row.engines),
-        gaps=sum(sum(one.inter_token.counts) for one in row.engines),
-        gap_seconds=sum(one.inter_token.seconds for one in row.engines),
+        prompt_tokens=sum(served[Served.PROMPT_TOKENS] for served in row.engines),
+        completion_tokens=sum(served[Served.GENERATION_TOKENS] for served in row.engines),
+        first_pieces=sum(sum(served.first_token.counts) for served in row.engines),
+        first_seconds=sum(served.first_token.seconds for served in row.engines),
+        gaps=sum(sum(served.inter_token.counts) for served in row.engines),
+        gap_seconds=sum(served.inter_token.seconds for served in row.engines),
     )

@@ -60,7 +60,8 @@ class CaptureWriter:
         about = {
             "penstock": penstock.__version__,
             "channels": [
-                {"name": one.name, "kind": one.kind, "schema": base64.b64encode(one.schema).decode()} for one in sources
+                {"name": source.name, "kind": source.kind, "schema": base64.b64encode(source.schema).decode()}
+                for source in sources
             ],
         }
         self._file: BinaryIO = path.open("wb")
@@ -68,10 +69,10 @@ class CaptureWriter:
 
     def write(self, entry: CaptureEntry) -> None:
         if entry.missed:
-            what, sequence, frame = MISSED, entry.missed, b""
+            kind, sequence, frame = MISSED, entry.missed, b""
         else:
-            what, sequence, frame = RECORD if entry.frame is not None else GONE, entry.sequence, entry.frame or b""
-        head = ENTRY.pack(entry.source, entry.lane, what, sequence, entry.committed_ns, len(frame))
+            kind, sequence, frame = RECORD if entry.frame is not None else GONE, entry.sequence, entry.frame or b""
+        head = ENTRY.pack(entry.source, entry.lane, kind, sequence, entry.committed_ns, len(frame))
         self._file.write(head)
         self._file.write(frame)
 
@@ -102,10 +103,12 @@ class CaptureFile:
         line = file.readline(MAX_HEAD_NBYTES)
         try:
             if not line.endswith(b"\n"):
-                raise ValueError("it is cut off")
+                raise ValueError("the line is cut off")
             return [
-                CapturedChannel(str(one["name"]), str(one["kind"]), base64.b64decode(one["schema"], validate=True))
-                for one in json.loads(line)["channels"]
+                CapturedChannel(
+                    str(channel["name"]), str(channel["kind"]), base64.b64decode(channel["schema"], validate=True)
+                )
+                for channel in json.loads(line)["channels"]
             ]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise NotACaptureFile(f"{self._path} has a head that cannot be read: {error!r}") from None
@@ -121,17 +124,17 @@ class CaptureFile:
                 if len(head) < ENTRY.size:
                     self.left_over = nbytes_left
                     return
-                source, lane, what, sequence, committed_ns, nbytes = ENTRY.unpack(head)
-                if source >= len(self.sources) or what > MISSED or (what != RECORD and nbytes):
+                source, lane, kind, sequence, committed_ns, nbytes = ENTRY.unpack(head)
+                if source >= len(self.sources) or kind > MISSED or (kind != RECORD and nbytes):
                     at = file.tell() - ENTRY.size
                     raise NotACaptureFile(f"{self._path} holds no entry at byte {at}, where one must be")
                 if ENTRY.size + nbytes > nbytes_left:
                     self.left_over = nbytes_left
                     return
                 nbytes_left -= ENTRY.size + nbytes
-                if what == MISSED:
+                if kind == MISSED:
                     yield CaptureEntry(source, lane, 0, committed_ns, None, missed=sequence)
                 else:
                     yield CaptureEntry(
-                        source, lane, sequence, committed_ns, file.read(nbytes) if what == RECORD else None
+                        source, lane, sequence, committed_ns, file.read(nbytes) if kind == RECORD else None
                     )

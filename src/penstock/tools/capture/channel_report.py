@@ -27,106 +27,114 @@ def rows_of(stats: ChannelStats) -> Iterator[Row]:
         undecodable=stats.undecodable,
         seconds=(stats.last_ns - stats.first_ns) / 1e9,
     )
-    for name, one in sorted(stats.classes.items()):
+    for name, message in sorted(stats.classes.items()):
         about: dict[str, Any] = {"channel": channel, "message": name}
         figures: dict[str, Any] = {
-            "messages": one.nbytes.count,
-            "mean_bytes": one.nbytes.mean,
-            "median_bytes": one.nbytes.median,
-            "least_bytes": one.nbytes.least,
-            "most_bytes": one.nbytes.most,
+            "messages": message.nbytes.count,
+            "mean_bytes": message.nbytes.mean,
+            "median_bytes": message.nbytes.median,
+            "least_bytes": message.nbytes.least,
+            "most_bytes": message.nbytes.most,
         }
-        if one.edits.count:
+        if message.edits.count:
             figures |= {
-                "compared": one.edits.count,
-                "mean_distance_bytes": one.edits.mean,
-                "median_distance_bytes": one.edits.median,
-                "upper_bounds": one.upper_bounds,
-                "repeated_share": one.repeated_share,
+                "compared": message.edits.count,
+                "mean_distance_bytes": message.edits.mean,
+                "median_distance_bytes": message.edits.median,
+                "upper_bounds": message.upper_bounds,
+                "repeated_share": message.repeated_share,
             }
-        if one.decode_ns.count:
+        if message.decode_ns.count:
             figures |= {
-                "timed": one.decode_ns.count,
-                "decode_us": one.decode_ns.median / 1e3,
-                "encode_us": one.encode_ns.median / 1e3,
+                "timed": message.decode_ns.count,
+                "decode_us": message.decode_ns.median / 1e3,
+                "encode_us": message.encode_ns.median / 1e3,
             }
         yield row("measure", "message", "penstock", **about, **figures)
-        for piece, found in one.fields.items() if name != PLAIN else ():
+        for piece, field_stats in message.fields.items() if name != PLAIN else ():
             yield row(
                 "measure",
                 "field",
                 "penstock",
                 **about,
                 field=piece,
-                mean_bytes=found.nbytes / one.nbytes.count,
-                share=found.nbytes / max(one.nbytes.total, 1),
-                present_share=found.messages / one.nbytes.count,
-                unchanged_share=found.unchanged / found.compared if found.compared else 0.0,
+                mean_bytes=field_stats.nbytes / message.nbytes.count,
+                share=field_stats.nbytes / max(message.nbytes.total, 1),
+                present_share=field_stats.messages / message.nbytes.count,
+                unchanged_share=field_stats.unchanged / field_stats.compared if field_stats.compared else 0.0,
             )
 
 
 def tables_of(stats: ChannelStats) -> Iterator[Table]:
     source = stats.source
-    classes = sorted(stats.classes.items(), key=lambda one: -one[1].nbytes.total)
+    classes = sorted(stats.classes.items(), key=lambda entry: -entry[1].nbytes.total)
     rows = [
         [
             name,
-            f"{one.nbytes.count:,}",
-            short(one.nbytes.mean),
-            short(one.nbytes.median),
-            f"{one.nbytes.least:,} – {one.nbytes.most:,}",
-            *cells_of_distance(one),
-            *([duration(one.decode_ns.median), duration(one.encode_ns.median)] if one.decode_ns.count else ["-", "-"]),
+            f"{message.nbytes.count:,}",
+            short(message.nbytes.mean),
+            short(message.nbytes.median),
+            f"{message.nbytes.least:,} – {message.nbytes.most:,}",
+            *cells_of_distance(message),
+            *(
+                [duration(message.decode_ns.median), duration(message.encode_ns.median)]
+                if message.decode_ns.count
+                else ["-", "-"]
+            ),
         ]
-        for name, one in classes
+        for name, message in classes
     ]
     columns = ("message", "seen", "bytes, mean", "median", "range", "distance, mean", "median", "repeated", "decode",
                "encode")  # fmt: skip
     yield Table(f"{source.kind} '{source.name}'", columns, rows, list(notes_of(stats)))
-    for name, one in classes:
+    for name, message in classes:
         if name == PLAIN:
             continue
         fields = [
             [
                 piece,
-                short(found.nbytes / one.nbytes.count),
-                percent(found.nbytes / max(one.nbytes.total, 1)),
-                percent(found.unchanged / found.compared) if found.compared else "-",
+                short(field_stats.nbytes / message.nbytes.count),
+                percent(field_stats.nbytes / max(message.nbytes.total, 1)),
+                percent(field_stats.unchanged / field_stats.compared) if field_stats.compared else "-",
             ]
-            for piece, found in sorted(one.fields.items(), key=lambda each: -each[1].nbytes)
+            for piece, field_stats in sorted(message.fields.items(), key=lambda each: -each[1].nbytes)
         ]
         yield Table(f"{name}, by field", ("field", "bytes per message", "share", "same as before"), fields)
 
 
-def cells_of_distance(one: MessageStats) -> list[str]:
-    if not one.edits.count:
+def cells_of_distance(message: MessageStats) -> list[str]:
+    if not message.edits.count:
         return ["-", "-", "-"]
-    most = "≤ " if one.upper_bounds else ""
-    least = "≥ " if one.upper_bounds else ""
-    return [most + short(one.edits.mean), most + short(one.edits.median), least + percent(one.repeated_share)]
+    bound = "≤ " if message.upper_bounds else ""
+    least = "≥ " if message.upper_bounds else ""
+    return [
+        bound + short(message.edits.mean),
+        bound + short(message.edits.median),
+        least + percent(message.repeated_share),
+    ]
 
 
 def notes_of(stats: ChannelStats) -> Iterator[str]:
-    seen = stats.seen
-    if not seen and not stats.missed:
-        yield "no message while we looked"
-    if seen > 1 and stats.last_ns > stats.first_ns:
-        yield f"{seen:,} records in {(stats.last_ns - stats.first_ns) / 1e9:.3g} s"
+    num_seen = stats.seen
+    if not num_seen and not stats.missed:
+        yield "no message was sent meanwhile"
+    if num_seen > 1 and stats.last_ns > stats.first_ns:
+        yield f"{num_seen:,} records in {(stats.last_ns - stats.first_ns) / 1e9:.3g} s"
     if stats.missed:
-        share = stats.missed / (stats.missed + seen)
+        share = stats.missed / (stats.missed + num_seen)
         yield f"{stats.missed:,} more ({percent(share)}) were overwritten before they were seen"
     if stats.gone:
         yield f"{stats.gone:,} long ones were gone before they could be copied; they are not in the table"
     if stats.undecodable:
         yield f"{stats.undecodable:,} are not what the channel's description of its messages says"
-    counted = sum(one.nbytes.count for one in stats.classes.values())
-    compared = sum(one.edits.count for one in stats.classes.values())
+    counted = sum(message.nbytes.count for message in stats.classes.values())
+    compared = sum(message.edits.count for message in stats.classes.values())
     if 0 < compared < counted - len(stats.classes):
         yield f"{compared:,} of them compared with the one before: those of which both were seen, as time allowed"
-    bounds = sum(one.upper_bounds for one in stats.classes.values())
+    bounds = sum(message.upper_bounds for message in stats.classes.values())
     if bounds:
         yield f"≤: of {bounds:,} long and very different pairs an upper bound of the distance was counted"
-    if any(one.decode_ns.count for one in stats.classes.values()):
+    if any(message.decode_ns.count for message in stats.classes.values()):
         yield "decode, encode: median of reading and writing the struct without its classes; parts stay where they are"
 
 
@@ -134,13 +142,15 @@ def draw(all_stats: Sequence[ChannelStats], path: Path) -> None:
     """Bytes per message and the distance to the one before, for each class of each channel."""
     groups = []
     for stats in all_stats:
-        for name, one in sorted(stats.classes.items()):
+        for name, message in sorted(stats.classes.items()):
             label = name if len(all_stats) == 1 else f"{stats.source.name}: {name}"
-            values = [("penstock", one.nbytes.mean)]
-            if one.edits.count:
-                values.append(("edit distance", one.edits.mean))
-            for piece, found in sorted(one.fields.items(), key=lambda each: -each[1].nbytes) if name != PLAIN else ():
-                values.append((f".{piece}", found.nbytes / one.nbytes.count))
+            values = [("penstock", message.nbytes.mean)]
+            if message.edits.count:
+                values.append(("edit distance", message.edits.mean))
+            for piece, field_stats in (
+                sorted(message.fields.items(), key=lambda each: -each[1].nbytes) if name != PLAIN else ()
+            ):
+                values.append((f".{piece}", field_stats.nbytes / message.nbytes.count))
             groups.append((label, values))
     bar_chart.draw(path, "Bytes per message, by field, and what differs from the one before", "means", "B", groups)
 

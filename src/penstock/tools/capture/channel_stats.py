@@ -99,7 +99,7 @@ class ChannelStats:
 
     @property
     def seen(self) -> int:
-        return sum(one.nbytes.count for one in self.classes.values()) + self.undecodable + self.gone
+        return sum(message.nbytes.count for message in self.classes.values()) + self.undecodable + self.gone
 
     def add(self, entry: CaptureEntry) -> None:
         if entry.missed:
@@ -144,19 +144,19 @@ class ChannelStats:
 
     def _count_fields(self, stats: MessageStats, pieces: dict[str, bytes], before: dict[str, bytes] | None) -> None:
         for name, content in pieces.items():
-            one = stats.fields.setdefault(name, FieldStats())
-            one.nbytes += len(content)
-            one.messages += 1
+            field_stats = stats.fields.setdefault(name, FieldStats())
+            field_stats.nbytes += len(content)
+            field_stats.messages += 1
             if before is not None:
-                one.compared += 1
-                one.unchanged += before.get(name) == content
+                field_stats.compared += 1
+                field_stats.unchanged += before.get(name) == content
 
     def _compare(self, stats: MessageStats, before: bytes, after: bytes) -> None:
-        found = between(before, after)
-        stats.edits.add(found.edits)
-        stats.upper_bounds += not found.is_exact
+        distance = between(before, after)
+        stats.edits.add(distance.edits)
+        stats.upper_bounds += not distance.is_exact
         stats.compared_nbytes += len(after)
-        stats.repeated_nbytes += max(len(after) - found.edits, 0)
+        stats.repeated_nbytes += max(len(after) - distance.edits, 0)
 
     def _time(self, stats: MessageStats, frame: bytes) -> None:
         began = now()

@@ -71,25 +71,27 @@ def of_file(options: CaptureOptions) -> list[ChannelStats]:
 
 
 def chosen_of(sources: list[CapturedChannel], name: str | None, where: str) -> list[int]:
-    found = [index for index, one in enumerate(sources) if name in (None, one.name)]
-    if not found:
-        names = ", ".join(sorted({f"'{one.name}'" for one in sources})) or "none"
+    indices = [index for index, source in enumerate(sources) if name in (None, source.name)]
+    if not indices:
+        names = ", ".join(sorted({f"'{source.name}'" for source in sources})) or "none"
         raise MeasureError(f"{where} has no channel '{name}'; there are {names}")
-    return found
+    return indices
 
 
 def of_processes(options: CaptureOptions, target: int | Ticket) -> list[ChannelStats]:
     watched = live_capture.channels_of(target, options.channel)
     if options.seconds is None and sys.stderr.isatty():
-        names = ", ".join(f"{one.source.kind} '{one.source.name}'" for one in watched)
+        names = ", ".join(f"{channel.source.kind} '{channel.source.name}'" for channel in watched)
         print(f"looking at {names}; Ctrl-C ends it, with the table", file=sys.stderr)
-    sources = [one.source for one in watched]
+    sources = [channel.source for channel in watched]
     all_stats = [ChannelStats(source, is_live=True) for source in sources]
     with interruptible() as is_interrupted, open_writer(options.record, sources) as write:
         count(live_capture.entries(watched, options.seconds), all_stats, write, is_interrupted)
-    for one in watched:
-        if one.corrupt:
-            print(f"penstock measure: {one.source.kind} '{one.source.name}': {one.corrupt}", file=sys.stderr)
+    for channel in watched:
+        if channel.corrupt:
+            print(
+                f"penstock measure: {channel.source.kind} '{channel.source.name}': {channel.corrupt}", file=sys.stderr
+            )
     return all_stats
 
 
@@ -119,16 +121,16 @@ def open_writer(path: Path | None, sources: list[CapturedChannel]) -> Iterator[C
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
     """In the block, the first Ctrl-C (or SIGTERM) only says that it came: what was seen so far is still told."""
-    seen: list[int] = []
+    signals: list[int] = []
 
     def handle(number: int, frame: object) -> None:
-        if seen:
+        if signals:
             raise KeyboardInterrupt
-        seen.append(number)
+        signals.append(number)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(seen)
+        yield lambda: bool(signals)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -54,8 +54,8 @@ def same_bytes(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> int
     """How many at the beginning."""
     nbytes = min(len(first), len(second))
     differs = first[:nbytes] != second[:nbytes]
-    found = int(np.argmax(differs)) if nbytes else 0
-    return found if nbytes and differs[found] else nbytes
+    position = int(np.argmax(differs)) if nbytes else 0
+    return position if nbytes and differs[position] else nbytes
 
 
 def most_between(before: bytes, after: bytes) -> int:

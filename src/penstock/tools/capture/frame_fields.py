@@ -49,7 +49,7 @@ class FrameLayout:
         self.schema = Schema.decode(schema) if schema else None
         self._structs: dict[str, Described] = {}
         if self.schema is not None:
-            self._structs = {one.name: one for one in (*self.schema.messages, *self.schema.structs)}
+            self._structs = {described.name: described for described in (*self.schema.messages, *self.schema.structs)}
 
     def take_apart(self, frame: bytes) -> FrameFields:
         """Raises DecodeError where the frame is not of this layout."""
@@ -61,7 +61,7 @@ class FrameLayout:
         described = self.schema.messages[number - 1]
         try:
             fields = list(self._fields(bytes(encoded), described, "", 0))
-            pieces = [FieldBytes(one.name, one.raw) for one in fields]
+            pieces = [FieldBytes(encoded_field.name, encoded_field.raw) for encoded_field in fields]
             pieces += self._parts(fields, bytes(parts))
         except WRONG as error:
             raise DecodeError(f"{described.name}: {error}") from None
@@ -86,7 +86,7 @@ class FrameLayout:
 
     def _struct_of(self, hint: str) -> Described | None:
         """The struct that a field is, if it is one of those, or None."""
-        choices = [one for one in parted(hint, " | ") if one != "None"]
+        choices = [choice for choice in parted(hint, " | ") if choice != "None"]
         return self._structs.get(choices[0]) if len(choices) == 1 else None
 
     def _parts(self, fields: Iterable[EncodedField], parts: bytes) -> Iterator[FieldBytes]:
@@ -104,7 +104,7 @@ class FrameLayout:
 
     def _named(self, value: Any, hint: str) -> Iterator[int]:
         """The numbers that stand for parts, in a value of which the description says what it is."""
-        choices = [one for one in parted(hint, " | ") if one != "None"]
+        choices = [choice for choice in parted(hint, " | ") if choice != "None"]
         if value is None or len(choices) != 1:
             return
         name, _, inside = choices[0].partition("[")
@@ -115,17 +115,17 @@ class FrameLayout:
             if type(value) is int:
                 yield value
         elif name == "tuple" and not inside.endswith("…") and type(value) is list:
-            for one, its_hint in zip(value, parted(inside, ", ")):
-                yield from self._named(one, its_hint)
+            for element, element_hint in zip(value, parted(inside, ", ")):
+                yield from self._named(element, element_hint)
         elif name in ("list", "tuple", "set", "frozenset") and type(value) is list:
-            for one in value:
-                yield from self._named(one, parted(inside, ", ")[0])
+            for element in value:
+                yield from self._named(element, parted(inside, ", ")[0])
         elif name == "dict" and type(value) is dict:
-            for one in value.values():
-                yield from self._named(one, parted(inside, ", ")[-1])
+            for element in value.values():
+                yield from self._named(element, parted(inside, ", ")[-1])
         elif name in self._structs and type(value) is list:
-            for one, (_, its_hint) in zip(value, self._structs[name].fields):
-                yield from self._named(one, its_hint)
+            for element, (_, element_hint) in zip(value, self._structs[name].fields):
+                yield from self._named(element, element_hint)
 
 
 def is_array(raw: bytes) -> bool:
@@ -134,22 +134,22 @@ def is_array(raw: bytes) -> bool:
 
 def parted(hint: str, separator: str) -> list[str]:
     """Split where it is not within brackets."""
-    found, depth, begin = [], 0, 0
+    parts, depth, begin = [], 0, 0
     for at, letter in enumerate(hint):
         depth += (letter == "[") - (letter == "]")
         if depth == 0 and hint.startswith(separator, at):
-            found.append(hint[begin:at])
+            parts.append(hint[begin:at])
             begin = at + len(separator)
-    return [*found, hint[begin:]]
+    return [*parts, hint[begin:]]
 
 
 def merged(pieces: Iterable[FieldBytes]) -> list[FieldBytes]:
     """One piece for each name; none that is empty."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for name, content in pieces:
         if content:
-            found[name] = found.get(name, b"") + content
-    return [FieldBytes(name, content) for name, content in found.items()]
+            contents[name] = contents.get(name, b"") + content
+    return [FieldBytes(name, content) for name, content in contents.items()]
 
 
 def decode(frame: bytes) -> Any:

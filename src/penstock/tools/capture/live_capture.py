@@ -38,42 +38,58 @@ class LiveChannel:
         except CorruptRecord as error:
             self.corrupt = str(error)
             return [CaptureEntry(index, 0, 0, 0, None, missed=1)]
-        found = [CaptureEntry(index, lane, sequence, at, frame) for lane, sequence, at, frame in records]
+        entries = [CaptureEntry(index, lane, sequence, at, frame) for lane, sequence, at, frame in records]
         missed = self._tap.missed - self._missed
         if missed:
             self._missed += missed
-            found.append(CaptureEntry(index, 0, 0, 0, None, missed=missed))
-        return found
+            entries.append(CaptureEntry(index, 0, 0, 0, None, missed=missed))
+        return entries
 
 
 def channels_of(target: int | Ticket, name: str | None) -> list[LiveChannel]:
     """The channels of a process and its descendants, or of a ticket; only those of this name. Raises MeasureError."""
     try:
-        seen = inspect.look(target)
+        snapshot = inspect.look(target)
     except inspect.NotFound as error:
         raise MeasureError(str(error)) from None
-    starts = {pid: one.start for pid, one in inspect.all_processes().items()}
-    asked = [one for one in seen["segments"] if one["asked"] and one["kind"] in CHANNELS]
-    if not asked:
-        what = ", ".join(sorted({f"{one['kind']} '{one['name']}'" for one in seen["segments"] if one["asked"]}))
-        raise MeasureError(f"{target} has no channel open, only {what}")
-    found = [one for one in asked if name in (None, one["name"])]
-    if not found:
-        names = ", ".join(sorted({f"'{one['name']}'" for one in asked}))
+    starts = {pid: process.start for pid, process in inspect.all_processes().items()}
+    target_channels = [
+        segment_view
+        for segment_view in snapshot["segments"]
+        if segment_view["asked"] and segment_view["kind"] in CHANNELS
+    ]
+    if not target_channels:
+        others = ", ".join(
+            sorted(
+                {
+                    f"{segment_view['kind']} '{segment_view['name']}'"
+                    for segment_view in snapshot["segments"]
+                    if segment_view["asked"]
+                }
+            )
+        )
+        raise MeasureError(f"{target} has no channel open, only {others}")
+    selected = [segment_view for segment_view in target_channels if name in (None, segment_view["name"])]
+    if not selected:
+        names = ", ".join(sorted({f"'{segment_view['name']}'" for segment_view in target_channels}))
         raise MeasureError(f"{target} has no channel '{name}' open; there are {names}")
     watched = []
     reasons = []
-    for one in found:
-        holder = one["held_by"][0]
+    for segment_view in selected:
+        holder = segment_view["held_by"][0]
         try:
             ticket = Ticket(
-                holder["pid"], starts.get(holder["pid"], 0), holder["fd"], one["inode"], int(one["nonce"], 16)
+                holder["pid"],
+                starts.get(holder["pid"], 0),
+                holder["fd"],
+                segment_view["inode"],
+                int(segment_view["nonce"], 16),
             )
-            pids = [each["pid"] for each in one["held_by"]]
+            pids = [each["pid"] for each in segment_view["held_by"]]
             with attached_segment(ticket) as segment:
-                watched.append(LiveChannel(segment, one["kind"], pids))
+                watched.append(LiveChannel(segment, segment_view["kind"], pids))
         except (OSError, PenstockError) as error:
-            reasons.append(f"{one['kind']} '{one['name']}': {error}")
+            reasons.append(f"{segment_view['kind']} '{segment_view['name']}': {error}")
     if not watched:
         raise MeasureError("; ".join(reasons))
     return watched
@@ -88,17 +104,17 @@ def entries(watched: list[LiveChannel], seconds: float | None) -> Iterator[Captu
     pause = MIN_PAUSE
     looked_at = time.monotonic()
     while True:
-        found = [entry for index, one in enumerate(watched) for entry in one.read(index)]
-        yield from found
+        new_entries = [entry for index, channel in enumerate(watched) for entry in channel.read(index)]
+        yield from new_entries
         if deadline is not None and time.monotonic() >= deadline:
             return
-        if found:
+        if new_entries:
             pause = MIN_PAUSE
             continue
         yield None
         if time.monotonic() - looked_at > 0.2:
             looked_at = time.monotonic()
-            if not any(is_alive(pid) for one in watched for pid in one.pids):
+            if not any(is_alive(pid) for channel in watched for pid in channel.pids):
                 return
         time.sleep(pause)
         pause = min(pause * 2, MAX_PAUSE)

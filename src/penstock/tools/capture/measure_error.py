@@ -17,11 +17,11 @@ class NotACaptureFile(MeasureError):
     """A file that is not a recording, or not of this version."""
 
 
-def required(module: str, what: str) -> Any:
+def required(module: str, feature: str) -> Any:
     """A module that only measuring needs. Raises MeasureError that says what to install."""
     try:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        text = f"{what} needs {package}, which is not installed: {how_to_install('measure')}"
+        text = f"{feature} needs {package}, which is not installed: {how_to_install('measure')}"
         raise MeasureError(text) from None

@@ -19,28 +19,28 @@ def verdict_of(segments: list[Json]) -> list[Json]:
     """Sentences, the worst first: {"level", "kind", "text", "pids"}."""
     waits = [wait for segment in segments for wait in waits_of(segment)]
     by_pid: dict[int, list[Wait]] = {}
-    for wait in sorted(waits, key=lambda one: (one.is_for_records, -one.since_ns)):
+    for wait in sorted(waits, key=lambda other: (other.is_for_records, -other.since_ns)):
         for pid in wait.pids:
             by_pid.setdefault(pid, []).append(wait)
     sentences: list[Json] = []
     in_cycles: set[tuple[int, str, int]] = set()
-    for wait in sorted(waits, key=lambda one: -one.since_ns):
+    for wait in sorted(waits, key=lambda other: -other.since_ns):
         path: list[Wait] = []
         level, text = follow(wait, by_pid, path)
         if level == "deadlock":
             if wait.key in in_cycles:
                 continue
-            in_cycles.update(one.key for one in path)
-        pids = sorted({pid for one in path for pid in one.pids})
+            in_cycles.update(other.key for other in path)
+        pids = sorted({pid for other in path for pid in other.pids})
         verb = "waits" if len(wait.pids) == 1 else "wait"
-        sentences.append(sentence(level, "wait", f"{wait.who} {verb} {text}", pids))
+        sentences.append(sentence(level, "wait", f"{wait.waiter} {verb} {text}", pids))
     for segment in segments:
         sentences.extend(about_peers(segment))
         sentences.extend(about_ends(segment))
         sentences.extend(about_pool(segment))
         sentences.extend(about_store(segment))
-    unique = {one["text"]: one for one in sentences}
-    return sorted(unique.values(), key=lambda one: LEVELS.index(one["level"]))
+    unique = {entry["text"]: entry for entry in sentences}
+    return sorted(unique.values(), key=lambda entry: LEVELS.index(entry["level"]))
 
 
 def sentence(level: str, kind: str, text: str, pids: Iterable[int] = ()) -> Json:
@@ -54,7 +54,7 @@ def follow(wait: Wait, by_pid: dict[int, list[Wait]], path: list[Wait]) -> tuple
     waiting_itself = "idle" if wait.is_for_records else "stuck"
     if not wait.on:
         return waiting_itself, wait.clause
-    blocker = wait.on[0] if wait.is_for_all else min(wait.on, key=lambda one: suspicion(one, by_pid))
+    blocker = wait.on[0] if wait.is_for_all else min(wait.on, key=lambda candidate: suspicion(candidate, by_pid))
     level, text = follow_blocker(wait, blocker, by_pid, path)
     if wait.is_for_records and len(wait.on) > 1:  # the others may send, too
         level = max(level, "warning", key=LEVELS.index) if level != waiting_itself else level
@@ -80,36 +80,36 @@ def follow_blocker(wait: Wait, blocker: Blocker, by_pid: dict[int, list[Wait]], 
     if blocker.state != "live":
         return waiting_itself, ""
     following = by_pid.get(blocker.pid, [])
-    again = next((one for one in following if one in path), None)
+    again = next((other for other in following if other in path), None)
     if again is not None:
         cycle = path[path.index(again) :]
-        if all(one.is_for_records for one in cycle):
-            return waiting_itself, f", and waits for {again.who} in turn: nothing is on its way between them"
-        running = next((pid for one in cycle for pid in one.pids if is_running(pid)), None)
+        if all(member.is_for_records for member in cycle):
+            return waiting_itself, f", and waits for {again.waiter} in turn: nothing is on its way between them"
+        running = next((pid for member in cycle for pid in member.pids if is_running(pid)), None)
         doubt = f" (unless another thread of pid {running}, which is running, acts)" if running is not None else ""
-        return "deadlock", f", and waits for {again.who} in turn: a deadlock{doubt}"
+        return "deadlock", f", and waits for {again.waiter} in turn: a deadlock{doubt}"
     if following:
         level, text = follow(following[0], by_pid, path)
         return level, f", and itself waits {text}"
     process = process_of(blocker.pid)
     state = {"R": "which is running", "D": "which is blocked in the kernel"}.get(process.state if process else "")
-    return waiting_itself, f", {state or 'which waits for nobody here: it is busy, or asleep elsewhere'}"
+    return waiting_itself, f", {state or 'which waits in none of these segments: it is busy, or asleep elsewhere'}"
 
 
 # ── of one segment, without its waits ────────────────────────────────────────────────────────────────────────────────
 def about_peers(segment: Json) -> Iterator[Json]:
     live = sum(peer["state"] == "live" for peer in segment["peers"])
     for peer in segment["peers"]:
-        who = f"'{peer['name']}' (pid {peer['pid']})"
+        subject = f"'{peer['name']}' (pid {peer['pid']})"
         if peer["state"] == "stopped":
-            text = f"{who} is stopped, by a signal or a debugger: it keeps all that it holds"
+            text = f"{subject} is stopped, by a signal or a debugger: it keeps all that it holds"
             yield sentence("warning", "stopped", f"{text}; `kill -CONT {peer['pid']}` lets it go on", [peer["pid"]])
         elif peer["state"] == "dying":
-            text = f"{who} of {title_of(segment)} has died, and what it held has not been given back"
+            text = f"{subject} of {title_of(segment)} has died, and what it held has not been given back"
             why = "yet" if live else "because no peer is left that could"
             yield sentence("warning" if live else "note", "dying", f"{text} {why}", [peer["pid"]])
         elif peer["state"] == "dead":
-            text = f"{who} of {title_of(segment)} died: {peer['how']}"
+            text = f"{subject} of {title_of(segment)} died: {peer['how']}"
             if peer["reaped_blocks"] > 0:
                 text += f"; {counted(peer['reaped_blocks'], 'block')} ({in_units(peer['reaped_nbytes'])}) given back"
             yield sentence("note", "dead", text, [peer["pid"]])
@@ -119,50 +119,50 @@ def about_ends(segment: Json) -> Iterator[Json]:
     if segment["age_ns"] < STUCK_NS:
         return
     receivers, senders = segment.get("receivers", []), segment.get("senders", [])
-    missing = [str(one["index"]) for one in receivers if one["state"] == "expected"]
+    missing = [str(end["index"]) for end in receivers if end["state"] == "expected"]
     if missing:
         which = f"{missing[0]} has" if len(missing) == 1 else f"{', '.join(missing)} have"
         text = f"of the {len(receivers)} receivers of {title_of(segment)}, {which} never attached"
-        most = max(one["records_behind"] for one in receivers if one["state"] == "expected")
-        text += f": {counted(most, 'record')} kept for them" if most > 0 else ""
+        records = max(end["records_behind"] for end in receivers if end["state"] == "expected")
+        text += f": {counted(records, 'record')} kept for them" if records > 0 else ""
         yield sentence("note", "expected", text)
-    if senders and all(one["state"] == "expected" for one in senders):
+    if senders and all(end["state"] == "expected" for end in senders):
         yield sentence("note", "expected", f"no sender of {title_of(segment)} has ever attached")
     for role, ends in (("sender", senders), ("receiver", receivers)):
         for end in ends:
             if end["state"] == "dead":
-                text = f"{role} {end['index']} of {title_of(segment)} died, and nobody has taken its place"
+                text = f"{role} {end['index']} of {title_of(segment)} died, and no process has taken its place"
                 yield sentence("note", "dead", text, [end["pid"]] if end["pid"] > 0 else [])
 
 
 def about_pool(segment: Json) -> Iterator[Json]:
     for pool in segment.get("pool", ()):
         of = f"the pool {'' if segment['kind'] == 'pool' else 'of ' + segment['kind'] + ' '}'{segment['name']}'"
-        most = next(biggest_holders(segment), None)
-        holder = f"; {most.clause}" if most else ""
+        biggest_holder = next(biggest_holders(segment), None)
+        holder = f"; {biggest_holder.clause}" if biggest_holder else ""
         nbytes, blocks = in_use(segment, pool)
         is_full = nbytes * 10 > pool["nbytes"] * 9 or blocks >= pool["max_blocks"]
         full = (
             f"{in_units(pool['taken_nbytes'])} of {in_units(pool['nbytes'])} taken, "
             f"{pool['blocks']} of {pool['max_blocks']} blocks{holder}"
         )
-        pids = [most.pid] if most else []
+        pids = [biggest_holder.pid] if biggest_holder else []
         if pool["exhaustions"] > 0:
             times = counted(pool["exhaustions"], "time")
             word = "is nearly exhausted, and was refused" if is_full else "was exhausted"
             yield sentence("warning" if is_full else "note", "pool", f"{of} {word} {times}: {full}", pids)
         elif is_full:
             yield sentence("note", "pool", f"{of} is nearly exhausted: {full}", pids)
-        yield from about_lock(segment, pool["lock_holder"], of, "nobody can take a block")
+        yield from about_lock(segment, pool["lock_holder"], of, "no process can take a block")
 
 
 def in_use(segment: Json, pool: Json) -> tuple[int, int]:
     """Returns the bytes and blocks that cannot be evicted: what a store keeps and no peer holds gives way."""
     free_to_go = [
-        one["nbytes"]
+        item["nbytes"]
         for store in segment.get("store", ())
-        for one in store["items"]
-        if one["state"] == "ready" and one["holders"] == 0
+        for item in store["items"]
+        if item["state"] == "ready" and item["holders"] == 0
     ]
     return pool["taken_nbytes"] - sum(free_to_go), pool["blocks"] - len(free_to_go)
 
@@ -177,11 +177,11 @@ def about_store(segment: Json) -> Iterator[Json]:
     states = states_of(segment)
     for store in segment.get("store", ()):
         of = f"the store '{segment['name']}'"
-        yield from about_lock(segment, store["lock_holder"], of, "nobody can put or get")
-        for one in store["items"]:
-            if one["state"] != "filling" or states.get(one["writer"]) == "live":
+        yield from about_lock(segment, store["lock_holder"], of, "no process can put or get")
+        for item in store["items"]:
+            if item["state"] != "filling" or states.get(item["writer"]) == "live":
                 continue
-            pids = [peer["pid"] for peer in segment["peers"] if peer["index"] == one["writer"]]
-            since = in_seconds(max(one["age_ns"], 0))
-            text = f"key {short_key(one)} of {of} is being written since {since} by {peer_at(segment, one['writer'])}"
-            yield sentence("warning", "store", f"{text}: whoever wants it waits", pids)
+            pids = [peer["pid"] for peer in segment["peers"] if peer["index"] == item["writer"]]
+            since = in_seconds(max(item["age_ns"], 0))
+            text = f"key {short_key(item)} of {of} is being written since {since} by {peer_at(segment, item['writer'])}"
+            yield sentence("warning", "store", f"{text}: processes that want it wait", pids)

@@ -61,24 +61,27 @@ def look(target: int | Ticket) -> Json:
         reasons = [*closed_to_us, *unreadable.values()]
         more = f" (and {len(reasons) - 1} more like that)" if len(reasons) > 1 else ""
         raise NotFound(reasons[0] + more if reasons else nothing_of(target, everybody, len(roots)))
-    found = sorted(segments.values(), key=lambda one: (not one["asked"], one["kind"], one["name"], one["inode"]))
-    names = names_of(found)
-    seen = [everybody[pid] for pid in queue if pid in everybody and (pid in roots or pid in names)]
+    in_order = sorted(
+        segments.values(),
+        key=lambda segment: (not segment["asked"], segment["kind"], segment["name"], segment["inode"]),
+    )
+    names = names_of(in_order)
+    shown = [everybody[pid] for pid in queue if pid in everybody and (pid in roots or pid in names)]
     return {
         "target": str(target),
-        "verdict": verdict_of(found),
+        "verdict": verdict_of(in_order),
         "processes": [
             {
-                "pid": one.pid,
-                "parent": one.parent,
-                "command": one.name,
-                "state": one.state,
-                "asked": one.pid in roots,
-                "peers": sorted(names.get(one.pid, ())),
+                "pid": process.pid,
+                "parent": process.parent,
+                "command": process.name,
+                "state": process.state,
+                "asked": process.pid in roots,
+                "peers": sorted(names.get(process.pid, ())),
             }
-            for one in seen
+            for process in shown
         ],
-        "segments": found,
+        "segments": in_order,
         "unreadable": [*closed_to_us, *unreadable.values()],
     }
 
@@ -108,22 +111,22 @@ def nothing_of(target: int | Ticket, everybody: dict[int, Process], many: int) -
 
 
 def names_of(segments: Iterable[Json]) -> dict[int, set[str]]:
-    found: dict[int, set[str]] = {}
+    names: dict[int, set[str]] = {}
     for segment in segments:
         for peer in segment["peers"]:
             if peer["state"] not in ("dead", "left"):
-                found.setdefault(peer["pid"], set()).add(peer["name"])
-    return found
+                names.setdefault(peer["pid"], set()).add(peer["name"])
+    return names
 
 
 def holders_of_segments() -> list[tuple[Process, int]]:
     """Returns each process with open segments, and their number, as far as we may look into it."""
-    found = []
+    holders = []
     for process in all_processes().values():
         try:
             places = {place for _, place in descriptors_of(process.pid)}
         except OSError:
             continue
         if places:
-            found.append((process, len(places)))
-    return found
+            holders.append((process, len(places)))
+    return holders

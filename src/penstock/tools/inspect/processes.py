@@ -27,11 +27,11 @@ class Process:
 
 def all_processes() -> dict[int, Process]:
     """Returns all visible processes of this machine, by pid."""
-    found = {}
+    processes = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (process := process_of(int(entry))):
-            found[process.pid] = process
-    return found
+            processes[process.pid] = process
+    return processes
 
 
 def process_of(pid: int, path: str = "/proc/{}/stat") -> Process | None:
@@ -60,10 +60,10 @@ def with_descendants(pid: int, among: dict[int, Process]) -> list[int]:
     children: dict[int, list[int]] = {}
     for process in among.values():
         children.setdefault(process.parent, []).append(process.pid)
-    found = [pid]
-    for one in found:
-        found.extend(child for child in children.get(one, ()) if child not in found)
-    return found
+    tree = [pid]
+    for parent in tree:
+        tree.extend(child for child in children.get(parent, ()) if child not in tree)
+    return tree
 
 
 def is_running(pid: int) -> bool:

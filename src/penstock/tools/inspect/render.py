@@ -1,4 +1,4 @@
-"""What was seen, on a terminal: with rich if that is installed, as plain text otherwise."""
+"""Prints what `penstock inspect` found: with rich if that is installed, as plain text otherwise."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from penstock.tools.inspect.tables import tables_of
 from penstock.tools.tables import Table
 
 
-def headline(seen: Json) -> str:
-    bad = [one for one in seen["verdict"] if one["level"] in ("deadlock", "stuck")]
-    asked = sum(one["asked"] for one in seen["segments"])
+def headline(snapshot: Json) -> str:
+    bad = [entry for entry in snapshot["verdict"] if entry["level"] in ("deadlock", "stuck")]
+    num_segments = sum(entry["asked"] for entry in snapshot["segments"])
     if bad:
-        return "somebody is stuck:"
-    if any(one["level"] == "warning" for one in seen["verdict"]):
-        return "somebody may be stuck:"
-    return f"nobody is stuck: {asked} segments, {len(seen['processes'])} processes"
+        return "a process is stuck:"
+    if any(entry["level"] == "warning" for entry in snapshot["verdict"]):
+        return "a process may be stuck:"
+    return f"no process is stuck: {num_segments} segments, {len(snapshot['processes'])} processes"
 
 
-def show(seen: Json) -> None:
+def show(snapshot: Json) -> None:
     """Prints it for a person: with rich if that is installed, as plain text otherwise."""
-    lines = [headline(seen), *(f"{one['level']:>8}: {one['text']}" for one in seen["verdict"])]
-    lines += [f"unreadable: {text}" for text in seen["unreadable"]]
+    lines = [headline(snapshot), *(f"{entry['level']:>8}: {entry['text']}" for entry in snapshot["verdict"])]
+    lines += [f"unreadable: {text}" for text in snapshot["unreadable"]]
     try:
         from rich import box
         from rich.console import Console
@@ -30,7 +30,7 @@ def show(seen: Json) -> None:
         from rich.text import Text
     except ImportError:
         print("\n".join(lines))
-        for table in tables_of(seen):
+        for table in tables_of(snapshot):
             print("\n" + plain(table))
         return
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
@@ -38,7 +38,7 @@ def show(seen: Json) -> None:
     for line in lines:
         # Text, not a string: a name may look like markup
         console.print(Text(line, style=styles.get(line.partition(":")[0].strip(), "")), soft_wrap=True)
-    for table in tables_of(seen):
+    for table in tables_of(snapshot):
         if table.title:
             console.print(Text("\n" + table.title, style="bold"), soft_wrap=True)
         if not table.rows:

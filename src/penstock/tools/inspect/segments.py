@@ -52,16 +52,16 @@ def page_at(pid: int, number: int, place: Place) -> Segment:
 def snapshot_of(pid: int, number: int, place: Place) -> Json:
     """Raises OSError or PenstockError."""
     fd = open_place(pid, number, place)
-    found: Json = _native.snapshot(fd)
-    if "schema" in found:
-        found.update(messages_of(found.pop("schema")))
-    return dict(harmless(found))
+    snapshot: Json = _native.snapshot(fd)
+    if "schema" in snapshot:
+        snapshot.update(messages_of(snapshot.pop("schema")))
+    return dict(harmless(snapshot))
 
 
 def messages_of(schema: str) -> Json:
     """What a channel carries: the names of its messages, or why they cannot be told."""
     try:
-        return {"messages": [one.name for one in Schema.decode(schema.encode()).messages]}
+        return {"messages": [message.name for message in Schema.decode(schema.encode()).messages]}
     except LayoutMismatch as error:
         return {"messages": [], "messages_error": str(error)}
 
@@ -69,9 +69,9 @@ def messages_of(schema: str) -> Json:
 def harmless(value: Any) -> Any:
     """The same without what a terminal might obey: a name may hold anything."""
     if isinstance(value, dict):
-        return {key: harmless(one) for key, one in value.items()}
+        return {key: harmless(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [harmless(one) for one in value]
+        return [harmless(item) for item in value]
     return printable(value) if isinstance(value, str) else value
 
 
@@ -102,7 +102,7 @@ def peer_at(segment: Json, index: int) -> str:
     for peer in segment["peers"]:
         if peer["index"] == index:
             return f"'{peer['name']}' (pid {peer['pid']}{'' if peer['state'] == 'live' else ', ' + peer['state']})"
-    return "nobody we know"
+    return "a peer that is not in the table"
 
 
 def short_key(item: Json) -> str:
@@ -114,7 +114,7 @@ def behind_of(segment: Json, receiver: Json, lane: int) -> tuple[int, int]:
     """Records and bytes that this receiver has not given back to this sender."""
     if len(segment["senders"]) == 1:
         return receiver["records_behind"], receiver["nbytes_behind"]
-    for one in receiver["behind"]:
-        if one["sender"] == lane:
-            return one["records_behind"], one["nbytes_behind"]
+    for lane_behind in receiver["behind"]:
+        if lane_behind["sender"] == lane:
+            return lane_behind["records_behind"], lane_behind["nbytes_behind"]
     return 0, 0

@@ -15,15 +15,15 @@ MAX_NAMES = 8  # of messages, in a title
 MAX_ITEMS = 16  # of a store; --json has all
 
 
-def tables_of(seen: Json) -> Iterator[Table]:
-    holders = {one["pid"] for segment in seen["segments"] for one in segment["held_by"]}
+def tables_of(snapshot: Json) -> Iterator[Table]:
+    holders = {holder["pid"] for segment in snapshot["segments"] for holder in segment["held_by"]}
     rows = [
-        (str(one["pid"]), str(one["parent"]), one["command"], one["state"], ", ".join(one["peers"]))
-        for one in seen["processes"]
-        if one["pid"] in holders
+        (str(process["pid"]), str(process["parent"]), process["command"], process["state"], ", ".join(process["peers"]))
+        for process in snapshot["processes"]
+        if process["pid"] in holders
     ]
     yield Table("processes", ("pid", "parent", "command", "state", "known as"), rows)
-    for segment in seen["segments"]:
+    for segment in snapshot["segments"]:
         if segment["asked"]:
             yield from tables_of_segment(segment)
 
@@ -33,15 +33,15 @@ def tables_of_segment(segment: Json) -> Iterator[Table]:
     title = f"{title_of(segment)}: {sizes}, {in_seconds(max(segment['age_ns'], 0))} old, inode {segment['inode']}"
     title += carried(segment)
     peers = [
-        (str(one["index"]), one["name"], str(one["pid"]), peer_state(one), str(one["epoch"]), one["how"])
-        for one in segment["peers"]
+        (str(peer["index"]), peer["name"], str(peer["pid"]), peer_state(peer), str(peer["epoch"]), peer["how"])
+        for peer in segment["peers"]
     ]
     yield Table(title, ("peer", "name", "pid", "state", "epoch", "how it ended"), peers)
-    ends = [end_row(segment, "sender", one) for one in segment.get("senders", ())]
-    ends += [end_row(segment, "receiver", one) for one in segment.get("receivers", ())]
+    ends = [end_row(segment, "sender", sender) for sender in segment.get("senders", ())]
+    ends += [end_row(segment, "receiver", receiver) for receiver in segment.get("receivers", ())]
     if ends:
-        columns = ("end", "who", "state", "records", "bytes", "behind", "furthest", "longest wait", "spins", "parks",
-                   "wakes", "spilled", "exhausted")  # fmt: skip
+        columns = ("end", "process", "state", "records", "bytes", "behind", "furthest", "longest wait", "spins",
+                   "parks", "wakes", "spilled", "exhausted")  # fmt: skip
         yield Table("", columns, ends)
     for pool in segment.get("pool", ()):
         if segment["kind"] != "pool" and pool["takes"] == 0:
@@ -51,11 +51,11 @@ def tables_of_segment(segment: Json) -> Iterator[Table]:
             f"{pool['blocks']} blocks, largest free {in_units(pool['largest_free_nbytes'])}, {pool['takes']} takes, "
             f"{pool['exhaustions']} exhaustions, {pool['recoveries']} recoveries, {pool['stale_refs']} stale refs"
         )
-        names = {one["index"]: one["pid"] for one in segment["peers"]}
+        names = {peer["index"]: peer["pid"] for peer in segment["peers"]}
         rows = [
-            (one["name"], str(names.get(one["peer"], "?")), str(one["blocks"]), in_units(one["nbytes"]),
-             str(one["granted"]))
-            for one in pool["holders"]
+            (holder["name"], str(names.get(holder["peer"], "?")), str(holder["blocks"]), in_units(holder["nbytes"]),
+             str(holder["granted"]))
+            for holder in pool["holders"]
         ]  # fmt: skip
         yield Table(title, ("holder", "pid", "blocks", "bytes", "granted, not yet opened"), rows)
     for store in segment.get("store", ()):
@@ -79,14 +79,16 @@ def table_of_store(segment: Json, store: Json) -> Table:
         f"{store['hits']} hits, {store['misses']} misses, {store['puts']} puts, {store['evictions']} evictions "
         f"({in_units(store['evicted_nbytes'])}), {store['fills_awaited']} fills awaited, {store['abandoned']} abandoned"
     )
-    items = sorted(store["items"], key=lambda one: (one["state"] != "filling", -one["holders"], -one["hits"]))
+    items = sorted(store["items"], key=lambda item: (item["state"] != "filling", -item["holders"], -item["hits"]))
     if len(items) > MAX_ITEMS:
         title += f"; {MAX_ITEMS} of them"
     rows = []
-    for one in items[:MAX_ITEMS]:
-        state = f"being written by {peer_at(segment, one['writer'])}" if one["state"] == "filling" else "ready"
-        age, idle = (in_seconds(max(one[which], 0)) for which in ("age_ns", "idle_ns"))
-        rows.append((short_key(one), in_units(one["nbytes"]), str(one["hits"]), str(one["holders"]), age, idle, state))
+    for item in items[:MAX_ITEMS]:
+        state = f"being written by {peer_at(segment, item['writer'])}" if item["state"] == "filling" else "ready"
+        age, idle = (in_seconds(max(item[which], 0)) for which in ("age_ns", "idle_ns"))
+        rows.append(
+            (short_key(item), in_units(item["nbytes"]), str(item["hits"]), str(item["holders"]), age, idle, state)
+        )
     return Table(title, ("key", "bytes", "hits", "holders", "age", "idle", "state"), rows)
 
 

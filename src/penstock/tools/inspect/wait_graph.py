@@ -30,15 +30,15 @@ class Wait:
     key: tuple[int, str, int]
     pids: tuple[int, ...]
     since_ns: int
-    who: str  # "sender 'core' (pid 12)"
-    what: str  # "for room in broadcast 'steps'"
+    waiter: str  # "sender 'core' (pid 12)"
+    purpose: str  # "for room in broadcast 'steps'"
     on: tuple[Blocker, ...]  # the one most in the way is the first
     is_for_records: bool = False
     is_for_all: bool = False  # of these; otherwise any of them would do
 
     @property
     def clause(self) -> str:
-        return f"{self.what} since {in_seconds(self.since_ns)}"
+        return f"{self.purpose} since {in_seconds(self.since_ns)}"
 
 
 def waits_of(segment: Json) -> Iterator[Wait]:
@@ -46,11 +46,11 @@ def waits_of(segment: Json) -> Iterator[Wait]:
         if state_of(segment, sender) == "live" and sender["waiting_ns"] >= STUCK_NS:
             yield sender_wait(segment, sender)
     waiting = [
-        one
-        for one in segment.get("receivers", ())
-        if state_of(segment, one) == "live" and one["waiting_ns"] >= STUCK_NS
+        receiver
+        for receiver in segment.get("receivers", ())
+        if state_of(segment, receiver) == "live" and receiver["waiting_ns"] >= STUCK_NS
     ]
-    with_nothing_behind = [one for one in waiting if one["records_behind"] == 0]
+    with_nothing_behind = [receiver for receiver in waiting if receiver["records_behind"] == 0]
     for peer in segment["peers"]:
         if peer["state"] == "live" and peer["waiting_for_memory_ns"] >= STUCK_NS:
             yield memory_wait(segment, peer)
@@ -63,8 +63,8 @@ def waits_of(segment: Json) -> Iterator[Wait]:
 
 def sender_wait(segment: Json, sender: Json) -> Wait:
     lane = sender["index"]
-    behind = [(*behind_of(segment, one, lane)[::-1], one) for one in segment["receivers"]]
-    behind.sort(key=lambda one: -one[0])
+    behind = [(*behind_of(segment, receiver, lane)[::-1], receiver) for receiver in segment["receivers"]]
+    behind.sort(key=lambda entry: -entry[0])
     on = []
     for nbytes, records, receiver in behind:
         if nbytes <= 0:
@@ -77,21 +77,21 @@ def sender_wait(segment: Json, sender: Json) -> Wait:
         clause += f" is {counted(records, 'record')} ({in_units(nbytes)}) behind{held}"
         on.append(Blocker(receiver["pid"], state_of(segment, receiver), clause))
     key = (segment["inode"], "sender", lane)
-    who = f"sender {name_of(segment, sender)}"
-    what = f"for room in {title_of(segment)}"
+    waiter = f"sender {name_of(segment, sender)}"
+    purpose = f"for room in {title_of(segment)}"
     if sender["waits_for_memory"]:
-        what = f"for memory in the pool of {title_of(segment)}"
+        purpose = f"for memory in the pool of {title_of(segment)}"
         on = [*others_than(sender["pid"], biggest_holders(segment)), *on]
     is_for_all = not sender["waits_for_memory"]
-    return Wait(key, (sender["pid"],), sender["waiting_ns"], who, what, tuple(on), is_for_all=is_for_all)
+    return Wait(key, (sender["pid"],), sender["waiting_ns"], waiter, purpose, tuple(on), is_for_all=is_for_all)
 
 
 def memory_wait(segment: Json, peer: Json) -> Wait:
     key = (segment["inode"], "peer", peer["index"])
     on = others_than(peer["pid"], biggest_holders(segment))
-    who = f"'{peer['name']}' (pid {peer['pid']})"
+    waiter = f"'{peer['name']}' (pid {peer['pid']})"
     return Wait(
-        key, (peer["pid"],), peer["waiting_for_memory_ns"], who, f"for memory of {title_of(segment)}", tuple(on)
+        key, (peer["pid"],), peer["waiting_for_memory_ns"], waiter, f"for memory of {title_of(segment)}", tuple(on)
     )
 
 
@@ -108,23 +108,23 @@ def receivers_wait(segment: Json, receivers: list[Json]) -> Wait:
         else:
             clause = f"its sender {name_of(segment, sender)} {sent}"
         on.append(Blocker(sender["pid"], state_of(segment, sender), clause))
-    on.sort(key=lambda one: one.state in ("closed", "dead"))
+    on.sort(key=lambda blocker: blocker.state in ("closed", "dead"))
     if first["records_behind"] != 0:
         clause = f"it holds views of {counted(first['records_behind'], 'record')} ({in_units(first['nbytes_behind'])})"
-        on = [Blocker(one.pid, one.state, f"{clause}; {one.clause}") for one in on]
+        on = [Blocker(blocker.pid, blocker.state, f"{clause}; {blocker.clause}") for blocker in on]
     key = (segment["inode"], "receiver", first["index"])
-    names = ", ".join(name_of(segment, one) for one in receivers[:4])
+    names = ", ".join(name_of(segment, receiver) for receiver in receivers[:4])
     more = f" and {len(receivers) - 4} more" if len(receivers) > 4 else ""
-    who = f"receiver{'s' if len(receivers) > 1 else ''} {names}{more}"
-    since = min(one["waiting_ns"] for one in receivers)
-    pids = tuple(one["pid"] for one in receivers)
-    return Wait(key, pids, since, who, f"for records of {title_of(segment)}", tuple(on), is_for_records=True)
+    waiters = f"receiver{'s' if len(receivers) > 1 else ''} {names}{more}"
+    since = min(receiver["waiting_ns"] for receiver in receivers)
+    pids = tuple(receiver["pid"] for receiver in receivers)
+    return Wait(key, pids, since, waiters, f"for records of {title_of(segment)}", tuple(on), is_for_records=True)
 
 
 def others_than(pid: int, holders: Iterable[Blocker]) -> list[Blocker]:
     """Without the one that waits itself, unless it is the only one."""
     every = list(holders)
-    return [one for one in every if one.pid != pid] or every
+    return [holder for holder in every if holder.pid != pid] or every
 
 
 def is_held(receiver: Json) -> bool:
@@ -134,7 +134,7 @@ def is_held(receiver: Json) -> bool:
 def biggest_holders(segment: Json) -> Iterator[Blocker]:
     by_index = {peer["index"]: peer for peer in segment["peers"]}
     for pool in segment.get("pool", ()):
-        for holder in sorted(pool["holders"], key=lambda one: (-one["nbytes"], -one["granted"]))[:4]:
+        for holder in sorted(pool["holders"], key=lambda entry: (-entry["nbytes"], -entry["granted"]))[:4]:
             peer = by_index.get(holder["peer"])
             if peer is None:
                 continue

@@ -36,7 +36,7 @@ class Load:
             for body in self._bodies:
                 if (left := due - time.perf_counter()) > 0:
                     await asyncio.sleep(left)
-                tasks.append(asyncio.ensure_future(self._one(body, due)))
+                tasks.append(asyncio.ensure_future(self._send(body, due)))
                 due += chance.expovariate(rate)
             await asyncio.gather(*tasks)
         finally:
@@ -53,9 +53,9 @@ class Load:
 
     async def _in_turn(self, bodies: Iterator[Body]) -> None:
         for body in bodies:
-            await self._one(body, time.perf_counter())
+            await self._send(body, time.perf_counter())
 
-    async def _one(self, body: Body, due: float) -> None:
+    async def _send(self, body: Body, due: float) -> None:
         outcome = Outcome(due)
         self.outcomes.append(outcome)
         await ask(self._wire, *body, outcome)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from penstock.tools.load.http_client import Failure, Wire
-from penstock.tools.load.sse_events import Data, error_of, event_of, shown
+from penstock.tools.load.sse_events import SseParser, error_of, event_of, shown
 
 MAX_WHOLE = 1 << 22  # bytes of an answer that is to be no stream
 MAX_REFUSAL = 1 << 16  # bytes kept of an answer that is no stream; more of it does not end a silence
@@ -32,7 +32,7 @@ class Stream:
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
-        self._data = Data()
+        self._parser = SseParser()
         self._status = 0
         self._is_stream = False
         self._whole = bytearray()  # what is no stream
@@ -47,12 +47,12 @@ class Stream:
             self._whole += data[: MAX_REFUSAL - len(self._whole)]
             return len(self._whole) < MAX_REFUSAL
         try:
-            found = self._data.feed(data)
+            events = self._parser.feed(data)
         except ValueError as error:
             raise Failure("no events", str(error)) from None
-        for one in found:
-            self._event(one, at)
-        return bool(found)
+        for event in events:
+            self._event(event, at)
+        return bool(events)
 
     def end(self) -> None:
         """The answer is whole. Raises Failure where it says that it is none."""
@@ -77,8 +77,8 @@ class Stream:
             event = event_of(data)
         except ValueError as error:
             raise Failure("not JSON", str(error)) from None
-        if (told := error_of(event)) is not None:
-            raise Failure("error event", told)
+        if (problem := error_of(event)) is not None:
+            raise Failure("error event", problem)
         outcome = self._outcome
         usage = event.usage
         if usage is not None:

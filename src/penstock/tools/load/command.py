@@ -24,7 +24,7 @@ from penstock.tools.load.arrivals import Load
 from penstock.tools.load.chat_request import Outcome, Whole, ask
 from penstock.tools.load.http_client import Failure, Wire
 from penstock.tools.load.latency_stats import Figures, figures_of, tokens_of
-from penstock.tools.load.prompts import Body, Lines, Size, Wanted
+from penstock.tools.load.prompts import Body, Lines, RequestOptions, Size
 from penstock.tools.load.sse_events import shown
 
 
@@ -47,17 +47,17 @@ def run(options: argparse.Namespace) -> int:
     is_chat = options.backend == "openai-chat" or (options.backend is None and options.images > 0)
     if options.images and not is_chat:
         raise ValueError("--images are for --backend openai-chat")
-    wanted = Wanted(
+    request_options = RequestOptions(
         is_chat=is_chat,
-        **{name: getattr(options, name) for name in Wanted.__struct_fields__ if name != "is_chat"},
+        **{name: getattr(options, name) for name in RequestOptions.__struct_fields__ if name != "is_chat"},
     )
     lines = None
     if options.dataset_path is not None:
         lines = prompts.read(options.dataset_path)  # once: it may be a pipe
-        prompts.of_lines(lines, wanted, 1)  # what is wrong with them is said before anybody is asked
+        prompts.build_from_lines(lines, request_options, 1)  # what is wrong with them is said before anybody is asked
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each stream is one
-    results = asyncio.run(_run(options, wanted, lines))
+    results = asyncio.run(_run(options, request_options, lines))
     title = f"{results.model} at {results.url}: {results.asked}"
     tables.print_tables(report.tables(title, results.figures))
     if options.result_filename is not None:
@@ -67,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
     return 1 if results.figures.failed else 0
 
 
-async def _run(options: argparse.Namespace, wanted: Wanted, lines: Lines | None) -> Results:
+async def _run(options: argparse.Namespace, request_options: RequestOptions, lines: Lines | None) -> Results:
     async with Wire(options.base_url, options.api_key, options.timeout) as wire:
-        measured = Measured(options, wanted, wire, lines)
+        measured = Measured(options, request_options, wire, lines)
         doing = asyncio.ensure_future(measured.run())
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, doing.cancel)
@@ -85,10 +85,12 @@ async def _run(options: argparse.Namespace, wanted: Wanted, lines: Lines | None)
 class Measured:
     """A run, and what it has come to when it ends or is cancelled."""
 
-    def __init__(self, options: argparse.Namespace, wanted: Wanted, wire: Wire, lines: Lines | None) -> None:
+    def __init__(
+        self, options: argparse.Namespace, request_options: RequestOptions, wire: Wire, lines: Lines | None
+    ) -> None:
         """`lines`: of prompts, if they are not to be made."""
         self._options = options
-        self._wanted = wanted
+        self._request_options = request_options
         self._wire = wire
         self._lines = lines
         self._load = Load(wire, [], lambda outcome: None)
@@ -96,15 +98,17 @@ class Measured:
         self._until = 0.0
 
     async def run(self) -> None:
-        options, wire, wanted = self._options, self._wire, self._wanted
-        if not wanted.model:
-            self._wanted = wanted = msgspec.structs.replace(wanted, model=await _first_model(wire))
+        options, wire, request_options = self._options, self._wire, self._request_options
+        if not request_options.model:
+            self._request_options = request_options = msgspec.structs.replace(
+                request_options, model=await _first_model(wire)
+            )
         if self._lines is None:
-            size = await _size(wire, wanted)
-            warming = await _made(wanted, size, options.num_warmups, "warm-up")
-            bodies = await _made(wanted, size, options.num_prompts, "load")
+            size = await _size(wire, request_options)
+            warming = await _build_bodies(request_options, size, options.num_warmups, "warm-up")
+            bodies = await _build_bodies(request_options, size, options.num_prompts, "load")
         else:
-            bodies = prompts.of_lines(self._lines, wanted, options.num_prompts)
+            bodies = prompts.build_from_lines(self._lines, request_options, options.num_prompts)
             warming = bodies[: options.num_warmups]
         await Load(wire, warming, lambda outcome: None).closed(options.max_concurrency)
         with _progress(len(bodies)) as ended:
@@ -114,7 +118,7 @@ class Measured:
                 if options.request_rate is None:
                     await load.closed(options.max_concurrency)
                 else:
-                    await load.open(options.request_rate, wanted.seed)
+                    await load.open(options.request_rate, request_options.seed)
             finally:
                 self._until, self._cpu = time.perf_counter(), time.process_time() - before
 
@@ -127,7 +131,7 @@ class Measured:
         )
         return Results(
             url=options.base_url,
-            model=self._wanted.model,
+            model=self._request_options.model,
             asked=f"{options.num_prompts:,} requests, {how}",
             interrupted=is_interrupted,
             figures=figures_of(self._load.outcomes, self._until, self._cpu),
@@ -143,18 +147,18 @@ async def _first_model(wire: Wire) -> str:
         named = msgspec.json.decode(bytes(answer.body))
         model: str = msgspec.convert(named["data"][0]["id"], str)
     except Failure as failure:
-        raise NothingToMeasure(f"which models are there: {failure.kind}: {failure}") from None
+        raise NothingToMeasure(f"/v1/models: {failure.kind}: {failure}") from None
     except (ValueError, LookupError, TypeError):
-        raise NothingToMeasure(f"which models are there: {shown(bytes(answer.body))}: say --model") from None
+        raise NothingToMeasure(f"/v1/models: {shown(bytes(answer.body))}: name the model with --model") from None
     return model
 
 
-async def _size(wire: Wire, wanted: Wanted) -> Size:
+async def _size(wire: Wire, request_options: RequestOptions) -> Size:
     """How many tokens a prompt has, as the server counts two of them."""
     counts = []
     for words in prompts.PROBES:
         outcome = Outcome(time.perf_counter())
-        await ask(wire, *prompts.probe(wanted, words), outcome)
+        await ask(wire, *prompts.probe(request_options, words), outcome)
         if outcome.failure is not None:
             raise NothingToMeasure(f"a request of {words} words: {outcome.failure.kind}: {outcome.failure}")
         if outcome.prompt_tokens is None:
@@ -163,10 +167,10 @@ async def _size(wire: Wire, wanted: Wanted) -> Size:
     return Size.of(counts)
 
 
-async def _made(wanted: Wanted, size: Size, requests: int, purpose: str) -> list[Body]:
+async def _build_bodies(request_options: RequestOptions, size: Size, requests: int, purpose: str) -> list[Body]:
     bodies = []
     for index in range(requests):
-        bodies.append(prompts.made(wanted, size, index, purpose))
+        bodies.append(prompts.build_body(request_options, size, index, purpose))
         await asyncio.sleep(0)  # it can be cancelled
     return bodies
 

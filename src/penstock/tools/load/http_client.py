@@ -117,8 +117,8 @@ class Connection(asyncio.Protocol):
         except Failure as failure:
             self.fail(failure)
         except httptools.HttpParserCallbackError as error:
-            found = error.__context__
-            self.fail(found if isinstance(found, Failure) else error)
+            cause = error.__context__
+            self.fail(cause if isinstance(cause, Failure) else error)
         except httptools.HttpParserError as error:
             self.fail(Failure("not HTTP", f"{error}: {data[:60]!r}"))
         if self._is_whole and not self._done.done():
@@ -187,8 +187,8 @@ class Wire:
         assert self._watch is not None
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
-        for one in (*self._free, *self._busy):
-            one.abort()
+        for connection in (*self._free, *self._busy):
+            connection.abort()
         await asyncio.sleep(0)  # in which they are closed
 
     async def get(self, path: str, taker: Taker) -> None:
@@ -219,10 +219,10 @@ class Wire:
     def _kept(self) -> Connection | None:
         """One that the server has not closed meanwhile, and will not just now."""
         while self._free:
-            one = self._free.pop()
-            if one.is_open and time.perf_counter() - one.told_at < KEPT:
-                return one
-            one.abort()
+            connection = self._free.pop()
+            if connection.is_open and time.perf_counter() - connection.told_at < KEPT:
+                return connection
+            connection.abort()
         return None
 
     async def _connect(self) -> Connection:
@@ -241,6 +241,6 @@ class Wire:
         while True:
             await asyncio.sleep(self._timeout / LOOKS)
             latest = time.perf_counter() - self._timeout
-            for one in self._busy:
-                if one.told_at < latest:
-                    one.fail(Failure("silent", f"nothing was said for {self._timeout:g} s"))
+            for connection in self._busy:
+                if connection.told_at < latest:
+                    connection.fail(Failure("silent", f"no event came for {self._timeout:g} s"))

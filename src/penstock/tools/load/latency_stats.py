@@ -49,7 +49,9 @@ class Spread(msgspec.Struct, frozen=True):
         ranks = np.cumsum(weights[order])
         at = np.searchsorted(ranks, np.array([*QUANTILES.values()]) * ranks[-1] * SLACK)
         quantiles = seconds[order][np.minimum(at, seconds.size - 1)]
-        return cls(float(np.average(seconds, weights=weights)) * 1e3, *(float(one) * 1e3 for one in quantiles))
+        return cls(
+            float(np.average(seconds, weights=weights)) * 1e3, *(float(quantile) * 1e3 for quantile in quantiles)
+        )
 
 
 class Paces(NamedTuple):
@@ -64,8 +66,8 @@ class Paces(NamedTuple):
         if len(outcome.counts) == events:
             brought = np.diff(np.array(outcome.counts, float))
         else:
-            seen = max(tokens_of(outcome) - (outcome.completion_tokens is not None and outcome.has_silent_end), 1)
-            brought = np.full(max(events - 1, 0), seen / max(events, 1))
+            num_tokens = max(tokens_of(outcome) - (outcome.completion_tokens is not None and outcome.has_silent_end), 1)
+            brought = np.full(max(events - 1, 0), num_tokens / max(events, 1))
         gaps = np.diff(np.array(outcome.stamps))
         has_some = brought > 0  # a text may come in two events, and its token is counted with the first
         if not has_some.all():
@@ -81,8 +83,8 @@ def _added_to_the_next(gaps: Floats, has_some: npt.NDArray[np.bool_]) -> Floats:
 
 
 def tokens_of(outcome: Outcome) -> int:
-    told = outcome.completion_tokens
-    return len(outcome.stamps) if told is None else told
+    count = outcome.completion_tokens
+    return len(outcome.stamps) if count is None else count
 
 
 class Error(msgspec.Struct, frozen=True):
@@ -116,16 +118,16 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 def figures_of(outcomes: Sequence[Outcome], until: float, cpu_seconds: float) -> Figures:
     """Of all requests that were sent. An outcome without `done` was interrupted, at `until`."""
-    ended = [one for one in outcomes if one.done]
-    whole = [one for one in ended if one.failure is None]
-    seconds = max(until - min((one.due for one in outcomes), default=until), 1e-3)
+    ended = [outcome for outcome in outcomes if outcome.done]
+    whole = [outcome for outcome in ended if outcome.failure is None]
+    seconds = max(until - min((outcome.due for outcome in outcomes), default=until), 1e-3)
     output = sum(map(tokens_of, whole))
-    prompts = [one.prompt_tokens for one in whole]
-    paces = [Paces.of(one) for one in whole]
-    events = sum(len(one.stamps) for one in whole)
+    prompts = [outcome.prompt_tokens for outcome in whole]
+    paces = [Paces.of(outcome) for outcome in whole]
+    events = sum(len(outcome.stamps) for outcome in whole)
     timed = [(each.seconds @ each.tokens) / each.tokens.sum() for each in paces if each.tokens.size]
     itl, weights = (np.concatenate(each) if paces else np.zeros(0) for each in (list(zip(*paces)) or [(), ()]))
-    first = [one.stamps[0] - one.due for one in whole if one.stamps]
+    first = [outcome.stamps[0] - outcome.due for outcome in whole if outcome.stamps]
     return Figures(
         requests=len(whole),
         failed=len(ended) - len(whole),
@@ -133,35 +135,35 @@ def figures_of(outcomes: Sequence[Outcome], until: float, cpu_seconds: float) ->
         seconds=seconds,
         requests_per_s=len(whole) / seconds,
         output_tokens_per_s=output / seconds,
-        prompt_tokens=None if None in prompts else sum(one or 0 for one in prompts),
+        prompt_tokens=None if None in prompts else sum(tokens or 0 for tokens in prompts),
         output_tokens=output,
-        counted_by_events=sum(one.completion_tokens is None for one in whole),
+        counted_by_events=sum(outcome.completion_tokens is None for outcome in whole),
         tokens_per_event=output / max(events, 1),
         ttft=Spread.of(np.array(first)),
         tpot=Spread.of(np.array(timed)),
         itl=Spread.of(itl, weights),
-        latency=Spread.of(np.array([one.done - one.due for one in whole])),
-        late=Spread.of(np.array([one.sent - one.due for one in outcomes if one.sent])),
+        latency=Spread.of(np.array([outcome.done - outcome.due for outcome in whole])),
+        late=Spread.of(np.array([outcome.sent - outcome.due for outcome in outcomes if outcome.sent])),
         cpu_cores=cpu_seconds / seconds,
         most_open=_most_open(outcomes),
-        errors=_errors([one.failure for one in ended if one.failure is not None]),
+        errors=_errors([outcome.failure for outcome in ended if outcome.failure is not None]),
     )
 
 
 def _most_open(outcomes: Sequence[Outcome]) -> int:
-    changes = [(one.sent, 1) for one in outcomes if one.sent]
-    changes += [(one.done, -1) for one in outcomes if one.done]
-    is_open = most = 0
+    changes = [(outcome.sent, 1) for outcome in outcomes if outcome.sent]
+    changes += [(outcome.done, -1) for outcome in outcomes if outcome.done]
+    is_open = highest = 0
     for _, change in sorted(changes):  # an end is counted before a beginning at the same time
         is_open += change
-        most = max(most, is_open)
-    return most
+        highest = max(highest, is_open)
+    return highest
 
 
 def _errors(failures: Sequence[Failure]) -> list[Error]:
     """The most frequent kind first, each with the first example."""
     examples: dict[str, str] = {}
-    for one in failures:
-        examples.setdefault(one.kind, str(one))
-    counts = Counter(one.kind for one in failures)
+    for failure in failures:
+        examples.setdefault(failure.kind, str(failure))
+    counts = Counter(failure.kind for failure in failures)
     return [Error(kind, many, examples[kind]) for kind, many in counts.most_common()]

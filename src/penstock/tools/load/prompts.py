@@ -62,7 +62,7 @@ class Size(NamedTuple):
         return max(1, round((tokens - self.always) / self.per_word))
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What stands on the command line about requests."""
 
     model: str
@@ -83,66 +83,66 @@ def text_of(chance: random.Random, words: int) -> str:
     return " ".join(chance.choices(WORDS, k=words))
 
 
-def probe(wanted: Wanted, words: int) -> Body:
+def probe(options: RequestOptions, words: int) -> Body:
     """A prompt of so many words, without images, and answered with one token."""
-    said = text_of(random.Random(f"{wanted.seed} probe {words}"), words)
-    return _asked(wanted, said, 1)
+    text = text_of(random.Random(f"{options.seed} probe {words}"), words)
+    return _text_body(options, text, 1)
 
 
-def made(wanted: Wanted, size: Size, index: int, purpose: str) -> Body:
+def build_body(options: RequestOptions, size: Size, index: int, purpose: str) -> Body:
     """The request of that number: none is like another."""
-    chance = random.Random(f"{wanted.seed} {purpose} {index}")
-    said: Any = text_of(chance, size.words(wanted.input_len.draw(chance)))
-    if wanted.images:
-        urls = [image(chance, *wanted.image_size) for _ in range(wanted.images)]
+    chance = random.Random(f"{options.seed} {purpose} {index}")
+    content: Any = text_of(chance, size.words(options.input_len.draw(chance)))
+    if options.images:
+        urls = [image(chance, *options.image_size) for _ in range(options.images)]
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        said = [*parts, {"type": "text", "text": said}]
-    return _asked(wanted, said, wanted.output_len.draw(chance))
+        content = [*parts, {"type": "text", "text": content}]
+    return _text_body(options, content, options.output_len.draw(chance))
 
 
-def _asked(wanted: Wanted, said: Any, tokens: int, **more: Any) -> Body:
-    asked = {"messages": [{"role": "user", "content": said}]} if wanted.is_chat else {"prompt": said}
-    return _body(wanted, {"max_tokens": tokens, **asked, **more})
+def _text_body(options: RequestOptions, content: Any, tokens: int, **more: Any) -> Body:
+    fields = {"messages": [{"role": "user", "content": content}]} if options.is_chat else {"prompt": content}
+    return _body(options, {"max_tokens": tokens, **fields, **more})
 
 
-def _body(wanted: Wanted, asked: dict[str, Any]) -> Body:
+def _body(options: RequestOptions, fields: dict[str, Any]) -> Body:
     """What the request itself says comes last."""
-    body: dict[str, Any] = {"model": wanted.model, "temperature": 0, "stream_options": {"include_usage": True}}
-    if wanted.ignore_eos:
+    body: dict[str, Any] = {"model": options.model, "temperature": 0, "stream_options": {"include_usage": True}}
+    if options.ignore_eos:
         body["ignore_eos"] = True
-    path = "/v1/chat/completions" if wanted.is_chat else "/v1/completions"
-    return path, msgspec.json.encode({**body, **asked, "stream": True})
+    path = "/v1/chat/completions" if options.is_chat else "/v1/completions"
+    return path, msgspec.json.encode({**body, **fields, "stream": True})
 
 
 # ── from a file ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def read(path: Path) -> Lines:
     """Those that are not empty. Raises OSError, and ValueError where there is none."""
     lines = [(f"{path}, line {number}", line) for number, line in enumerate(path.read_bytes().splitlines(), 1)]
-    if not (found := [one for one in lines if one[1].strip()]):
-        raise ValueError(f"{path} has no line")
-    return found
+    if not (lines_with_text := [entry for entry in lines if entry[1].strip()]):
+        raise ValueError(f"{path} has no lines")
+    return lines_with_text
 
 
-def of_lines(lines: Lines, wanted: Wanted, requests: int) -> list[Body]:
+def build_from_lines(lines: Lines, options: RequestOptions, requests: int) -> list[Body]:
     """So many requests: the lines in turn. Raises ValueError where a line is no prompt."""
-    bodies = [_of_line(where, line, wanted) for where, line in lines]
+    bodies = [_of_line(where, line, options) for where, line in lines]
     return [bodies[index % len(bodies)] for index in range(requests)]
 
 
-def _of_line(where: str, line: bytes, wanted: Wanted) -> Body:
+def _of_line(where: str, line: bytes, options: RequestOptions) -> Body:
     try:
-        said = msgspec.json.decode(line)
+        value = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
         raise ValueError(f"{where}: {error}") from None
-    if isinstance(said, str) or (isinstance(said, list) and not wanted.is_chat):
-        return _asked(wanted, said, wanted.output_len.high)
-    key = "messages" if wanted.is_chat else "prompt"
-    if not isinstance(said, dict) or not ({key, "prompt"} & said.keys()):
-        kinds = "a text, or an object with" if wanted.is_chat else "a text, a list of ids, or an object with"
+    if isinstance(value, str) or (isinstance(value, list) and not options.is_chat):
+        return _text_body(options, value, options.output_len.high)
+    key = "messages" if options.is_chat else "prompt"
+    if not isinstance(value, dict) or not ({key, "prompt"} & value.keys()):
+        kinds = "a text, or an object with" if options.is_chat else "a text, a list of ids, or an object with"
         raise ValueError(f"{where}: expected {kinds} {key!r}, and fields of the request's body")
-    if key in said:
-        return _body(wanted, {"max_tokens": wanted.output_len.high, **said})
-    return _asked(wanted, said.pop("prompt"), wanted.output_len.high, **said)
+    if key in value:
+        return _body(options, {"max_tokens": options.output_len.high, **value})
+    return _text_body(options, value.pop("prompt"), options.output_len.high, **value)
 
 
 # ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────

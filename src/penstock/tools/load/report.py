@@ -12,24 +12,24 @@ LATE = 10.0  # ms; a load generator that is later than this is not what was aske
 BUSY = 0.8  # cores of the one that a load generator can have
 
 
-def tables(title: str, found: Figures) -> Iterator[Table]:
+def tables(title: str, figures: Figures) -> Iterator[Table]:
     rates = [
-        ("requests/s", short(found.requests_per_s)),
-        ("output tokens/s", short(found.output_tokens_per_s)),
-        ("answered", f"{found.requests:,}"),
-        ("failed", f"{found.failed:,}"),
-        ("output tokens", f"{found.output_tokens:,}"),
-        ("prompt tokens", "-" if found.prompt_tokens is None else f"{found.prompt_tokens:,}"),
-        ("seconds", short(found.seconds)),
-        ("open at a time, most", f"{found.most_open:,}"),
+        ("requests/s", short(figures.requests_per_s)),
+        ("output tokens/s", short(figures.output_tokens_per_s)),
+        ("answered", f"{figures.requests:,}"),
+        ("failed", f"{figures.failed:,}"),
+        ("output tokens", f"{figures.output_tokens:,}"),
+        ("prompt tokens", "-" if figures.prompt_tokens is None else f"{figures.prompt_tokens:,}"),
+        ("seconds", short(figures.seconds)),
+        ("open at a time, most", f"{figures.most_open:,}"),
     ]
-    yield Table(title, ("", "in all"), rates, list(_notes(found)))
-    spreads = {"TTFT": found.ttft, "TPOT": found.tpot, "ITL": found.itl, "latency": found.latency}
+    yield Table(title, ("", "in all"), rates, list(_notes(figures)))
+    spreads = {"TTFT": figures.ttft, "TPOT": figures.tpot, "ITL": figures.itl, "latency": figures.latency}
     yield Table(
-        "Milliseconds", ("", *Spread.__struct_fields__), [(name, *_cells(one)) for name, one in spreads.items()]
+        "Milliseconds", ("", *Spread.__struct_fields__), [(name, *_cells(spread)) for name, spread in spreads.items()]
     )
-    if found.errors:
-        rows = [(one.kind, f"{one.requests:,}", one.example) for one in found.errors]
+    if figures.errors:
+        rows = [(error.kind, f"{error.requests:,}", error.example) for error in figures.errors]
         yield Table("Requests without a whole answer", ("", "requests", "one of them"), rows)
 
 
@@ -37,14 +37,14 @@ def _cells(spread: Spread | None) -> tuple[str, ...]:
     return ("-",) * 4 if spread is None else tuple(map(short, (spread.mean, spread.p50, spread.p90, spread.p99)))
 
 
-def _notes(found: Figures) -> Iterator[str]:
-    if found.unfinished:
-        yield f"interrupted: {found.unfinished:,} requests were open, and are in no figure"
-    if found.counted_by_events:
-        yield f"of {found.counted_by_events:,} answers the server told no usage: each event is counted as one token"
-    if not 0.95 <= found.tokens_per_event <= 1.05 and found.output_tokens:
-        yield f"{found.tokens_per_event:.3g} tokens an event: the ITL of each is its part of the gap before its event"
-    if found.late is not None and found.late.p99 > LATE:
-        yield f"requests were sent late, p99 {short(found.late.p99)} ms: that is in TTFT and latency"
-    if found.cpu_cores > BUSY:
-        yield f"the load generator itself took {found.cpu_cores:.2f} cores: times may be its own"
+def _notes(figures: Figures) -> Iterator[str]:
+    if figures.unfinished:
+        yield f"interrupted: {figures.unfinished:,} requests were open, and are in no figure"
+    if figures.counted_by_events:
+        yield f"of {figures.counted_by_events:,} answers the server told no usage: each event is counted as one token"
+    if not 0.95 <= figures.tokens_per_event <= 1.05 and figures.output_tokens:
+        yield f"{figures.tokens_per_event:.3g} tokens an event: the ITL of each is its part of the gap before its event"
+    if figures.late is not None and figures.late.p99 > LATE:
+        yield f"requests were sent late, p99 {short(figures.late.p99)} ms: that is in TTFT and latency"
+    if figures.cpu_cores > BUSY:
+        yield f"the load generator itself took {figures.cpu_cores:.2f} cores: times may be its own"

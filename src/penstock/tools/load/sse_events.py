@@ -13,12 +13,12 @@ MAX_EVENT = 1 << 20  # bytes
 SHOWN = 160  # characters of what was said, in an error
 
 
-class Usage(msgspec.Struct):
+class CompletionUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class Delta(msgspec.Struct):
+class ChoiceDelta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -26,13 +26,13 @@ class Delta(msgspec.Struct):
 
 class Choice(msgspec.Struct):
     text: str | None = None
-    delta: Delta | None = None
+    delta: ChoiceDelta | None = None
     finish_reason: str | None = None
 
     @property
     def brings_text(self) -> bool:
-        told = self.delta
-        return bool(self.text or (told is not None and (told.content or told.reasoning or told.reasoning_content)))
+        delta = self.delta
+        return bool(self.text or (delta is not None and (delta.content or delta.reasoning or delta.reasoning_content)))
 
 
 class Event(msgspec.Struct):
@@ -40,12 +40,12 @@ class Event(msgspec.Struct):
 
     object: str | None = None
     choices: list[Choice] | None = None
-    usage: Usage | None = None
+    usage: CompletionUsage | None = None
     error: Any = None
     message: Any = None
 
 
-class Data:
+class SseParser:
     """Cuts a stream into the data of its events, wherever its bytes were cut."""
 
     def __init__(self) -> None:
@@ -59,19 +59,19 @@ class Data:
         Raises ValueError where an event does not end.
         """
         *lines, self._rest = (self._rest + more).split(b"\n")
-        found = []
+        events = []
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._lines.append(line[6:] if line.startswith(b"data: ") else line[5:])
                 self._nbytes += len(line)
             elif not line and self._lines:
-                found.append(self._lines[0] if len(self._lines) == 1 else b"\n".join(self._lines))
+                events.append(self._lines[0] if len(self._lines) == 1 else b"\n".join(self._lines))
                 self._lines.clear()
                 self._nbytes = 0
         if self._nbytes + len(self._rest) > MAX_EVENT:
             raise ValueError(f"an event is longer than {MAX_EVENT} bytes: {shown(self._rest[:SHOWN])}")
-        return found
+        return events
 
 
 _EVENT = msgspec.json.Decoder(Event)
@@ -88,8 +88,8 @@ def event_of(data: bytes) -> Event:
 def error_of(event: Event) -> str | None:
     """What went wrong in the middle of an answer, if the event says that something did."""
     if event.error is not None:
-        told = event.error.get("message") if isinstance(event.error, dict) else None
-        return str(event.error if told is None else told)
+        message = event.error.get("message") if isinstance(event.error, dict) else None
+        return str(event.error if message is None else message)
     return str(event.message) if event.object == "error" else None
 
 

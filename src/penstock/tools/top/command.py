@@ -21,7 +21,7 @@ from rich.live import Live
 from penstock.server.status.snapshot_rates import View
 from penstock.server.status.snapshot_reader import NoServer
 from penstock.tools.top import keys
-from penstock.tools.top.source import Local, Refused, Remote, Source, choose, servers_here
+from penstock.tools.top.source import LocalSource, Refused, RemoteSource, SnapshotSource, choose, servers_here
 from penstock.tools.top.view import History, drawn
 
 PICTURE = (112, 40)  # columns and lines of an SVG
@@ -40,7 +40,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0: it has been looked at. 2: there is nothing to look at, or it was not asked rightly."""
+    """0: it has been looked at. 2: there is nothing to look at, or the arguments are wrong."""
     try:
         source = source_of(options)
         if options.is_json or options.is_once:
@@ -51,65 +51,65 @@ def run(options: Options) -> int:
         return 2
 
 
-def source_of(options: Options) -> Source:
+def source_of(options: Options) -> SnapshotSource:
     if isinstance(options.target, str) and "://" in options.target:
-        return Remote(options.target, options.key, 10 * options.interval)
-    return Local(choose(options.target, servers_here()), 10 * options.interval)
+        return RemoteSource(options.target, options.key, 10 * options.interval)
+    return LocalSource(choose(options.target, servers_here()), 10 * options.interval)
 
 
-def show_once(options: Options, source: Source) -> int:
+def show_once(options: Options, source: SnapshotSource) -> int:
     """Two looks: the second has rates."""
-    seen, history = source.look(), History()
-    while seen.rates is None:
+    view, history = source.look(), History()
+    while view.rates is None:
         time.sleep(options.interval)
-        seen = source.look()
-    history.add(seen.rates)
+        view = source.look()
+    history.add(view.rates)
     if options.is_json:
-        print(msgspec.json.encode(seen).decode(), flush=True)
+        print(msgspec.json.encode(view).decode(), flush=True)
     else:
         console = Console(highlight=False, width=None if sys.stdout.isatty() else PICTURE[0])
-        console.print(drawn(seen, history, console))
-    keep(options, seen, history)
+        console.print(drawn(view, history, console))
+    keep(options, view, history)
     return 0
 
 
-def show(options: Options, source: Source) -> int:
+def show(options: Options, source: SnapshotSource) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PICTURE[0])
-    history, seen = History(), None
+    history, view = History(), None
     with contextlib.ExitStack() as screen:
         live = None
         if console.is_terminal:
             screen.enter_context(keys.listening())
             live = screen.enter_context(Live(console=console, screen=True, auto_refresh=False))
         with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends it well, wherever it comes
-            for seen, gone in looks(options, source):
+            for view, gone in looks(options, source):
                 if not gone:
-                    history.add(seen.rates)
+                    history.add(view.rates)
                 if live is not None:
-                    live.update(drawn(seen, history, console, gone), refresh=True)
+                    live.update(drawn(view, history, console, gone), refresh=True)
                 else:
-                    console.print(drawn(seen, history, console, gone))
-    if seen is not None:
-        keep(options, seen, history)
+                    console.print(drawn(view, history, console, gone))
+    if view is not None:
+        keep(options, view, history)
     return 0
 
 
-def looks(options: Options, source: Source) -> Iterator[tuple[View, str]]:
+def looks(options: Options, source: SnapshotSource) -> Iterator[tuple[View, str]]:
     """What was seen last, and why there is nothing new. Raises NoServer if it is not there at the beginning."""
     end = None if options.seconds is None else time.monotonic() + options.seconds
-    seen = source.look()
+    view = source.look()
     gone = ""
     while True:
-        yield seen, gone
+        yield view, gone
         if keys.is_enough(options.interval) or (end is not None and time.monotonic() >= end):
             return
         try:
-            seen, gone = source.look(), ""
+            view, gone = source.look(), ""
         except NoServer as error:
             gone = str(error)
 
 
-def keep(options: Options, seen: View, history: History) -> None:
+def keep(options: Options, view: View, history: History) -> None:
     if options.svg is None:
         return
     width, height = PICTURE
@@ -117,5 +117,5 @@ def keep(options: Options, seen: View, history: History) -> None:
         record=True, file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="truecolor",
         highlight=False, legacy_windows=False,
     )  # fmt: skip
-    console.print(drawn(seen, history, console))
+    console.print(drawn(view, history, console))
     options.svg.write_text(FONT.sub("", console.export_svg(title="penstock top", unique_id="top")))

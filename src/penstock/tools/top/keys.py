@@ -36,8 +36,8 @@ def is_enough(seconds: float) -> bool:
     while sys.stdin.isatty() and (left := deadline - time.monotonic()) > 0:
         if not select.select([sys.stdin], [], [], left)[0]:
             return False
-        said = os.read(sys.stdin.fileno(), 64)
-        if not said or b"q" in said or b"Q" in said:
+        typed = os.read(sys.stdin.fileno(), 64)
+        if not typed or b"q" in typed or b"Q" in typed:
             return True
     time.sleep(max(0.0, deadline - time.monotonic()))
     return False

@@ -29,7 +29,7 @@ class Refused(Exception):
     """It is there, and does not want to be looked at; the text is one line that says why."""
 
 
-class Source(Protocol):
+class SnapshotSource(Protocol):
     def look(self) -> View:
         """Raises NoServer as long as it is gone, Refused."""
 
@@ -37,17 +37,17 @@ class Source(Protocol):
 # ── on this machine ──────────────────────────────────────────────────────────────────────────────────────────────────
 def servers_here() -> dict[int, ServerInfo]:
     """Those that we may look into, by the pid of their launcher."""
-    found = {}
+    servers = {}
     for pid in all_processes():
         try:
             for number, place in descriptors_of(pid):
                 if os.readlink(f"/proc/{pid}/fd/{number}").startswith(LINK):
                     notice = ServerInfo.read(page_at(pid, number, place))
                     if notice.pid == pid:  # others of its tree have it open too
-                        found[pid] = notice
+                        servers[pid] = notice
         except (OSError, PenstockError, msgspec.DecodeError):
             continue  # not ours, gone, or of another version
-    return found
+    return servers
 
 
 def choose(target: int | str | None, among: dict[int, ServerInfo]) -> int:
@@ -62,15 +62,17 @@ def choose(target: int | str | None, among: dict[int, ServerInfo]) -> int:
     if not among:
         raise NoServer("no penstock server of ours runs on this machine")
     several = "which of these servers?" if meant else f"there is no server{which}, but"
-    lines = [f"{pid:>8}  {one.name}  {one.url}" for pid, one in sorted(among.items()) if not meant or pid in meant]
+    lines = [
+        f"{pid:>8}  {server.name}  {server.url}" for pid, server in sorted(among.items()) if not meant or pid in meant
+    ]
     raise NoServer("\n".join([several, *lines]))
 
 
-class Local:
-    def __init__(self, pid: int, most: float) -> None:
-        """`most`: seconds between two looks, for rates that tell of now. Raises NoServer."""
+class LocalSource:
+    def __init__(self, pid: int, max_interval: float) -> None:
+        """`max_interval`: seconds between two snapshots, above which there are no rates. Raises NoServer."""
         self._watch: SnapshotReader | None = SnapshotReader(pid)
-        self._most = most
+        self._max_interval = max_interval
         self._before: ServerSnapshot | None = None
 
     def look(self) -> View:
@@ -81,23 +83,23 @@ class Local:
         except NoServer:
             self._watch = None
             raise
-        seen = View.after(self._before, moment, self._most)
+        view = View.after(self._before, moment, self._max_interval)
         self._before = moment
-        return seen
+        return view
 
     def _again(self) -> SnapshotReader:
         assert self._before is not None, "whoever is looked for has been seen"
         url = self._before.notice.url
-        return SnapshotReader(choose(url, {pid: one for pid, one in servers_here().items() if one.url == url}))
+        return SnapshotReader(choose(url, {pid: server for pid, server in servers_here().items() if server.url == url}))
 
 
 # ── elsewhere ────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Remote:
+class RemoteSource:
     """Redirects are not followed: the key is for this server."""
 
-    def __init__(self, url: str, key: str, most: float) -> None:
-        """`most`: seconds between two looks that have rates. Raises ValueError where it is no URL of a server."""
-        self._most = most
+    def __init__(self, url: str, key: str, max_interval: float) -> None:
+        """`max_interval`: seconds between two snapshots; above, there are no rates. Raises ValueError for a bad URL."""
+        self._max_interval = max_interval
         self._before: ServerSnapshot | None = None
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -113,22 +115,22 @@ class Remote:
         try:
             connection.request("GET", self._path, headers=self._headers)
             answer = connection.getresponse()
-            said = answer.read(MAX_NBYTES)
+            body = answer.read(MAX_NBYTES)
         except (OSError, http.client.HTTPException) as error:
             raise NoServer(f"{self._url} does not answer: {error}") from None
         finally:
             connection.close()
         if answer.status == 503:
-            raise NoServer(f"{self._url} has nothing to show now")
+            raise NoServer(f"{self._url} has no data to show now")
         if answer.status == 401:
-            raise Refused(f"{self._url} wants an API key: --api-key")
+            raise Refused(f"{self._url} needs an API key: --api-key")
         try:
             if answer.status != 200:
                 raise ValueError(f"status {answer.status}")
-            moment = msgspec.convert(harmless(msgspec.json.decode(said)), View).moment
+            moment = msgspec.convert(harmless(msgspec.json.decode(body)), View).moment
         except ValueError as error:  # msgspec's are, too
             raise Refused(f"{self._url} is no penstock server of this version: {error}") from None
         # Rates of our own: those in it are from that process's last look to this one, and the next may be another's.
-        seen = View.after(self._before, moment, self._most)
+        view = View.after(self._before, moment, self._max_interval)
         self._before = moment
-        return seen
+        return view

@@ -37,20 +37,20 @@ class History:
     def add(self, rates: Rates | None) -> None:
         if rates is not None:
             self.tokens.append(rates.generated_tokens)
-            self.steps.append(max((one.step or 0.0 for one in rates.groups), default=0.0))
+            self.steps.append(max((group.step or 0.0 for group in rates.groups), default=0.0))
 
 
-def drawn(seen: View, history: History, console: Console, gone: str = "") -> RenderableType:
+def drawn(view: View, history: History, console: Console, gone: str = "") -> RenderableType:
     """`gone`: why it is not there now; what is shown is the last that was seen."""
-    width, moment, rates = console.width, seen.moment, seen.rates
+    width, moment, rates = console.width, view.moment, view.rates
     above: list[RenderableType] = [head(moment, width, gone), Text()]
     above += [requests(moment, rates), latency(rates), tokens(moment, rates)]
     above += curves(history, width) + steps(rates, width)
     left = (console.height - 1 if console.is_terminal else 1000) - len(above)
     tables = [
-        (("process", "pid", "state", "restarts", "CPU", "own memory"), processes(seen)),
-        (("channel", "kind", "messages/s", "bytes/s", "behind", "slowest", "sleeps/s", "sender waits"), channels(seen)),
-        (("store", "kept", "hits", "hits/s", "keys held", "evicted", "held by"), stores(seen)),
+        (("process", "pid", "state", "restarts", "CPU", "own memory"), processes(view)),
+        (("channel", "kind", "messages/s", "bytes/s", "behind", "slowest", "sleeps/s", "sender waits"), channels(view)),
+        (("store", "kept", "hits", "hits/s", "keys held", "evicted", "held by"), stores(view)),
     ]
     shown: list[RenderableType] = []
     for columns, rows in tables:
@@ -91,8 +91,8 @@ def head(moment: ServerSnapshot, width: int, gone: str) -> Text:
 def requests(moment: ServerSnapshot, rates: Rates | None) -> Text:
     groups = moment.groups
     line = label("requests")
-    running, waiting = sum(one.running for one in groups), sum(one.waiting for one in groups)
-    figure(line, str(sum(one.open for one in moment.servers)), "open")
+    running, waiting = sum(entry.running for entry in groups), sum(entry.waiting for entry in groups)
+    figure(line, str(sum(entry.open for entry in moment.servers)), "open")
     figure(line, str(running), "running")
     figure(line, str(waiting), "waiting", "yellow" if waiting else "")
     if rates is not None:
@@ -111,84 +111,84 @@ def latency(rates: Rates | None) -> Text:
 
 def tokens(moment: ServerSnapshot, rates: Rates | None) -> Text:
     groups = moment.groups
-    blocks = sum(one.blocks for one in groups)
-    used = sum(one.blocks - one.free_blocks for one in groups)
+    blocks = sum(group.blocks for group in groups)
+    used = sum(group.blocks - group.free_blocks for group in groups)
     line = label("tokens")
     figure(line, UNKNOWN if rates is None else amount(rates.prompt_tokens), "prompt/s")
     figure(line, UNKNOWN if rates is None else amount(rates.generated_tokens), "generated/s")
     share = f" ({used / blocks:.0%})" if blocks else ""
     figure(line, f"{used} of {blocks}{share}", "KV blocks", "yellow" if blocks and used > 0.95 * blocks else "")
-    preemptions = sum(one.preemptions for one in groups)
+    preemptions = sum(group.preemptions for group in groups)
     figure(line, str(preemptions), "preemption" if preemptions == 1 else "preemptions", "red" if preemptions else "")
     return line
 
 
 def curves(history: History, width: int) -> list[RenderableType]:
     return [
-        curve("tokens/s", history.tokens, [amount(one) for one in history.tokens], width),
-        curve("step time", history.steps, [seconds(one or None) for one in history.steps], width),
+        curve("tokens/s", history.tokens, [amount(value) for value in history.tokens], width),
+        curve("step time", history.steps, [seconds(value or None) for value in history.steps], width),
     ]
 
 
-def curve(name: str, values: Sequence[float], told: Sequence[str], width: int) -> Text:
+def curve(name: str, values: Sequence[float], labels: Sequence[str], width: int) -> Text:
     line = label(name)
     line.append(sparkline(values, max(10, width - LABEL - FIGURES)), style=DEVICE)
     if values:
-        line.append(f"  {told[-1]}, most {told[values.index(max(values))]}")
+        line.append(f"  {labels[-1]}, most {labels[values.index(max(values))]}")
     return line
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """The last of them, the newest to the right; the highest is a full block, and only nothing is a blank."""
     some = list(values)[-width:]
-    most = max(some, default=0.0) or 1.0
-    levels = [0 if one <= 0 else 1 + min(int(one / most * 8), 7) for one in some]
+    highest = max(some, default=0.0) or 1.0
+    levels = [0 if value <= 0 else 1 + min(int(value / highest * 8), 7) for value in some]
     return " " * (width - len(some)) + "".join(BARS[level] for level in levels)
 
 
 def steps(rates: Rates | None, width: int) -> list[RenderableType]:
     """A bar for each group: the device's part of a step, and what it waited; the core's own work lies beside."""
-    found: list[RenderableType] = []
+    lines: list[RenderableType] = []
     groups = () if rates is None else rates.groups
-    for number, one in enumerate(groups):
+    for number, group in enumerate(groups):
         line = label(f"step {number}" if len(groups) > 1 else "a step")
-        if one.step is None or one.device is None or one.waiting is None or one.core is None:
+        if group.step is None or group.device is None or group.waiting is None or group.core is None:
             line.append("none", style=DIM)
-            found.append(line)
+            lines.append(line)
             continue
         room = max(10, min(40, width - LABEL - 70))
-        part = round(room * one.waiting / one.step) if one.step else 0
+        part = round(room * group.waiting / group.step) if group.step else 0
         line.append("█" * (room - part), style=DEVICE).append("█" * part, style=WAITING)
-        line.append(f"  {seconds(one.step)}: ").append(f"device {seconds(one.device)}", style=DEVICE)
-        line.append(" + ").append(f"waiting {seconds(one.waiting)}", style=WAITING)
-        line.append("; core ").append(seconds(one.core), style=CORE).append(f"; {one.steps:.0f}/s")
-        found.append(line)
-    return found
+        line.append(f"  {seconds(group.step)}: ").append(f"device {seconds(group.device)}", style=DEVICE)
+        line.append(" + ").append(f"waiting {seconds(group.waiting)}", style=WAITING)
+        line.append("; core ").append(seconds(group.core), style=CORE).append(f"; {group.steps:.0f}/s")
+        lines.append(line)
+    return lines
 
 
 def label(name: str) -> Text:
     return Text(f"{name:<{LABEL}}", style="", no_wrap=True, overflow="ellipsis")
 
 
-def figure(line: Text, number: str, what: str, style: str = "") -> None:
-    line.append(number, style=f"bold {style}").append(f" {what}   ", style=DIM)
+def figure(line: Text, number: str, unit: str, style: str = "") -> None:
+    line.append(number, style=f"bold {style}").append(f" {unit}   ", style=DIM)
 
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def processes(seen: View) -> list[tuple[Text, ...]]:
+def processes(view: View) -> list[tuple[Text, ...]]:
     """The first row is what all of them share: it is shown also where there is no room for the last."""
-    cpu = seen.rates.cpu if seen.rates is not None else [None] * len(seen.moment.processes)
-    shared = (Text("shared", style=DIM), *(Text() for _ in range(4)), Text(in_units(seen.moment.shared_nbytes)))
+    cpu = view.rates.cpu if view.rates is not None else [None] * len(view.moment.processes)
+    shared = (Text("shared", style=DIM), *(Text() for _ in range(4)), Text(in_units(view.moment.shared_nbytes)))
     rows = [
         (
-            Text(one.title),
-            Text(str(one.pid or UNKNOWN)),
-            Text(one.state, style=STATES[one.state]),
-            restarts(one),
-            Text(UNKNOWN if share is None or not one.pid else f"{share:.0%}"),
-            Text(UNKNOWN if one.private_nbytes is None else in_units(one.private_nbytes)),
+            Text(process.title),
+            Text(str(process.pid or UNKNOWN)),
+            Text(process.state, style=STATES[process.state]),
+            restarts(process),
+            Text(UNKNOWN if share is None or not process.pid else f"{share:.0%}"),
+            Text(UNKNOWN if process.private_nbytes is None else in_units(process.private_nbytes)),
         )
-        for one, share in zip(seen.moment.processes, cpu, strict=True)
+        for process, share in zip(view.moment.processes, cpu, strict=True)
     ]
     return [shared, *rows]
 
@@ -198,42 +198,47 @@ def restarts(process: ProcessView) -> Text:
     return Text(str(many), style="yellow" if many else DIM)
 
 
-def channels(seen: View) -> list[tuple[Text, ...]]:
-    rates = seen.rates.channels if seen.rates is not None else [None] * len(seen.moment.channels)
+def channels(view: View) -> list[tuple[Text, ...]]:
+    rates = view.rates.channels if view.rates is not None else [None] * len(view.moment.channels)
     rows: list[tuple[Text, ...]] = []
-    for one, rate in zip(seen.moment.channels, rates, strict=True):
-        behind = f"{one.behind} ({in_units(one.behind_nbytes)})" if one.behind else "0"
-        waits = f"{in_seconds(one.blocked * 1e9)} now" if one.blocked else in_seconds(one.longest_blocked * 1e9)
+    for channel, rate in zip(view.moment.channels, rates, strict=True):
+        behind = f"{channel.behind} ({in_units(channel.behind_nbytes)})" if channel.behind else "0"
+        waits = (
+            f"{in_seconds(channel.blocked * 1e9)} now" if channel.blocked else in_seconds(channel.longest_blocked * 1e9)
+        )
         rows.append(
             (
-                Text(one.name),
-                Text(one.kind, style=DIM),
+                Text(channel.name),
+                Text(channel.kind, style=DIM),
                 Text(UNKNOWN if rate is None else amount(rate.records)),
                 Text(UNKNOWN if rate is None else in_units(int(rate.nbytes))),
                 Text(behind),
-                Text(one.slowest),
+                Text(channel.slowest),
                 Text(UNKNOWN if rate is None else amount(rate.sleeps)),
-                Text(waits if one.longest_blocked or one.blocked else UNKNOWN, style="red" if one.blocked else ""),
+                Text(
+                    waits if channel.longest_blocked or channel.blocked else UNKNOWN,
+                    style="red" if channel.blocked else "",
+                ),
             )
         )
     return rows
 
 
-def stores(seen: View) -> list[tuple[Text, ...]]:
-    rates = seen.rates.stores if seen.rates is not None else [None] * len(seen.moment.stores)
+def stores(view: View) -> list[tuple[Text, ...]]:
+    rates = view.rates.stores if view.rates is not None else [None] * len(view.moment.stores)
     rows: list[tuple[Text, ...]] = []
-    for one, rate in zip(seen.moment.stores, rates, strict=True):
-        asked = one.hits + one.misses
-        holders = ", ".join(f"{each.name} {in_units(each.nbytes)}" for each in one.holders[:2])
+    for store, rate in zip(view.moment.stores, rates, strict=True):
+        lookups = store.hits + store.misses
+        holders = ", ".join(f"{each.name} {in_units(each.nbytes)}" for each in store.holders[:2])
         rows.append(
             (
-                Text(one.name),
-                Text(f"{in_units(one.kept_nbytes)} of {in_units(one.nbytes)}"),
-                Text(f"{one.hits / asked:.0%} of {asked}" if asked else UNKNOWN),
+                Text(store.name),
+                Text(f"{in_units(store.kept_nbytes)} of {in_units(store.nbytes)}"),
+                Text(f"{store.hits / lookups:.0%} of {lookups}" if lookups else UNKNOWN),
                 Text(UNKNOWN if rate is None else amount(rate.hits)),
-                Text(f"{one.held_keys} of {one.keys}"),
-                Text(f"{one.evictions} ({in_units(one.evicted_nbytes)})"),
-                Text(holders or "nobody"),
+                Text(f"{store.held_keys} of {store.keys}"),
+                Text(f"{store.evictions} ({in_units(store.evicted_nbytes)})"),
+                Text(holders or "-"),
             )
         )
     return rows

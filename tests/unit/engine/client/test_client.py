@@ -155,7 +155,7 @@ async def test_an_answer_that_nobody_reads_is_given_up() -> None:
     for _ in range(5):
         stream.add(OutputChunk(0, bytes(MAX_KEPT_NBYTES // 4), []))
     assert aborted == [stream]
-    with pytest.raises(EngineError, match="nobody has read"):
+    with pytest.raises(EngineError, match="the client has not read"):
         await anext(stream)
 
 

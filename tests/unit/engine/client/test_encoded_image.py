@@ -144,10 +144,10 @@ def test_a_scan_within_what_is_not_needed_is_not_counted() -> None:
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        (b"", "begins as none of them does"),
-        (b"BM" + bytes(100), "begins as none of them does"),
+        (b"", "first bytes are of none of these formats"),
+        (b"BM" + bytes(100), "first bytes are of none of these formats"),
         (b"\xff\xd8\xff\xe0", "headers are cut off"),
-        (b"\xff\xd8" + segment(0xE0, b"")[:3] + b"\xff", "one of its segments is cut off"),
+        (b"\xff\xd8" + segment(0xE0, b"")[:3] + b"\xff", "a segment is cut off"),
         (b"\xff\xd8" + segment(0xC0, bytes(9)) * 2, "size is 0 x 0, in 0 scans"),
         (saved("JPEG").replace(b"\xff\xc0", b"\xff\xc9"), "lossless, hierarchical or arithmetically coded"),
         (b"\xff\xd8" + segment(0xFE, b"") * (MAX_PARTS + 1), "more than 65536 parts"),

@@ -124,10 +124,10 @@ def png_of(width: int, height: int) -> bytes:
         ([png_of(30_000, 30_000)], 413, r"at most 2000 pixels"),
         ([png_of(10_000, 10_000)], 413, r"at most 2000 pixels, this one has 10000 x 10000 = 100000000"),
         ([bytes(10_001)], 413, r"at most 10000 bytes, this one has 10001"),
-        ([b""], 400, r"no image that can be read as PNG, JPEG, WEBP, GIF"),
-        ([b"GIF89a" + bytes(100)], 400, r"no image that can be read"),
-        ([picture(20, 20)[:-300]], 400, r"no image that can be read"),
-        ([picture(), b"nonsense"], 400, r"no image that can be read"),
+        ([b""], 400, r"expected an image as PNG, JPEG, WEBP, GIF"),
+        ([b"GIF89a" + bytes(100)], 400, r"expected an image as PNG"),
+        ([picture(20, 20)[:-300]], 400, r"expected an image as PNG"),
+        ([picture(), b"nonsense"], 400, r"expected an image as PNG"),
     ],
     ids=["pixels", "bomb", "warned of", "bytes", "empty", "gif", "cut off", "one of two"],
 )
@@ -227,7 +227,7 @@ def test_an_image_that_is_made_a_square_is_as_large_as_that(tmp_path: Path) -> N
 def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path) -> None:
     with Store(1 << 20) as store:
         with (
-            ImageProcessor(model_in(tmp_path), store, threads=1, most_tokens=3) as loader,
+            ImageProcessor(model_in(tmp_path), store, threads=1, max_tokens=3) as loader,
             Scope(store) as scope,
         ):
             with pytest.raises(ImageRefused, match="at most 3 tokens, and the image takes 4"):
@@ -252,5 +252,5 @@ def test_a_model_without_images_and_a_folder_without_a_processor_are_refused(tmp
     stock_of("llava").config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="expected the image processor of a model"):
         ImageProcessor(tmp_path, None)
-    with pytest.raises(ValueError, match="pixels is 1 or more, not 0"):
+    with pytest.raises(ValueError, match="expected pixels of 1 or more, got 0"):
         ImageLimits(pixels=0)

@@ -12,7 +12,7 @@ OF_A_GROUP = (("core", 0), ("worker", 0), ("worker", 1), ("output", 0))
 
 
 def test_what_one_writes_the_others_read_and_rows_do_not_touch_each_other() -> None:
-    page = StatusBoard.lay(3)
+    page = StatusBoard.create(3)
     writing, reading = StatusBoard(page, writable=True), StatusBoard(page)
     row = writing.row(1)
     for word in range(ROW_WORDS):
@@ -27,7 +27,7 @@ def test_what_one_writes_the_others_read_and_rows_do_not_touch_each_other() -> N
 
 
 def test_each_number_is_an_aligned_word_and_the_core_and_rank_0_write_to_different_cache_lines() -> None:
-    page = StatusBoard.lay(2)
+    page = StatusBoard.create(2)
     StatusBoard(page, writable=True).row(0)[StatusBoard.SERVING] = 7
     StatusBoard(page, writable=True).row(0)[StatusBoard.BUSY_NS] = 9
     words = page.view().cast("Q")
@@ -36,7 +36,7 @@ def test_each_number_is_an_aligned_word_and_the_core_and_rank_0_write_to_differe
 
 
 def test_who_only_reads_cannot_write() -> None:
-    page = StatusBoard.lay(1)
+    page = StatusBoard.create(1)
     try:
         StatusBoard(page).row(0)[0] = 1
     except TypeError as error:
@@ -52,7 +52,7 @@ def count(page: lowlevel.Segment) -> None:
 
 
 def test_a_number_that_another_process_writes_is_never_seen_half() -> None:
-    page = StatusBoard.lay(1)
+    page = StatusBoard.create(1)
     row = StatusBoard(page).row(0)
     with spawn(count, page):
         eventually(lambda: row[StatusBoard.STEPS], within=30)
@@ -63,7 +63,7 @@ def test_a_number_that_another_process_writes_is_never_seen_half() -> None:
 
 
 def test_who_has_a_place_is_one_word_and_lies_behind_the_groups() -> None:
-    page = StatusBoard.lay(2, 3)
+    page = StatusBoard.create(2, 3)
     writing, reading = StatusBoard(page, writable=True), StatusBoard(page)
     assert reading.members == [ProcessEntry(0, 0)] * 3
     writing.live(1, ProcessEntry(7, 4711))

@@ -28,7 +28,7 @@ CONFIG = EngineConfig(
 
 
 def test_no_two_processes_have_one_lane_and_one_lane_of_each_inbox_is_nobodys() -> None:
-    tree = Cluster.lay(CONFIG)
+    tree = Cluster.open(CONFIG)
     lanes = [*range(3), *map(tree.worker_lane, range(2)), *map(tree.output_lane, range(2)), tree.launcher_lane]
     assert lanes == list(range(tree.groups[0].inbox.senders))
     deltas = [tree.delta_lane(group, output) for group in range(2) for output in (None, 0, 1)]
@@ -126,7 +126,7 @@ def test_end_ids_stand_in_the_models_files(tmp_path, files: dict[str, str], end_
 )
 def test_a_models_file_that_says_something_else_is_refused_by_its_path(tmp_path, text: str, why: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json is not what was expected: .*" + re.escape(why)):
+    with pytest.raises(ValueError, match=r"config\.json is invalid: .*" + re.escape(why)):
         with_model_defaults(EngineConfig(model=str(tmp_path)))
 
 
@@ -140,12 +140,12 @@ def test_nothing_is_longer_than_the_model_knows(tmp_path) -> None:
 
 
 def test_a_model_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="model is the directory of a model, not '/nowhere'"):
+    with pytest.raises(ValueError, match="expected the directory of a model, got '/nowhere'"):
         with_model_defaults(EngineConfig(model="/nowhere"))
 
 
 def test_a_core_that_is_told_to_stop_before_its_workers_are_ready_ends_and_does_not_fail() -> None:
-    tree = Cluster.lay(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
+    tree = Cluster.open(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
     with contextlib.closing(tree), tree.groups[0].inbox.open_sender(tree.launcher_lane, name="launcher") as launcher:
         core = EngineCore(tree, ProcessId("core", 0, 0, 1))
         launcher.send(Stop("the tree ends"), 1)

@@ -97,7 +97,7 @@ def begun(steps: Sender, schedule: BatchState) -> SequenceSender:
 
 @contextlib.contextmanager
 def laid() -> Iterator[Cluster]:
-    tree = Cluster.lay(
+    tree = Cluster.open(
         EngineConfig(simulated=SimulatedDevice(), api_server_count=2, max_num_seqs=8, block_size=4, step_timeout=1.0)
     )
     with contextlib.closing(tree):

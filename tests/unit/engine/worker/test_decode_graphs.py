@@ -156,7 +156,7 @@ def test_nothing_of_an_earlier_step_pads_a_later_one(family: Callable[[str], Fam
     before = {layer: [tensor.clone() for tensor in both] for layer, both in memory.layers.items()}
     outcome = decoding.hidden(few, torch.tensor([4, 5, 6]), few.positions)
     assert outcome is not None and outcome.shape[0] == 3
-    told = decoding._told(GraphBucket(4, decoding.forms.widths[0]))
+    told = decoding._inputs_of(GraphBucket(4, decoding.forms.widths[0]))
     assert told.ids.tolist() == [4, 5, 6, 0]
     assert told.positions.tolist() == [5, 2, 10, 0] and told.lengths.tolist() == [6, 3, 11, 1]
     assert told.table[3].eq(40).all() and told.table[:, few.table.shape[1] :].eq(40).all()

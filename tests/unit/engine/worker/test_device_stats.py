@@ -91,7 +91,7 @@ def test_the_last_token_of_a_prompt_alone_is_one_of_a_prompt(bench: Bench) -> No
 def test_a_simulated_device_says_its_time_itself() -> None:
     now = 128.0
     device = SimulatedRunner(SimulatedDevice(step_seconds=2**-6), 8, clock=lambda: now)
-    meter, page = DeviceStats(device), StatusBoard.lay(1)
+    meter, page = DeviceStats(device), StatusBoard.create(1)
     device.busy, device.idle = 3.0, 0.5
     row = StatusBoard(page, writable=True).row(0)
     meter.publish(row)

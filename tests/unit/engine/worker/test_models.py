@@ -15,12 +15,13 @@ in every tier.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import Asked, Family, Shown, ask, device, families, opener
+from tests.support.models import TEXT, Asked, Family, Shown, ask, device, families, made, opener
 
 # isort: split
 import torch
@@ -74,6 +75,12 @@ def test_logits_are_those_of_transformers(name: str, family: Callable[[str], Fam
         found = theirs(torch.tensor([of.asked[3].prompt]), output_hidden_states=True)
     ours = load(of.path, TPGroup(), torch.device("cpu"))
     torch.testing.assert_close(ours.logits(found.hidden_states[-1][0]), found.logits[0])
+
+
+@pytest.mark.parametrize("text", [text for text in TEXT if text != "llama"])
+def test_a_model_that_sees_may_have_the_text_of_each_family(text: str, tmp_path: Path) -> None:
+    of = made("llava", tmp_path, model_type=text, **TEXT[text])
+    assert ask(device(of), of.asked).answers == of.answers
 
 
 # ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────

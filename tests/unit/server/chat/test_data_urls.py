@@ -112,7 +112,7 @@ def test_what_is_wrong_is_told_with_the_places_of_the_whole(body: bytes) -> None
         whole(body)
     with pytest.raises(ApiError) as found:
         decoded(body, ChatRequest)
-    assert found.value.message == request_schema.of_a_body(want.value).message
+    assert found.value.message == request_schema.body_error(want.value).message
 
 
 def test_no_client_can_write_a_mark() -> None:

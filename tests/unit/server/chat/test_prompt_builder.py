@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn")
 
 from penstock import cli
 from penstock.engine import model_dir
-from penstock.engine.cli_args import SAID
+from penstock.engine.cli_args import CONFIG_OPTIONS
 from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.server import cli_args as arguments
 from penstock.server.chat.prompt_builder import LONG, NumberTokenizer, PromptBuilder, _most_ids, build_tokenizer
@@ -116,7 +116,7 @@ def test_there_is_a_store_where_the_model_takes_images(tmp_path: Path) -> None:
     assert store_nbytes() == 256 << 20 and store_nbytes("--mm-processor-cache-gb", "0") == 0
     assert store_nbytes("--device-model", "simulated") == 0
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config\.json is not what was expected"):
+    with pytest.raises(ValueError, match=r"config\.json is invalid"):
         store_nbytes()
 
 
@@ -138,7 +138,7 @@ def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeyp
             parsed = cli.parser().parse_args([command, *options, *more])
             parsed.run(parsed)
     for one, other in (told[:2], told[2:]):
-        assert all(getattr(one, name) == getattr(other, name) for name in ("simulated", *SAID))
+        assert all(getattr(one, name) == getattr(other, name) for name in ("simulated", *CONFIG_OPTIONS))
         assert (one.max_model_len, one.max_num_seqs, one.output_processors, one.dtype) == (512, 3, 0, "float32")
     assert [config.model for config in told[1:3]] == [SHIPPED, ""]
     assert told[2].simulated == SimulatedDevice(step_seconds=0.002)
@@ -166,7 +166,7 @@ def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> Non
             ((*simulated, "--port", str(taken.getsockname()[1])), "in use"),
             ((*simulated, "--api-server-count", "0"), "api_server_count is between"),
             ((*simulated, "--port", "0", "--host", "no such host"), "penstock serve:"),
-            (("/nowhere", "--port", "0"), "not '/nowhere'"),
+            (("/nowhere", "--port", "0"), "got '/nowhere'"),
             (
                 (*simulated, "--allowed-local-media-path", "/nowhere"),
                 "allowed_local_media_path is a folder, not '/nowhere'",
@@ -174,7 +174,7 @@ def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> Non
             ((*simulated, "--allowed-media-domains", "a.org,http://b.org"), "expected a host as in example.org"),
             ((*simulated, "--allowed-origins", "https://a.example/"), "not 'https://a.example/'"),
             ((*simulated, "--allowed-origins", "*", "--allow-credentials"), "needs allowed_origins by name"),
-            ((*simulated, "--limit-mm-per-prompt", "image=-1"), "count is 0 or more, not -1"),
+            ((*simulated, "--limit-mm-per-prompt", "image=-1"), "expected count of 0 or more, got -1"),
             ((*simulated, "--mm-processor-cache-gb", "-1"), "store_nbytes is between"),
             ((*simulated, "--mm-processor-cache-gb", "inf"), "mm_processor_cache_gb is a finite number"),
         ):

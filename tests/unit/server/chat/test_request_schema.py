@@ -186,11 +186,11 @@ def test_templates_are_told_where_images_stand_and_these_go_a_way_of_their_own()
 
 
 def test_tokens_are_of_a_text_or_of_messages_and_not_of_both() -> None:
-    assert decoded(b'{"prompt": "a"}', TokenizeRequest).what() == "a"
-    assert decoded(json.dumps(CHAT).encode(), TokenizeRequest).what() == ([{"role": "user", "content": "hi"}], [])
+    assert decoded(b'{"prompt": "a"}', TokenizeRequest).content() == "a"
+    assert decoded(json.dumps(CHAT).encode(), TokenizeRequest).content() == ([{"role": "user", "content": "hi"}], [])
     for body in (b"{}", json.dumps({**CHAT, "prompt": "a"}).encode()):
         with pytest.raises(ApiError):
-            decoded(body, TokenizeRequest).what()
+            decoded(body, TokenizeRequest).content()
 
 
 @given(

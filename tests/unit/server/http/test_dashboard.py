@@ -43,7 +43,7 @@ class Server:
 
 
 async def told(page: Dashboard, many: int = 1) -> list[Any]:
-    return [json.loads(bytes(one.body)) for one in await asyncio.gather(*(page.tell(ASKED) for _ in range(many)))]
+    return [json.loads(bytes(one.body)) for one in await asyncio.gather(*(page.data(ASKED) for _ in range(many)))]
 
 
 def test_many_that_ask_at_once_cost_one_look_and_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_where_there_is_nothing_to_see_it_says_so_and_looks_again(monkeypatch: p
         page = Dashboard()
         server.is_gone = True
         with pytest.raises(ApiError, match="has ended") as found:
-            await page.tell(ASKED)
+            await page.data(ASKED)
         assert found.value.status == 503
         server.is_gone = False
         assert (await told(page))[0]["moment"]["at"] == server.now

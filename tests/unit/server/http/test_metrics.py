@@ -54,7 +54,7 @@ class Pages:
     """The tally and the board of a tree that is not there."""
 
     def __init__(self) -> None:
-        self._tally, self._board = ServerCounters.lay(SERVERS, ENGINES), StatusBoard.lay(ENGINES)
+        self._tally, self._board = ServerCounters.create(SERVERS, ENGINES), StatusBoard.create(ENGINES)
         self.tally, self.board = (
             ServerCounters(self._tally, SERVERS, writable=True),
             StatusBoard(self._board, writable=True),

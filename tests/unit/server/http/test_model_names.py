@@ -46,7 +46,7 @@ class Client:
 @pytest.fixture
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     options = ServerOptions(served_model_name=request.param)
-    tally, board = ServerCounters(ServerCounters.lay(1), 1, writable=True), StatusBoard(StatusBoard.lay(1))
+    tally, board = ServerCounters(ServerCounters.create(1), 1, writable=True), StatusBoard(StatusBoard.create(1))
     absent: Any = None
     found = Client(ApiServer(CONFIG, options, absent, absent, tally, board, 0).app())
     yield found

@@ -39,7 +39,7 @@ def validator(kind: type) -> Any:
 
 def test_every_route_is_in_the_document_and_no_other() -> None:
     config = EngineConfig(simulated=SimulatedDevice())
-    tally, board = ServerCounters(ServerCounters.lay(1), 1), StatusBoard(StatusBoard.lay(1))
+    tally, board = ServerCounters(ServerCounters.create(1), 1), StatusBoard(StatusBoard.create(1))
     client: Any = None
     api = ApiServer(config, ServerOptions(), client, client, tally, board, 0)
     routes = {

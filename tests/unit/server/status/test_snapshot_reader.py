@@ -19,7 +19,7 @@ from penstock.server.status.server_info import ServerInfo
 from penstock.server.status.snapshot import ProcessView
 from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 from penstock.tools.inspect import private_nbytes_of
-from penstock.tools.top.source import Local, choose, servers_here
+from penstock.tools.top.source import LocalSource, choose, servers_here
 
 URL = "http://127.0.0.1:1"
 KEY = b"k" * 32
@@ -30,9 +30,9 @@ class Laid:
 
     def __init__(self, **options: object) -> None:
         config = EngineConfig(simulated=SimulatedDevice(), store_nbytes=1 << 20, **options)  # type: ignore[arg-type]
-        self.tree = Cluster.lay(config)
-        self.tally_page = ServerCounters.lay(config.api_server_count, 2)
-        self.notice_page = ServerInfo.lay(config, ServerOptions(served_model_name=("a\x1b[31mb",)), URL)
+        self.tree = Cluster.open(config)
+        self.tally_page = ServerCounters.create(config.api_server_count, 2)
+        self.notice_page = ServerInfo.publish(config, ServerOptions(served_model_name=("a\x1b[31mb",)), URL)
         self.board = StatusBoard(self.tree.board, writable=True)
         self.tally = ServerCounters(self.tally_page, config.api_server_count, writable=True)
 
@@ -191,12 +191,12 @@ def test_a_process_that_is_no_server_is_refused() -> None:
 
 
 def test_a_server_that_closes_its_pages_is_gone(laid: Laid) -> None:
-    local = Local(os.getpid(), 5.0)
+    local = LocalSource(os.getpid(), 5.0)
     assert local.look().rates is None and local.look().rates is not None
     del laid.notice_page
     gc.collect()
     for _ in range(2):  # it is looked for again
         with pytest.raises(NoServer):
             local.look()
-    laid.notice_page = ServerInfo.lay(laid.tree.config, ServerOptions(), URL)
+    laid.notice_page = ServerInfo.publish(laid.tree.config, ServerOptions(), URL)
     assert local.look().rates is None  # of another server, there are no rates yet
