@@ -450,7 +450,7 @@ def test_a_header_with_any_flipped_bits_is_refused_or_good_and_nothing_breaks(se
                     elif isinstance(found, lowlevel.Pool):
                         found.take(1)
                         found.stats()
-                    elif isinstance(found, penstock.Store):  # a pool, with a bit that says that it keeps what lies in it
+                    elif isinstance(found, penstock.Store):  # a pool with the bit of a store
                         found.pool.take(1)
                         found.pool.stats()
                         found.stats()
