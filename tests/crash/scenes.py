@@ -8,6 +8,7 @@ from typing import Any
 
 import penstock
 from penstock import _native, lowlevel
+from penstock.codec import Channel
 from tests.conftest import eventually
 from tests.crash import actors
 from tests.crash.zygote import Child, Zygote
@@ -44,7 +45,7 @@ class Scene:
         shape: dict[str, Any] = {"capacity": 16 << 10, "spill_nbytes": 64 << 20, "spill_blocks": 64}
         self.pool: lowlevel.Pool | None = None
         if style == "ring":
-            self.channel: penstock.codec.Channel = penstock.Ring(**shape)
+            self.channel: Channel = penstock.Ring(**shape)
         elif style == "inbox":
             self.channel = penstock.Inbox(senders=3, **shape)
         else:

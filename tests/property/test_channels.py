@@ -15,6 +15,7 @@ from hypothesis.stateful import (
 
 import penstock
 from penstock import EndOfChannel, MemoryExhausted, WouldBlock
+from penstock.codec import Channel
 from penstock.lowlevel import BlockLease, ByteReceiver, ByteSender
 from tests import tiers
 
@@ -40,7 +41,7 @@ class Channels(RuleBasedStateMachine):
     senders_count = 1
     receivers_count = 1
 
-    def open(self) -> penstock.codec.Channel:
+    def open(self) -> Channel:
         raise NotImplementedError
 
     @initialize(comes_first=st.booleans())
@@ -172,21 +173,21 @@ class Channels(RuleBasedStateMachine):
 
 
 class Ring(Channels):
-    def open(self) -> penstock.codec.Channel:
+    def open(self) -> Channel:
         return penstock.Ring(**BOUNDED)
 
 
 class Broadcast(Channels):
     receivers_count = 3
 
-    def open(self) -> penstock.codec.Channel:
+    def open(self) -> Channel:
         return penstock.Broadcast(receivers=3, **BOUNDED)
 
 
 class Inbox(Channels):
     senders_count = 3
 
-    def open(self) -> penstock.codec.Channel:
+    def open(self) -> Channel:
         return penstock.Inbox(senders=3, **BOUNDED)
 
     @rule(lane=st.integers(0, 2))

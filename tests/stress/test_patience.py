@@ -17,6 +17,7 @@ import pytest
 
 import penstock
 from penstock import lowlevel
+from penstock.codec import Channel
 from tests import tiers
 from tests.conftest import eventually, spawn
 from tests.crash.zygote import Zygote
@@ -203,7 +204,7 @@ def test_ends_that_come_and_go_leave_nothing_in_a_process_that_stays() -> None:
 
 
 # ── what a steady trickle costs ──────────────────────────────────────────────────────────────────────────────────────
-def read_and_tell(channel: penstock.codec.Channel) -> None:
+def read_and_tell(channel: Channel) -> None:
     with channel.open_receiver() as receiver:
         receiver.receive()
         began, used = time.monotonic(), time.process_time()
@@ -233,7 +234,7 @@ def test_a_thousand_records_a_second_do_not_keep_a_processor_busy(latency: Any) 
             statuses.append(process.exitcode)
 
 
-def wait_long(channel: penstock.codec.Channel) -> None:
+def wait_long(channel: Channel) -> None:
     with channel.open_receiver() as receiver:
         used = time.process_time()
         with pytest.raises(penstock.Timeout):

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock.codec import Channel
 from tests import tiers
 from tests.conftest import spawn
 
@@ -39,7 +40,7 @@ def payloads(lane: int, largest: int) -> list[tuple[bytes, bytes]]:
     return made
 
 
-def send_many(channel: penstock.codec.Channel, lane: int, records: int, largest: int) -> None:
+def send_many(channel: Channel, lane: int, records: int, largest: int) -> None:
     made = payloads(lane, largest)
     pack = struct.Struct("<Q").pack
     with channel.open_sender(lane) as sender:
@@ -48,7 +49,7 @@ def send_many(channel: penstock.codec.Channel, lane: int, records: int, largest:
             sender.send([pack(number), head, body], timeout=WATCHDOG)
 
 
-def receive_many(channel: penstock.codec.Channel, index: int, records: int, checks: int = 1) -> None:
+def receive_many(channel: Channel, index: int, records: int, checks: int = 1) -> None:
     due = [0] * channel.senders
     unpack = HEAD.unpack_from
     with channel.open_receiver(index) as receiver:

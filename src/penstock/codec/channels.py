@@ -51,8 +51,8 @@ class Channel(SegmentChannel, Generic[T]):
             name: of this process, in errors and in `penstock inspect`.
 
         Raises:
-            ValueError: the channel has no such sender.
-            ChannelError: the sender is open in a living process.
+            ValueError: the channel has no such sender, or it is taken: by a living process; except in an inbox, also by
+                one that has closed it.
 
             >>> ring = Ring(name="steps")
             >>> with ring.open_sender(name="scheduler") as sender:
@@ -72,8 +72,7 @@ class Channel(SegmentChannel, Generic[T]):
             name: of this process, in errors and in `penstock inspect`.
 
         Raises:
-            ValueError: the channel has no such receiver.
-            ChannelError: the receiver is open in a living process.
+            ValueError: the channel has no such receiver, or it is taken by a living process.
 
             >>> ring = Ring()
             >>> ring.open_sender().send(b"before the receiver")

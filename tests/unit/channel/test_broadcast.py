@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 import penstock
 from penstock import EndOfChannel, Timeout, WouldBlock
 from penstock.lowlevel import ByteReceiver, ByteSender
-from tests.support.processes import program
+from tests.conftest import eventually
+from tests.support.processes import program, thread
 
 
 @contextlib.contextmanager
@@ -215,3 +217,67 @@ def test_other_processes_all_get_everything() -> None:
             for other in programs:
                 assert other.hear() == "ready"
                 assert other.hear() == f"1500 {check}"
+
+
+# ── waiting for the receivers ────────────────────────────────────────────────────────────────────────────────────────
+def test_a_channel_waits_until_each_of_its_receivers_was_opened() -> None:
+    with penstock.Broadcast(receivers=3, name="steps") as channel, channel.open_sender():
+        receivers = [channel.open_receiver(0)]
+        with thread(lambda: channel.wait_for_receivers(timeout=20)) as waiting:
+            time.sleep(0.05)
+            assert waiting.is_alive()
+            receivers.append(channel.open_receiver(2))
+            time.sleep(0.05)
+            assert waiting.is_alive()
+            receivers.append(channel.open_receiver(1))
+            assert waiting.ended().error is None
+        for receiver in receivers:
+            receiver.close()
+
+
+def test_a_channel_whose_receivers_are_there_is_not_waited_for() -> None:
+    for channel in (penstock.Ring(), penstock.Broadcast(receivers=3), penstock.Inbox(senders=2)):
+        receivers = [channel.open_receiver() for _ in range(channel.receivers)]
+        for timeout in (0, 1, None):
+            channel.wait_for_receivers(timeout)
+        receivers[0].close()  # it was there
+        channel.wait_for_receivers(timeout=0)
+        for receiver in receivers:
+            receiver.close()
+
+
+def test_the_receivers_that_did_not_come_in_time_are_named() -> None:
+    with penstock.Broadcast(receivers=4, name="steps") as channel:
+        receivers = [channel.open_receiver(index) for index in (1, 2)]
+        for timeout, text in ((0, "0"), (0.05, "0.05")):
+            began = time.monotonic()
+            with pytest.raises(Timeout, match=rf"of the 4 receivers of 'steps', \[0, 3\] were not opened in {text} s$"):
+                channel.wait_for_receivers(timeout=timeout)
+            assert timeout <= time.monotonic() - began < 5
+        for receiver in receivers:
+            receiver.close()
+
+
+def test_receivers_of_other_processes_are_waited_for() -> None:
+    source = """
+        channel = penstock.attach(sys.argv[1])
+        say("attached")
+        hear()
+        with channel.open_receiver(int(sys.argv[2])) as receiver:
+            say(receiver.receive(timeout=20).decode())
+            hear()
+    """
+    with penstock.Broadcast(receivers=2) as channel, channel.open_sender() as sender:
+        with program(source, channel.ticket, 0) as one, program(source, channel.ticket, 1) as other:
+            assert (one.hear(), other.hear()) == ("attached", "attached")
+            with pytest.raises(Timeout, match=r"\[0, 1\]"):
+                channel.wait_for_receivers(timeout=0.05)  # who attached did not open one yet
+            one.say("open")
+            eventually(lambda: channel.snapshot()["receivers"][0]["state"] == "live", within=20)
+            with pytest.raises(Timeout, match=r"\[1\]"):
+                penstock.attach(channel.ticket).wait_for_receivers(timeout=0.05)
+            with thread(lambda: penstock.attach(channel.ticket).wait_for_receivers(timeout=20)) as waiting:
+                other.say("open")
+                assert waiting.ended().error is None
+            sender.send(b"to both")
+            assert (one.hear(), other.hear()) == ("to both", "to both")

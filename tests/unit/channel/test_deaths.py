@@ -8,6 +8,7 @@ import pytest
 
 import penstock
 from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock, _native
+from penstock.codec import Channel
 from tests.conftest import eventually
 from tests.support.processes import DYING, Program, assert_how, program, soon, thread
 
@@ -37,7 +38,7 @@ with getattr(channel, f"open_{sys.argv[2]}")(name="victim") as end:
 """
 
 
-def victim(channel: penstock.codec.Channel, role: str) -> "contextlib.AbstractContextManager[Program]":
+def victim(channel: Channel, role: str) -> "contextlib.AbstractContextManager[Program]":
     return program(END, channel.ticket, role, env=DYING)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 import penstock
 from penstock import MemoryExhausted, PeerDied
+from penstock.codec import Channel
 from penstock.lowlevel import Pool
 from tests.conftest import eventually
 from tests.support.processes import DYING, assert_how, program, soon
@@ -29,7 +30,7 @@ os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(60)"])
 """
 
 
-def states(shared: "penstock.codec.Channel | Pool") -> dict[str, str]:
+def states(shared: "Channel | Pool") -> dict[str, str]:
     return {peer.name: peer.state for peer in shared.peers()}
 
 

@@ -1,9 +1,15 @@
 """What a channel, a pool and a segment may be asked for. What is impossible is refused where it is said."""
 
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
+
 import pytest
 
 import penstock
-from penstock import MemoryExhausted, lowlevel
+from penstock import MemoryExhausted, _native, lowlevel
+from penstock.channel import channels
 
 RING = penstock.Ring
 WRONG = [
@@ -40,6 +46,93 @@ WRONG = [
 def test_an_impossible_option_of_a_channel_is_a_value_error(options: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         penstock.Ring(**options)
+
+
+MAKE = {
+    "ring": penstock.Ring,
+    "broadcast": lambda **options: penstock.Broadcast(receivers=2, **options),
+    "inbox": lambda **options: penstock.Inbox(senders=3, **options),
+}
+REACHED = [  # an option, and what it changes in what the core is given
+    ({"name": "other"}, {"name": "other"}),
+    ({"capacity": 1 << 19}, {"lane_nbytes": 1 << 19}),
+    ({"latency": "eco"}, {"latency": 0}),
+    ({"latency": "spin"}, {"latency": 2}),
+    ({"on_receiver_death": "ignore"}, {"receiver_death": 1}),
+    ({"on_sender_death": "ignore"}, {"sender_death": 1}),
+    ({"max_peers": 8}, {"max_peers": 8}),
+    ({"inline_limit": 100}, {"inline_limit": 100}),
+    ({"spill_nbytes": 1 << 20}, {"pool_nbytes": 1 << 20}),
+    ({"spill_blocks": 7}, {"max_blocks": 7}),
+    ({"huge_pages": True}, {"huge_nbytes": 2 << 20, "granule_nbytes": 0}),
+    ({"huge_pages": "require"}, {"huge_nbytes": 2 << 20, "granule_nbytes": 0, "huge_required": True}),
+    ({"numa_node": 3}, {"numa_node": 3}),
+    ({"numa_required": True}, {"numa_required": True}),
+    ({"prefault": False}, {"prefault": False}),
+]
+
+
+class Reached(Exception):
+    """Instead of a segment: what it would have been made of."""
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """What a channel of these options would be made of."""
+
+    def create(name: str, shape: dict[str, int], **options: Any) -> NoReturn:
+        raise Reached({"name": name, **shape, **options})
+
+    segment = types.SimpleNamespace(create=create)
+    monkeypatch.setattr(channels, "_native", types.SimpleNamespace(**{**vars(_native), "Segment": segment}))
+
+    def look(shape: str, **options: Any) -> dict[str, Any]:
+        with pytest.raises(Reached) as reached:
+            MAKE[shape](**options)
+        return reached.value.args[0]  # type: ignore[no-any-return]
+
+    return look
+
+
+@pytest.mark.parametrize("shape", MAKE)
+@pytest.mark.parametrize(("options", "changed"), REACHED, ids=repr)
+def test_each_option_of_each_channel_reaches_its_segment(
+    shape: str, options: dict[str, Any], changed: dict[str, Any], given: Callable[..., dict[str, Any]]
+) -> None:
+    without = given(shape)
+    with_it = given(shape, **options)
+    assert with_it == {**without, **changed}
+    assert with_it != without
+
+
+@pytest.mark.parametrize("cls", [penstock.Ring, penstock.Broadcast, penstock.Inbox])
+def test_no_option_of_a_channel_is_left_out_above(cls: type) -> None:
+    taken = set(inspect.signature(cls).parameters) - {"type", "receivers", "senders"}
+    assert taken == {name for options, _ in REACHED for name in options}
+
+
+def test_the_channels_have_the_defaults_that_they_state(given: Callable[..., dict[str, Any]]) -> None:
+    for shape, style, lanes, receivers, capacity in (
+        ("ring", 1, 1, 1, 1 << 20),
+        ("broadcast", 2, 1, 2, 1 << 20),
+        ("inbox", 3, 3, 1, 256 << 10),
+    ):
+        found = given(shape)
+        assert (found["name"], found["style"], found["lanes"], found["receivers"]) == (shape, style, lanes, receivers)
+        assert (found["lane_nbytes"], found["inline_limit"], found["schema"]) == (capacity, 64 << 10, b"")
+        assert (found["latency"], found["receiver_death"], found["sender_death"], found["prefault"]) == (1, 0, 0, True)
+
+
+@pytest.mark.parametrize("shape", MAKE)
+def test_what_a_channel_was_made_with_is_in_its_snapshot(shape: str) -> None:
+    options = {"capacity": 1 << 13, "latency": "eco", "max_peers": 8, "inline_limit": 100}
+    with MAKE[shape](name="other", spill_nbytes=1 << 16, spill_blocks=7, **options) as channel:
+        found = channel.snapshot()
+    assert (found["name"], found["kind"], found["lane_nbytes"], found["latency"]) == ("other", shape, 1 << 13, "eco")
+    assert (found["max_peers"], found["inline_limit"]) == (8, 100)
+    assert (found["pool"][0]["nbytes"], found["pool"][0]["max_blocks"]) == (1 << 16, 7)
+    counts = {"ring": (1, 1), "broadcast": (1, 2), "inbox": (3, 1)}[shape]
+    assert (len(found["senders"]), len(found["receivers"])) == counts
 
 
 @pytest.mark.parametrize("options", [{"capacity": 4096.0}, {"capacity": "4096"}, {"spill_nbytes": 1.5}], ids=repr)

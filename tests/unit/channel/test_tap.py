@@ -11,6 +11,7 @@ import pytest
 
 import penstock
 from penstock import _native, lowlevel
+from penstock.codec import Channel
 from penstock.lowlevel import CorruptRecord, LayoutMismatch
 from tests.support.processes import program
 
@@ -22,7 +23,7 @@ def small(**options: object) -> penstock.Ring:
     return penstock.Ring(**{"capacity": CAPACITY, "spill_nbytes": 1 << 20, **options})
 
 
-def tap_of(channel: penstock.codec.Channel, from_start: bool = False) -> _native.Tap:
+def tap_of(channel: Channel, from_start: bool = False) -> _native.Tap:
     return _native.Tap(channel._segment, from_start)
 
 
@@ -34,7 +35,7 @@ def all_of(tap: _native.Tap) -> list[Record]:
     return list(itertools.chain.from_iterable(iter(tap.read, [])))
 
 
-def contents(channel: penstock.codec.Channel) -> bytes:
+def contents(channel: Channel) -> bytes:
     """Every byte of the segment."""
     fd = channel._segment.fd
     return os.pread(fd, os.fstat(fd).st_size, 0)

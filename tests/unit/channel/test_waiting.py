@@ -13,6 +13,7 @@ import pytest
 
 import penstock
 from penstock import ClosedError, EndOfChannel, Timeout, WouldBlock, _native
+from penstock.codec import Channel
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.conftest import eventually
 from tests.support.processes import IS_SANITIZED, PROMISED, forked, program, soon, thread
@@ -35,11 +36,11 @@ def fill(sender: ByteSender, nbytes: int = 960) -> int:
     return count
 
 
-def is_waiting(channel: penstock.codec.Channel, ends: str) -> bool:
+def is_waiting(channel: Channel, ends: str) -> bool:
     return any(end["waiting_ns"] > 0 for end in channel.snapshot()[ends])
 
 
-def is_parked(channel: penstock.codec.Channel, ends: str) -> bool:
+def is_parked(channel: Channel, ends: str) -> bool:
     """Is somebody waiting there for longer than the longest spin?"""
     return any(end["waiting_ns"] > 15_000_000 for end in channel.snapshot()[ends])
 

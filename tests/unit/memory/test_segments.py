@@ -19,6 +19,7 @@ import pytest
 
 import penstock
 from penstock import MemoryExhausted, _native, lowlevel
+from penstock.codec import Channel
 from penstock.codec.channels import attach_channel
 from penstock.lowlevel import LayoutMismatch, Segment, Ticket
 from tests.conftest import descriptors, eventually
@@ -135,7 +136,7 @@ def test_an_unrelated_process_attaches_by_ticket() -> None:
 def test_a_process_that_a_shell_started_attaches_by_ticket() -> None:
     segment = Segment.create(5000)
     write(segment, b"hello")
-    reads = "import sys; from penstock import lowlevel; print(bytes(lowlevel.Segment.attach(sys.argv[1]).view()[:5]).decode())"
+    reads = "import sys, penstock; print(bytes(penstock.attach(sys.argv[1]).view()[:5]).decode())"
     command = f"(cd / && exec setsid {sys.executable} -c '{reads}' '{segment.ticket}')"
     with running(["/bin/sh", "-c", command]) as shell:
         assert shell.hear() == "hello"
@@ -376,7 +377,7 @@ def memfd(data: bytes, seals: int = SEAL_SHRINK | SEAL_GROW) -> int:
     return fd
 
 
-def contents(shared: lowlevel.Segment | penstock.codec.Channel) -> bytes:
+def contents(shared: lowlevel.Segment | Channel) -> bytes:
     size = os.fstat(shared.fd).st_size
     return os.pread(shared.fd, min(size, 4 * MIB), 0)
 
@@ -449,6 +450,11 @@ def test_a_header_with_any_flipped_bits_is_refused_or_good_and_nothing_breaks(se
                     elif isinstance(found, lowlevel.Pool):
                         found.take(1)
                         found.stats()
+                    elif isinstance(found, penstock.Store):  # a pool with the bit of a store
+                        found.pool.take(1)
+                        found.pool.stats()
+                        found.stats()
+                        found.put(b"x", timeout=0)
                     else:
                         found.snapshot()
                         found.open_sender().try_send(b"x")

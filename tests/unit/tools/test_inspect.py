@@ -18,40 +18,39 @@ import pytest
 
 import penstock
 from penstock import _native, cli, lowlevel
+from penstock.codec import Channel
 from penstock.tools import inspect
 from penstock.tools.format import in_seconds, in_units
 from tests.conftest import eventually, spawn
 
 
 # ── processes to look at ─────────────────────────────────────────────────────────────────────────────────────────────
-def send_until_killed(channel: penstock.codec.Channel, name: str) -> None:
+def send_until_killed(channel: Channel, name: str) -> None:
     sender = channel.open_sender(name=name)
     while True:
         sender.send(b"x" * 1000)
 
 
-def receive_until_killed(channel: penstock.codec.Channel, name: str) -> None:
+def receive_until_killed(channel: Channel, name: str) -> None:
     receiver = channel.open_receiver(name=name)
     with contextlib.suppress(penstock.PenstockError):
         while True:
             receiver.receive()
 
 
-def attach_and_sleep(channel: penstock.codec.Channel, name: str) -> None:
+def attach_and_sleep(channel: Channel, name: str) -> None:
     receiver = channel.open_receiver(name=name)
     threading.Event().wait()
     receiver.close()
 
 
-def send_and_never_receive(to: penstock.codec.Channel, back: penstock.codec.Channel, name: str) -> None:
+def send_and_never_receive(to: Channel, back: Channel, name: str) -> None:
     receiver = back.open_receiver(name=name)
     send_until_killed(to, name)
     receiver.close()
 
 
-def pass_on(
-    source: penstock.codec.Channel, to: penstock.codec.Channel, answers: penstock.codec.Channel, name: str
-) -> None:
+def pass_on(source: Channel, to: Channel, answers: Channel, name: str) -> None:
     """Sends one answer, and then gets stuck in sending."""
     answering = answers.open_sender(name=name)
     answering.send(b"one")
@@ -156,7 +155,7 @@ def test_a_sender_that_waits_for_a_receiver_that_never_came_is_stuck() -> None:
         assert said("note", "0, 1 have never attached: 3 records kept for them")()
 
 
-def answer_once(inbox: penstock.codec.Channel, name: str) -> None:
+def answer_once(inbox: Channel, name: str) -> None:
     sender = inbox.open_sender(name=name)
     sender.send(b"one")
     threading.Event().wait()
@@ -201,12 +200,12 @@ def test_who_waits_for_memory_is_told_with_who_holds_it() -> None:
     pool.close()
 
 
-async def receive_in_a_loop(channel: penstock.codec.Channel) -> None:
+async def receive_in_a_loop(channel: Channel) -> None:
     with contextlib.suppress(penstock.PenstockError):
         await channel.open_async_receiver(name="loop").receive()
 
 
-def run_a_loop(channel: penstock.codec.Channel) -> None:
+def run_a_loop(channel: Channel) -> None:
     asyncio.run(receive_in_a_loop(channel))
 
 
