@@ -186,9 +186,9 @@ struct OpenReservation {
     ~OpenReservation() { abort(); }
     void commit(u64 sent_nbytes) {
         if (sent_nbytes > nbytes)
-            throw Error(Fault::value, format("the reservation has %llu bytes: %llu cannot be committed",
-                                             static_cast<unsigned long long>(nbytes),
-                                             static_cast<unsigned long long>(sent_nbytes)));
+            throw Error(Fault::value,
+                        format("the reservation has %llu bytes: %llu cannot be committed",
+                               static_cast<unsigned long long>(nbytes), static_cast<unsigned long long>(sent_nbytes)));
         if (!is_open) throw Error(Fault::closed, "the reservation has been committed or aborted");
         if (sender->views() != 0) {
             PyErr_Format(PyExc_BufferError, "the reservation has %d views: drop them first", sender->views());
@@ -374,22 +374,25 @@ class TapOfAll {
 }  // namespace
 
 void bind_channel(nb::module_& m) {
-    nb::class_<OpenReservation>(
-        m, "Reservation", nb::type_slots(reservation_slots),
-        "Room for one record, filled in place: `ByteSender.reserve`. Visible after commit(); a `with` block commits, or "
-        "aborts if it raises.\n\n"
-        "    >>> ring = Ring()\n"
-        "    >>> room = ring.open_sender().reserve(100)\n"
-        "    >>> with memoryview(room) as view:\n"
-        "    ...     view[:5] = b'hello'\n"
-        "    >>> room.commit(5)\n"
-        "    >>> ring.open_receiver().receive()\n"
-        "    b'hello'\n")
+    nb::class_<OpenReservation>(m, "Reservation", nb::type_slots(reservation_slots),
+                                "Room for one record, filled in place: `ByteSender.reserve`. Visible after commit(); a "
+                                "`with` block commits, or "
+                                "aborts if it raises.\n\n"
+                                "    >>> ring = Ring()\n"
+                                "    >>> room = ring.open_sender().reserve(100)\n"
+                                "    >>> with memoryview(room) as view:\n"
+                                "    ...     view[:5] = b'hello'\n"
+                                "    >>> room.commit(5)\n"
+                                "    >>> ring.open_receiver().receive()\n"
+                                "    b'hello'\n")
         .def(
             "commit",
-            [](OpenReservation& r, nb::handle nbytes) { r.commit(nbytes.is_none() ? r.nbytes : nb::cast<u64>(nbytes)); },
+            [](OpenReservation& r, nb::handle nbytes) {
+                r.commit(nbytes.is_none() ? r.nbytes : nb::cast<u64>(nbytes));
+            },
             "nbytes"_a.none() = nb::none(), nb::sig("def commit(self, nbytes: int | None = None) -> None"),
-            "Sends the record: the first `nbytes` of the room; None: all of them. Raises BufferError while a view lives, "
+            "Sends the record: the first `nbytes` of the room; None: all of them. Raises BufferError while a view "
+            "lives, "
             "which could still write.")
         .def("abort", &OpenReservation::abort)
         .def("__len__", [](const OpenReservation& r) { return r.nbytes; })
@@ -404,13 +407,15 @@ void bind_channel(nb::module_& m) {
                 r.abort();
         });
 
-    nb::class_<Sender>(m, "Sender", nb::is_weak_referenceable(), "The end of a channel that sends bytes: besides the methods of `Sender`, `reserve` lends room for a record.\n\n"
-                       "    >>> ring = Ring()\n"
-                       "    >>> sender = ring.open_sender()\n"
-                       "    >>> with sender.reserve(4) as room:\n"
-                       "    ...     memoryview(room)[:] = b'step'\n"
-                       "    >>> ring.open_receiver().receive()\n"
-                       "    b'step'\n")
+    nb::class_<Sender>(
+        m, "Sender", nb::is_weak_referenceable(),
+        "The end of a channel that sends bytes: besides the methods of `Sender`, `reserve` lends room for a record.\n\n"
+        "    >>> ring = Ring()\n"
+        "    >>> sender = ring.open_sender()\n"
+        "    >>> with sender.reserve(4) as room:\n"
+        "    ...     memoryview(room)[:] = b'step'\n"
+        "    >>> ring.open_receiver().receive()\n"
+        "    b'step'\n")
         .def(nb::new_(
                  [](const std::shared_ptr<Attachment>& by, int index) { return std::make_shared<Sender>(by, index); }),
              "attachment"_a, "index"_a = -1)
@@ -480,13 +485,15 @@ void bind_channel(nb::module_& m) {
         .def_prop_ro("index", &Sender::index)
         .def_prop_ro("name", [](const Sender& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
 
-    nb::class_<Receiver>(m, "Receiver", nb::is_weak_referenceable(), "The end of a channel that receives bytes: besides the methods of `Receiver`, `receive_view` leases a "
-                         "record where it lies.\n\n"
-                         "    >>> ring = Ring()\n"
-                         "    >>> ring.open_sender().send(b'step')\n"
-                         "    >>> with ring.open_receiver().receive_view() as lease:\n"
-                         "    ...     bytes(lease)\n"
-                         "    b'step'\n")
+    nb::class_<Receiver>(
+        m, "Receiver", nb::is_weak_referenceable(),
+        "The end of a channel that receives bytes: besides the methods of `Receiver`, `receive_view` leases a "
+        "record where it lies.\n\n"
+        "    >>> ring = Ring()\n"
+        "    >>> ring.open_sender().send(b'step')\n"
+        "    >>> with ring.open_receiver().receive_view() as lease:\n"
+        "    ...     bytes(lease)\n"
+        "    b'step'\n")
         .def(nb::new_([](const std::shared_ptr<Attachment>& by, int index) {
                  return std::make_shared<Receiver>(by, index);
              }),

@@ -107,8 +107,8 @@ class Sender {
         is_reserved_ = true;
         return &wanted;
     }
-    // Of the open reservation only the first `nbytes` are to be sent. Its room is the record's: what is left of a ring's
-    // goes to the next record, of a block's it is free with the block.
+    // Of the open reservation only the first `nbytes` are to be sent. Its room is the record's: what is left of a
+    // ring's goes to the next record, of a block's it is free with the block.
     void shrink(u64 nbytes) {
         reservation_.nbytes = nbytes;
         if (reservation_.is_spilled) {
