@@ -46,8 +46,8 @@ def open_broadcast(
                       memory)
         latency       "auto" spins while that pays, "eco" never does, "spin" does for 10 ms before it sleeps
         on_receiver_death, on_sender_death
-                      "raise" tells the other side once, by PeerDied; "ignore" goes on with those that are
-                      left (if a side has no end left, the other is always told)
+                      "raise": each end of the other side gets PeerDied, once; "ignore": these go on with
+                      the ends that are left (an error is raised if none is left)
         huge_pages, numa_node, numa_required
                       wishes about the memory; `fallback` of the segment says if they could not be met
     """
