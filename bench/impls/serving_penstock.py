@@ -61,11 +61,11 @@ def request_nbytes() -> int:
     from penstock.codec.catalogue import Catalogue
     from penstock.codec.frame import FrameEncoder
 
-    encoded: Any = FrameEncoder(Catalogue(Request)).encode(Request(4_000_123, 3, (99,), (key_of(1, 4, 123),)))
+    encoded: Any = FrameEncoder(Catalogue(Request)).encode(Request(4_000_123, 3, (99,), (content_key(1, 4, 123),)))
     return sum(map(len, encoded)) if isinstance(encoded, list) else len(encoded)
 
 
-def key_of(kind: int, rank: int, number: int) -> bytes:
+def content_key(kind: int, rank: int, number: int) -> bytes:
     return bytes([kind, rank]) + number.to_bytes(30, "little")
 
 
@@ -98,11 +98,11 @@ class Server(serving.Server):
     def fill(self, order: Order) -> Report:
         if self._index == 0:
             for image in range(len(self.images.sizes)):
-                self._store.put({"pixels": self.images[image]}, key=key_of(0, 0, image))
+                self._store.put({"pixels": self.images[image]}, key=content_key(0, 0, image))
         return Report()
 
     def ask(self, request: int, image: int, is_kept: bool) -> bool:
-        key = key_of(0, 0, image) if is_kept else key_of(1, self.rank, request)
+        key = content_key(0, 0, image) if is_kept else content_key(1, self.rank, request)
         try:
             self._held = self._store.get(key)  # held until the answer is here
             is_hit = True

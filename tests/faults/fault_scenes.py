@@ -279,27 +279,27 @@ def value_of(number: int, nbytes: int = 50_000) -> dict[str, Any]:
     return {"number": number, "pixels": np.frombuffer(payload(number, nbytes), np.uint8)}
 
 
-def key_of(number: int) -> bytes:
+def content_key(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
 def put(own: Own, number: int, nbytes: int = 50_000) -> None:
-    own.lease = own.store.put(value_of(number, nbytes), key=key_of(number), timeout=WAIT)
+    own.lease = own.store.put(value_of(number, nbytes), key=content_key(number), timeout=WAIT)
 
 
 def put_many(own: Own) -> None:
     """More than there is room for."""
     for number in range(20, 30):
-        own.store.put(value_of(number, 150_000), key=key_of(number), timeout=WAIT).release()
+        own.store.put(value_of(number, 150_000), key=content_key(number), timeout=WAIT).release()
 
 
 def get(own: Own, number: int) -> None:
-    with own.store.get(key_of(number)) as lease:
+    with own.store.get(content_key(number)) as lease:
         must_be(lease.value()["pixels"].tobytes(), number)
 
 
 def hold(own: Own, number: int) -> None:
-    own.lease = own.store.get(key_of(number))
+    own.lease = own.store.get(content_key(number))
 
 
 def verify_held(own: Own, number: int) -> None:
@@ -308,7 +308,7 @@ def verify_held(own: Own, number: int) -> None:
 
 def begin_loan(own: Own, number: int) -> None:
     own.loan = own.store.loan(
-        key_of(number), {"number": number, "pixels": lowlevel.Empty((50_000,), "uint8")}, timeout=WAIT
+        content_key(number), {"number": number, "pixels": lowlevel.Empty((50_000,), "uint8")}, timeout=WAIT
     )
 
 

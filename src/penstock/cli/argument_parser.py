@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Also of commands below a command, as these are made by the class of the parser above them.
+    """The parser of `penstock` and of each command; argparse creates the parsers of commands with the same class.
 
     Options are not abbreviated: `--max-num` is a mistake today, and would be another option's name tomorrow.
     """

@@ -1,4 +1,4 @@
-"""`penstock bench serve`: sends requests to a server that speaks OpenAI's interface, and measures its answers."""
+"""`penstock bench serve`: sends requests to a server of OpenAI's API, and measures its answers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from penstock.tools.load import arguments as load_args
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("bench", help="how a server fares under load")
-    benches = parser.add_subparsers(title="of what", metavar="WHAT", required=True)
-    serve = benches.add_parser("serve", help="any server that speaks OpenAI's interface")
+    parser = commands.add_parser("bench", help="benchmark a server")
+    benches = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    serve = benches.add_parser(
+        "serve", help="send load to a server of OpenAI's API, and measure its latency and throughput"
+    )
     load_args.add(serve)
     serve.set_defaults(run=run)
 

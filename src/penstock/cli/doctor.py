@@ -8,13 +8,13 @@ from penstock.cli.argument_parser import Commands
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("doctor", help="whether this machine has what penstock needs")
+    parser = commands.add_parser("doctor", help="check whether this machine has what penstock needs")
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
         default="",
-        help="Directory of a model to check (default: the one that ships)",
+        help="Directory of a model to check (default: the bundled model)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="Address of the port to check (default: %(default)s)")
     parser.add_argument(

@@ -13,7 +13,7 @@ SAMPLING = ("max_tokens", "temperature", "seed")  # options that each request wi
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("generate", help="answers to a file of prompts, from a model or a simulated device")
+    parser = commands.add_parser("generate", help="answer the prompts of a file, with a model or a simulated device")
     engine_args.add(parser)
     _add_requests(parser)
     engine_args.add_logging(parser)

@@ -1,4 +1,4 @@
-"""`penstock inspect`: prints what processes share, and why one of them waits, once or every few seconds."""
+"""`penstock inspect`: prints the shared memory of processes, and why one of them waits, once or every few seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.tools.load.arguments import above_0
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("inspect", help="what processes share, and why one of them waits")
+    parser = commands.add_parser("inspect", help="show the shared memory of processes, and why one of them waits")
     parser.add_argument(
         "target",
         nargs="?",
@@ -24,8 +24,10 @@ def add_parser(commands: Commands) -> None:
         type=parse_target,
         help="Process, with its descendants, or ticket to look at (default: list processes with segments open)",
     )
-    parser.add_argument("--json", action="store_true", help="Print one JSON document per look (default: off)")
-    parser.add_argument("--watch", metavar="SECONDS", type=above_0, help="Seconds between looks (default: look once)")
+    parser.add_argument("--json", action="store_true", help="Print one JSON document per snapshot (default: off)")
+    parser.add_argument(
+        "--watch", metavar="SECONDS", type=above_0, help="Seconds between snapshots (default: one snapshot)"
+    )
     parser.set_defaults(run=run)
 
 

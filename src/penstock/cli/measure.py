@@ -1,4 +1,4 @@
-"""`penstock measure`: counts what goes over channels of live processes, and in recordings of them."""
+"""`penstock measure`: measures the bytes on channels of live processes, or in recordings of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.tools.load.arguments import above_0
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
-        "measure", help="what goes over the channels of a process: bytes by message and field, and how many are new"
+        "measure", help="measure the bytes on channels of a process, by message and field, and the share that is new"
     )
     parser.add_argument(
         "target",

@@ -11,7 +11,7 @@ from penstock.server import cli_args as server_args
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("serve", help="a model behind an HTTP interface that clients of OpenAI's speak")
+    parser = commands.add_parser("serve", help="serve a model over OpenAI's HTTP API")
     server_args.add(parser)
     parser.set_defaults(run=run)
 

@@ -14,7 +14,9 @@ from penstock.tools.load.arguments import above_0
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("top", help="a running server: processes, channels, store, step time and tokens, live")
+    parser = commands.add_parser(
+        "top", help="show a running server live: processes, channels, store, step time and tokens"
+    )
     parser.add_argument(
         "target",
         nargs="?",
@@ -22,7 +24,11 @@ def add_parser(commands: Commands) -> None:
         help="Launcher, model or URL of a server, also on another machine (default: the only one on this machine)",
     )
     parser.add_argument(
-        "--interval", metavar="SECONDS", type=above_0, default=1.0, help="Seconds between looks (default: %(default)s)"
+        "--interval",
+        metavar="SECONDS",
+        type=above_0,
+        default=1.0,
+        help="Seconds between snapshots (default: %(default)s)",
     )
     parser.add_argument("--seconds", metavar="N", type=above_0, help="Seconds to run (default: until q or Ctrl-C)")
     parser.add_argument("--once", action="store_true", help="Print one view after one interval (default: off)")

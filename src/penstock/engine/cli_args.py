@@ -35,7 +35,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="MODEL",
         default="",
-        help="Directory of the model: configuration, weights in safetensors, tokenizer (default: the one that ships)",
+        help="Directory of the model: configuration, weights in safetensors, tokenizer (default: the bundled model)",
     )
     add(
         "--dtype",
@@ -55,7 +55,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--generation-config",
         choices=["auto", "vllm"],
         default="auto",
-        help="Source of sampling defaults: auto reads generation_config.json of the model, vllm uses neutral ones "
+        help="Source of sampling defaults: auto reads generation_config.json of the model, vllm uses OpenAI's "
         "(default: %(default)s)",
     )
     add(
@@ -73,7 +73,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--device-model",
         choices=["real", "simulated"],
         default="real",
-        help="Whether the device computes or only waits and answers by a rule (default: %(default)s)",
+        help="Whether the device computes, or simulates steps by waiting and tokens by a rule (default: %(default)s)",
     )
     add(
         "--step-ms",

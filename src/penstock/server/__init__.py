@@ -1,1 +1,1 @@
-"""The server: the engine behind an HTTP interface that clients of OpenAI's speak."""
+"""The API server: the engine behind OpenAI's HTTP API."""

@@ -25,7 +25,7 @@ KINDS = {
 
 
 class Gone(Exception):
-    """The client has, and wants no answer."""
+    """The client has disconnected, and gets no answer."""
 
 
 class ApiError(Exception):
@@ -53,7 +53,7 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: EngineError, request_id: str = "") -> ApiError:
-        """`request_id`: under which the log has it, where it is not the client's doing."""
+        """Converts an error of the engine. `request_id`: the id in the log, for an error that is not the client's."""
         is_ours = error.status >= 500 and request_id
         return cls(error.status, f"{error.reason} (request {request_id})" if is_ours else error.reason)
 
@@ -71,7 +71,8 @@ _WHERE = re.compile(r"(?P<what>.*) - at (?:`key` in )?`\$\.?(?P<path>.*)`", re.D
 
 
 def body_error(error: Exception, how_counted: str = "") -> ApiError:
-    """What is wrong in a request's JSON, with the path to it. `how_counted`: its bytes, where their number is said."""
+    """Returns the error for a body that does not decode, with the path to the field. `how_counted` explains a byte
+    position in msgspec's text."""
     text = str(error)
     match = _WHERE.fullmatch(text)
     if match is None:
@@ -88,7 +89,7 @@ def body_error(error: Exception, how_counted: str = "") -> ApiError:
 
 
 class Limit(NamedTuple):
-    """What a prompt may have."""
+    """The limit of a prompt's length."""
 
     tokens: int
     param: str  # the field that it stands in
@@ -96,7 +97,7 @@ class Limit(NamedTuple):
 
 
 def context_length_exceeded(max_model_len: int, tokens: int, limit: Limit, *, at_least: bool = False) -> ApiError:
-    """In OpenAI's and vLLM's words, which clients look for to shorten a conversation and ask again."""
+    """Returns the error with OpenAI's and vLLM's text, which clients look for to shorten a conversation and retry."""
     about = "at least " if at_least else ""
     if limit.completion is None:
         request, way_out = f"your {limit.param} resulted in {about}{tokens} tokens", limit.param

@@ -1,9 +1,9 @@
-"""The memory that the C library keeps when it is freed, given back to the machine after what was large.
+"""Returns memory that the C library keeps to the machine, after large prompts and images.
 
 glibc keeps a heap for each thread: after prompts of 7 MB and images of 40 megapixels, 2 GB stayed with a process that
-used 60 MB. `malloc_trim` gives back what is free amid a heap, but of other threads than the first not the free end;
-that goes when something is freed, if it is longer than a threshold, which grows to 64 MB unless it is said. Another C
-library has no such calls, and nothing is done.
+used 60 MB. `malloc_trim` returns the free memory amid a heap, but not the free end of another thread's heap. That end
+is returned by a later `free`, if it is longer than a threshold, which grows to 64 MB unless it is set. With another C
+library, which has no such calls, nothing is done.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import gc
 from collections.abc import Callable
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-KEPT_NBYTES = 1 << 20  # at the end of each heap; and what is longer than that has a mapping of its own
-PAUSE = 5.0  # seconds between something large and the giving back, which takes 0.1 s for 1 GB
+KEPT_NBYTES = 1 << 20  # at the end of each heap; longer allocations get a mapping of their own
+PAUSE = 5.0  # seconds from large work to the return of its memory, which takes 0.1 s for 1 GB
 
 
 class Heap:
-    """Of this process. Made before anything large is, and used by the event loop."""
+    """The heaps of this process. Created before any large allocation, and used by the event loop."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
@@ -31,13 +31,14 @@ class Heap:
         self._is_used = False  # since the last time that memory was given back
 
     def was_used(self) -> None:
-        """Something large has ended, or will soon."""
+        """Says that large work has ended, or will soon: its memory is returned PAUSE seconds later."""
         self._is_used = True
         if self._alarm is None and self._trim is not None:
             self._alarm = asyncio.get_running_loop().call_later(PAUSE, self._give_back)
 
     def _give_back(self) -> None:
-        """In a thread, as the loop goes on; and once more, where what was used last may not have ended."""
+        """Returns free memory, in a thread, as the loop goes on; and once more later, as the last work may not have
+        ended."""
         assert self._trim is not None, "there is an alarm only with it"
         self._alarm = None
         if self._is_used:
@@ -47,5 +48,5 @@ class Heap:
 
 
 def _collect_and_trim(trim: Callable[[int], object]) -> None:
-    gc.collect()  # errors refer to what they were about
+    gc.collect()  # tracebacks of errors keep large objects in cycles
     trim(0)

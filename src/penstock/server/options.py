@@ -1,7 +1,4 @@
-"""What the server is told once, when it starts: frozen, and checked where it enters.
-
-Leaves to `EngineConfig` everything behind the server.
-"""
+"""Options of the API server: frozen, and validated when they are created. `EngineConfig` has those of the engine."""
 
 from __future__ import annotations
 
@@ -17,13 +14,15 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `penstock serve` that concern HTTP, images and limits."""
+
     host: str = "127.0.0.1"
-    port: int = 8000  # 0: one that is free
-    api_keys: tuple[str, ...] = ()  # any of them opens; none: it is open
-    served_model_name: tuple[str, ...] = ()  # of the model, the first one in metrics; none: that of its directory
-    max_open_requests: int = 1024  # requests of one server process, those included that are being read
+    port: int = 8000  # 0: a free one
+    api_keys: tuple[str, ...] = ()  # a request must carry one of them; none: no key is needed
+    served_model_name: tuple[str, ...] = ()  # the first is a label of metrics; none: the name of the model's directory
+    max_open_requests: int = 1024  # of one server process, those included that are being read
     max_body_nbytes: int = 64 << 20
-    client_timeout: float = 30.0  # seconds for which a client may take nothing, or not go on with what it sends
+    client_timeout: float = 30.0  # seconds for which a client may read nothing, or pause while it sends
     image_limits: ImageLimits = ImageLimits()
     allowed_local_media_path: tuple[
         str, ...

@@ -1,6 +1,6 @@
-"""`penstock serve`: the engine's processes and the servers behind one socket, until a signal drains them.
+"""`penstock serve`: starts the engine's processes and the API servers behind one socket, until a signal drains them.
 
-Leaves to `engine.launcher` the lives of processes, and to `server_process` what a server does.
+`engine.launcher` starts and restarts processes, and `server_process` is the main function of a server.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock.server.status.server_info import ServerInfo, served_name
 
 
 def run(config: EngineConfig, options: ServerOptions) -> int:
-    """Returns 0 if it has ended as it was told to, and 1 if it could not go on.
+    """Serves until a signal. Returns 0 after a shutdown, and 1 if the processes could not go on.
 
-    What can be known before a process starts is checked first, the port last: raises ValueError, ImportError, OSError.
+    Options and files are checked before any process starts, the port last: raises ValueError, ImportError, OSError.
     """
     config = with_model_defaults(config)
     require_startable(config)
@@ -56,7 +56,7 @@ async def _run(config: EngineConfig, options: ServerOptions, listener: socket.so
 
 
 class ServerLauncher(Launcher):
-    """A tree with servers behind one socket."""
+    """The launcher of an engine and its API servers, which share one listening socket."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
         self.tally = ServerCounters.create(config.api_server_count, config.data_parallel_size)
@@ -78,7 +78,7 @@ class ServerLauncher(Launcher):
         return self.rows[index][ProcessCounters.SERVING] == 0
 
     async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
-        """As the launcher's. Connections are refused as soon as the servers, which have the socket too, close it."""
+        """Closes this process's listening socket, and stops. Connections are refused once the servers close theirs."""
         self._listener.close()
         return await super().stop(shutdown_timeout)
 

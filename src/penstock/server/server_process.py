@@ -52,15 +52,15 @@ class ServerArgs:
     options: ServerOptions
     listener: socket.socket
     tally: lowlevel.Segment
-    notice: lowlevel.Segment  # not read here: `penstock top` finds the server by it
+    notice: lowlevel.Segment  # kept open, as `penstock top` finds the server by it
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """The socket from which all server processes take connections.
+    """Returns the listening socket from which all server processes accept connections.
 
-    One socket with one queue, and not one each (SO_REUSEPORT): an idle one takes the next connection, one that waits
-    in the queue does not go with a process that dies, and none is given to a process that is stopped. Raises OSError,
-    which names host and port.
+    The processes share one socket and do not have one each (SO_REUSEPORT): an idle process accepts the next connection,
+    a connection in the queue survives the death of a process, and a stopped process gets none. Raises OSError, which
+    names host and port.
     """
     try:
         return _listener(options)
@@ -78,7 +78,7 @@ def _listener(options: ServerOptions) -> socket.socket:
     try:
         for level, name, value in (
             (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1),
-            # What is taken from it is like it. A client that takes nothing for so long is gone, says the kernel.
+            # Accepted sockets inherit these. The kernel ends a connection to a client that reads nothing for so long.
             (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
             (socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_NBYTES),
             (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(options.client_timeout * 1e3)),
@@ -93,15 +93,15 @@ def _listener(options: ServerOptions) -> socket.socket:
 
 
 def serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
-    """The process, until SIGTERM; then it answers what is open, for as long as the tree's `shutdown_timeout`."""
+    """Runs a server process until SIGTERM; then it answers open requests, for `shutdown_timeout` seconds at most."""
     _do_without_torch()
     asyncio.run(_serve(shared, tree, me))
 
 
 def _do_without_torch() -> None:
-    """A server computes nothing with it, and transformers, which makes images and prompts, does as well without it.
+    """Keeps transformers from importing torch: image processors and chat templates work without it.
 
-    Where it finds torch it brings it in: 260 MB and 5 s of a processor, for each server of a model that takes images.
+    The import would cost 260 MB and 5 s of a processor, for each server of a model that takes images.
     """
     modules: dict[str, Any] = sys.modules
     modules.setdefault("torch", None)  # how Python notes that there is none
@@ -112,7 +112,7 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     asyncio.get_running_loop().set_exception_handler(LoopErrors())
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).handlers[:] = LOGGER.handlers
-        logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of is what clients do: it may be much
+        logging.getLogger(name).setLevel(logging.ERROR)  # clients cause their warnings, without limit
     tally, board = ServerCounters(shared.tally, tree.config.api_server_count, writable=True), StatusBoard(tree.board)
     row = tally.rows[me.index]
     row[ProcessCounters.PID], row[ProcessCounters.SERVING], row[ProcessCounters.OPEN] = os.getpid(), 0, 0
@@ -124,12 +124,12 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
             api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index)
             server = ServerProcess(api, row, shared.options, tree.config.shutdown_timeout)
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
-            gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up every stream
+            gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay every stream
             await server.serve([shared.listener])
 
 
 class ServerProcess(uvicorn.Server):
-    """Signals are the process's own affair."""
+    """uvicorn's server, without its signal handling: `_serve` handles SIGTERM."""
 
     def __init__(self, api: ApiServer, row: ProcessCounters, options: ServerOptions, shutdown_timeout: float) -> None:
         connections = CONNECTIONS * options.max_open_requests
@@ -153,7 +153,7 @@ class ServerProcess(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            # A process takes one connection at a time, so that the others may have the next.
+            # A process accepts one connection at a time, so that other processes can accept the next.
             backlog=1,
             timeout_keep_alive=KEPT,
             timeout_graceful_shutdown=math.ceil(shutdown_timeout),
@@ -178,7 +178,7 @@ class ServerProcess(uvicorn.Server):
 
 
 def _room_for(connections: int) -> int:
-    """How many of them this process may have descriptors for; it asks for more than it was given."""
+    """Returns for how many connections this process may have descriptors, and raises its soft limit for them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = min(connections + OTHER_DESCRIPTORS, hard)
     if soft < descriptors:

@@ -25,13 +25,13 @@ CONTEXT = 8  # ids of the prompt that a tokenizer is shown, to know how the text
 
 
 class TokenDecoder(Protocol):
-    """The text of one sample, so far as it is certain."""
+    """Decodes the ids of one sample into text, complete characters only."""
 
     def take(self, one: int) -> str:
-        """What is certain with one id more. Never a part of a character."""
+        """Takes one more id, and returns the text that is complete now, never a part of a character."""
 
     def rest(self) -> str:
-        """What was held back, now that no more ids come: for the bytes that are no character, U+FFFD."""
+        """Returns the text held back, after the last id: U+FFFD for bytes that are no character."""
 
     @property
     def is_waiting(self) -> bool:
@@ -74,7 +74,7 @@ class Vocabulary:
         return rows
 
     def piece(self, one: int) -> bytes:
-        """How an id looks by itself. It may be a part of a character."""
+        """Returns the bytes of one id, which may be a part of a character."""
         return self._pieces[one] if 0 <= one < self.stride else b""
 
     def stream(self, prompt: Ints, skip_special: bool) -> TokenDecoder:
@@ -104,7 +104,7 @@ def json_escape(text: str) -> bytes:
 
 
 class ByteDecoder:
-    """Bytes of ids, one after the other."""
+    """Decodes ids with texts that are just their bytes, one after the other."""
 
     def __init__(self, vocabulary: Vocabulary, silent: Collection[int]) -> None:
         self._piece = vocabulary.piece
@@ -123,7 +123,7 @@ class ByteDecoder:
 
 
 class TokenizerDecoder:
-    """What a tokenizer says, whatever its decoder does."""
+    """Decodes ids with the tokenizer's own decoder, whatever it does."""
 
     def __init__(self, tokenizer: Any, context: list[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer
@@ -251,7 +251,7 @@ stops_of = functools.lru_cache(maxsize=1024)(StopStrings)
 
 
 class StopStringFilter:
-    """The text of one sample, as it may be shown."""
+    """Filters the text of one sample: holds back text that may belong to a stop string."""
 
     __slots__ = ("_held", "_includes_stop", "_state", "_stops", "stop", "stream")
 
@@ -270,7 +270,7 @@ class StopStringFilter:
         return self._show(text, may_stop) if self._stops is not None else text
 
     def end(self, may_stop: bool = True) -> str:
-        """What was held back, as nothing more comes."""
+        """Returns the text held back, after the last id."""
         text = self.stream.rest()
         if self._stops is None:
             return text

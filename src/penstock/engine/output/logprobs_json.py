@@ -24,7 +24,7 @@ COMPLETION = b'{"text_offset":[%d],"token_logprobs":[%.6g],"tokens":['
 
 
 class LogprobsWriter:
-    """Of each row it takes the sampled token first, then the likeliest."""
+    """Writes the log-probabilities of rows: of each row the sampled token first, then the likeliest."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -74,7 +74,7 @@ class LogprobsWriter:
         return _written(formats, kept)
 
     def _make_name(self, one: int) -> bytes:
-        """How an id looks by itself, as a string of JSON in a format."""
+        """Returns the text of an id as a JSON string, within a format string."""
         name = json_escape(self._vocabulary.piece(one).decode(errors="replace"))
         return b'"%b"' % name.replace(b"%", b"%%")
 

@@ -23,7 +23,7 @@ _MANY = (1 << 31) - 1
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """The device that computes nothing: a step takes so long on a clock, and tokens come from a rule."""
+    """A simulated device: it computes nothing, a step takes its time on a clock, and tokens follow a rule."""
 
     step_seconds: float = 0.005
     token_seconds: float = 0.0  # more for each token that the step computes

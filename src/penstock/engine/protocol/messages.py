@@ -32,7 +32,7 @@ MAX_SLOTS = 1 << 16
 
 # ── server → core, by the core's inbox ───────────────────────────────────────────────────────────────────────────────
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
-    """How tokens are chosen, and when a request ends."""
+    """The sampling parameters of a request, and the conditions that end it."""
 
     n: int = 1
     temperature: float = 1.0
@@ -110,7 +110,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Style(enum.IntEnum):
-    """What the text of a Delta is."""
+    """The form of the text of a Delta."""
 
     PLAIN = 0
     CHAT = 1  # finished lines of server-sent events: chat.completion.chunk
@@ -128,7 +128,7 @@ class Announce(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """From a server: the clients of these requests have gone."""
+    """From a server: the clients of these requests have disconnected."""
 
     server: Natural
     requests: Requests
@@ -189,7 +189,7 @@ class Appended(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Advances(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """How many tokens this step computes of a request, where it is not one: chunks of prefill."""
+    """The number of tokens that this step computes of a request, if it is not 1: chunks of prefill."""
 
     slots: Slots
     counts: Ints  # 0: not in this step
@@ -272,7 +272,7 @@ class FinishReason(enum.IntEnum):
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """Which rows of a Delta are the last of their sample, and why."""
+    """The rows of a Delta that are the last of their sample, with the reasons."""
 
     rows: Slots
     reasons: Bytes  # FinishReason
@@ -318,7 +318,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 # ── core or output processor → server ────────────────────────────────────────────────────────────────────────────────
 class Failed(msgspec.Struct, array_like=True, frozen=True):
-    """A request that ends without an answer. `status` is HTTP's."""
+    """A request that ends without an answer. `status` is the HTTP status for it."""
 
     request: Number
     status: Natural

@@ -1,6 +1,6 @@
-"""Attention over paged memory: what the layers of stock models call instead of their own.
+"""Attention over the paged KV cache, which the layers of stock models call instead of their own.
 
-Leaves to `input_batch` which tokens a step computes and where their keys and values lie.
+`input_batch` says which tokens a step computes, and where in the cache their keys and values are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from transformers import AttentionInterface
 from penstock.engine.worker import cpu_attention
 from penstock.engine.worker.input_batch import InputBatch, PrefillChunk, moved
 
-NAME = "penstock"  # of this attention, among those of transformers; there is no mask of this name, so none is built
-MAX_GATHERED = 1 << 16  # positions with keys copied together: the copy is short-lived, and not small
+NAME = "penstock"  # of this attention in transformers' registry; no mask function has this name, so no mask is built
+MAX_GATHERED = 1 << 16  # positions with keys and values gathered at a time: the copy is short-lived, but large
 
 
 class KVCacheShape(NamedTuple):
-    """What one layer keeps of a token."""
+    """Keys and values that one layer keeps of a token."""
 
     heads: int
     key_size: int
@@ -33,7 +33,7 @@ class KVCacheShape(NamedTuple):
 
 
 class Probe:
-    """Stands where `PagedAttention` does, and finds out what a model's layers keep. Attends to nothing."""
+    """Replaces `PagedAttention` in a trial run: records the shape of each layer's cache, and attends to nothing."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVCacheShape] = {}
@@ -44,7 +44,7 @@ class Probe:
 
 
 class KVCache:
-    """Keys and values of all layers, in blocks: what `BlockCache` gives numbers to."""
+    """Keys and values of all layers, in the blocks that the core's `BlockCache` numbers."""
 
     def __init__(
         self, shapes: dict[int, KVCacheShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -64,7 +64,7 @@ class KVCache:
 
     @staticmethod
     def nbytes_of_gathering(shapes: dict[int, KVCacheShape], dtype: torch.dtype) -> int:
-        """What one layer copies together, at most."""
+        """Returns the most bytes that one layer gathers at a time."""
         return max(shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values()) * (
             MAX_GATHERED * dtype.itemsize
         )
@@ -100,7 +100,7 @@ class AttentionStyle(NamedTuple):
 
 
 class PagedAttention:
-    """One step, as the layers see it."""
+    """Attention of one step: the layers call `attend`."""
 
     def __init__(self, memory: KVCache, batch: InputBatch, device: torch.device) -> None:
         self._memory = memory
@@ -112,7 +112,8 @@ class PagedAttention:
         self._rows: dict[int | None, cpu_attention.CpuRows] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: AttentionStyle) -> Tensor:
-        """Keeps keys and values [tokens, heads, size], and attends with the queries to all that came before them."""
+        """Writes keys and values [tokens, heads, size] to the cache, and attends with the queries to all tokens up to
+        their own."""
         keys, values = self._memory.layers[layer]
         keys.index_copy_(0, self._places, key.to(keys.dtype))
         values.index_copy_(0, self._places, value.to(values.dtype))
@@ -153,11 +154,11 @@ class PagedAttention:
 
 
 class DecodeAttention:
-    """A step in which every row computes one token, from tensors alone: what it does depends on their shapes, and on no
-    number in them. So it can be recorded, and done again with other numbers."""
+    """Attention of a step in which every row computes one token, from tensors alone: its kernels depend on their shapes
+    and on no number in them. So it can be recorded as a graph, and replayed with other numbers."""
 
     def __init__(self, memory: KVCache, lengths: Tensor, table: Tensor) -> None:
-        """`lengths` [rows]: of what is computed of each, this token included. `table` [rows, width]: their blocks."""
+        """`lengths` [rows]: computed tokens of each row, this one included. `table` [rows, width]: its blocks."""
         self._memory = memory
         self._lengths = lengths
         self._table = table
@@ -181,7 +182,7 @@ class DecodeAttention:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _reach(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """What `pieces` finds, for all rows: as many places for each as the table is wide, or the window."""
+        """Returns places and mask as `pieces` does, for all rows: each as wide as the table, or as the window."""
         block_size, width = self._memory.block_size, self._table.shape[1]
         lengths = self._lengths[:, None]
         first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
@@ -196,8 +197,8 @@ class DecodeAttention:
 
 
 def pieces(batch: InputBatch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
-    """The rows that decode, those of about a length together: which rows, the places of what each one sees (padded),
-    and which of these places are meant."""
+    """Yields groups of decode rows of similar length: the rows, the cache places that each row attends to (padded), and
+    a mask of the places that are not padding."""
     block_size = batch.block_size
     lengths = batch.lengths
     first = batch.firsts(window)
@@ -214,12 +215,12 @@ def pieces(batch: InputBatch, window: int | None) -> Iterator[tuple[Any, Any, An
         places = (blocks[:, :, None] * block_size + offsets).reshape(rows.size, -1)
         positions = (columns[:, :, None] * block_size + offsets).reshape(rows.size, -1)
         is_seen = (positions >= first[rows, None]) & (positions < lengths[rows, None])
-        own = batch.places[rows, None]  # not what others have left in the rest of a block: none times no number is none
+        own = batch.places[rows, None]  # padding: the rest of a block may hold NaN of another request
         yield rows, np.where(is_seen, places, own), is_seen
 
 
 def reach_of_chunk(chunk: PrefillChunk, block_size: int, window: int | None) -> tuple[Any, Any]:
-    """The places of what the tokens of a chunk see together, and what each one sees of it."""
+    """Returns the cache places that the tokens of a chunk attend to, and the mask of each token."""
     queries = np.arange(chunk.length - chunk.tokens, chunk.length)
     first = 0 if window is None else max(0, int(queries[0]) + 1 - window)
     positions = np.arange(first, chunk.length)
@@ -231,8 +232,8 @@ def reach_of_chunk(chunk: PrefillChunk, block_size: int, window: int | None) -> 
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: AttentionStyle) -> Tensor:
-    """Query [rows, tokens, heads, size] to key and value [rows, positions, fewer heads, size], where the mask [rows,
-    tokens, positions] is true. Heads that share keys are put below each other, as if they were more tokens."""
+    """Attends with query [rows, tokens, heads, size] to key and value [rows, positions, key heads, size], where the
+    mask [rows, tokens, positions] is true. Heads that share a key head are treated as more tokens."""
     rows, tokens, heads, size = query.shape
     groups = heads // key.shape[2]
     packed = query.view(rows, tokens, -1, groups, size).permute(0, 2, 3, 1, 4).reshape(rows, -1, groups * tokens, size)
@@ -276,7 +277,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: [1, heads, tokens, size] each; the answer is [1, tokens, heads, size]."""
+    """The function that transformers calls: takes [1, heads, tokens, size], returns [1, tokens, heads, size]."""
     how = AttentionStyle(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return paged.attend(module.layer_idx, queries, keys, values, how)[None], None

@@ -1,10 +1,10 @@
-"""Rotary positions that a stock model chooses by the longest row of a call: here by each row's own length.
+"""Rotary frequencies by each row's own length, where a stock model chooses them by the longest row of a call.
 
 With `longrope`, transformers has one set of frequencies for calls of up to `original_max_position_embeddings` tokens,
-and another for longer ones. A prompt is one call there, and each token of an answer another: the prompt's length
-decides for all tokens of the prompt, and the position of a token of the answer for that token. A step of ours has
-tokens of many requests: the positions of tokens with long frequencies are inverted, below 0. What `dynamic`
-changes lies beyond `max_position_embeddings`, where no request of ours comes: it keeps the frequencies it begins with.
+and another for longer ones. There, a prompt is one call, and each token of an answer another: the prompt's length
+decides for all tokens of the prompt, and the position of a token of the answer for that token. A step of this engine
+has tokens of many requests: tokens with long frequencies are marked by an inverted position, which is below 0.
+`dynamic` changes frequencies only beyond `max_position_embeddings`, and no request is longer than that.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ LONG = "longrope"
 
 
 def by_row(decoder: nn.Module, config: Any) -> int | None:
-    """Changes a model's text decoder. Returns the most tokens of a prompt with short frequencies; None: all have them.
+    """Replaces the rotary embeddings of a text decoder. Returns the most tokens of a prompt with short frequencies;
+    None: all prompts have them.
 
-    `config` is that of its text. Raises ValueError where layers begin with the long ones at different lengths.
+    `config` is the text config. Raises ValueError if layers change to long frequencies at different lengths.
     """
     limits: set[int] = set()
     rotaries = [(name, module) for name, module in decoder.named_modules() if hasattr(module, "rope_type")]
@@ -44,13 +45,13 @@ def by_row(decoder: nn.Module, config: Any) -> int | None:
 
 
 def mark_long(positions: Index, batch: InputBatch, prompt_lengths: Index, max_short_prompt: int) -> Index:
-    """Positions [tokens], those with long frequencies inverted. `prompt_lengths` are of the batch's rows."""
+    """Returns positions [tokens], inverted for tokens with long frequencies. `prompt_lengths`: of the batch's rows."""
     lengths = np.repeat(prompt_lengths, batch.counts)
     return np.where(np.maximum(lengths, positions + 1) > max_short_prompt, ~positions, positions)
 
 
 class _ByRow(nn.Module):
-    """Both sets of frequencies, and for each token its own."""
+    """A rotary embedding with both sets of frequencies, which chooses one for each token."""
 
     def __init__(self, rotary: Any, config: Any, kinds: list[str | None]) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ def _depends_on_call(rope_type: str) -> bool:
 
 
 def _types(rotary: Any) -> dict[str | None, str]:
-    """By kind of layer; None: of all."""
+    """Returns the rope type of each kind of layer; key None: of all layers."""
     return dict(rotary.rope_type) if isinstance(rotary.rope_type, dict) else {None: rotary.rope_type}
 
 

@@ -1,8 +1,7 @@
-"""From logits to ids, on the device that has the logits, for all rows of a step at once.
+"""The sampler: from logits to ids, on the device that has the logits, for all rows of a step at once.
 
-What is random is a function of a sample's own seed and of how many tokens it has: nothing else in the batch, no
-preemption and no other device changes what it draws. `stop_conditions` decides which samples have ended, and the model
-runner when the ids are read.
+A draw is a function of a sample's own seed and of how many tokens it has: neither the rest of the batch nor a
+preemption changes it. `stop_conditions` decides which samples have ended, and the model runner reads the ids.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Slots
 from penstock.engine.worker.input_batch import moved
 
-GREEDY = 1e-5  # below this temperature only the likeliest is left
+GREEDY = 1e-5  # below this temperature, the likeliest id is chosen
 DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that sum
 Pairs = tuple[torch.Tensor, torch.Tensor]  # rows of the batch, and ids
 
 
 class TopLogprobs(NamedTuple):
-    """Of the rows that asked: the sampled id and the likeliest, as many for all, and what each one is due."""
+    """Log-probabilities of the rows that want them: the sampled id and the likeliest ids, padded to the same number."""
 
     ids: torch.Tensor
     values: torch.Tensor
@@ -35,7 +34,7 @@ class TopLogprobs(NamedTuple):
 
 
 class SampledTokens:
-    """What a step has sampled. It may be on its way yet."""
+    """The sampled tokens of a step, which the device may still be computing."""
 
     def __init__(self, ids: torch.Tensor, is_failed: torch.Tensor, likely: TopLogprobs | None) -> None:
         self.ids = ids  # int32, one a row
@@ -43,7 +42,7 @@ class SampledTokens:
         self._likely = likely
 
     def on_host(self) -> SampledTokens:
-        """To be looked at when the device has done what it was told up to now."""
+        """Queues a copy to the host, which can be read when the device has done the work queued so far."""
         likely = self._likely
         if likely is not None:
             likely = likely._replace(
@@ -56,13 +55,13 @@ class SampledTokens:
         )
 
     def failed(self, slots: Index) -> Slots | None:
-        """Returns the slots of rows with logits that were not numbers: their ids mean nothing. None: there are none."""
+        """Returns the slots of rows with logits that are not finite: their ids mean nothing. None: no row failed."""
         is_failed = self._is_failed.cpu().numpy()
         return slots[is_failed].astype(np.uint16) if is_failed.any() else None
 
     def logprobs(self) -> Logprobs | None:
-        """Of the model's own distribution, before anything that the request wanted of it. A rank of 1 is the likeliest;
-        rows that did not ask have a count and a rank of 0."""
+        """Returns log-probabilities of the model's own distribution, before penalties and filters. The likeliest id has
+        rank 1; rows that want none have count and rank 0."""
         if self._likely is None:
             return None
         likely = self._likely
@@ -75,7 +74,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Knows of every slot how its next token is to be chosen. Changed when samples join and leave only."""
+    """Keeps the sampling parameters of every slot. They change only when samples join and leave."""
 
     def __init__(
         self, slots: int, vocabulary: int, eos_ids: Collection[int] = (), device: torch.device | str = "cpu"
@@ -90,11 +89,11 @@ class Sampler:
         self._repetitions = np.ones(slots, np.float32)
         self._presences = np.zeros(slots, np.float32)
         self._frequencies = np.zeros(slots, np.float32)
-        self._logprobs = np.zeros(slots, np.int32)  # how many besides the sampled one, and 1
+        self._logprobs = np.zeros(slots, np.int32)  # 1 + the number of top log-probabilities; 0: none are wanted
         self._least = np.zeros(slots, np.int32)
         self._generated = np.zeros(slots, np.int64)
         self._seeds = np.zeros(slots, np.uint64)
-        self._has_ids = np.zeros(slots, np.bool_)  # something in one of these three:
+        self._has_ids = np.zeros(slots, np.bool_)  # whether one of these three has an entry:
         self._allowed: list[Ints | None] = [None] * slots
         self._biases: list[tuple[Ints, npt.NDArray[np.float32]] | None] = [None] * slots
         self._ends: list[Ints] = [NOTHING] * slots  # that may not come before `min_tokens`
@@ -145,7 +144,7 @@ class Sampler:
         return np.array([token_id for token_id in ids if 0 <= token_id < self._vocabulary], np.int32)
 
     def _remember(self, slot: int, prompt: Ints) -> None:
-        """Gives it a place in the tables of what it has said."""
+        """Allocates the slot a row in the tables of prompt and generated ids, for penalties."""
         if not self._free_places:
             size = self._counts.shape[0]
             more = max(4, size)
@@ -159,9 +158,9 @@ class Sampler:
         self._is_in_prompt[place, self._ids(self._known(prompt.tolist()))] = True
 
     def sample(self, logits: torch.Tensor, slots: Index) -> SampledTokens:
-        """One token for each row. The rows are of these slots, none of them twice; each has one token more then.
+        """Samples one token for each row; row i is of `slots[i]`, and no slot occurs twice.
 
-        While `slots` is the array of the step before, and no sample has joined or left, `_Batch` is reused.
+        While `slots` is the same array as in the step before, and no sample has joined or left, `_Batch` is reused.
         """
         batch = self._batch
         if batch is None or batch.slots is not slots:
@@ -194,7 +193,7 @@ class Sampler:
         return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None)
 
     def _pairs(self, slots: Index, ids: list[Ints], is_selected: npt.NDArray[np.bool_]) -> Pairs:
-        """Where these ids of these rows are in the logits."""
+        """Returns the indices (rows, ids) into the logits for the ids of the selected rows."""
         row_numbers: list[int] = np.flatnonzero(is_selected).tolist()
         rows = np.repeat(np.array(row_numbers, np.int64), [ids[row].size for row in row_numbers])
         return self._ids(rows), self._ids(np.concatenate([NOTHING, *(ids[row] for row in row_numbers)]))
@@ -204,7 +203,7 @@ class Sampler:
 
 
 class _Batch:
-    """What is the same for these slots until a sample joins or leaves."""
+    """Tensors of a batch that stay the same until a sample joins or leaves."""
 
     def __init__(self, sampler: Sampler, slots: Index) -> None:
         s, device = sampler, sampler._device
@@ -217,7 +216,7 @@ class _Batch:
         self.asking = np.flatnonzero(s._logprobs[slots])
         self.asking_rows = sampler._ids(self.asking)
         self.due = s._logprobs[slots[self.asking]]
-        # ── rows that draw at random, and what from ──
+        # ── rows that draw at random, and from which ids ──
         self.random = np.flatnonzero(s._temperatures[slots] >= GREEDY)
         self.random_rows = sampler._ids(self.random)
         random_slots = slots[self.random]
@@ -235,7 +234,7 @@ class _Batch:
         self.penalized, self.places = sampler._ids(penalized), sampler._ids(s._places[slots[penalized]])
         self.repetitions = column(s._repetitions, penalized)
         self.presences, self.frequencies = column(s._presences, penalized), column(s._frequencies, penalized)
-        # ── ids that are wanted more, less, or alone ──
+        # ── ids with a bias, and ids that are allowed alone ──
         listed: list[int] = slots.tolist() if s._has_ids[slots].any() else []
         allowed = [s._allowed[slot] for slot in listed]
         biases = [s._biases[slot] for slot in listed]
@@ -279,7 +278,7 @@ class _Batch:
         return chosen[:, 0].clamp_(max=sums.shape[1] - 1)  # a failed row's sum is no number
 
     def _least_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """Of each row that is cut, the weight of the last one that is left."""
+        """Returns, for each row with `top_k` or `top_p`, the weight of the last id that is kept."""
         if self.most_k < weights.shape[1] // 4:
             best = torch.topk(weights, self.most_k).values
         else:

@@ -1,7 +1,6 @@
-"""A device that computes nothing: a step takes so long on a clock, not on a core, and its tokens come from a rule.
+"""A simulated device: a step takes its time on a clock without using a processor, and its tokens follow a rule.
 
-It queues as an accelerator does: what is launched while a step runs begins when that ends. Leaves to the worker that
-steps are launched in their order, and at most so many at once.
+It queues as an accelerator does: a step that is launched while another runs begins when that one ends.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ _SHIFTS = tuple(np.uint64(number) for number in (30, 27, 31))
 
 
 class TokenRule:
-    """Which token stands where: a function of the prompt, the sample and the place alone.
+    """The rule of tokens: each token is a function of prompt, sample and position alone.
 
-    So neither the batch, nor preemption, nor overlap, nor other requests can change it, and a test can foretell it.
+    So neither the batch, nor preemption, nor overlap, nor other requests change it, and a test can predict it.
     """
 
     def __init__(self, config: SimulatedDevice) -> None:
         self._config = config
 
     def key(self, prompt: Ints, sample: int = 0) -> int:
-        """Of a sample: what `tokens` asks for."""
+        """Returns the key of a sample, for `tokens`."""
         content = np.ascontiguousarray(prompt, np.int32).tobytes() + sample.to_bytes(8, "little")
         digest = hashlib.blake2b(content, digest_size=8, key=self._config.seed.to_bytes(8, "little")).digest()
         return int.from_bytes(digest, "little")
 
     def tokens(self, keys: Words, places: Ints) -> Ints:
-        """The tokens at these places, each counted from the beginning of its prompt."""
+        """Returns the token of each key at its place, counted from the beginning of the prompt."""
         mixed = keys + places.astype(np.uint64) * _GOLDEN  # splitmix64
         mixed = (mixed ^ (mixed >> _SHIFTS[0])) * _MIX_1
         mixed = (mixed ^ (mixed >> _SHIFTS[1])) * _MIX_2
@@ -57,7 +56,7 @@ class TokenRule:
         return ids
 
     def answer(self, prompt: Ints, count: int, sample: int = 0) -> list[int]:
-        """The first `count` tokens after the prompt, or fewer: up to the end id, which is the last of them."""
+        """Returns the first `count` tokens after the prompt, or fewer: up to and including the end id."""
         keys = np.full(count, self.key(prompt, sample), np.uint64)
         ids: list[int] = self.tokens(keys, np.arange(prompt.size, prompt.size + count, dtype=np.int32)).tolist()
         end_id = self._config.end_id

@@ -1,7 +1,7 @@
-"""Models on several ranks: which slice of each parameter a rank has, and where the ranks add up what they have.
+"""Tensor parallelism: shards a model over ranks by its own plan, and adds the all-reduces.
 
-The model's own plan says which layers are cut, and how. Every tensor is a plain one: a layer that is cut is the same
-layer, only narrower. Leaves to `weight_slices` where they begin and end, to `weight_loader` to read them.
+The plan of transformers says which layers are sharded, and how. Every tensor is a plain one: a sharded layer is the
+same layer, only narrower. `weight_slices` computes where slices begin and end, and `weight_loader` reads them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")  # layers with heads 
 
 
 class TPGroup:
-    """The processes that share a model. With one alone, nothing is sent."""
+    """The ranks that share a model. With one rank, its methods send nothing."""
 
     def __init__(self, rank: int = 0, size: int = 1, init_method: str = "", device: str = "cpu") -> None:
-        """Blocks until all have come. `init_method` is where: `tcp://127.0.0.1:PORT`, or `file://PATH`.
+        """Blocks until all ranks have joined. `init_method` is torch.distributed's, as in `tcp://127.0.0.1:PORT`.
 
-        `device` is this rank's own; "cuda" is that of its number.
+        `device` is this rank's own; "cuda" is the CUDA device with the rank's number.
         """
         self.rank = rank
         self.size = size
@@ -49,13 +49,13 @@ class TPGroup:
             torch.distributed.destroy_process_group()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of what all ranks have, in place."""
+        """Adds up the tensors of all ranks, in place."""
         if self.size > 1:
             torch.distributed.all_reduce(tensor)
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """What all ranks have, side by side in the last dimension."""
+        """Returns the tensors of all ranks, concatenated in the last dimension."""
         if self.size == 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -63,7 +63,7 @@ class TPGroup:
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """What rank 0 has, in place."""
+        """Copies the tensor of rank 0 to all ranks, in place."""
         if self.size > 1:
             torch.distributed.broadcast(tensor, 0)
         return tensor
@@ -78,9 +78,9 @@ class TPGroup:
 
 
 def shard(model: nn.Module, plan: dict[str, str], ranks: TPGroup, heads: HeadSlices) -> dict[str, WeightSlice]:
-    """Cuts a model that is on the meta device. Returns the slice of each parameter that has one.
+    """Shards a model on the meta device. Returns the slice of each sharded parameter.
 
-    Raises ValueError where the plan has a style that is not known here, or there are too few heads.
+    Raises ValueError if the plan has an unknown style, or there are too few heads.
     """
     heads.require(ranks.size)
     slices: dict[str, WeightSlice] = {}
@@ -102,7 +102,7 @@ def shard(model: nn.Module, plan: dict[str, str], ranks: TPGroup, heads: HeadSli
 
 
 class _Sharding(NamedTuple):
-    """One cut, as the styles make it."""
+    """The sharding of one model: the styles call its methods, and it collects the slices."""
 
     model: nn.Module
     modules: dict[str, nn.Module]
@@ -111,7 +111,7 @@ class _Sharding(NamedTuple):
     slices: dict[str, WeightSlice]
 
     def parameter(self, name: str, dimension: int, parts: int = 1) -> None:
-        """`parts` stand one after the other in this dimension, each to be cut."""
+        """Shards a parameter in one dimension, which has `parts` equal parts, each of them sharded."""
         owner, _, own = name.rpartition(".")
         module = self.modules[owner]
         whole = module._parameters.get(own)
@@ -179,7 +179,7 @@ def _rowwise_split_input(cut: _Sharding, name: str) -> None:
 
 
 def _embedding_rowwise(cut: _Sharding, name: str) -> None:
-    """Each rank knows some of the ids, and has zeros for the others."""
+    """Shards an embedding by ids: each rank has the vectors of some ids, and adds zeros for the others."""
     cut.parameter(f"{name}.weight", -2)
     embedding: Any = cut.modules[name]
     each = embedding.weight.shape[0]
@@ -200,7 +200,7 @@ def _add_up(cut: _Sharding, name: str) -> None:
 
 
 def _whole(_: _Sharding, __: str) -> None:
-    """Every rank has all of it."""
+    """Leaves a layer whole on every rank."""
 
 
 STYLES: dict[str, Callable[[_Sharding, str], None]] = {

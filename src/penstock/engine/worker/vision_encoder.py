@@ -1,8 +1,8 @@
-"""What stands in prompts instead of text: each image is encoded once, when a step first needs it, and kept by its key.
+"""The vision encoder: each image is encoded once, when a step first needs it, and the encoding is cached by its key.
 
-An image is opened for as long as it takes to encode it. All ranks do so in the same step, and where one of them does
-not find it, none has it: that request fails alike on all. Leaves to the store where an image's tensors lie, and to
-its writer what they are: what the model's processor makes of one image.
+An image is opened for as long as it takes to encode it. All ranks encode it in the same step, and if one of them does
+not find it, all treat it as missing: so the request fails on all ranks alike. The server has put the tensors, the
+output of the model's image processor, into the store.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from penstock.engine.worker.model import LoadedModel
 from penstock.tensor import Handle, Lease
 
 Open = Callable[[Handle], Lease]  # raises Missing
-Name: TypeAlias = "bytes | int"  # an image's key; without one, the `id()` of its item, as long as a slot has it
+Name: TypeAlias = "bytes | int"  # an image's key; without a key, the `id()` of its item while a slot has it
 MAX_NBYTES = 1 << 28  # of encoded images that are kept from one step to the next
 MAX_GRIDS = 1 << 14  # images with a cached grid (`image_grid_thw`); above, the grid used least recently is dropped
 
-MISSING, MISFIT, THERE = range(3)  # what a rank says of an image; the least counts
+MISSING, MISFIT, THERE = range(3)  # the state of an image on a rank; the least of all ranks counts
 WHY = {MISSING: FinishReason.MISSING, MISFIT: FinishReason.MISFIT}
-OURS = (torch.OutOfMemoryError, torch.distributed.DistError)  # whatever else a model raises, the image's tensors did
+OURS = (torch.OutOfMemoryError, torch.distributed.DistError)  # any other error of the encoder is the image's fault
 
 
 class Unusable(Exception):
-    """An image that is not there, or is no image to this model. All ranks say so."""
+    """An image is missing from the store, or does not fit the model. All ranks raise it alike."""
 
     def __init__(self, why: FinishReason) -> None:
         super().__init__(why.name)
@@ -43,7 +43,7 @@ class Unusable(Exception):
 
 
 class EncoderCache:
-    """Of all requests, by slot."""
+    """The images of all slots, and a cache of their encodings."""
 
     def __init__(self, model: LoadedModel, open_handle: Open, slots: int) -> None:
         self._model = model
@@ -53,9 +53,9 @@ class EncoderCache:
         self._nbytes = 0
         self._grids: OrderedDict[Name, Tensor] = OrderedDict()  # [1, 3]: kept, so a cached image need not be opened
         self._inputs: dict[int, list[tuple[Input, Index]]] = {}  # with the positions at which the image stands
-        self._ends = np.zeros(slots, np.intp)  # from here on there is only text
-        self._offsets = np.zeros(slots, np.intp)  # of rope positions, from there on
-        self._mrope_positions: dict[int, Index] = {}  # and up to there [3, end]
+        self._ends = np.zeros(slots, np.intp)  # position after the last image; only text follows
+        self._offsets = np.zeros(slots, np.intp)  # of rope positions, from `_ends` on
+        self._mrope_positions: dict[int, Index] = {}  # rope positions before `_ends`: [3, end]
         self._broken: dict[int, FinishReason] = {}  # slots without known token positions
         self._has_ropes = hasattr(model.stock.base_model, "get_rope_index")
 
@@ -83,7 +83,7 @@ class EncoderCache:
         self._ends[slot] = self._offsets[slot] = 0
 
     def _is_wanted(self, item: Handle) -> bool:
-        """By another sample of its request."""
+        """Returns whether another sample of the request still has this image."""
         return any(other is item for inputs in self._inputs.values() for (other, _, _), _ in inputs)
 
     def _forget(self, name: Name) -> None:
@@ -94,7 +94,7 @@ class EncoderCache:
     # ── where tokens stand ──
     @property
     def num_position_axes(self) -> int:
-        """In how many positions the model is told where a token stands."""
+        """Returns the number of axes of a token's rope position."""
         return 3 if self._has_ropes else 1
 
     def _find_ropes(self, slot: int, prompt: Ints, inputs: tuple[Input, ...]) -> None:
@@ -136,8 +136,8 @@ class EncoderCache:
 
     # ── what stands there ──
     def embeds(self, batch: InputBatch, ids: Tensor) -> tuple[Tensor | None, dict[int, FinishReason]]:
-        """What stands for the tokens of the step (None: only they themselves); and slots that want an image that is
-        not there, or is another than their prompt has room for."""
+        """Returns the embeddings of the step's tokens, with those of images in their places (None: the step has no
+        image tokens); and the slots that fail, as an image is missing or has another length than its placeholder."""
         failed = {slot: self._broken[slot] for slot in self._broken.keys() & set(batch.rows.tolist())}
         places: list[Index] = []
         pieces: list[Tensor] = []
@@ -165,7 +165,8 @@ class EncoderCache:
         return embeds, failed
 
     def _rows_before_their_ends(self, batch: InputBatch) -> list[tuple[int, int, int, int]]:
-        """Slot, first token in the step, first position, and the position after the last, of rows with images yet."""
+        """Returns slot, first token in the step, first position and end position of the rows that have not passed all
+        their images."""
         begins = batch.positions[batch.starts]
         rows = np.flatnonzero(begins < self._ends[batch.rows])
         return [
@@ -174,7 +175,7 @@ class EncoderCache:
         ]
 
     def _encoding(self, item: Handle) -> Tensor:
-        """Of an image [tokens, size]. Raises Unusable."""
+        """Returns the encoding of an image [tokens, size]. Raises Unusable."""
         name = _name(item)
         if name in self._encoded:
             self._encoded.move_to_end(name)
@@ -205,7 +206,7 @@ class EncoderCache:
 
     # ── opening ──
     def _open(self, item: Handle) -> dict[str, Tensor]:
-        """An image's tensors, which hold it for as long as one of them lives. Raises Unusable."""
+        """Returns an image's tensors; the image is held as long as one of them lives. Raises Unusable."""
         tensors: dict[str, Tensor] = {}
         state = MISFIT
         try:

@@ -1,6 +1,6 @@
-"""Parameters from a directory of safetensors: each rank reads its slices, and nothing else.
+"""Loads parameters from a directory of safetensors: each rank reads its slices, and nothing else.
 
-What a checkpoint calls its tensors, and which of them have become one, is for transformers to know.
+Transformers maps the names of tensors in a checkpoint to parameters, and merges several tensors into one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.engine.worker.weight_slices import FIRST_ONLY, WeightSlice
 
 
 class WeightFiles:
-    """The tensors of a directory, by name, none of them read yet. Raises ValueError where there are none."""
+    """The tensors of a directory, by name, read on demand. Raises ValueError if the directory has no weights."""
 
     def __init__(self, path: Path) -> None:
         if (path / INDEX).exists():
@@ -54,9 +54,9 @@ class WeightFiles:
 
 
 def load(model: Any, path: Path, slices: dict[str, WeightSlice], device: torch.device) -> None:
-    """Gives a model on the meta device its parameters, in the types that they have there.
+    """Loads the parameters of a model on the meta device, in the model's dtypes.
 
-    Raises ValueError where one is not in the files, or has another shape.
+    Raises ValueError if a parameter is missing from the files, or has another shape.
     """
     files = WeightFiles(path)
     missing = {
@@ -77,7 +77,7 @@ def load(model: Any, path: Path, slices: dict[str, WeightSlice], device: torch.d
 def _converted(
     model: Any, files: WeightFiles, parameters: dict[str, Tensor], slices: dict[str, WeightSlice]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter that is in the files, by the model's name for it."""
+    """Yields each parameter in the files, under the model's name for it."""
     known = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in known if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in known if isinstance(conversion, WeightConverter)]
@@ -87,7 +87,7 @@ def _converted(
         if name not in parameters and key in parameters:
             name, pattern = key, None
         if name not in parameters:
-            continue  # a part of the model that is not for this
+            continue  # a tensor that this model class does not have
         if pattern is None:
             part = slices.get(name)
             yield (
@@ -110,7 +110,7 @@ def _merged(
     converter: Any,
     slices: dict[str, WeightSlice],
 ) -> Iterator[tuple[str, Tensor]]:
-    """A parameter of which the file has the pieces: experts, most often, each of them to be cut as the whole."""
+    """Yields a parameter that the files have in pieces (experts, most often), each of them sharded as the whole is."""
     part = slices.get(name)
     only_put_together = all(isinstance(operation, (MergeModulelist, Concatenate)) for operation in converter.operations)
     cut_first = part is not None and only_put_together and len(part.ranges) in (1, len(converter.source_patterns))
@@ -124,7 +124,7 @@ def _merged(
 
 
 def _tied(model: Any, name: str, source: str, slices: dict[str, WeightSlice]) -> Tensor:
-    """What one parameter has of another's memory."""
+    """Returns a parameter that shares another one's values (tied weights), or its slice of them."""
     tensor: Tensor = model.get_parameter(source)
     own_slice, source_slice = slices.get(name), slices.get(source)
     if own_slice == source_slice:
@@ -148,9 +148,9 @@ def _put(model: nn.Module, name: str, tensor: Tensor, parameters: dict[str, Tens
 
 
 def rebuild_buffers(model: Any, device: torch.device) -> None:
-    """Computes what is in no file, and was left empty by the meta device: frequencies, for example.
+    """Computes buffers that are in no file and that the meta device left empty, such as rotary frequencies.
 
-    Before `load`, as it would set parameters, too. Raises ValueError where the model does not say how.
+    Call it before `load`, as it sets parameters, too. Raises ValueError if the model does not initialize a buffer.
     """
     buffers = []
     for name, buffer in list(model.named_non_persistent_buffers()):

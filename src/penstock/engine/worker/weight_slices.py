@@ -1,6 +1,6 @@
-"""Which part of a parameter a rank has: as much as the others, and zeros where there is not enough.
+"""The slice of a parameter that a rank has: as wide as on all ranks, padded with zeros, which add nothing to sums.
 
-Zeros change nothing: what they add to a sum is nothing. Leaves to `tensor_parallel` which parameters are cut, and how.
+`tensor_parallel` decides which parameters are sharded, and how.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:  # heads are counted without torch, before a process starts
 
 
 class WeightSlice(NamedTuple):
-    """A rank's part of a parameter, in one dimension, counted from the last: ranges of it, one after the other, each
-    of them filled with zeros up to the width that it has on all ranks."""
+    """A rank's slice of a parameter in one dimension: ranges, one after the other, each padded with zeros to the width
+    that it has on all ranks."""
 
-    dimension: int
-    length: int  # of the whole
-    ranges: tuple[tuple[int, int], ...]  # from where to where
-    width: int
+    dimension: int  # negative: counted from the last
+    length: int  # of the whole parameter in it
+    ranges: tuple[tuple[int, int], ...]  # begin and end
+    width: int  # of each range, with its zeros
 
     def shape(self, whole: torch.Size) -> list[int]:
         cut = list(whole)
@@ -28,11 +28,11 @@ class WeightSlice(NamedTuple):
         return cut
 
     def first(self) -> WeightSlice:
-        """The same, of what has only the first of as many equal parts as there are ranges."""
+        """Returns the slice of the first part alone, of a parameter with as many equal parts as there are ranges."""
         return self._replace(length=self.length // len(self.ranges), ranges=self.ranges[:1])
 
     def of(self, source: Any, shape: Sequence[int], name: str) -> Tensor:
-        """The part, of a tensor, or of one in a file, of that shape. Raises ValueError where that is another length."""
+        """Cuts the slice from a tensor, or from one in a file. Raises ValueError if `shape` has another length."""
         import torch
         import torch.nn.functional as F
 
@@ -53,27 +53,27 @@ FIRST_ONLY = WeightSlice(-1, 0, (), 0)  # the bias of a sum: one rank adds it, t
 
 
 def share(length: int, rank: int, size: int, unit: int = 1) -> tuple[int, int]:
-    """Where a rank's share begins, and how wide it is, in whole units. The last ones may end behind the whole."""
+    """Returns where a rank's share begins and how wide it is, in whole units. The last shares may exceed `length`."""
     width = -(-length // (size * unit)) * unit
     return rank * width, width
 
 
 def within(begin: int, width: int, length: int) -> tuple[int, int]:
-    """From where to where, of what is so long."""
+    """Returns begin and end of a share, within `length`."""
     return min(begin, length), min(begin + width, length)
 
 
 class HeadSlices(NamedTuple):
-    """Of attention: a rank has heads of queries, and beside them those of the keys and values that these look at.
+    """The attention heads of a rank: query heads, and the key and value heads that these use.
 
-    With more ranks than heads of keys, several ranks have the same one. Heads that fill a share up are zeros.
+    With more ranks than key heads, several ranks have the same key head. Heads that pad a share are zeros.
     """
 
     queries: int
     keys: int  # and of values: each is shared by as many of the queries, one after the other
 
     def require(self, size: int) -> None:
-        """Raises ValueError where not every one of so many ranks would have a head."""
+        """Raises ValueError if one of `size` ranks would have no head."""
         if not self._are_enough(size):
             fewer_ranks = max(fewer for fewer in range(1, size) if self._are_enough(fewer))
             raise ValueError(
@@ -82,14 +82,14 @@ class HeadSlices(NamedTuple):
             )
 
     def _are_enough(self, size: int) -> bool:
-        """For the last rank, that is, which has what is left over."""
+        """Returns whether the last of `size` ranks, which has the remainder, has a head."""
         if size <= self.keys:
             return share(self.keys, size - 1, size)[0] < self.keys
         alike, looking = size // self.keys, self.queries // self.keys
         return size % self.keys == 0 and share(looking, alike - 1, alike)[0] < looking
 
     def _alike(self, size: int) -> int:
-        """How many ranks have the same keys."""
+        """Returns the number of ranks that have the same key head."""
         return max(1, size // self.keys)
 
     def of_keys(self, dimension: int, length: int, rank: int, size: int) -> WeightSlice:

@@ -1,7 +1,7 @@
-"""A worker: applies the core's steps, gives them to its device, and says what each has sampled.
+"""The worker process: applies the core's steps, launches them on its device, and sends their results (rank 0).
 
-It waits for whatever comes first: the next step, or the end of the oldest one that runs. Leaves to the device what a
-step is, and to the launcher what follows when the core dies.
+It waits for the next step, or for the end of the oldest step in flight, whichever comes first. When the core dies, the
+worker ends with PeerDied, and the launcher restarts the group.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from penstock.engine.worker.simulated_device import SimulatedRunner
 if TYPE_CHECKING:  # decode_graphs imports torch
     from penstock.engine.worker.decode_graphs import GraphRecorder
 
-MAX_IN_FLIGHT = 2  # one runs, one waits: the device need not wait for us between them
-LOOKS = 10_000  # of a thread for the others of its product: about 0.1 ms. With none, a short step takes twice as long
+MAX_IN_FLIGHT = 2  # one step runs and one is queued: the device does not wait for the worker between them
+LOOKS = 10_000  # spins of a thread that waits for others: about 0.1 ms. Without any, a short step takes twice as long
 LOOK_AGAIN = 0.0002  # seconds between looks at a flight with unknown end
 
 
@@ -37,14 +37,14 @@ def run(tree: Cluster, me: ProcessId) -> None:
     with starting():
         device = device_of(tree, me)
     worker = Worker(tree, me, device)
-    gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
+    gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay several steps
     worker.run()
     if isinstance(device, SimulatedRunner):
         event("device stopped", busy=device.busy, idle=device.idle, idle_share=device.idle_share)
 
 
 def device_of(tree: Cluster, me: ProcessId) -> Device:
-    """Blocks until all ranks have come, and the model is loaded."""
+    """Creates the worker's device. Blocks until all ranks have joined, and the model is loaded."""
     config = tree.config
 
     def open_handle(handle: Handle) -> Lease:
@@ -52,11 +52,11 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
 
     if config.simulated is not None:
         return SimulatedRunner(config.simulated, config.max_num_seqs, open_handle=open_handle)
-    # Read when torch is loaded. Threads of a product that wait for each other look for about as long as it takes to
-    # wake a thread, then give their processor away: core and servers need it, and bring the next step.
+    # Torch reads these when it is loaded. Threads of a product that wait for each other spin for about as long as it
+    # takes to wake a thread, then yield their processor to the core and the servers, which prepare the next step.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("GOMP_SPINCOUNT", str(LOOKS))
-    # Imported here: torch is not needed by anybody else.
+    # Imported here: only workers need torch.
     from penstock.engine.worker.model_runner import ModelRunner
     from penstock.engine.worker.tensor_parallel import TPGroup
 
@@ -82,7 +82,8 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
 
 
 def recorder_of(config: EngineConfig) -> GraphRecorder | None:
-    """Of what this process's current device does; only CUDA's can be recorded, and a sum of its ranks with it."""
+    """Returns the recorder of decode graphs for this process's device; None: the device is no CUDA device, or
+    `enforce_eager` is set."""
     if not config.device.startswith("cuda"):
         return None
     if config.enforce_eager:
@@ -120,7 +121,7 @@ class Worker:
         self._sequence.begin(first)
 
     def run(self) -> None:
-        """Until the core says that it is time to stop. Raises PeerDied when it has died."""
+        """Runs steps until the core sends Stop. Raises PeerDied if the core dies."""
         while not self._is_stopped:
             self._turn()
         while self._flights:
@@ -130,7 +131,7 @@ class Worker:
                 end.close()
 
     def _turn(self) -> None:
-        """Launches a step, or answers for one that is done."""
+        """Launches the next step, or sends the result of the oldest one if that is done."""
         if self._flights and (len(self._flights) == MAX_IN_FLIGHT or self._flights[0][1].is_done()):
             return self._answer()
         try:
@@ -153,7 +154,7 @@ class Worker:
         return None
 
     def _patience(self) -> float | None:
-        """For how long to wait for another step."""
+        """Returns the seconds to wait for another step; None: without limit."""
         if not self._flights:
             return None
         done_at = self._flights[0][1].done_at
@@ -175,6 +176,6 @@ class Worker:
         done_at = time.monotonic_ns()
         results = self._results
         retry_past_stale_deaths(self._me, lambda: results.send(done, self._timeout), self._timeout)
-        assert self._meter is not None, "whoever tells results counts them"
+        assert self._meter is not None, "rank 0 sends results and counts them"
         self._meter.done(sampled, done_at)  # no process waits for that
         self._meter.publish(self._row)

@@ -1,6 +1,6 @@
-"""The prompt that a conversation is: the model's own chat template, rendered as transformers' tokenizers do it.
+"""Renders a conversation into a prompt by the model's chat template, as transformers' tokenizers do.
 
-By the function that they call for it, and without them: they would bring torch into each server process.
+It calls the function that they call, and not the tokenizer classes, which would import torch into each server process.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ RESERVED = {
     *("conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask"),
     *("continue_final_message", "add_generation_prompt", "messages"),
 }
-MARK = "as it is written"  # in what a template is tried with
+MARK = "as it is written"  # the content of a trial message
 
 
 def join_texts(content: str | list[dict[str, str]]) -> str:
-    """The texts of a message's parts."""
+    """Returns the text of a message: its content, or the texts of its parts, one per line."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
 
 
 class ChatTemplate:
-    """Of the model in a directory; it may have none."""
+    """The chat template of a model's directory, which may have none."""
 
     def __init__(self, directory: Path) -> None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        self._render: Any = render_jinja_template  # what it returns is not what it says
+        self._render: Any = render_jinja_template  # its annotation of the result is wrong
         tokenizer_config = _read_json(directory / "tokenizer_config.json")
         self._template = _template(directory, tokenizer_config)
         self._special = {
             name: _text(token) for name, token in tokenizer_config.items() if name.endswith("_token") and token
         }
-        # Templates differ in what they take for what is said, and do not tell: so they are tried.
+        # Some templates take a message's content as text, some as parts, and do not say which: so both are tried.
         self._takes_text = self._shows(MARK)
         self._takes_parts = self._shows([{"type": "text", "text": MARK}])
 
     def prompt(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
-        """Raises ApiError."""
+        """Renders a conversation. Raises ApiError."""
         if self._template is None:
             raise ApiError(400, "the model has no chat template: use /v1/completions", param="messages")
         reserved = RESERVED & options.keys()
@@ -63,15 +63,15 @@ class ChatTemplate:
         return prompt
 
     def _shows(self, content: Any) -> bool:
-        """As text, and not as what it is in Python."""
+        """Returns whether the template renders such a content as text, and not as its Python repr."""
         try:
             prompt = self._rendered([{"role": "user", "content": content}], True, {})
-        except Exception:  # it wants something else
+        except Exception:  # the template expects the other form
             return False
         return MARK in prompt and "'text'" not in prompt and '"text"' not in prompt
 
     def _to_template_format(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """With contents as the template takes them: texts, parts, or both."""
+        """Returns the messages with contents in the form that the template takes: texts, parts, or both."""
         return [{**message, "content": self._content(message["content"])} for message in messages]
 
     def _content(self, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
@@ -85,7 +85,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """In a file of its own, or among what is said of the tokenizer: one, or several with names."""
+    """Reads the template from its own file or from tokenizer_config.json, where it may be one of several with names."""
     alone = directory / "chat_template.jinja"
     if alone.exists():
         return alone.read_text()

@@ -1,8 +1,8 @@
-"""Long images in a body, taken out of it before it is decoded and put back after.
+"""Cuts long data URLs out of a body before it is decoded, and puts them back after.
 
-A decoder looks at each character, and no thread goes on before it has seen the last: a thread of its own wins nothing.
-Where an image ends, the search for its quotation mark knows ten times as fast, and between two of them others go on.
-Leaves to `image_urls` whether it is one.
+The JSON decoder looks at each character and holds the interpreter throughout, so a thread of its own would not help.
+A search for the closing quotation mark is ten times as fast, and other threads run between two searches. `image_urls`
+decodes the URLs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ LONG = 64 << 10  # bytes of an image as it stands there: shorter ones are decode
 
 
 def extract_data_urls(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, str]]:
-    """The body with a mark for each long data URL, and these by their marks, which no client can know.
+    """Returns the body with a mark in place of each long data URL, and the URLs by their marks, which are random.
 
-    What is no URL without doubt stays where it is; of what is cut out, nothing but an image's URL has any meaning.
+    A string that may be something else than a data URL stays in the body.
     """
     name = secrets.token_hex(16)
     urls: dict[str, str] = {}
@@ -39,7 +39,7 @@ def extract_data_urls(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[
 
 
 def _begin(body: bytes | bytearray, at: int) -> int:
-    """Of the next one; -1: there is none. Piece by piece, so that others go on meanwhile."""
+    """Returns the position of the next data URL, or -1. Searches piece by piece, so that other threads can run."""
     for start in range(at, len(body), PIECE):
         begin = body.find(BEGIN, start, start + PIECE + len(BEGIN) - 1)
         if begin >= 0:
@@ -48,7 +48,7 @@ def _begin(body: bytes | bytearray, at: int) -> int:
 
 
 def _url(literal: memoryview) -> str | None:
-    """As JSON says it; None: it is short, or not just said as it is."""
+    """Returns the URL in a JSON string; None: it is short, or has escapes."""
     if len(literal) < LONG:
         return None
     try:

@@ -1,8 +1,8 @@
-"""How much a body says, found out before it is decoded: a decoder lets no other thread go on before it has ended.
+"""Counts the values in a JSON body before it is decoded, as the decoder blocks all other threads until it has ended.
 
-That takes less for long texts than for many pieces: 64 MB of empty lists took 11 s. Here they are counted, a part of
-the body at a time, and between two parts others go on. Leaves to the decoder whether it is JSON: up to where it is not,
-the count is right, and beyond that nothing is decoded.
+Decoding takes longer for many values than for long texts: 64 MB of empty lists took 11 s. The values are counted a part
+of the body at a time, and other threads run between two parts. The body need not be valid JSON: the count is right up
+to the first error, and the decoder decodes nothing beyond it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PIECE = 64 << 10
 
 
 def check_json_size(body: bytes | bytearray) -> None:
-    """Raises ApiError where decoding it would hold others up."""
+    """Raises ApiError if decoding the body would block other threads for too long."""
     if len(body) > MAX_NBYTES:
         raise ApiError(413, f"a body has at most {MAX_NBYTES} bytes besides images in data URLs, this one has more")
     quotes = opened = commas = at = 0

@@ -1,7 +1,7 @@
-"""How few tokens a text can have, told from its characters: what is too long is refused before it is tokenized.
+"""A lower bound of the number of tokens of a text, by its characters: a text that must be too long is not tokenized.
 
-A token covers at most so many characters of a text as the longest one has, unless the tokenizer drops characters or
-makes one token of many that it does not know. Where the tokenizer's file does not rule that out, there is no bound.
+A token covers at most as many characters as the longest token of the vocabulary has, unless the tokenizer drops
+characters or makes one token of several unknown ones. If tokenizer.json does not rule that out, there is no bound.
 `prompt_builder` decides which texts are checked.
 """
 
@@ -49,7 +49,7 @@ class LengthBound(NamedTuple):
 
 
 def length_bound(path: Path) -> LengthBound | None:
-    """Of the tokenizer in this file; None: any text may be few tokens."""
+    """Returns the bound for the tokenizer in this file; None: there is none."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
     except msgspec.DecodeError:  # a kind of tokenizer that has no vocabulary of this form
@@ -65,7 +65,7 @@ def length_bound(path: Path) -> LengthBound | None:
 
 
 def _kinds(part: Any) -> list[str]:
-    """Of a normalizer or pre-tokenizer, and of those that it is a sequence of."""
+    """Returns the types of a normalizer or pre-tokenizer, and of the members of a sequence."""
     if part is None:
         return []
     parts = part.get("normalizers", part.get("pretokenizers", ()))
@@ -73,7 +73,7 @@ def _kinds(part: Any) -> list[str]:
 
 
 def _shrinks(normalizer: Any) -> int:
-    """How many characters may become one; 0: any number."""
+    """Returns how many characters a normalizer may join into one; 0: any number."""
     if normalizer is None:
         return 1
     kind = normalizer.get("type")
@@ -100,7 +100,7 @@ def _keeps_all(pre_tokenizer: Any) -> bool:
 
 
 def _has_all_bytes(model: _Model, vocabulary: set[str], writes_bytes: bool) -> bool:
-    """So no character is unknown: several of those may become one token, or none."""
+    """Returns whether every character has tokens: of unknown characters, several may become one token, or none."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     if model.type == "BPE" and writes_bytes and vocabulary.issuperset(ByteLevel.alphabet()):

@@ -1,6 +1,6 @@
-"""Prompts from texts and messages, and how an id looks: what a server process knows of the model's tokenizer.
+"""Builds prompts from texts and messages with the model's tokenizer, in a server process.
 
-Leaves the texts of answers to the output processors.
+Output processors detokenize the answers.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ THREADS = 2  # for both. The tokenizer lets the interpreter go
 
 
 class Tokenizer(Protocol):
-    """Of a model, or of a simulated device. Made once in a process."""
+    """The tokenizer of a model or of a simulated device. Created once in a process."""
 
-    vocab_size: int  # there are no ids from this one on
-    tokenizer: Any  # of `tokenizers`; None: a text is its bytes
+    vocab_size: int  # all ids are below
+    tokenizer: Any  # a `tokenizers.Tokenizer`; None: the ids of a text are its bytes
 
     def encode(self, text: str, add_special: bool) -> list[int]: ...
 
     def min_tokens(self, text: str) -> int:
-        """How many ids a text has at least, found out much sooner than its ids."""
+        """Returns a lower bound of the number of ids of a text, much faster than `encode`."""
 
     def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
-        """The prompt that a conversation is. Raises ApiError."""
+        """Renders a conversation. Raises ApiError."""
 
 
 def build_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Of a simulated device, the bytes of a text are its ids, unless a directory with a tokenizer is named."""
+    """Loads the model's tokenizer. For a simulated device without one, the ids of a text are its bytes."""
     if config.simulated is not None and not (Path(config.model) / "tokenizer.json").exists():
         return NumberTokenizer(config.simulated.vocabulary)
     return ModelTokenizer(config)
@@ -77,7 +77,7 @@ class ModelTokenizer:
         self.vocab_size = _most_ids(config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
-        # As a batch, though of one: only for a batch the interpreter is let go meanwhile.
+        # A batch of one, as only the batch method releases the interpreter meanwhile.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
         ids: list[int] = encoding.ids
         return ids
@@ -90,7 +90,7 @@ class ModelTokenizer:
 
 
 def _most_ids(config: EngineConfig) -> int:
-    """An id that the model has no place for would be the end of its worker."""
+    """Returns the model's `vocab_size`: a worker would fail at an id beyond it."""
     if config.simulated is not None:
         return 1 << 31
     whole, text = read_config(Path(config.model) / "config.json")
@@ -99,7 +99,7 @@ def _most_ids(config: EngineConfig) -> int:
 
 
 class PromptBuilder:
-    """Makes prompts without holding up the loop."""
+    """Builds prompts without blocking the event loop."""
 
     def __init__(self, config: EngineConfig, words: Tokenizer, images: ImagePrompts | None = None) -> None:
         """`images`: None where the model takes none."""
@@ -122,7 +122,7 @@ class PromptBuilder:
         add_special: bool = False,
         limit: Limit | None = None,
     ) -> Prompt:
-        """To be released, unless a request gets it. Raises ApiError."""
+        """Returns the prompt, which the caller releases unless it submits it. Raises ApiError."""
         if conversation.images and self._images is None:
             where = conversation.images[0].where
             raise ApiError(400, f"expected text, got an image at $.{where}: this model takes none", param=where)
@@ -134,9 +134,10 @@ class PromptBuilder:
         return await self._images.prompt(ids, conversation.images)
 
     async def ids(self, prompt: str | list[int], add_special: bool = True, limit: Limit | None = None) -> list[int]:
-        """Raises ApiError where they are none that the model could answer, or a text must have more than `limit`."""
+        """Returns the ids of a text, or a list of ids as it is. Raises ApiError for unknown ids, and for a
+        text with more than `limit`."""
         if not isinstance(prompt, str):
-            # A longer one is refused for its length, unless it is cut: then its end is as good as its beginning.
+            # Ids beyond the limit need no check: the prompt is refused for its length.
             looked_at = prompt if limit is None else prompt[: limit.tokens + 1]
             if looked_at and max(looked_at) >= self.words.vocab_size:
                 message = f"expected ids below {self.words.vocab_size}, got {max(looked_at)} at $.prompt"
@@ -151,7 +152,7 @@ class PromptBuilder:
         return await self.in_a_thread(lambda: self.words.encode(prompt, add_special))
 
     async def vocabulary(self) -> Vocabulary:
-        """Made when it is first asked for: few want to know how ids look."""
+        """Returns the texts of all ids, loaded at the first request with log-probabilities."""
         if self._vocabulary is None:
             make = functools.partial(load_vocabulary, self._config, self.words.tokenizer)
             self._vocabulary = asyncio.ensure_future(self.in_a_thread(make))

@@ -134,13 +134,13 @@ def unknown_fields(body: bytes | bytearray | memoryview, known: Collection[str])
 
 
 def require_neutral(name: str, value: Any) -> None:
-    """Of a field in NEUTRAL_ONLY. Raises ApiError."""
+    """Raises ApiError if the value of a field in NEUTRAL_ONLY is not neutral."""
     if not is_neutral(value, NEUTRAL_ONLY[name]):
         raise ApiError(400, f"{name} is not supported{_way_out(NEUTRAL_ONLY[name])}", param=name)
 
 
 def strict(kind: type[msgspec.Struct], options: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """`kind` with the fields of all tables, to decode a body and find out whether it has unknown ones in one go.
+    """Returns `kind` with the fields of all tables, which decodes a body and finds unknown fields in one pass.
 
     `options`: the struct of `stream_options`.
     """
@@ -157,7 +157,7 @@ def strict(kind: type[msgspec.Struct], options: type[msgspec.Struct]) -> type[ms
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
-    """As JSON compares values: true is not 1."""
+    """Returns whether a value is null or one of `neutral`, compared as in JSON: true is not 1."""
     return value is None or any(
         value == neutral_value and isinstance(value, bool) == isinstance(neutral_value, bool)
         for neutral_value in neutral
@@ -165,20 +165,20 @@ def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:
 
 
 def _way_out(neutral: tuple[Any, ...]) -> str:
-    """Which values would pass, where that says more than that the field may be left out."""
+    """Returns the values that would pass, as a clause; empty if the field can only be left out."""
     values = [json.dumps(value) for value in neutral if value not in _EMPTY]
     return f": expected {' or '.join(values)}, or nothing" if values else ""
 
 
 def properties() -> dict[str, Any]:
-    """What /openapi.json says of these fields, besides those that are honoured."""
+    """Returns the properties of these fields for /openapi.json."""
     refused: dict[str, Any] = {name: {"enum": [None, *neutral]} for name, neutral in NEUTRAL_ONLY.items()}
     ignored: dict[str, Any] = {name: {"description": "ignored"} for name in IGNORED if "." not in name}
     return dict(sorted((refused | ignored).items()))
 
 
 class UnknownFields:
-    """What a server process tells of unknown fields: its clients each time, its log once for each name."""
+    """Reports unknown fields: to the client in each answer, and in the log once for each name."""
 
     def __init__(self, known: Iterable[str]) -> None:
         self._known = sorted({*known, *NEUTRAL_ONLY, *IGNORED})

@@ -1,7 +1,7 @@
-"""What the bodies of requests may say: the fields that are honoured, with their types.
+"""The bodies of requests: the fields that are honoured, with their types.
 
-A field that is null is one that was not given. Leaves to `request_fields` what becomes of any other field, and to
-`SamplingParams` which numbers make sense.
+A field that is null counts as missing. `request_fields` handles all other fields, and `SamplingParams` checks
+combinations of values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_CHARACTERS = 1024  # of one of them, and of what a client is called
 MAX_IDS = 1024  # with a bias, or that stop
 MAX_LOGPROBS = 20  # besides the sampled token
 NEUTRAL = SamplingDefaults()
-TOKENS_OF_A_COMPLETION = 16  # where none are said; a chat may go on as long as the model can
+TOKENS_OF_A_COMPLETION = 16  # by default; a chat may continue up to the model's maximum length
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Short = Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)]
@@ -56,7 +56,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class Sampling(msgspec.Struct, kw_only=True):
-    """What chats and completions have in common; from `top_k` on, what OpenAI has not, and others have."""
+    """The fields that chats and completions share; those from `top_k` on are vLLM's and not OpenAI's."""
 
     model: str | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] | None = None
@@ -93,7 +93,7 @@ class Sampling(msgspec.Struct, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def params(self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
-        """Raises ApiError for what makes no sense, or is not supported."""
+        """Returns the sampling parameters. Raises ApiError for values that are invalid or not supported."""
         if self.response_format is not None and self.response_format.type != "text":
             message = f"expected 'text', got {self.response_format.type!r} at $.response_format.type"
             raise ApiError(400, message, param="response_format.type")
@@ -135,7 +135,7 @@ class CompletionRequest(Sampling, kw_only=True):
         return self.params(self.max_tokens or TOKENS_OF_A_COMPLETION, self.logprobs, defaults)
 
     def prompts(self) -> list[str | list[int]]:
-        """Raises ApiError where they are of several kinds, or none."""
+        """Returns the prompts, each a text or a list of ids. Raises ApiError if they are of several kinds, or none."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = {type(item) for item in self.prompt}
@@ -192,14 +192,14 @@ class ChatRequest(Sampling, kw_only=True):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What the chat template is told besides the messages; `reasoning_effort` as vLLM tells it."""
+        """Returns the variables of the chat template besides the messages; `reasoning_effort` is passed as in vLLM."""
         effort = self.reasoning_effort
         options = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         return {**options, **(self.chat_template_kwargs or {})}
 
 
 class Conversation(NamedTuple):
-    """Messages as templates want them, which are told only where images stand; and these, in their order."""
+    """Messages as chat templates take them, with a part of type "image" for each image; and the images, in order."""
 
     messages: list[dict[str, Any]]
     images: list[ImageRef]
@@ -233,7 +233,7 @@ class Conversation(NamedTuple):
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Either a prompt or messages."""
+    """A body of /tokenize: either a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -264,7 +264,7 @@ WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def decoded(body: bytes | bytearray, kind: type[T], unknown: list[str] | None = None) -> T:
-    """Names of unknown fields are appended to `unknown`. Raises ApiError."""
+    """Decodes a body. Names of unknown fields are appended to `unknown`. Raises ApiError."""
     if len(body) > LONG:
         request = _decoded_in_parts(body, kind, unknown)
         if request is not None:
@@ -277,7 +277,8 @@ def decoded(body: bytes | bytearray, kind: type[T], unknown: list[str] | None = 
 
 
 def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T | None:
-    """None: it is to be decoded in one, as there is nothing to cut out, or as what is wrong is told with its place."""
+    """Decodes a body without its long data URLs. Returns None if it has none, or has an error: then the whole body is
+    decoded, for the right position in the error."""
     short, urls = extract_data_urls(body)
     if not urls:
         return None
@@ -292,7 +293,7 @@ def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str]
 
 
 def _decode(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T:
-    """Raises WRONG, ApiError."""
+    """Decodes a body, and checks fields in NEUTRAL_ONLY. Raises WRONG, ApiError."""
     try:
         request: T = STRICT[kind].decode(body)
     except msgspec.ValidationError as error:
@@ -321,9 +322,9 @@ def _decode_with_unknown(body: bytes | bytearray, kind: type[T], unknown: list[s
 
 
 def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> bytes | None:
-    """The body with 10.0 written as 10, as JSON knows one kind of number, wherever a field wants a whole one.
+    """Returns the body with 10.0 written as 10 for each field of type int, as JSON has one type of number.
 
-    None: there is nothing to mend.
+    None: no field needs that.
     """
     fields: dict[str, Any] = msgspec.json.decode(body)
     floats = [name for name in _whole_numbers(kind) & fields.keys() if isinstance(fields[name], float)]
@@ -343,7 +344,7 @@ def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def _is_whole_with(request: msgspec.Struct, urls: dict[str, str]) -> bool:
-    """Puts images where their marks stand. False: some stand where no image is said, and may mean something there."""
+    """Puts the data URLs in place of their marks. Returns False if a mark is not the URL of an image."""
     messages: list[Message] = getattr(request, "messages", None) or []
     for message in messages:
         if isinstance(message.content, list):

@@ -1,6 +1,6 @@
-"""What answers look like: for the document that tells clients, which every answer is tested against.
+"""The types of answers, for /openapi.json only; tests validate every answer against them.
 
-Nothing else is made of these: answers are put together where they come from.
+The code that answers builds its JSON without these classes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ErrorResponse(ResponseModel):
     error: ErrorDetail
 
 
-# ── what was generated ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── whole answers ────────────────────────────────────────────────────────────────────────────────────────────────────
 class PromptTokensDetails(ResponseModel):
     cached_tokens: Natural
 
@@ -98,7 +98,7 @@ class TextCompletion(CompletionBase):
     choices: list[CompletionChoice]
 
 
-# ── what is being generated: an event each ───────────────────────────────────────────────────────────────────────────
+# ── chunks of a stream, one in each event ────────────────────────────────────────────────────────────────────────────
 class ChunkBase(ResponseModel, kw_only=True):
     id: str
     created: Natural
@@ -136,7 +136,7 @@ class CompletionChunk(ChunkBase, kw_only=True):
     choices: list[CompletionStep]
 
 
-# ── what is known ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── other routes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 class TokenizeResponse(ResponseModel):
     count: Natural
     max_model_len: Natural

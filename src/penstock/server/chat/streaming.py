@@ -1,6 +1,6 @@
-"""Answers on their way to a client: as events, while they come, or whole.
+"""Answers to a client: as server-sent events while they are generated, or whole.
 
-Lines that are ready-made are passed on as they are. Leaves to `app` which prompts they answer.
+The output processors write the lines of a stream, and the server passes them on.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ DONE = b"data: [DONE]\n\n"
 
 
 def engine_failed(error: EngineError, request_id: str) -> ApiError:
-    """What a client is told of it. What is not its own doing is logged under the same id."""
+    """Returns the error for the client. An error of status 500 or above is also logged, with the same id."""
     if error.status >= 500:
         event("request failed", logging.WARNING, request_id=request_id, status=error.status, error=error.reason)
     return ApiError.of(error, request_id)
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What the work gives. It is cancelled, and Gone raised, as soon as the client has gone.
+    """Returns the result of `work`. Cancels it, and raises Gone, as soon as the client disconnects.
 
-    The work must not end the response: from then on, `receive` says of every client that it has gone.
+    `work` must not end the response: after that, `receive` reports every client as disconnected.
     """
     doing = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_until_gone(receive))
     try:
         await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():  # even if the work is, too: what a client that goes held up ends when it goes
+        if watching.done():  # even if the work is done, too: a send to the client may end because it disconnected
             raise Gone
         return doing.result()
     finally:
@@ -65,7 +65,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class _Times:
-    """Of one sequence: when its first and its last token came, and how many came after the first piece."""
+    """Times of one sequence: of its first and its last token, and the number of tokens after the first chunk."""
 
     __slots__ = ("engine", "first", "last", "later_tokens")
 
@@ -76,14 +76,14 @@ class _Times:
 
     @property
     def mean(self) -> float:
-        """Seconds from a token to the next; 0 where there was only one."""
+        """Returns the mean seconds from a token to the next; 0 for a single token."""
         return (self.last - self.first) / max(self.later_tokens, 1)
 
 
 class LatencyRecorder:
-    """Counts tokens, times and ends of an answer, for each sequence of it and by the engine that has it, as vLLM does.
+    """Records tokens, latencies and ends of an answer, for each of its sequences and by engine, as vLLM does.
 
-    Times are those at which pieces are passed on: a client that reads slowly is seen in them.
+    Times are those at which chunks are passed on: they include the delay of a client that reads slowly.
     """
 
     def __init__(self, row: ProcessCounters, began: float) -> None:
@@ -116,7 +116,7 @@ class LatencyRecorder:
 
     @contextlib.contextmanager
     def watching(self, batch: RequestStreams) -> Iterator[None]:
-        """Counts the sequences that do not end in the block: by an error of the engine, or as the client has gone."""
+        """Counts the sequences that do not end in the block, by an error of the engine or because the client left."""
         try:
             yield
         except EngineError as error:
@@ -146,19 +146,19 @@ def usage_of(*streams: OutputStream) -> dict[str, Any]:
 
 # ── the prompts of a request ─────────────────────────────────────────────────────────────────────────────────────────
 class RequestStreams:
-    """The prompts of one request in the engine, at most `max_open` of them at a time: what is left is for others."""
+    """The streams of one request's prompts, at most `max_open` of them open at a time: other slots are for others."""
 
     def __init__(
         self, submits: Sequence[Callable[[], Awaitable[OutputStream]]], max_open: int, release: Callable[[], None]
     ) -> None:
-        """`release` lets go of what stands in the prompts instead of text, also of those that are never submitted."""
+        """`release` releases the images of all prompts, also of those that are never submitted."""
         self.streams: dict[int, OutputStream] = {}  # of the prompts that have been submitted, by their numbers
         self.release = release
         self._submits = submits
         self._room = asyncio.Semaphore(max_open)
 
     async def pieces(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
-        """The number of a prompt, and what is new of its answer. All are aborted when this ends, in whatever way.
+        """Yields the number of a prompt and a chunk of its answer. Aborts all streams when it ends, however it ends.
 
         Raises EngineError.
         """
@@ -211,7 +211,7 @@ class SSEResponse:
     def __init__(
         self, batch: RequestStreams, head: bytes, includes_usage: bool, pace: LatencyRecorder, request_id: str
     ) -> None:
-        self.status_code = 200  # of the answer as a whole: it may go wrong after this has been said
+        self.status_code = 200  # for the counters: an error after the head was sent changes it
         self._batch = batch
         self._head = head
         self._includes_usage = includes_usage
@@ -226,7 +226,7 @@ class SSEResponse:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _send_chunks(self, send: Send) -> bytes:
-        """Everything but the last event, which it returns."""
+        """Sends all events but the last one, which it returns."""
         has_begun = False
         try:
             with self._pace.watching(self._batch):
@@ -251,7 +251,7 @@ class SSEResponse:
 
 # ── whole ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class StreamedChoice:
-    """One sample, as far as it has come."""
+    """One sample of an answer that is not streamed, assembled from its chunks."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -309,7 +309,7 @@ def _shown(vocabulary: Vocabulary, token_id: int) -> str:
 
 
 def likely(logprobs: Logprobs) -> Iterator[list[tuple[int, float]]]:
-    """For each sampled token: itself first, then the likeliest."""
+    """Yields the (id, log-probability) pairs of each sampled token: itself first, then the likeliest."""
     tokens = logprobs.ranks.size
     counts = [logprobs.ids.size // tokens] * tokens if logprobs.counts is None else logprobs.counts.tolist()
     values = [max(value, LEAST_LOGPROB) for value in logprobs.values.tolist()]
@@ -321,7 +321,7 @@ def likely(logprobs: Logprobs) -> Iterator[list[tuple[int, float]]]:
 
 
 async def collect(batch: RequestStreams, prompts: int, samples: int, pace: LatencyRecorder) -> list[StreamedChoice]:
-    """Those of the first prompt, then those of the next. Raises EngineError where one does not come to its end."""
+    """Returns the choices of all prompts, in order. Raises EngineError if one stays incomplete."""
     choices = [StreamedChoice() for _ in range(prompts * samples)]
     with pace.watching(batch):
         async with contextlib.aclosing(batch.pieces()) as pieces:

@@ -72,7 +72,7 @@ LONG = 64 << 10  # bytes of a body: most are decoded in a fraction of 1 ms; long
 BODIES_AT_ONCE = 8  # of the longest: what a process keeps of requests that have not come as a whole
 MAX_PATH = 256  # characters of an unknown path that are compared with the routes
 MAX_SHARE = 2  # the prompts of one request take at most 1/MAX_SHARE of all slots at a time
-LIKE = 0.75  # how much of it the nearest one shares; other routes of OpenAI's API share less
+LIKE = 0.75  # minimum similarity of the nearest route; other routes of OpenAI's API are less similar
 CLIENT_GONE = 499  # only counted: the client has gone, and gets no response
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
 
@@ -82,7 +82,7 @@ BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 
 class ApiServer:
-    """Of one server process."""
+    """The routes of one server process, and what they share."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ApiServer:
         self._names = options.served_model_name or (self._name,)
         self._paths: list[str] = []  # of the routes
         self._started = int(time.time())
-        self._reading_nbytes = 0  # of bodies that have begun to come
+        self._reading_nbytes = 0  # received bytes of bodies that are being read
         self._heap = Heap()
 
     def app(self) -> Starlette:
@@ -154,7 +154,7 @@ class ApiServer:
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """While it is answered, a request is open. Raises ApiError where there are too many."""
+        """Counts a request as open while it is answered. Raises ApiError if too many are open."""
         if self._row[ProcessCounters.OPEN] >= self._options.max_open_requests:
             raise ApiError(429, f"{self._options.max_open_requests} requests are open, the maximum of this server")
         self._row[ProcessCounters.OPEN] += 1
@@ -165,7 +165,7 @@ class ApiServer:
 
     @contextlib.asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
-        """While a prompt is made of it, it counts among those that are being read."""
+        """Reads a body, which counts as being read until its prompt is built. Raises ApiError if it is too long."""
         max_nbytes, body = self._options.max_body_nbytes, bytearray()
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > max_nbytes:
@@ -185,7 +185,7 @@ class ApiServer:
                 self._heap.was_used()
 
     async def _aside(self, request: Request, body: bytearray, work: Callable[[], T]) -> T:
-        """What is made of a body: of a long one by a thread, unless the client goes meanwhile."""
+        """Runs `work` on a body: on a long one in a thread, until the client disconnects."""
         if len(body) <= LONG:
             return work()
         return await cancel_on_disconnect(request.receive, self._reader.in_a_thread(work))
@@ -228,7 +228,7 @@ class ApiServer:
         body: ChatRequest | TokenizeRequest,
         limit: Limit | None = None,
     ) -> Prompt:
-        """To be released, unless a request gets it."""
+        """Returns the prompt of a conversation, which the caller releases unless it submits it."""
         is_answered, add_special = body.add_generation_prompt is not False, body.add_special_tokens is True
         reading = self._reader.conversation(conversation, is_answered, options, add_special, limit)
         if not conversation.images:
@@ -310,7 +310,7 @@ class ApiServer:
         return RequestStreams(submits, max(1, slots // MAX_SHARE // params.n), release)
 
     def _truncated(self, prompt: Prompt, sampling: Sampling, params: SamplingParams) -> Prompt:
-        """With as many of its ids as `truncate_prompt_tokens` leaves: the last ones, unless `truncation_side` is right.
+        """Keeps `truncate_prompt_tokens` ids of a prompt: the last ones, unless `truncation_side` is right.
 
         -1 leaves as many as the model and `max_tokens` have room for. Raises ApiError.
         """
@@ -334,7 +334,7 @@ class ApiServer:
         return prompt._replace(ids=prompt.ids[len(prompt.ids) - kept :] if is_from_left else prompt.ids[:kept])
 
     def _require_room(self, ids: list[int], params: SamplingParams, param: str) -> None:
-        """A prompt that leaves no room for a token of its answer is too long."""
+        """Raises ApiError for an empty prompt, and for one that leaves no room for a token of its answer."""
         max_model_len = self._config.max_model_len
         if not ids:
             raise ApiError(400, f"expected a prompt of 1 to {max_model_len - 1} tokens, got none", param=param)
@@ -342,7 +342,7 @@ class ApiServer:
             raise context_length_exceeded(max_model_len, len(ids), Limit(max_model_len - 1, param, params.max_tokens))
 
     def _limit(self, sampling: Sampling, params: SamplingParams, param: str) -> Limit | None:
-        """None: a longer prompt is cut."""
+        """Returns the limit of the prompt's length; None: a longer prompt is truncated."""
         if sampling.truncate_prompt_tokens is not None:
             return None
         return Limit(self._config.max_model_len - 1, param, params.max_tokens)
@@ -464,7 +464,7 @@ class Endpoint:
 
 
 def cors(options: ServerOptions) -> list[Middleware]:
-    """What lets pages of other origins ask; none are allowed unless they are named."""
+    """Returns the middleware for CORS; without `allowed_origins` there is none, and browsers refuse other origins."""
     if not options.allowed_origins:
         return []
     return [

@@ -1,7 +1,7 @@
-"""`/dashboard`: a page that shows the server at work, and its data, read once a second for any number of viewers.
+"""`/dashboard`: a page that shows the server live, and its data, which is read once a second for any number of viewers.
 
-The page is one file without data and needs no API key; its data does. `snapshot_reader` and `snapshot_rates` make the
-data; nothing is kept of the viewers.
+The page is one static file and needs no API key; its data does. `snapshot_reader` and `snapshot_rates` make the data.
+Nothing is stored about viewers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from penstock.server.status.snapshot_rates import View
 from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 
 PAGE = Path(__file__).with_name("dashboard.html")
-FRESH = 0.95  # seconds for which a moment is told again: pages ask once a second
-LONGEST = 10.0  # seconds between two moments, for rates that tell of now
+FRESH = 0.95  # seconds for which a snapshot is sent again: pages request one each second
+LONGEST = 10.0  # seconds between two snapshots, above which there are no rates
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 class Dashboard:
-    """Of one server process, which looks into itself: it has all segments of the tree."""
+    """The dashboard of one server process, which reads its own segments: it has all of the tree open."""
 
     def __init__(self) -> None:
         self._page = PAGE.read_bytes()
@@ -45,13 +45,13 @@ class Dashboard:
         return Response(self._page, media_type="text/html; charset=utf-8", headers=self._headers)
 
     async def data(self, request: Request) -> Response:
-        """Raises ApiError where there is nothing to be seen."""
+        """Returns the last snapshot with its rates. Raises ApiError if none can be read."""
         async with self._looking:
             if time.monotonic() - self._at >= FRESH:
                 try:
                     self._encoded = await asyncio.to_thread(self._look)
                 except NoServer as error:
-                    self._watch = None  # the next one finds anew where everything is
+                    self._watch = None  # the next request opens the segments again
                     raise ApiError(503, str(error)) from None
                 self._at = time.monotonic()
         return Response(self._encoded, media_type="application/json", headers=HEADERS)
@@ -66,7 +66,7 @@ class Dashboard:
 
 
 def _policy(page: str) -> str:
-    """Nothing from elsewhere, and nothing in the page but what stands in it."""
+    """Returns the Content-Security-Policy: only the script and style in the page, and connections to this server."""
     script, style = (_hashed(page, tag) for tag in ("script", "style"))
     return (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "

@@ -1,4 +1,4 @@
-"""`/health`: whether this process lives, whether a request would be answered now, and how every process is.
+"""`/health`: liveness of this process, readiness of the engine, and the state of every process.
 
 Reads the status board and the server counters. The route needs no API key.
 """
@@ -31,7 +31,7 @@ class HealthReport:
         return _json({"status": "live", "server": self._me, "pid": os.getpid()}, 200)
 
     async def ready(self, request: Request) -> Response:
-        """503 while no group serves, and when the tree is about to end."""
+        """Answers with 503 while no group serves, and while the server drains."""
         return _json(self._status(), 200 if self._is_ready else 503)
 
     async def whole(self, request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Exceptions in the event loop that no task awaits: one line of the log for each kind, and how often it came.
+"""Logs exceptions in the event loop that no task awaits: one line for each kind, and then a count every 10 s.
 
 asyncio would log each of them, thousands in a second when descriptors run out.
 """
@@ -47,7 +47,7 @@ class LoopErrors:
 
 
 def _kind_of(message: str, error: BaseException | None) -> Kind:
-    """Alike where the same line raised the same error; a message may name one connection."""
+    """Returns a key that is equal for the same error from the same line; the message may name a connection."""
     if error is None:
         return (message,)
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,7 +1,7 @@
-"""`/metrics`: the tally of all server processes and the engine's board, as Prometheus reads them.
+"""`/metrics`: the counters of all server processes and the status board, in Prometheus' format.
 
-What vLLM measures, too, has its name, type, labels and buckets; the rest is called `penstock_…`. Leaves the counting to
-the cores, rank 0 and the servers.
+A metric that vLLM also has carries vLLM's name, type, labels and buckets; others are called `penstock_…`. Cores,
+workers of rank 0 and servers do the counting.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 class Metrics(Collector):
     def __init__(self, tally: ServerCounters, board: StatusBoard, model_name: str) -> None:
-        """`model_name`: by which clients call the model."""
+        """`model_name`: the first name by which clients call the model."""
         self._servers = tally.rows
         self._engines = board.rows
         self._model_name = model_name
@@ -149,13 +149,13 @@ class Metrics(Collector):
 
 
 def _share_in_use(row: EngineRow) -> float:
-    """0 where the engine does not serve: it has no cache then."""
+    """Returns the share of KV-cache blocks in use; 0 if the engine does not serve, as it has no cache then."""
     blocks = row[StatusBoard.BLOCKS]
     return 1 - row[StatusBoard.FREE_BLOCKS] / blocks if blocks else 0.0
 
 
 def _add(family: HistogramMetricFamily, labels: list[str], parts: Sequence[Histogram], bounds: Bounds) -> None:
-    """The sum of the parts: what each server process has counted."""
+    """Adds a histogram: the sum of the histograms of all server processes."""
     counts = map(sum, zip(*(part.counts for part in parts), strict=True))
     buckets = list(zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True))
     family.add_metric(labels, buckets, sum(part.seconds for part in parts))

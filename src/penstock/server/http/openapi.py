@@ -84,7 +84,7 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         }
 
     def get(summary: str, answer: type | str, *refusals: int, is_open: bool = False) -> dict[str, Any]:
-        """`answer`: or the kind of text that it is."""
+        """`answer`: the schema's class, or the media type of a text."""
         content = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else {JSON: _schema(answer)}
         return {
             "summary": summary,
@@ -123,7 +123,7 @@ def _schema(kind: type) -> dict[str, Any]:
 
 
 def _events(chunk: type) -> dict[str, Any]:
-    """Each of them; what goes wrong after the first one is an event too."""
+    """Returns the schema of a stream's events: chunks, an error after the first chunk, and [DONE]."""
     schema = {"anyOf": [_schema(kind)["schema"] for kind in (chunk, response_schema.ErrorResponse)]}
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
     events = [{"properties": {"data": data_schema}} for data_schema in (data, {"const": "[DONE]"})]

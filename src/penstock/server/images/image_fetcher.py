@@ -1,8 +1,8 @@
 """Fetches images from allowed hosts: one request each, in a thread, to an address that was checked before.
 
-A URL makes this machine send a request, which may reach what the client cannot. So the server's options name the hosts.
-A host's name is resolved once: the address that is checked is the one that is connected to. Redirects are not followed.
-A client is not told what became of a connection. http.client implements HTTP; the engine's images decode the bytes.
+A URL lets a client make this machine send a request to hosts that the client cannot reach. So the server's options name
+the allowed hosts. A host's name is resolved once, and the connection goes to an address that was checked. Redirects are
+not followed. Details of a failed connection are logged, and not sent to the client. http.client implements HTTP.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from penstock.server.images.image_urls import TYPES, kind_of
 
 AT_ONCE = 8  # fetches of a server process; others wait for one of them to end
 SECONDS = 10.0  # of one, with the wait for its turn, for its host's name, and all that the host sends
-MAX_SAID = 200  # characters in the log of what went wrong: the host's own words may be in it
-MAX_ADDRESSES = 4  # of a host, that are tried
+MAX_SAID = 200  # characters of an error in the log: it may have text of the host
+MAX_ADDRESSES = 4  # addresses of a host that are tried
 PORTS = {"http": 80, "https": 443}
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 HEADERS = {"User-Agent": "penstock", "Accept": "image/*", "Accept-Encoding": "identity", "Connection": "close"}
@@ -54,11 +54,11 @@ def is_remote(url: str) -> bool:
 
 
 def is_public(address: Address) -> bool:
-    """Whether the address is on the public internet: not of this machine or its network, multicast or reserved."""
+    """Returns whether the address is public: not of this machine or its network, multicast or reserved."""
     if isinstance(address, ipaddress.IPv6Address):
         nat64 = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF) if address in NAT64 else None
         inner = address.ipv4_mapped or address.sixtofour or nat64 or (address.teredo and address.teredo[1])
-        if inner:  # that is where it leads
+        if inner:  # packets are routed to the inner address
             return is_public(inner)
         if address.is_site_local:
             return False
@@ -66,7 +66,7 @@ def is_public(address: Address) -> bool:
 
 
 class ImageFetcher:
-    """Of one server process."""
+    """The fetches of one server process."""
 
     def __init__(
         self,
@@ -77,9 +77,8 @@ class ImageFetcher:
         is_open: Callable[[Address], bool] = is_public,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`is_open`: which addresses names may have. A host that is said by its address is open as it is.
-
-        Raises ValueError.
+        """`is_open`: whether a host's name may resolve to an address. A host that is allowed by its address is not
+        checked. Raises ValueError.
         """
         self._hosts = frozenset(map(AllowedHost.of, hosts))
         self._seconds = seconds
@@ -89,11 +88,11 @@ class ImageFetcher:
         self._threads = ThreadPoolExecutor(AT_ONCE, "fetch")
 
     def close(self) -> None:
-        """Waits for none that is under way: each has an end."""
+        """Waits for no fetch that is running: each ends by its own timeout."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def fetch(self, url: str, max_nbytes: int) -> bytes:
-        """Raises ImageRefused. Cancelled, it gives its connection up at once."""
+        """Returns the bytes of an image. If cancelled, it closes its connection at once. Raises ImageRefused."""
         target = self._parse_url(url)
         fetch = _Fetch(target, max_nbytes, self._seconds)
         doing = asyncio.get_running_loop().run_in_executor(self._threads, self._run, fetch)
@@ -121,7 +120,7 @@ class ImageFetcher:
         return Target(parts.scheme == "https", name, port, host if port == usual else f"{host}:{port}", target)
 
     def _run(self, fetch: _Fetch) -> bytes:
-        """In a thread."""
+        """Resolves and fetches, in a thread. Raises ImageRefused."""
         target = fetch.target
         try:
             addresses = self._resolve(target.name, target.port, type=socket.SOCK_STREAM)
@@ -140,6 +139,8 @@ class ImageFetcher:
 
 
 class Target(NamedTuple):
+    """A URL in parts."""
+
     is_tls: bool
     name: str
     port: int
@@ -148,7 +149,7 @@ class Target(NamedTuple):
 
 
 class _Fetch:
-    """One, by a thread. The loop may end it at any moment."""
+    """One fetch, in a thread. The event loop may end it at any time."""
 
     def __init__(self, target: Target, max_nbytes: int, seconds: float) -> None:
         self.target = target
@@ -156,7 +157,7 @@ class _Fetch:
         self._max_nbytes = max_nbytes
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._dup: socket.socket | None = None  # the same connection once more: what TLS is made of cannot be ended
+        self._dup: socket.socket | None = None  # of the connection: a socket that TLS has wrapped cannot be shut down
 
     def end(self) -> None:
         """Shuts the connection down, so that the thread no longer waits on it."""
@@ -167,12 +168,12 @@ class _Fetch:
                     self._dup.shutdown(socket.SHUT_RDWR)
 
     def run(self, places: Sequence[tuple[int, Any]], tls: ssl.SSLContext | None) -> bytes:
-        """`places`: families and addresses, all of which may be asked. Raises OSError, HTTPException, ImageRefused."""
-        failed = OSError("it has no address that may be asked")
+        """`places`: families and addresses, all checked. Raises OSError, HTTPException, ImageRefused."""
+        failed = OSError("the host has no allowed address")
         for family, address in places[:MAX_ADDRESSES]:
             with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as plain, self._watched(plain):
                 try:
-                    plain.settimeout(self._seconds / 2)  # the next one has a chance
+                    plain.settimeout(self._seconds / 2)  # so that the next address can be tried
                     plain.connect(address)
                     plain.settimeout(None)  # but for `end`
                 except OSError as error:
@@ -199,7 +200,7 @@ class _Fetch:
 
     def _ask(self, line: socket.socket) -> bytes:
         connection = http.client.HTTPConnection(self.target.name, self.target.port)
-        connection.sock = line  # it would look the name up again
+        connection.sock = line  # without it, http.client would resolve the name again
         connection.request("GET", self.target.path, headers={"Host": self.target.host_header, **HEADERS})
         with connection.getresponse() as answer:
             if answer.status != 200:
@@ -210,7 +211,7 @@ class _Fetch:
             raw = answer.read(max_nbytes + 1) if answer.length is None or answer.length <= max_nbytes else None
             if raw is None or len(raw) > max_nbytes:
                 raise ImageRefused(413, f"an image has at most {max_nbytes} bytes, this one has more")
-            if answer.length:  # of what it has announced, so much has not come
+            if answer.length:  # bytes of its Content-Length that have not come
                 raise http.client.IncompleteRead(raw, answer.length)
         if kind_of(raw) not in TYPES.values():
             raise ImageRefused(400, f"expected an image of type {', '.join(TYPES)} from its host, got something else")
@@ -218,7 +219,7 @@ class _Fetch:
 
 
 def _address(host: str) -> Any:
-    """None: it is a name."""
+    """Returns the IP address; None: the host is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -226,5 +227,5 @@ def _address(host: str) -> Any:
 
 
 def _is_plain(url: str) -> bool:
-    """Of characters that a URL may be of: parsers agree about these."""
+    """Returns whether a URL has only characters about which all parsers agree."""
     return url.isascii() and url.isprintable() and not set(url) & set(' "<>\\^`{|}')

@@ -1,9 +1,9 @@
-"""Images in conversations: read, made what the model takes, and put where their placeholders stand in the prompt.
+"""Images in conversations: reads and processes them, and expands their placeholders in the prompt.
 
-By threads of this process, and not by processes of their own: decoding, scaling and arithmetic let the interpreter go,
-so the loop goes on; what is made is written once, straight into the store, under a lease that this process holds from
-then on; and there is no second kind of death to tell of. A decoder that crashes takes this server with it, which comes
-again, alone, while the others answer. `image_urls` gets the bytes, and the engine's client makes tensors of them.
+Threads of this process do the work, and not separate processes: decoding, scaling and arithmetic release the
+interpreter, so the event loop goes on; tensors are written once, straight into the store, under a lease of this
+process; and no other process can die. A decoder that crashes ends this server process, which the launcher restarts
+while other servers answer. `image_urls` gets the bytes, and the engine's client processes them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.server.images.image_fetcher import ImageFetcher, is_remote
 from penstock.server.options import ServerOptions
 from penstock.tensor import Scope, Store
 
-THREADS = 8  # at most: each may hold some copies of an image of as many pixels as are allowed
+THREADS = 8  # at most: each may hold several copies of an image of the maximum size
 
 
 class ImageRef(NamedTuple):
@@ -39,7 +39,7 @@ class ImageRef(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """Ids, and what stands in them instead of text. `scope` holds that: until the request ends which gets it."""
+    """Ids, and the images in them. `scope` holds the images, until the request ends to which it is passed."""
 
     ids: list[int]
     items: tuple[Input, ...] = ()
@@ -51,10 +51,10 @@ class Prompt(NamedTuple):
 
 
 class ImagePrompts:
-    """Of one server process, for a model that takes images."""
+    """Builds prompts with images, in one server process, for a model that takes images."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any) -> None:
-        """Raises ValueError where the model lacks what it takes."""
+        """Raises ValueError if the model's directory has no image processor, or its tokenizer no image token."""
         self._store = store
         threads = min(THREADS, len(os.sched_getaffinity(0)))
         self._max_tokens = config.max_model_len
@@ -75,7 +75,7 @@ class ImagePrompts:
         self._images.close()
 
     async def prompt(self, ids: list[int], refs: Sequence[ImageRef]) -> Prompt:
-        """With these images for the placeholders in it. Raises ApiError, which names the one that is wrong."""
+        """Returns the prompt with the placeholders of these images expanded. Raises ApiError with the image's field."""
         max_images = self._images.limits.count
         if len(refs) > max_images:
             message = f"a request has at most {max_images} images, this one has {len(refs)}"
@@ -96,7 +96,7 @@ class ImagePrompts:
         return Prompt(ids, tuple((image.item, *place) for image, place in zip(loaded, places, strict=True)), scope)
 
     async def _load_all(self, refs: Sequence[ImageRef], scope: Scope) -> list[ProcessedImage]:
-        """Side by side. The first that is refused, or too many of them, end it for all."""
+        """Loads all images concurrently. The first that is refused, or too many tokens in all, cancels the others."""
         tasks = [asyncio.ensure_future(self._load(ref, scope)) for ref in refs]
         tokens = 0
         try:
@@ -125,9 +125,9 @@ class ImagePrompts:
 def build_image_prompts(
     config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any = None
 ) -> ImagePrompts | None:
-    """None: the model takes no images, or lacks what it takes to make anything of them, and answers text alone.
+    """Returns None if the model takes no images, or lacks files for them: then it serves text alone.
 
-    `tokenizer`: the model's, if it is loaded already: reading it takes long.
+    `tokenizer`: the model's, if it is loaded already: loading it takes long.
     """
     if not takes_images(config):
         return None

@@ -1,6 +1,6 @@
-"""The bytes that the URL of an image names: it carries them, or they are a file beneath a folder open to clients.
+"""The bytes of an image by its URL: a data URL has them, a file:// URL names a file in an allowed directory.
 
-Leaves to `image_fetcher` what is elsewhere, and to the engine's images what these bytes are when they are decoded.
+`image_fetcher` fetches images from other hosts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from penstock.engine.client.image_processor import ImageRefused
 
 TYPES = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WebP", "image/gif": "GIF"}
 LONGEST_HEAD = 256  # characters, before the comma of a data URL
-PIECE = 1 << 18  # characters of base64, a multiple of 4: what is decoded before other threads have their turn
+PIECE = 1 << 18  # characters of base64, a multiple of 4, that are decoded before other threads can run
 BAD_BASE64 = "the data of the URL is not base64"
 
 
 def read(url: str, max_nbytes: int, folders: Sequence[Path]) -> bytes:
-    """In this thread. `folders`: open to clients, without symbolic links in their own paths. Raises ImageRefused."""
+    """Reads an image in this thread. `folders`: allowed directories, without symbolic links in their own paths.
+    Raises ImageRefused."""
     scheme = url.partition(":")[0].lower() if ":" in url[:16] else ""
     if scheme == "data":
         return _decode_data_url(url, max_nbytes)
@@ -63,7 +64,7 @@ def _from_base64(url: str, begin: int) -> bytes:
 
 
 def kind_of(raw: bytes) -> str:
-    """By its first bytes."""
+    """Returns the image format, by its first bytes."""
     if raw.startswith(b"RIFF") and raw[8:12] == b"WEBP":
         return "WebP"
     heads = {b"\x89PNG\r\n\x1a\n": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
@@ -75,10 +76,10 @@ def _in_a_file(url: str, max_nbytes: int, folders: Sequence[Path]) -> bytes:
     if not folders:
         raise ImageRefused(400, "files are not open to clients here: see --allowed-local-media-path")
     path = _path_of(url)
-    _require_beneath(os.path.realpath(path), folders)  # before it is opened, as opening a device may do something
+    _require_beneath(os.path.realpath(path), folders)  # before opening, as opening a device may have effects
     try:
         with open(path, "rb", opener=_open) as file:
-            # Which file it was, whatever has changed meanwhile.
+            # Checks the file that was opened, as links may have changed meanwhile.
             _require_beneath(os.readlink(f"/proc/self/fd/{file.fileno()}"), folders)
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -91,7 +92,7 @@ def _in_a_file(url: str, max_nbytes: int, folders: Sequence[Path]) -> bytes:
 
 
 def _open(path: str, flags: int) -> int:
-    """Opens without waiting: it may be no file."""
+    """Opens without blocking: the path may be a pipe or a device."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
@@ -107,6 +108,6 @@ def _path_of(url: str) -> str:
 
 
 def _require_beneath(path: str, folders: Sequence[Path]) -> None:
-    """Whether or not there is such a file."""
+    """Raises ImageRefused if the path is in no allowed directory, whether or not the file exists."""
     if not any(Path(path).is_relative_to(folder) for folder in folders):
         raise ImageRefused(400, "the file is not beneath a folder that is open to clients")

@@ -1,7 +1,7 @@
-"""What each server process has done: a row of numbers in shared memory, which any of them shows for all.
+"""Counters of the server processes: a row of shared memory for each, so any process can report those of all.
 
-Each number is one word with one writer, as on the engine's board; a server that is started again goes on with its row.
-Leaves to `metrics` how they are told.
+Each number is one word with one writer, as on the status board; a restarted server continues with its row. `metrics`
+writes them for Prometheus.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WORD_NBYTES = 8
 
 
 class Served:
-    """What one engine has done for one server process. A sequence is one of the n samples of a prompt."""
+    """Counters of one engine's work for one server process. A sequence is one of the n samples of a prompt."""
 
     PROMPT_TOKENS = 0  # of sequences that have their first token
     GENERATION_TOKENS = 1
@@ -50,14 +50,14 @@ class Served:
 
 
 class ProcessCounters:
-    """Of one server process: `row[Row.OPEN] += 1`."""
+    """The row of one server process, as in `row[ProcessCounters.OPEN] += 1`."""
 
     PID = 0
-    SERVING = 1  # 1: it takes connections; 2: no more, and it answers what is open
+    SERVING = 1  # 1: it accepts connections; 2: it drains, and answers only open requests
     OPEN = 2  # requests
-    FAILED_STARTS = 3  # in a row: how often this server has ended before it served. The launcher's
-    ANSWERED = 4  # from here on: by route and status
-    ENGINES = ANSWERED + len(ROUTES) * len(STATUSES)  # and from here on: what each engine has done for it
+    FAILED_STARTS = 3  # in a row: how often this server has ended before it served. Written by the launcher
+    ANSWERED = 4  # from here on: answers by route and status
+    ENGINES = ANSWERED + len(ROUTES) * len(STATUSES)  # from here on: `Served` of each engine
 
     def __init__(self, words: Any) -> None:
         self._words = words
@@ -76,7 +76,7 @@ class ProcessCounters:
         self._words[word] = number
 
     def answered(self, route: str, status: int) -> int:
-        """The word that counts these answers."""
+        """Returns the word that counts answers of this route and status."""
         known = status if status in STATUSES else 500 if status >= 500 else 400
         return self.ANSWERED + ROUTES.index(route) * len(STATUSES) + STATUSES.index(known)
 

@@ -21,12 +21,14 @@ NAME = "notice"
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of the page."""
+
     version: str
     pid: int  # the launcher's
     name: str  # of the model, as clients call it
     url: str
     started: float  # seconds since 1970
-    processes: tuple[ProcessId, ...]  # of processes, in the order of the board's `members`
+    processes: tuple[ProcessId, ...]  # in the order of the board's `members`
     max_num_seqs: int
     max_num_batched_tokens: int
     is_simulated: bool
@@ -51,10 +53,10 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def read(page: lowlevel.Segment) -> ServerInfo:
-        """Raises msgspec.DecodeError where another version has laid it."""
+        """Reads the page. Raises msgspec.DecodeError if another version of penstock has written it."""
         return msgspec.convert(harmless(msgspec.json.decode(page.view())), ServerInfo)
 
 
 def served_name(config: EngineConfig, options: ServerOptions) -> str:
-    """What clients call the model, first of all names."""
+    """Returns the first name by which clients call the model."""
     return next(iter(options.served_model_name), "") or config.model.rstrip("/").rpartition("/")[2] or "simulated"

@@ -1,6 +1,6 @@
-"""What became of a server between two moments: each count as a rate, and each time as a share or a mean.
+"""Rates between two snapshots of a server: each counter per second, and each time as a share or a mean.
 
-A restarted process counts from 0; the difference is then what it has counted since its start. Pure.
+A restarted process counts from 0; the difference is then what it has counted since its start. No I/O.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ class StoreRates(msgspec.Struct, frozen=True):
     hits: float  # per second
     misses: float
     evictions: float
-    hit_share: float | None  # of what was asked for; None: nothing was
+    hit_share: float | None  # of all lookups; None: there was none
 
 
 class GroupRates(msgspec.Struct, frozen=True):
     steps: float  # per second
-    step: float | None  # seconds from the beginning of one to that of the next; None: there was none
-    device: float | None  # of them: the device ran
-    waiting: float | None  # and it did not
-    core: float | None  # seconds of the core's own per step, most of them while the device ran
+    step: float | None  # seconds from the beginning of a step to that of the next; None: there was no step
+    device: float | None  # seconds per step in which the device ran
+    waiting: float | None  # seconds per step in which the device did not run
+    core: float | None  # the core's own seconds per step, most of them while the device ran
     prompt_tokens: float  # per second
     generated_tokens: float
     preemptions: float
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """In the order of the moment's own tuples; of what was not there before, what it has done since it came."""
+    """Rates in the order of the snapshot's own tuples; a process or channel that is new counts from its start."""
 
-    seconds: float  # between the two
-    cpu: tuple[float, ...]  # of each process: processors
+    seconds: float  # between the two snapshots
+    cpu: tuple[float, ...]  # processors used by each process
     channels: tuple[ChannelRates, ...]
     stores: tuple[StoreRates, ...]
     groups: tuple[GroupRates, ...]
@@ -53,21 +53,21 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    """What both views show."""
+    """A snapshot with its rates, as `penstock top` and `/dashboard` show it."""
 
     moment: ServerSnapshot
-    rates: Rates | None  # None: it is the first, or the one before is too long ago
+    rates: Rates | None  # None: there is no snapshot before it, or that is too long ago
 
     @classmethod
     def after(cls, before: ServerSnapshot | None, moment: ServerSnapshot, max_seconds: float) -> View:
-        """`max_seconds`: seconds between the two, for rates that tell of now."""
+        """`max_seconds`: between the two snapshots, above which there are no rates."""
         if before is None or before.notice != moment.notice or not 0 < moment.at - before.at <= max_seconds:
             return cls(moment, None)
         return cls(moment, rates_of(before, moment))
 
 
 def rates_of(before: ServerSnapshot, now: ServerSnapshot) -> Rates:
-    """Of the same server; `now` is later."""
+    """Returns the rates between two snapshots of the same server; `now` is later."""
     seconds = now.at - before.at
     groups = [_of_group(old, new, seconds) for old, new in zip(before.groups, now.groups, strict=True)]
     used = {(process.key, process.incarnation): process.cpu_seconds for process in before.processes}
@@ -96,7 +96,7 @@ def rates_of(before: ServerSnapshot, now: ServerSnapshot) -> Rates:
 
 
 def _of_group(old: EngineView, new: EngineView, seconds: float) -> GroupRates:
-    """It begins anew with each incarnation; a group that has ended has no numbers."""
+    """Returns the rates of a group. Its counters begin at 0 with each incarnation; a group that has ended has none."""
     is_same = old.incarnation == new.incarnation
 
     def since(name: str) -> int:
@@ -126,7 +126,7 @@ def _of_store(old: StoreView | None, new: StoreView, seconds: float) -> StoreRat
 
 
 def _grown(old: object, new: object, name: str) -> int:
-    """By how much; an end that is opened again counts from nothing."""
+    """Returns the increase of a counter; one that is lower than before has begun again at 0."""
     before: int = 0 if old is None else getattr(old, name)
     now: int = getattr(new, name)
     return now - before if now >= before else now

@@ -30,19 +30,19 @@ from penstock.tools.inspect import Json, private_nbytes_of, process_of
 from penstock.tools.inspect.segments import Place, descriptors_of, page_at, snapshot_of
 
 PAGES = (NAME, "board", "tally")
-RAW = "segment"  # the kind of those; others are channels and pools
-HOLDERS = 8  # of a store, those that hold most
+RAW = "segment"  # the kind of these pages; other segments are channels and pools
+HOLDERS = 8  # holders of a store that are listed, those with most bytes
 
 
 class NoServer(Exception):
-    """There is no server to look at; the text is one line that says why."""
+    """No server can be read; the text is one line with the reason."""
 
 
 class SnapshotReader:
-    """Of one server, by a process that has its segments: the launcher, or a server process itself."""
+    """Reads snapshots of one server through a process with its segments open: the launcher, or a server process."""
 
     def __init__(self, pid: int) -> None:
-        """Raises NoServer."""
+        """Opens the segments of process `pid`. Raises NoServer."""
         self._pid = pid
         self._start = _start_of(pid)
         self._pages: dict[str, tuple[int, Place]] = {}
@@ -70,7 +70,7 @@ class SnapshotReader:
             raise NoServer(f"process {pid} is no penstock server")
 
     def take(self) -> ServerSnapshot:
-        """Raises NoServer, when it has ended."""
+        """Takes a snapshot. Raises NoServer if the server has ended."""
         if _start_of(self._pid) != self._start:
             raise NoServer(f"process {self._pid} has ended")
         try:
@@ -121,7 +121,7 @@ def _processes(notice: ServerInfo, board: StatusBoard, tally: ServerCounters) ->
 
 
 def _process(member: ProcessId, life: ProcessEntry, otherwise: str) -> ProcessView:
-    """`otherwise`: its state, if it lives and has not been stopped."""
+    """Returns the view of one process. `otherwise`: its state, if it lives and is not stopped."""
     process = process_of(life.pid) if life.pid else None
     if process is None or process.state == "Z":
         state = "gone" if life.incarnation else "starting"

@@ -139,7 +139,8 @@ class Slice:
 class CudaPool(Shareable):
     """Device memory that is lent out. One for each producing process and device; others attach, or are spawned with it.
 
-    Touches no other device: a process that uses another one than the producer's can attach too, and is refused slices.
+    Attaching calls no CUDA function. A process that uses another device than the producer's can attach, and gets
+    ForeignDevice when it opens a slice.
     """
 
     def __init__(self, segment: _native.Segment, *, driver: Driver | None = None, peer_name: str = "") -> None:

@@ -1,5 +1,5 @@
-"""What goes over the channels of running processes: bytes by message and by field, and how few of them are new.
+"""`penstock measure`: bytes on channels of running processes, by message and field, and the share that is new.
 
-`live_capture` and `capture_file` say where frames come from, `frame_fields` takes them apart, `channel_stats` counts,
-`channel_report` prints. Leaves to the native core: reading a channel without being noticed.
+`live_capture` reads live channels and `capture_file` recordings, `frame_fields` splits frames into fields,
+`channel_stats` counts, and `channel_report` prints. The native tap reads a channel without disturbing it.
 """

@@ -1,4 +1,4 @@
-"""A recorded stream in a file: what was seen on channels, to be measured again, elsewhere, later.
+"""A recording: the records of channels in a file, to be measured again later or on another machine.
 
     penstock recording 1\\n                                      the version; another one is refused
     {"penstock": "0.1.0", "channels": [...]}\\n                  one line of JSON: name, kind, description of messages
@@ -7,8 +7,8 @@
     what: 0 a record; 1 a record that was gone before it could be copied (no bytes);
           2 so many records (in `sequence`) were overwritten before they were seen (no bytes)
 
-Leaves to `frames`: what the bytes of a record mean. A file may end in the middle of an entry, because its writer
-was killed: whole entries are read, and `left_over` counts the rest.
+A file may end in the middle of an entry, because its writer was killed: whole entries are read, and `left_over` counts
+the rest.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ MAX_HEAD_NBYTES = 1 << 24  # bytes of the two lines; there is no description as 
 
 
 class CapturedChannel(NamedTuple):
-    """A channel that is, or was, looked at."""
+    """A channel that is captured, or was recorded."""
 
     name: str
     kind: str  # "ring", "broadcast", "inbox"
-    schema: bytes  # what the channel says of its messages; empty: plain bytes
+    schema: bytes  # the channel's description of its messages; empty: plain bytes
 
 
 class CaptureEntry(NamedTuple):
@@ -54,7 +54,7 @@ class CaptureEntry(NamedTuple):
 
 
 class CaptureWriter:
-    """Writes entries to a file. What is written is whole entries, whenever it is flushed."""
+    """Writes entries to a recording."""
 
     def __init__(self, path: Path, sources: list[CapturedChannel]) -> None:
         about = {
@@ -81,7 +81,7 @@ class CaptureWriter:
 
 
 class CaptureFile:
-    """A file, opened and its head checked. Raises NotACaptureFile, OSError."""
+    """A recording with a valid head. Raises NotACaptureFile, OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -114,7 +114,7 @@ class CaptureFile:
             raise NotACaptureFile(f"{self._path} has a head that cannot be read: {error!r}") from None
 
     def __iter__(self) -> Iterator[CaptureEntry]:
-        """Raises NotACaptureFile where an entry cannot be one."""
+        """Yields the entries. Raises NotACaptureFile at a malformed one."""
         self.left_over = 0
         with self._path.open("rb") as file:
             nbytes_left = os.fstat(file.fileno()).st_size - self._begin

@@ -1,4 +1,4 @@
-"""What was seen of channels, told: tables for people, rows for programs, a chart. Leaves to `stats` the numbers."""
+"""Reports of captured channels: tables for people, rows for programs, a chart."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def notes_of(stats: ChannelStats) -> Iterator[str]:
 
 
 def draw(all_stats: Sequence[ChannelStats], path: Path) -> None:
-    """Bytes per message and the distance to the one before, for each class of each channel."""
+    """Draws bytes per message and the edit distance to the message before, for each class of each channel."""
     groups = []
     for stats in all_stats:
         for name, message in sorted(stats.classes.items()):

@@ -1,6 +1,6 @@
-"""What was seen of one channel, counted: sizes, what repeats, and how long it takes to read and to write again.
+"""Statistics of one captured channel: sizes of messages and fields, repeated bytes, and times to decode and encode.
 
-Leaves to `frames` taking a frame apart, to `distance` comparing two, to `report` telling it.
+`frame_fields` splits a frame into fields, and `edit_distance` compares two frames.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ now = time.perf_counter_ns
 
 
 class Distribution:
-    """Numbers: how many, their mean, the smallest and the largest exactly; the median of a fair sample."""
+    """A distribution of numbers: count, mean, minimum and maximum are exact, the median is of a random sample."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -57,20 +57,20 @@ class Distribution:
 @dataclass
 class FieldStats:
     nbytes: int = 0
-    messages: int = 0  # that have it
-    compared: int = 0  # of those, how many have a predecessor that was seen
-    unchanged: int = 0  # and are, in this field, the same
+    messages: int = 0  # with this field
+    compared: int = 0  # messages with a predecessor that was captured, too
+    unchanged: int = 0  # of the compared messages, those with the same field as their predecessor
 
 
 @dataclass
 class MessageStats:
-    """All messages of one class."""
+    """Statistics of all messages of one class."""
 
     nbytes: Distribution = field(default_factory=Distribution)
     edits: Distribution = field(default_factory=Distribution)  # from one message to the next of the same sender
     compared_nbytes: int = 0  # of the messages in `edits`
-    repeated_nbytes: int = 0  # of those: that need not have been sent
-    upper_bounds: int = 0  # in `edits`: of messages so long and so different that only a bound was computed
+    repeated_nbytes: int = 0  # of those, the bytes that the message before had, too
+    upper_bounds: int = 0  # entries of `edits` that are only upper bounds, of long and very different messages
     decode_ns: Distribution = field(default_factory=Distribution)
     encode_ns: Distribution = field(default_factory=Distribution)
     fields: dict[str, FieldStats] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class MessageStats:
 
 
 class ChannelStats:
-    """What was seen of one channel. `is_live`: what takes long is left out when it would make us miss more."""
+    """Statistics of one channel. `is_live`: comparisons and timings are skipped if they would cause missed records."""
 
     def __init__(self, source: CapturedChannel, *, is_live: bool) -> None:
         self.source = source
@@ -113,7 +113,7 @@ class ChannelStats:
         self.last_ns = max(self.last_ns, entry.committed_ns)
         if entry.frame is None:
             self.gone += 1
-            self._forget(entry.lane)  # of whichever class it was
+            self._forget(entry.lane)  # the class of the missing message is unknown
             return
         try:
             message = self.layout.take_apart(entry.frame)

@@ -1,4 +1,4 @@
-"""The command `penstock measure`: from what was asked to what is printed. 0: well. 2: there is nothing to measure."""
+"""The command `penstock measure`. Exit status 0: measured. 2: there is nothing to measure."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def open_writer(path: Path | None, sources: list[CapturedChannel]) -> Iterator[C
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """In the block, the first Ctrl-C (or SIGTERM) only says that it came: what was seen so far is still told."""
+    """In the block, the first Ctrl-C (or SIGTERM) only sets the result of the yielded function, so that the statistics
+    so far are printed."""
     signals: list[int] = []
 
     def handle(number: int, frame: object) -> None:

@@ -1,6 +1,6 @@
-"""How many bytes differ between two messages: inserted, deleted or exchanged, as public vLLM issue #6241 counts.
+"""The edit distance between two messages: bytes inserted, deleted or replaced, as public vLLM issue #6241 counts.
 
-Leaves to rapidfuzz: the algorithm. Here is what keeps it affordable for long messages.
+rapidfuzz has the algorithm; this module bounds its cost for long messages.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ LIKELY = 48  # edits to look for first: what a decode step of 2024 had
 
 
 class Distance(NamedTuple):
-    """At most `edits`; exactly as many if `is_exact`."""
+    """An edit distance, or, unless `is_exact`, an upper bound of it."""
 
     edits: int
     is_exact: bool
 
 
 def between(before: bytes, after: bytes, *, near: int = NEAR) -> Distance:
-    """`near`: up to how many edits are counted exactly in long messages; the time grows with it and with the length."""
+    """Returns the distance. `near`: long messages are compared exactly up to so many edits; the time grows with it."""
     levenshtein = required("rapidfuzz.distance", "the edit distance").Levenshtein
     if before == after:
         return Distance(0, True)
@@ -42,7 +42,7 @@ def between(before: bytes, after: bytes, *, near: int = NEAR) -> Distance:
 
 
 def without_common_ends(before: bytes, after: bytes) -> tuple[bytes, bytes]:
-    """What is left when the bytes that both begin with, and then those that both end with, are taken off."""
+    """Returns both messages without their common prefix and suffix."""
     first, second = np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)
     begin = same_bytes(first, second)
     first, second = first[begin:], second[begin:]
@@ -51,7 +51,7 @@ def without_common_ends(before: bytes, after: bytes) -> tuple[bytes, bytes]:
 
 
 def same_bytes(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> int:
-    """How many at the beginning."""
+    """Returns the length of the common prefix."""
     nbytes = min(len(first), len(second))
     differs = first[:nbytes] != second[:nbytes]
     position = int(np.argmax(differs)) if nbytes else 0
@@ -59,7 +59,7 @@ def same_bytes(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> int
 
 
 def most_between(before: bytes, after: bytes) -> int:
-    """An upper bound: bytes are exchanged where they stand, and the rest added or taken away at the better end."""
+    """Returns an upper bound: bytes are replaced in place, and the rest inserted or deleted at the better end."""
     first, second = np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)
     nbytes = min(len(first), len(second))
     if nbytes == 0:

@@ -1,6 +1,6 @@
-"""One frame taken apart: which bytes of it belong to which field. The pieces together are the frame, to the byte.
+"""Splits a frame into the bytes of its fields. The pieces together are the whole frame, to the byte.
 
-Leaves to the codec: what a frame is. Classes of messages are not needed, only the description that a channel carries.
+The classes of messages are not needed, only the description that a channel carries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.codec.catalogue import Described, Schema
 from penstock.codec.frame import HEAD_NBYTES, KIND_BITS, WITH_PARTS, WRONG, gap_before, split
 from penstock.errors import DecodeError
 
-PLAIN = "bytes"  # what a message of a channel without classes is called
+PLAIN = "bytes"  # the name of a message of a channel without classes
 HEAD = "(head)"  # number of the message, lengths, and how many fields there are
 PADDING = "(padding)"
 UNKNOWN = "(more than described)"
@@ -25,7 +25,7 @@ ANYTHING = msgspec.msgpack.Decoder()
 
 
 class FieldBytes(NamedTuple):
-    """Bytes of one field; what is in the struct, and what of it lies in parts."""
+    """The bytes of one field, in the struct and in parts."""
 
     name: str
     content: bytes
@@ -43,7 +43,7 @@ class EncodedField(NamedTuple):
 
 
 class FrameLayout:
-    """How the frames of one channel are to be read."""
+    """The layout of the frames of one channel."""
 
     def __init__(self, schema: bytes) -> None:
         self.schema = Schema.decode(schema) if schema else None
@@ -52,7 +52,7 @@ class FrameLayout:
             self._structs = {described.name: described for described in (*self.schema.messages, *self.schema.structs)}
 
     def take_apart(self, frame: bytes) -> FrameFields:
-        """Raises DecodeError where the frame is not of this layout."""
+        """Splits a frame into fields. Raises DecodeError if the frame does not have this layout."""
         if self.schema is None:
             return FrameFields(PLAIN, [FieldBytes("", frame)])
         number, encoded, parts = split(frame)
@@ -70,7 +70,7 @@ class FrameLayout:
         return FrameFields(described.name, merged(pieces))
 
     def _fields(self, encoded: bytes, described: Described, prefix: str, depth: int) -> Iterator[EncodedField]:
-        """A struct's fields, those of structs in it too, in the order in which they stand; then what holds it up."""
+        """Yields a struct's fields in order, with those of inner structs; then the bytes around them."""
         raws = [bytes(raw) for raw in RAW_LIST.decode(encoded)]
         for index, raw in enumerate(raws):
             known = index < len(described.fields)
@@ -85,12 +85,12 @@ class FrameLayout:
         yield EncodedField(prefix[:-1] or HEAD, encoded[:around], "")
 
     def _struct_of(self, hint: str) -> Described | None:
-        """The struct that a field is, if it is one of those, or None."""
+        """Returns the struct type of a field, or None if it has another type."""
         choices = [choice for choice in parted(hint, " | ") if choice != "None"]
         return self._structs.get(choices[0]) if len(choices) == 1 else None
 
     def _parts(self, fields: Iterable[EncodedField], parts: bytes) -> Iterator[FieldBytes]:
-        """What lies behind the struct. Parts lie in the order in which the fields name them."""
+        """Yields the parts behind the struct, which are in the order in which the fields name them."""
         at = 0
         for field in fields:
             for number in self._named(ANYTHING.decode(field.raw), field.hint) if field.hint else ():
@@ -103,7 +103,7 @@ class FrameLayout:
         yield FieldBytes(UNKNOWN, parts[at:])
 
     def _named(self, value: Any, hint: str) -> Iterator[int]:
-        """The numbers that stand for parts, in a value of which the description says what it is."""
+        """Yields the numbers in a value that name parts. `hint`: the described type of the value."""
         choices = [choice for choice in parted(hint, " | ") if choice != "None"]
         if value is None or len(choices) != 1:
             return
@@ -133,7 +133,7 @@ def is_array(raw: bytes) -> bool:
 
 
 def parted(hint: str, separator: str) -> list[str]:
-    """Split where it is not within brackets."""
+    """Splits a type hint at separators that are not within brackets."""
     parts, depth, begin = [], 0, 0
     for at, letter in enumerate(hint):
         depth += (letter == "[") - (letter == "]")
@@ -144,7 +144,7 @@ def parted(hint: str, separator: str) -> list[str]:
 
 
 def merged(pieces: Iterable[FieldBytes]) -> list[FieldBytes]:
-    """One piece for each name; none that is empty."""
+    """Joins the pieces of each name, and drops empty ones."""
     contents: dict[str, bytes] = {}
     for name, content in pieces:
         if content:
@@ -153,10 +153,10 @@ def merged(pieces: Iterable[FieldBytes]) -> list[FieldBytes]:
 
 
 def decode(frame: bytes) -> Any:
-    """What a receiver that knows nothing of the classes makes of the struct: numbers, texts, lists."""
+    """Decodes the struct without its classes: into numbers, texts, lists."""
     return ANYTHING.decode(split(frame).struct)
 
 
 def encode(value: Any) -> bytes:
-    """The struct again."""
+    """Encodes the struct again."""
     return msgspec.msgpack.encode(value)

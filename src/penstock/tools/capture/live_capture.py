@@ -1,6 +1,6 @@
-"""Channels of running processes, read from outside: no process is disturbed, and no counter shows that we were there.
+"""Captures channels of running processes with native taps, which join no channel and change no counter.
 
-Leaves to `inspect` finding them, to the native Tap reading them.
+`inspect` finds the channels.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from penstock.tools.capture.capture_file import CapturedChannel, CaptureEntry
 from penstock.tools.capture.measure_error import MeasureError
 
 CHANNELS = ("ring", "broadcast", "inbox")
-AT_ONCE = 256  # records of one channel before the next one is looked at
-MIN_PAUSE, MAX_PAUSE = 0.0005, 0.02  # seconds between two looks at channels on which nothing happens
+AT_ONCE = 256  # records of one channel that are read before the next channel
+MIN_PAUSE, MAX_PAUSE = 0.0005, 0.02  # seconds between two reads of idle channels
 
 
 class LiveChannel:
-    """One live channel."""
+    """The tap of one channel."""
 
     def __init__(self, segment: _native.Segment, kind: str, pids: list[int]) -> None:
         self.source = CapturedChannel(segment.name, kind, bytes(segment.schema))
         self.pids = pids  # of the processes that have it open
         self._tap = _native.Tap(segment)
         self._missed = 0
-        self.corrupt = ""  # what the last record that was none looked like
+        self.corrupt = ""  # the error of the last corrupt record
 
     def read(self, index: int) -> list[CaptureEntry]:
-        """What has come since the last call, and how much of it was missed; empty: nothing."""
+        """Returns the records since the last call, and an entry with the number of missed ones; empty: none came."""
         try:
             records = self._tap.read(AT_ONCE)
         except CorruptRecord as error:
@@ -47,7 +47,10 @@ class LiveChannel:
 
 
 def channels_of(target: int | Ticket, name: str | None) -> list[LiveChannel]:
-    """The channels of a process and its descendants, or of a ticket; only those of this name. Raises MeasureError."""
+    """Opens the channels of a process and its descendants, or of a ticket. `name`: None for all.
+
+    Raises MeasureError.
+    """
     try:
         snapshot = inspect.look(target)
     except inspect.NotFound as error:
@@ -96,9 +99,9 @@ def channels_of(target: int | Ticket, name: str | None) -> list[LiveChannel]:
 
 
 def entries(watched: list[LiveChannel], seconds: float | None) -> Iterator[CaptureEntry | None]:
-    """What happens on these channels, for so many seconds or until all processes that had them open are gone.
+    """Yields the records of these channels, for so many seconds or until all processes that had them open have ended.
 
-    None: nothing at the moment; the caller may do something else.
+    Yields None while no record comes, so that the caller can do other work.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     pause = MIN_PAUSE

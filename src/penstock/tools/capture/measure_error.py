@@ -10,7 +10,7 @@ from penstock.installing import how_to_install
 
 
 class MeasureError(PenstockError):
-    """There is nothing to measure, or not here."""
+    """The target cannot be measured."""
 
 
 class NotACaptureFile(MeasureError):
@@ -18,7 +18,7 @@ class NotACaptureFile(MeasureError):
 
 
 def required(module: str, feature: str) -> Any:
-    """A module that only measuring needs. Raises MeasureError that says what to install."""
+    """Imports a module that only `penstock measure` needs. Raises MeasureError that says what to install."""
     try:
         return importlib.import_module(module)
     except ImportError:

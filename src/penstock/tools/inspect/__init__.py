@@ -1,7 +1,7 @@
-"""What running processes' segments say of themselves, and why a process waits: read from outside, disturbing nothing.
+"""`penstock inspect`: the state of other processes' segments, and why a process waits. It only reads.
 
-`discovery` finds processes and segments (`processes`, `segments`), `diagnosis` says what they mean (`wait_graph`), and
-`render` prints it (`tables`). Leaves to the native core: reading one segment.
+`discovery` finds processes and segments (`processes`, `segments`), `diagnosis` explains waits (`wait_graph`), and
+`render` prints (`tables`). The native core reads one segment.
 """
 
 from penstock.tools.inspect.diagnosis import verdict_of

@@ -1,4 +1,4 @@
-"""Explains waits: follows them from segment to segment, and describes all in sentences.
+"""Explains why processes wait: follows waits from segment to segment, and describes each in a sentence.
 
 `wait_graph` finds the waits in one segment.
 """
@@ -16,7 +16,7 @@ LEVELS = ("deadlock", "stuck", "warning", "note", "idle")  # of a sentence, the 
 
 
 def verdict_of(segments: list[Json]) -> list[Json]:
-    """Sentences, the worst first: {"level", "kind", "text", "pids"}."""
+    """Returns sentences, the worst first: {"level", "kind", "text", "pids"}."""
     waits = [wait for segment in segments for wait in waits_of(segment)]
     by_pid: dict[int, list[Wait]] = {}
     for wait in sorted(waits, key=lambda other: (other.is_for_records, -other.since_ns)):
@@ -62,7 +62,7 @@ def follow(wait: Wait, by_pid: dict[int, list[Wait]], path: list[Wait]) -> tuple
 
 
 def suspicion(blocker: Blocker, by_pid: dict[int, list[Wait]]) -> int:
-    """Ranks a blocker, where any one of several senders or holders of memory would do: the lowest rank is followed."""
+    """Ranks a blocker; if any of several senders or holders could end the wait, the one of lowest rank is followed."""
     if blocker.state in ("stopped", "dying"):
         return 0
     if blocker.state != "live":
@@ -157,7 +157,7 @@ def about_pool(segment: Json) -> Iterator[Json]:
 
 
 def in_use(segment: Json, pool: Json) -> tuple[int, int]:
-    """Returns the bytes and blocks that cannot be evicted: what a store keeps and no peer holds gives way."""
+    """Returns the bytes and blocks in use, without values of a store that no peer holds: those can be evicted."""
     free_to_go = [
         item["nbytes"]
         for store in segment.get("store", ())

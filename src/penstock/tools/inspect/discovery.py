@@ -1,6 +1,6 @@
-"""The whole picture of a process tree or of a ticket: its segments, and all that share these.
+"""Finds the segments of a process tree or a ticket, and all processes that share them.
 
-Leaves to `segments` one segment, to `diagnosis` what it all means.
+`segments` reads one segment, and `diagnosis` explains the waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_FOLLOWED = 1024  # processes; a corrupt segment names as many as it likes
 
 
 class NotFound(Exception):
-    """There is nothing to look at; the text is one line that says why."""
+    """The target does not exist or has no segments; the text is one line."""
 
 
 def look(target: int | Ticket) -> Json:
@@ -120,7 +120,7 @@ def names_of(segments: Iterable[Json]) -> dict[int, set[str]]:
 
 
 def holders_of_segments() -> list[tuple[Process, int]]:
-    """Returns each process with open segments, and their number, as far as we may look into it."""
+    """Returns each process with open segments, and their number, if this user may read it."""
     holders = []
     for process in all_processes().values():
         try:

@@ -1,7 +1,4 @@
-"""The processes of this machine, as /proc tells of them.
-
-Leaves to `segments` what they have open.
-"""
+"""The processes of this machine, from /proc."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def process_of(pid: int, path: str = "/proc/{}/stat") -> Process | None:
 
 
 def private_nbytes_of(pid: int) -> int | None:
-    """Memory that only this process has: without pages of segments and files. None: the kernel does not say."""
+    """Returns the private memory of a process, without pages of segments and files. None: it cannot be read."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             line = next(line for line in file if line.startswith(b"RssAnon:"))
@@ -67,7 +64,7 @@ def with_descendants(pid: int, among: dict[int, Process]) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether any of its threads is on a processor, or would like to be."""
+    """Returns whether any thread of the process is runnable."""
     try:
         tasks = os.listdir(f"/proc/{pid}/task")
     except OSError:

@@ -20,7 +20,7 @@ def headline(snapshot: Json) -> str:
 
 
 def show(snapshot: Json) -> None:
-    """Prints it for a person: with rich if that is installed, as plain text otherwise."""
+    """Prints verdict and tables."""
     lines = [headline(snapshot), *(f"{entry['level']:>8}: {entry['text']}" for entry in snapshot["verdict"])]
     lines += [f"unreadable: {text}" for text in snapshot["unreadable"]]
     try:

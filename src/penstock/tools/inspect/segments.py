@@ -1,7 +1,7 @@
-"""One segment, found among the descriptors of a process: what it tells of itself, and how its ends are called.
+"""Finds the segments among a process's descriptors, takes their snapshots, and names their peers and ends in texts.
 
-Leaves to the native core: reading it (snapshot). What that says may be garbage, because any of the segment's processes
-may have written it: nothing here trusts a number.
+The native core takes the snapshot of a segment. Its numbers may be garbage, because any process of the segment may have
+written them: no code here trusts a number.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ Place = tuple[int, int]  # device and inode: the same segment in whatever proces
 
 
 def descriptors_of(pid: int) -> Iterator[tuple[int, Place]]:
-    """The descriptors of a process that lead to segments. Raises PermissionError, FileNotFoundError."""
+    """Yields the descriptors of a process that are segments. Raises PermissionError, FileNotFoundError."""
     for number in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{number}"
         try:
             if os.readlink(path).startswith("/memfd:penstock:"):
-                status = os.stat(path)  # before it is opened: opening something else may have effects
+                status = os.stat(path)  # before opening: opening a pipe or a device may have effects
                 if stat.S_ISREG(status.st_mode):
                     yield int(number), (status.st_dev, status.st_ino)
         except (OSError, ValueError):
-            continue  # closed while we looked
+            continue  # closed meanwhile
 
 
 def open_place(pid: int, number: int, place: Place) -> int:
-    """A descriptor of our own, for reading. Raises OSError, FileNotFoundError too where it leads elsewhere by now."""
+    """Opens a segment for reading. Raises OSError, and FileNotFoundError if the descriptor is another file by now."""
     fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(fd)
     if (status.st_dev, status.st_ino) != place:
         os.close(fd)
-        raise FileNotFoundError("closed while we looked")
+        raise FileNotFoundError("closed meanwhile")
     return fd
 
 
@@ -50,7 +50,7 @@ def page_at(pid: int, number: int, place: Place) -> Segment:
 
 
 def snapshot_of(pid: int, number: int, place: Place) -> Json:
-    """Raises OSError or PenstockError."""
+    """Returns the native snapshot of a segment, with the names of its messages. Raises OSError or PenstockError."""
     fd = open_place(pid, number, place)
     snapshot: Json = _native.snapshot(fd)
     if "schema" in snapshot:
@@ -59,7 +59,7 @@ def snapshot_of(pid: int, number: int, place: Place) -> Json:
 
 
 def messages_of(schema: str) -> Json:
-    """What a channel carries: the names of its messages, or why they cannot be told."""
+    """Returns the names of a channel's messages, or the error of its description."""
     try:
         return {"messages": [message.name for message in Schema.decode(schema.encode()).messages]}
     except LayoutMismatch as error:
@@ -67,7 +67,7 @@ def messages_of(schema: str) -> Json:
 
 
 def harmless(value: Any) -> Any:
-    """The same without what a terminal might obey: a name may hold anything."""
+    """Returns the value with all strings printable: a name may have escape sequences for a terminal."""
     if isinstance(value, dict):
         return {key: harmless(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -75,7 +75,7 @@ def harmless(value: Any) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 
-# ── what a snapshot says, in words ───────────────────────────────────────────────────────────────────────────────────
+# ── a snapshot in texts ──────────────────────────────────────────────────────────────────────────────────────────────
 def title_of(segment: Json) -> str:
     is_elsewhere = any(pool["is_elsewhere"] for pool in segment.get("pool", ()))
     return f"{segment['kind']}{' of device memory' if is_elsewhere else ''} '{segment['name']}'"
@@ -92,7 +92,7 @@ def state_of(segment: Json, end: Json) -> str:
 
 
 def name_of(segment: Json, end: Json) -> str:
-    """'worker 2' (pid 15, stopped)"""
+    """Returns the name of an end's process, as in 'worker 2' (pid 15, stopped)."""
     state = state_of(segment, end)
     return f"'{end['name']}' (pid {end['pid']}{'' if state == 'live' else ', ' + state})"
 
@@ -106,12 +106,12 @@ def peer_at(segment: Json, index: int) -> str:
 
 
 def short_key(item: Json) -> str:
-    """As much of a key of a store as tells it from the others."""
+    """Returns the first characters of a store's key."""
     return f"{item['key'][:12]}…"
 
 
 def behind_of(segment: Json, receiver: Json, lane: int) -> tuple[int, int]:
-    """Records and bytes that this receiver has not given back to this sender."""
+    """Returns the records and bytes of this sender that this receiver has not released."""
     if len(segment["senders"]) == 1:
         return receiver["records_behind"], receiver["nbytes_behind"]
     for lane_behind in receiver["behind"]:

@@ -1,7 +1,4 @@
-"""What was seen, as tables: of processes, and of each segment's peers, ends and pool.
-
-Leaves to `render` how they look.
-"""
+"""Tables of a snapshot: of processes, and of each segment's peers, ends and pool. `render` prints them."""
 
 from __future__ import annotations
 
@@ -73,7 +70,7 @@ def carried(segment: Json) -> str:
 
 
 def table_of_store(segment: Json, store: Json) -> Table:
-    """What is being written, what is held and what is asked for most comes first."""
+    """Returns the table of a store's items: those being written come first, then those with most holders and hits."""
     title = (
         f"store of '{segment['name']}': {counted(store['keys'], 'key')}, {in_units(store['nbytes'])}, "
         f"{store['hits']} hits, {store['misses']} misses, {store['puts']} puts, {store['evictions']} evictions "

@@ -32,9 +32,9 @@ class Wait:
     since_ns: int
     waiter: str  # "sender 'core' (pid 12)"
     purpose: str  # "for room in broadcast 'steps'"
-    on: tuple[Blocker, ...]  # the one most in the way is the first
+    on: tuple[Blocker, ...]  # the worst one first
     is_for_records: bool = False
-    is_for_all: bool = False  # of these; otherwise any of them would do
+    is_for_all: bool = False  # every blocker must act; otherwise any of them can end the wait
 
     @property
     def clause(self) -> str:
@@ -57,7 +57,7 @@ def waits_of(segment: Json) -> Iterator[Wait]:
     if with_nothing_behind:
         yield receivers_wait(segment, with_nothing_behind)
     for receiver in waiting:
-        if receiver["records_behind"] != 0:  # which it has read: it holds views of them
+        if receiver["records_behind"] != 0:  # it has read them, and holds views of them
             yield receivers_wait(segment, [receiver])
 
 
@@ -122,7 +122,7 @@ def receivers_wait(segment: Json, receivers: list[Json]) -> Wait:
 
 
 def others_than(pid: int, holders: Iterable[Blocker]) -> list[Blocker]:
-    """Without the one that waits itself, unless it is the only one."""
+    """Returns the holders without the waiting process itself, unless it is the only one."""
     every = list(holders)
     return [holder for holder in every if holder.pid != pid] or every
 

@@ -1,6 +1,6 @@
-"""When requests are asked: at times of their own, however the server fares (open), or so many at a time (closed).
+"""Arrival of requests: at random times of their own (open loop), or so many at a time (closed loop).
 
-Leaves to `prompts` what is asked, and to `chat_request` one of them.
+`prompts` makes the bodies, and `chat_request` sends one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from penstock.tools.load.prompts import Body
 
 
 class Load:
-    """Of requests that are made before the first is asked: streams would wait for the making.
+    """A load of requests. Their bodies are built beforehand, as building them would delay the streams.
 
-    What came of those that were sent stands in `outcomes`, also when it is cancelled.
+    `outcomes` has the outcome of each request that was sent, also when the load is cancelled.
     """
 
     def __init__(self, wire: Wire, bodies: Sequence[Body], ended: Callable[[Outcome], None]) -> None:
@@ -28,7 +28,8 @@ class Load:
         self._ended = ended
 
     async def open(self, rate: float, seed: int) -> None:
-        """Poisson arrivals, so many a second on average. A request that is sent late is late: its time began."""
+        """Sends requests at Poisson arrivals, `rate` a second on average. The time of a request begins when it is due,
+        also if it is sent late."""
         chance = random.Random(f"{seed} arrivals")
         tasks: list[asyncio.Future[None]] = []
         due = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One request: asked, and when what came of its answer. Leaves to `latency_stats` what many of them come to."""
+"""One request of the load: sends it, and records the times of its events. `latency_stats` makes figures of them."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass, field
 from penstock.tools.load.http_client import Failure, Wire
 from penstock.tools.load.sse_events import SseParser, error_of, event_of, shown
 
-MAX_WHOLE = 1 << 22  # bytes of an answer that is to be no stream
-MAX_REFUSAL = 1 << 16  # bytes kept of an answer that is no stream; more of it does not end a silence
+MAX_WHOLE = 1 << 22  # bytes of an answer that is not streamed
+MAX_REFUSAL = 1 << 16  # bytes kept of an answer that should be a stream and is not; later bytes do not count as events
 
 
 @dataclass
 class Outcome:
-    """What came of a request. Times are those of `time.perf_counter`."""
+    """The outcome of a request. Times are those of `time.perf_counter`."""
 
-    due: float  # when it was to be asked
+    due: float  # when it was to be sent
     sent: float = 0.0
-    stamps: list[float] = field(default_factory=list)  # of each event that brought text
-    counts: list[int] = field(default_factory=list)  # the tokens known after each of these, if the server tells
+    stamps: list[float] = field(default_factory=list)  # times of the events with text
+    counts: list[int] = field(default_factory=list)  # tokens so far at each of these, if the server reports usage
     done: float = 0.0
     prompt_tokens: int | None = None
-    completion_tokens: int | None = None  # None: the server has not told
-    has_silent_end: bool = False  # a token ended it, and brought no text
+    completion_tokens: int | None = None  # None: the server has reported no usage
+    has_silent_end: bool = False  # the last token ended the answer without text
     failure: Failure | None = None
 
 
 class Stream:
-    """Takes an answer that is a stream of events, and writes down in an outcome what comes."""
+    """Receives a streamed answer, and records its events in an outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self._parser = SseParser()
         self._status = 0
         self._is_stream = False
-        self._whole = bytearray()  # what is no stream
+        self._whole = bytearray()  # the body of an answer that is not a stream
         self._has_ended = False
 
     def begin(self, status: int, headers: dict[str, str]) -> None:
@@ -55,7 +55,7 @@ class Stream:
         return bool(events)
 
     def end(self) -> None:
-        """The answer is whole. Raises Failure where it says that it is none."""
+        """Checks an answer that has ended. Raises Failure if it is an error or incomplete."""
         if self._status != 200:
             raise Failure(f"status {self._status}", self._refusal() or "no reason is given")
         if not self._is_stream:
@@ -97,7 +97,7 @@ class Stream:
 
 
 class Whole:
-    """Takes an answer that is no stream."""
+    """Receives an answer that is not streamed."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -112,7 +112,7 @@ class Whole:
 
 
 async def ask(wire: Wire, path: str, body: bytes, outcome: Outcome) -> None:
-    """Never raises Failure: it stands in the outcome. Cancelled, it leaves one that is not done."""
+    """Sends a request, and records its outcome, also a Failure. If cancelled, the outcome has no `done`."""
     stream = Stream(outcome)
     outcome.sent = time.perf_counter()
     try:

@@ -29,11 +29,11 @@ from penstock.tools.load.sse_events import shown
 
 
 class NothingToMeasure(ValueError):
-    """The server does not answer as a server of OpenAI's interface does; the text says in which way."""
+    """The server does not answer as OpenAI's API does; the text says in which way."""
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """What stands in the file of `--result-filename`: Figures, after what was asked."""
+    """The content of the file of `--result-filename`: the figures, after a description of the load."""
 
     url: str
     model: str
@@ -43,7 +43,7 @@ class Results(msgspec.Struct, kw_only=True):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Raises ValueError for what makes no sense, NothingToMeasure, and OSError for files that cannot be used."""
+    """Runs the benchmark. Raises ValueError for invalid options, NothingToMeasure, and OSError for files."""
     is_chat = options.backend == "openai-chat" or (options.backend is None and options.images > 0)
     if options.images and not is_chat:
         raise ValueError("--images are for --backend openai-chat")
@@ -83,12 +83,12 @@ async def _run(options: argparse.Namespace, request_options: RequestOptions, lin
 
 
 class Measured:
-    """A run, and what it has come to when it ends or is cancelled."""
+    """A run of the benchmark, with its results when it ends or is cancelled."""
 
     def __init__(
         self, options: argparse.Namespace, request_options: RequestOptions, wire: Wire, lines: Lines | None
     ) -> None:
-        """`lines`: of prompts, if they are not to be made."""
+        """`lines`: of a file of prompts; None: prompts are generated."""
         self._options = options
         self._request_options = request_options
         self._wire = wire
@@ -154,7 +154,7 @@ async def _first_model(wire: Wire) -> str:
 
 
 async def _size(wire: Wire, request_options: RequestOptions) -> Size:
-    """How many tokens a prompt has, as the server counts two of them."""
+    """Returns the tokens per word, from the server's token counts of two probes."""
     counts = []
     for words in prompts.PROBES:
         outcome = Outcome(time.perf_counter())
@@ -177,7 +177,7 @@ async def _build_bodies(request_options: RequestOptions, size: Size, requests: i
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[Outcome], None]]:
-    """What is called with each outcome. A bar, on a terminal."""
+    """Yields a function to call with each outcome. Shows a progress bar on a terminal."""
     columns = (
         BarColumn(),
         MofNCompleteColumn(),

@@ -1,7 +1,7 @@
-"""HTTP/1.1 as a load generator needs it: connections that are kept, answers that are passed on as their bytes come.
+"""A HTTP/1.1 client for a load generator: it keeps connections, and passes each part of an answer on as it arrives.
 
-A thousand streams should cost one process little: between the socket and the `Taker` of an answer there is a parser in
-C, and no task is woken for an event. The `Taker` interprets the answer.
+A thousand streams should cost one process little: between the socket and the `Taker` of an answer there is only a
+parser in C, and no task is woken for an event. The `Taker` interprets the answer.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 
 import httptools
 
-LOOKS = 20  # for the silent, in the time that they may be silent
-KEPT = 2.0  # seconds for which a connection may be idle, and be used again: servers close theirs after 5 or more
-CROSSED = 0.05  # seconds; after which a connection that closes was closed over the request
+LOOKS = 20  # checks for silent requests within the timeout
+KEPT = 2.0  # seconds for which an idle connection is reused: servers close idle connections after 5 or more
+CROSSED = 0.05  # seconds; a connection that closes sooner was closed before the server saw the request
 MAX_HEAD = 1 << 16  # bytes of an answer before its body
 
 
 class Failure(Exception):
-    """A request has no whole answer. `kind` is one of few, to be counted by; the text is this one's."""
+    """A request has no complete answer. Failures are counted by `kind`; the text is of this one."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -34,20 +34,21 @@ class Taker(Protocol):
     def begin(self, status: int, headers: dict[str, str]) -> None: ...
 
     def take(self, data: bytes, at: float) -> bool:
-        """A part of the body, and when it came, on `time.perf_counter`. Returns whether it says anything."""
+        """Receives a part of the body, and the time at which it came (`time.perf_counter`). Returns whether it ends a
+        silence."""
 
 
 class Connection(asyncio.Protocol):
-    """To the server; of one request at a time."""
+    """A connection to the server, for one request at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._taker: Taker | None = None
         self._done: asyncio.Future[None] | None = None
         self._begin_answer()
-        self._heard_at = 0.0  # when its last bytes came
-        self.told_at = 0.0  # when the server last said anything, or was asked
-        self._has_heard = False  # a byte of the answer that is awaited
+        self._heard_at = 0.0  # time of the last bytes
+        self.told_at = 0.0  # time of the last event, or of the request
+        self._has_heard = False  # whether a byte of the current answer has come
         self.is_used = False
         self.is_open = True
 
@@ -61,7 +62,8 @@ class Connection(asyncio.Protocol):
         self._is_whole = False
 
     async def ask(self, request: bytes, taker: Taker) -> bool:
-        """Returns when the answer is whole: whether another request may be asked. Raises Failure."""
+        """Sends a request, and waits for the end of its answer. Returns whether the connection can be reused.
+        Raises Failure."""
         assert self._transport is not None, "a connection that was made"
         self._begin_answer()
         self._taker, self._has_heard = taker, False
@@ -86,7 +88,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_crossed(self) -> bool:
-        """Whether the server may have closed the idle connection just as this request was sent: no fault of either."""
+        """Returns whether the server may have closed the idle connection just when this request was sent."""
         return self.is_used and not self._has_heard and time.perf_counter() - self.told_at < CROSSED
 
     def abort(self) -> None:
@@ -162,10 +164,10 @@ class Connection(asyncio.Protocol):
 
 
 class Wire:
-    """All connections to one server. Used as `async with`, which closes them."""
+    """All connections to one server. `async with` closes them at the end."""
 
     def __init__(self, url: str, api_key: str, timeout: float) -> None:
-        """Raises ValueError for what is no http or https URL. `timeout`: seconds of silence, or to connect."""
+        """`timeout`: seconds without an event, or to connect. Raises ValueError unless the URL is http or https."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"expected a URL like http://127.0.0.1:8000, got {url!r}")
@@ -192,11 +194,11 @@ class Wire:
         await asyncio.sleep(0)  # in which they are closed
 
     async def get(self, path: str, taker: Taker) -> None:
-        """Returns when the answer is whole. Raises Failure."""
+        """Sends GET, and returns at the end of the answer. Raises Failure."""
         await self._ask(b"GET %b%b HTTP/1.1\r\n%b\r\n" % (self._path.encode(), path.encode(), self._head), taker)
 
     async def post(self, path: str, body: bytes, taker: Taker) -> None:
-        """The same, with a body, which is JSON."""
+        """Sends POST with a JSON body, and returns at the end of the answer. Raises Failure."""
         head = b"POST %b%b HTTP/1.1\r\n%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         await self._ask(head % (self._path.encode(), path.encode(), self._head, len(body)) + body, taker)
 
@@ -217,7 +219,7 @@ class Wire:
                 self._busy.discard(connection)
 
     def _kept(self) -> Connection | None:
-        """One that the server has not closed meanwhile, and will not just now."""
+        """Returns an idle connection that the server has not closed and will not close soon; None: there is none."""
         while self._free:
             connection = self._free.pop()
             if connection.is_open and time.perf_counter() - connection.told_at < KEPT:
@@ -237,7 +239,7 @@ class Wire:
         return connection
 
     async def _watch_the_silent(self) -> None:
-        """One look at all of them every so often, and no timer for each. Bytes that bring no event say nothing."""
+        """Fails requests without an event for too long: one periodic check of all, and no timer for each."""
         while True:
             await asyncio.sleep(self._timeout / LOOKS)
             latest = time.perf_counter() - self._timeout

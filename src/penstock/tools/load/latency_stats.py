@@ -1,4 +1,4 @@
-"""From the outcomes of requests to figures: what each time means stands here, and nowhere else.
+"""Computes the figures of a load from the outcomes of its requests. This text defines each time.
 
 TTFT     from when a request was due until the first event that brought text: connecting, and being late, are in it.
 latency  from when it was due until its answer was whole.
@@ -32,7 +32,7 @@ SLACK = 1 - 1e-12  # of sums of weights, which are not exact
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of milliseconds. Quantiles are nearest ranks: values that occurred."""
+    """A distribution of milliseconds. Quantiles are nearest ranks: values that occurred."""
 
     mean: float
     p50: float
@@ -41,7 +41,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: Floats, weights: Floats | None = None) -> Spread | None:
-        """None where there is nothing. A value of weight 3 counts as three of them."""
+        """Returns None for no values. A value of weight 3 counts as three values."""
         if not seconds.size:
             return None
         weights = np.ones(seconds.size) if weights is None else weights
@@ -55,7 +55,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Paces(NamedTuple):
-    """The ITL of one request: a value of each event after the first, and how many tokens have it."""
+    """The ITL of one request: a value for each event after the first, and the number of tokens with that value."""
 
     seconds: Floats
     tokens: Floats
@@ -77,7 +77,7 @@ class Paces(NamedTuple):
 
 
 def _added_to_the_next(gaps: Floats, has_some: npt.NDArray[np.bool_]) -> Floats:
-    """Of events that brought no token the gaps are those of the next that did."""
+    """Adds the gaps of events without a token to the gap of the next event with one."""
     ends = np.flatnonzero(has_some)
     return np.diff(np.cumsum(gaps)[ends], prepend=0.0)
 
@@ -94,15 +94,15 @@ class Error(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are milliseconds where the name does not say otherwise. A Spread that is None had nothing to be made of."""
+    """Times are milliseconds unless the name says otherwise. A Spread is None if there were no values."""
 
-    requests: int  # with a whole answer; of these, and of no others, are all figures below
+    requests: int  # with a complete answer; all figures below are of these
     failed: int
     unfinished: int  # when it was interrupted
     seconds: float  # from when the first request was due until the last was answered, or it was interrupted
     requests_per_s: float
     output_tokens_per_s: float
-    prompt_tokens: int | None  # None: not told by the server, or not for each request
+    prompt_tokens: int | None  # None: the server did not report them for each request
     output_tokens: int
     counted_by_events: int  # requests without a token count from the server
     tokens_per_event: float
@@ -117,7 +117,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures_of(outcomes: Sequence[Outcome], until: float, cpu_seconds: float) -> Figures:
-    """Of all requests that were sent. An outcome without `done` was interrupted, at `until`."""
+    """Computes the figures of all requests that were sent. An outcome without `done` was interrupted, at `until`."""
     ended = [outcome for outcome in outcomes if outcome.done]
     whole = [outcome for outcome in ended if outcome.failure is None]
     seconds = max(until - min((outcome.due for outcome in outcomes), default=until), 1e-3)

@@ -1,7 +1,4 @@
-"""What is asked: prompts of so many tokens, images, or lines of a file; the same ones for the same seed.
-
-Leaves to `chat_request` that it is asked.
-"""
+"""Bodies of requests: random prompts of so many tokens, images, or lines of a file; the same for the same seed."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ WORDS = (
     "what all were when we there can an your which their said if do will each about how up out them then she many some "
     "so these would other into has more her two like him see time could no make than first been its who now people my"
 ).split()
-PROBES = (16, 144)  # words, of two prompts that tell how many tokens a word has, and how many every prompt has
-TOKENS_PER_WORD = 1.3  # where the server does not tell
+PROBES = (16, 144)  # words of two prompts, from which tokens per word and tokens of every prompt are computed
+TOKENS_PER_WORD = 1.3  # if the server reports no usage
 TILE = 16  # pixels on a side that have one colour: an image that can be compressed, as most can, but not to nothing
 
 
@@ -35,7 +32,7 @@ class Between(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Between:
-        """Of `128` or `64-256`. Raises ValueError."""
+        """Parses `128` or `64-256`. Raises ValueError."""
         low, _, high = text.partition("-")
         if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
             raise ValueError(f"a number like 128, or a range like 64-256, not {text!r}")
@@ -53,7 +50,7 @@ class Size(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> Size:
-        """From what the server counted in the two probes."""
+        """Computes the size from the server's token counts of the two probes."""
         (few, many), (low, high) = PROBES, tokens
         per_word = max((high - low) / (many - few), 0.01)
         return cls(per_word, low - few * per_word)
@@ -63,7 +60,7 @@ class Size(NamedTuple):
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands on the command line about requests."""
+    """The options of the command line about requests."""
 
     model: str
     is_chat: bool
@@ -75,8 +72,8 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-Body = tuple[str, bytes]  # a path, and what is sent there
-Lines = list[tuple[str, bytes]]  # of a file: where each stands, and what it says
+Body = tuple[str, bytes]  # a path, and the body of the request
+Lines = list[tuple[str, bytes]]  # of a file: the place of each line for errors, and its content
 
 
 def text_of(chance: random.Random, words: int) -> str:
@@ -84,13 +81,13 @@ def text_of(chance: random.Random, words: int) -> str:
 
 
 def probe(options: RequestOptions, words: int) -> Body:
-    """A prompt of so many words, without images, and answered with one token."""
+    """Builds a request with a prompt of so many words, without images, that is answered with one token."""
     text = text_of(random.Random(f"{options.seed} probe {words}"), words)
     return _text_body(options, text, 1)
 
 
 def build_body(options: RequestOptions, size: Size, index: int, purpose: str) -> Body:
-    """The request of that number: none is like another."""
+    """Builds the request of that number; all differ."""
     chance = random.Random(f"{options.seed} {purpose} {index}")
     content: Any = text_of(chance, size.words(options.input_len.draw(chance)))
     if options.images:
@@ -106,7 +103,7 @@ def _text_body(options: RequestOptions, content: Any, tokens: int, **more: Any) 
 
 
 def _body(options: RequestOptions, fields: dict[str, Any]) -> Body:
-    """What the request itself says comes last."""
+    """Builds a request. `fields` take precedence over the defaults."""
     body: dict[str, Any] = {"model": options.model, "temperature": 0, "stream_options": {"include_usage": True}}
     if options.ignore_eos:
         body["ignore_eos"] = True
@@ -116,7 +113,7 @@ def _body(options: RequestOptions, fields: dict[str, Any]) -> Body:
 
 # ── from a file ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def read(path: Path) -> Lines:
-    """Those that are not empty. Raises OSError, and ValueError where there is none."""
+    """Reads the lines of a file that are not empty. Raises OSError, and ValueError if there is none."""
     lines = [(f"{path}, line {number}", line) for number, line in enumerate(path.read_bytes().splitlines(), 1)]
     if not (lines_with_text := [entry for entry in lines if entry[1].strip()]):
         raise ValueError(f"{path} has no lines")
@@ -124,7 +121,7 @@ def read(path: Path) -> Lines:
 
 
 def build_from_lines(lines: Lines, options: RequestOptions, requests: int) -> list[Body]:
-    """So many requests: the lines in turn. Raises ValueError where a line is no prompt."""
+    """Builds so many requests, from the lines in turn. Raises ValueError if a line is not a prompt."""
     bodies = [_of_line(where, line, options) for where, line in lines]
     return [bodies[index % len(bodies)] for index in range(requests)]
 
@@ -147,7 +144,7 @@ def _of_line(where: str, line: bytes, options: RequestOptions) -> Body:
 
 # ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def image(chance: random.Random, width: int, height: int) -> str:
-    """A data URL of a PNG: tiles of colours."""
+    """Returns a data URL of a PNG of random coloured tiles."""
     tiles = np.frombuffer(chance.randbytes(-(-width // TILE) * -(-height // TILE) * 3), np.uint8)
     tiles = tiles.reshape(-(-height // TILE), -(-width // TILE), 3)
     pixels = tiles.repeat(TILE, 0).repeat(TILE, 1)[:height, :width]

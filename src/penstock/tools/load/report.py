@@ -1,4 +1,4 @@
-"""What is told of a load: tables for people. Leaves to `latency_stats` what the numbers mean."""
+"""Tables of a load's figures. `latency_stats` defines the numbers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from penstock.tools.format import short
 from penstock.tools.load.latency_stats import Figures, Spread
 from penstock.tools.tables import Table
 
-LATE = 10.0  # ms; a load generator that is later than this is not what was asked for
-BUSY = 0.8  # cores of the one that a load generator can have
+LATE = 10.0  # ms at p99; above, requests were not sent at the rate that was requested
+BUSY = 0.8  # cores; above, the load generator itself may be the limit
 
 
 def tables(title: str, figures: Figures) -> Iterator[Table]:

@@ -1,7 +1,4 @@
-"""What a stream of server-sent events says: texts, ends, counts of tokens, errors.
-
-Leaves to `http_client` the bytes, and to `latency_stats` what is made of the times.
-"""
+"""Parses the server-sent events of an answer: texts, ends, token counts, errors."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 import msgspec
 
 MAX_EVENT = 1 << 20  # bytes
-SHOWN = 160  # characters of what was said, in an error
+SHOWN = 160  # characters of an answer in an error
 
 
 class CompletionUsage(msgspec.Struct):
@@ -36,7 +33,7 @@ class Choice(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """Of a chat or of a completion; fields that say nothing here are passed over."""
+    """An event of a chat or of a completion; other fields are ignored."""
 
     object: str | None = None
     choices: list[Choice] | None = None
@@ -46,7 +43,7 @@ class Event(msgspec.Struct):
 
 
 class SseParser:
-    """Cuts a stream into the data of its events, wherever its bytes were cut."""
+    """Splits a stream into the data of its events, however its bytes arrive."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -54,9 +51,9 @@ class SseParser:
         self._nbytes = 0  # of these
 
     def feed(self, more: bytes) -> list[bytes]:
-        """The data of the events that are whole now; those without data are passed over.
+        """Returns the data of the events that are complete now, without events that have none.
 
-        Raises ValueError where an event does not end.
+        Raises ValueError if an event is too long.
         """
         *lines, self._rest = (self._rest + more).split(b"\n")
         events = []
@@ -78,7 +75,7 @@ _EVENT = msgspec.json.Decoder(Event)
 
 
 def event_of(data: bytes) -> Event:
-    """Raises ValueError, also for text that is no UTF-8, or as deep as no answer is."""
+    """Decodes an event. Raises ValueError, also for invalid UTF-8 and for nesting that is too deep."""
     try:
         return _EVENT.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -86,7 +83,7 @@ def event_of(data: bytes) -> Event:
 
 
 def error_of(event: Event) -> str | None:
-    """What went wrong in the middle of an answer, if the event says that something did."""
+    """Returns the message of an error event, or None for another event."""
     if event.error is not None:
         message = event.error.get("message") if isinstance(event.error, dict) else None
         return str(event.error if message is None else message)
@@ -94,6 +91,6 @@ def error_of(event: Event) -> str | None:
 
 
 def shown(data: bytes) -> str:
-    """As much as fits a line."""
+    """Returns the text in one line, truncated."""
     text = " ".join(data.decode(errors="replace").split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

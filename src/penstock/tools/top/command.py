@@ -1,6 +1,6 @@
-"""`penstock top`: looks at a server as often as it is told, until it is told that this is enough.
+"""`penstock top`: shows snapshots of a server at an interval, until q or Ctrl-C.
 
-Leaves to `source` where that is, to `view` how it looks.
+`source` takes the snapshots, and `view` draws them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """0: it has been looked at. 2: there is nothing to look at, or the arguments are wrong."""
+    """Runs the command. Returns 0, or 2 if there is no server or the arguments are wrong."""
     try:
         source = source_of(options)
         if options.is_json or options.is_once:
@@ -58,7 +58,7 @@ def source_of(options: Options) -> SnapshotSource:
 
 
 def show_once(options: Options, source: SnapshotSource) -> int:
-    """Two looks: the second has rates."""
+    """Takes two snapshots, as the second has rates, and prints it."""
     view, history = source.look(), History()
     while view.rates is None:
         time.sleep(options.interval)
@@ -81,7 +81,7 @@ def show(options: Options, source: SnapshotSource) -> int:
         if console.is_terminal:
             screen.enter_context(keys.listening())
             live = screen.enter_context(Live(console=console, screen=True, auto_refresh=False))
-        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends it well, wherever it comes
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is the normal end
             for view, gone in looks(options, source):
                 if not gone:
                     history.add(view.rates)
@@ -95,7 +95,7 @@ def show(options: Options, source: SnapshotSource) -> int:
 
 
 def looks(options: Options, source: SnapshotSource) -> Iterator[tuple[View, str]]:
-    """What was seen last, and why there is nothing new. Raises NoServer if it is not there at the beginning."""
+    """Yields the last snapshot, and the reason if the server is gone. Raises NoServer if there is none at the start."""
     end = None if options.seconds is None else time.monotonic() + options.seconds
     view = source.look()
     gone = ""

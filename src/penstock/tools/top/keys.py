@@ -1,7 +1,4 @@
-"""Hears a key on the terminal without waiting for a line, and waits for it no longer than it is told.
-
-Leaves the terminal as it was.
-"""
+"""Reads single keys from the terminal without waiting for a line, and restores the terminal's mode."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """While keys come one by one, and are not shown. Ctrl-C is what it was."""
+    """In the block, the terminal passes keys one by one and does not echo them. Ctrl-C works as before."""
     if not sys.stdin.isatty():
         yield
         return
@@ -31,7 +28,7 @@ def listening() -> Iterator[None]:
 
 
 def is_enough(seconds: float) -> bool:
-    """Whether q comes within so many seconds."""
+    """Waits up to `seconds`, and returns whether q was typed."""
     deadline = time.monotonic() + seconds
     while sys.stdin.isatty() and (left := deadline - time.monotonic()) > 0:
         if not select.select([sys.stdin], [], [], left)[0]:

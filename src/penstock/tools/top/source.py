@@ -1,6 +1,6 @@
-"""Where a server is looked at: on this machine in its memory, elsewhere by its `/dashboard/data`.
+"""Sources of snapshots: of a server on this machine its shared memory, of a remote server its `/dashboard/data`.
 
-Leaves to `server.watch` the memory. A server that ends is looked for again: its address is what it is known by.
+`server.status.snapshot_reader` reads the memory. A server that has ended is searched again by its address.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from penstock.tools.inspect import all_processes
 from penstock.tools.inspect.segments import descriptors_of, harmless, page_at
 
 LINK = f"/memfd:penstock:{NAME} "  # as /proc shows it, before the "(deleted)" that every anonymous file has
-TIMEOUT = 5.0  # seconds; for an answer of a server elsewhere
-MAX_NBYTES = 16 << 20  # of it
+TIMEOUT = 5.0  # seconds for an answer of a remote server
+MAX_NBYTES = 16 << 20  # of an answer
 
 
 class Refused(Exception):
-    """It is there, and does not want to be looked at; the text is one line that says why."""
+    """A server refuses to be observed; the text is one line with the reason."""
 
 
 class SnapshotSource(Protocol):
     def look(self) -> View:
-        """Raises NoServer as long as it is gone, Refused."""
+        """Takes a snapshot. Raises NoServer while the server is gone, and Refused."""
 
 
 # ── on this machine ──────────────────────────────────────────────────────────────────────────────────────────────────
 def servers_here() -> dict[int, ServerInfo]:
-    """Those that we may look into, by the pid of their launcher."""
+    """Returns the servers of this machine that this user may read, by the pid of their launcher."""
     servers = {}
     for pid in all_processes():
         try:
             for number, place in descriptors_of(pid):
                 if os.readlink(f"/proc/{pid}/fd/{number}").startswith(LINK):
                     notice = ServerInfo.read(page_at(pid, number, place))
-                    if notice.pid == pid:  # others of its tree have it open too
+                    if notice.pid == pid:  # the launcher: its other processes have the page open, too
                         servers[pid] = notice
         except (OSError, PenstockError, msgspec.DecodeError):
             continue  # not ours, gone, or of another version
@@ -51,7 +51,7 @@ def servers_here() -> dict[int, ServerInfo]:
 
 
 def choose(target: int | str | None, among: dict[int, ServerInfo]) -> int:
-    """The launcher's pid. `target`: one of its processes is not enough; None: the only one. Raises NoServer."""
+    """Returns the pid of a server's launcher. `target`: its pid, name or URL; None: the only one. Raises NoServer."""
     if isinstance(target, int):
         meant = [pid for pid in among if pid == target]
     else:
@@ -88,7 +88,7 @@ class LocalSource:
         return view
 
     def _again(self) -> SnapshotReader:
-        assert self._before is not None, "whoever is looked for has been seen"
+        assert self._before is not None, "a server that is searched again has had a snapshot"
         url = self._before.notice.url
         return SnapshotReader(choose(url, {pid: server for pid, server in servers_here().items() if server.url == url}))
 
@@ -130,7 +130,7 @@ class RemoteSource:
             moment = msgspec.convert(harmless(msgspec.json.decode(body)), View).moment
         except ValueError as error:  # msgspec's are, too
             raise Refused(f"{self._url} is no penstock server of this version: {error}") from None
-        # Rates of our own: those in it are from that process's last look to this one, and the next may be another's.
+        # Own rates: those of the answer are since the last request of any viewer to that server process.
         view = View.after(self._before, moment, self._max_interval)
         self._before = moment
         return view

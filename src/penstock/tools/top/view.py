@@ -1,6 +1,6 @@
-"""A server on a screen: what matters first, as much of the rest as there is room for.
+"""Draws a snapshot on a terminal: summary lines first, then as many table rows as fit.
 
-Leaves to `snapshot` and `snapshot_rates` every number. Whatever has a name is `Text`: it may look like markup.
+`snapshot` and `snapshot_rates` have the numbers. Names are `Text`, as they may look like markup.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from penstock.server.status.snapshot_rates import Rates, View
 from penstock.tools.format import in_seconds, in_units
 
 BARS = " ▁▂▃▄▅▆▇█"
-HISTORY = 240  # looks
+HISTORY = 240  # snapshots
 LABEL = 12  # columns in front of a curve or a bar
-FIGURES = 26  # and behind it
+FIGURES = 26  # columns behind it
 DEVICE, WAITING, CORE, DIM = "green", "red", "cyan", "dim"
 STATES = {"serves": "green", "starting": "yellow", "draining": "yellow", "stopped": "bold red", "gone": "bold red"}
 UNKNOWN = "–"
 
 
 class History:
-    """What curves are made of."""
+    """The last values of the curves."""
 
     def __init__(self) -> None:
         self.tokens: deque[float] = deque(maxlen=HISTORY)
@@ -41,7 +41,7 @@ class History:
 
 
 def drawn(view: View, history: History, console: Console, gone: str = "") -> RenderableType:
-    """`gone`: why it is not there now; what is shown is the last that was seen."""
+    """Draws a view. `gone`: why the server is gone; then the view is its last one."""
     width, moment, rates = console.width, view.moment, view.rates
     above: list[RenderableType] = [head(moment, width, gone), Text()]
     above += [requests(moment, rates), latency(rates), tokens(moment, rates)]
@@ -102,7 +102,7 @@ def requests(moment: ServerSnapshot, rates: Rates | None) -> Text:
 
 
 def latency(rates: Rates | None) -> Text:
-    """Of the answers that began, and of the tokens that came, since the last look: means."""
+    """Draws mean latencies of the answers that began, and of the tokens that came, since the last snapshot."""
     line = label("latency")
     figure(line, seconds(None if rates is None else rates.first_piece), "to the first token")
     figure(line, seconds(None if rates is None else rates.gap), "from token to token")
@@ -139,7 +139,7 @@ def curve(name: str, values: Sequence[float], labels: Sequence[str], width: int)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The last of them, the newest to the right; the highest is a full block, and only nothing is a blank."""
+    """Draws the last values, the newest to the right; the highest is a full block, and only 0 is a blank."""
     some = list(values)[-width:]
     highest = max(some, default=0.0) or 1.0
     levels = [0 if value <= 0 else 1 + min(int(value / highest * 8), 7) for value in some]
@@ -147,7 +147,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def steps(rates: Rates | None, width: int) -> list[RenderableType]:
-    """A bar for each group: the device's part of a step, and what it waited; the core's own work lies beside."""
+    """Draws a bar for each group: the device's share of a step and its idle time, with the core's own time beside."""
     lines: list[RenderableType] = []
     groups = () if rates is None else rates.groups
     for number, group in enumerate(groups):
@@ -176,7 +176,7 @@ def figure(line: Text, number: str, unit: str, style: str = "") -> None:
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def processes(view: View) -> list[tuple[Text, ...]]:
-    """The first row is what all of them share: it is shown also where there is no room for the last."""
+    """Returns the rows of processes. The first row is shared memory, so that it is shown even if not all rows fit."""
     cpu = view.rates.cpu if view.rates is not None else [None] * len(view.moment.processes)
     shared = (Text("shared", style=DIM), *(Text() for _ in range(4)), Text(in_units(view.moment.shared_nbytes)))
     rows = [
@@ -250,7 +250,7 @@ def seconds(number: float | None) -> str:
 
 
 def amount(number: float | None) -> str:
-    """To three figures."""
+    """Returns a number with at most one decimal, or UNKNOWN."""
     if number is None:
         return UNKNOWN
     return f"{number:.1f}" if 0 < number < 99.95 else f"{number:,.0f}"
