@@ -8,21 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import gc
 import logging
-import math
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
-
-import uvicorn
 
 import penstock
 from penstock.engine.client.client import Client
@@ -32,14 +26,13 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.server.chat.prompt_builder import PromptBuilder, build_tokenizer
 from penstock.server.http.app import ApiServer
-from penstock.server.http.connection import LimitedConnection
+from penstock.server.http.http_server import HttpServer
 from penstock.server.http.loop_errors import LoopErrors
 from penstock.server.images.image_prompts import build_image_prompts
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 
 BACKLOG = 1024  # connections that no process has accepted yet
-KEPT = 75  # seconds for which an idle connection is kept: longer than proxies keep theirs, so that they close it first
 CONNECTIONS = 4  # for each request that may be open
 OTHER_DESCRIPTORS = 128  # of a process, besides its connections
 KERNEL_NBYTES = 256 << 10  # of an answer in the kernel, for a client that does not read
@@ -110,9 +103,9 @@ def _do_without_torch() -> None:
 
 async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     asyncio.get_running_loop().set_exception_handler(LoopErrors())
-    for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).handlers[:] = LOGGER.handlers
-        logging.getLogger(name).setLevel(logging.ERROR)  # what they warn of is what clients do: it may be much
+    of_the_loop = logging.getLogger("asyncio")
+    of_the_loop.handlers[:] = LOGGER.handlers
+    of_the_loop.setLevel(logging.ERROR)  # what it warns of is what clients do: it may be much
     tally, board = ServerCounters(shared.tally, tree.config.api_server_count, writable=True), StatusBoard(tree.board)
     row = tally.rows[me.index]
     row[ProcessCounters.PID], row[ProcessCounters.SERVING], row[ProcessCounters.OPEN] = os.getpid(), 0, 0
@@ -122,52 +115,25 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     with contextlib.closing(PromptBuilder(tree.config, words, images)) as reader:
         async with Client(tree, me) as client:
             api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index)
-            server = ServerProcess(api, row, shared.options, tree.config.shutdown_timeout)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
+            server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
+            stopping = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
             gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up every stream
-            await server.serve([shared.listener])
+            await server.start(shared.listener, BACKLOG)
+            row[ProcessCounters.SERVING] = 1
+            await stopping.wait()
+            row[ProcessCounters.SERVING] = 2
+            await server.stop(tree.config.shutdown_timeout)
 
 
-class ServerProcess(uvicorn.Server):
-    """Signals are the process's own affair."""
-
-    def __init__(self, api: ApiServer, row: ProcessCounters, options: ServerOptions, shutdown_timeout: float) -> None:
-        wanted = CONNECTIONS * options.max_open_requests
-        most = _room_for(wanted)
-        if most < wanted:
-            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            remedy = f"ulimit -Hn {wanted + OTHER_DESCRIPTORS}, or a smaller --max-open-requests"
-            event("few connections", logging.WARNING, most=most, wanted=wanted, descriptors=hard, remedy=remedy)
-        config = uvicorn.Config(
-            api.app(),
-            http=functools.partial(LimitedConnection, most, options.client_timeout),  # type: ignore[arg-type]
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            # A process takes one connection at a time, so that the others may have the next.
-            backlog=1,
-            timeout_keep_alive=KEPT,
-            timeout_graceful_shutdown=math.ceil(shutdown_timeout),
-        )
-        super().__init__(config)
-        self._row = row
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._row[ProcessCounters.SERVING]:
-            self._row[ProcessCounters.SERVING] = 2
-        self.should_exit = True
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for one in sockets or ():
-            one.listen(BACKLOG)  # the loop has said how many it takes at a time, which is something else
-        self._row[ProcessCounters.SERVING] = 1
+def _max_connections(options: ServerOptions) -> int:
+    wanted = CONNECTIONS * options.max_open_requests
+    most = _room_for(wanted)
+    if most < wanted:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        remedy = f"ulimit -Hn {wanted + OTHER_DESCRIPTORS}, or a smaller --max-open-requests"
+        event("few connections", logging.WARNING, most=most, wanted=wanted, descriptors=hard, remedy=remedy)
+    return most
 
 
 def _room_for(connections: int) -> int:
