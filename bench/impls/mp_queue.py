@@ -40,8 +40,10 @@ class Sender:
             self._replies.get()
 
     def reserved_nbytes(self) -> int:
-        pipes = [each._reader.fileno() for each in (*self._queues, self._replies)]  # type: ignore[attr-defined]
-        return sum(fcntl.fcntl(pipe, F_GETPIPE_SZ) for pipe in pipes)
+        """Each queue has a pipe, as large as any other."""
+        reader, writer = multiprocessing.Pipe(duplex=False)
+        with reader, writer:
+            return (len(self._queues) + 1) * fcntl.fcntl(reader.fileno(), F_GETPIPE_SZ)
 
     def close(self) -> None:
         for each in self._queues:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
+from multiprocessing.context import set_spawning_popen
 from multiprocessing.synchronize import Lock
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +45,12 @@ def _shared_name(scratch: str) -> None:
 
 def _state_of(lock: Lock) -> tuple[Any, ...]:
     """What another process makes the same lock of: multiprocessing gives it only to those that it spawns."""
-    inner = lock._semlock  # type: ignore[attr-defined]
-    return inner.handle, inner.kind, inner.maxvalue, inner.name
+    set_spawning_popen(lock)
+    try:
+        state: tuple[Any, ...] = lock.__getstate__()  # type: ignore[assignment]
+        return state
+    finally:
+        set_spawning_popen(None)
 
 
 def _lock_of(state: tuple[Any, ...]) -> Lock:

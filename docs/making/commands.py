@@ -8,34 +8,30 @@ import os
 from collections.abc import Iterator
 
 from penstock.cli import parser
+from penstock.cli.argument_parser import ArgumentParser
 
 
 def page() -> str:
     lines = ["# Commands", "", "Made from the parsers of `penstock` itself; `penstock COMMAND --help` says the same."]
     for name, summary, command in commands_of(parser()):
         lines += ["", f"## penstock {name}", "", f"{escaped(summary)}.", "", "```text", usage(command), "```", ""]
-        rows = [row_of(action) for action in command._actions if is_told(action)]
+        rows = [row_of(action) for action in command.arguments if is_shown(action)]
         if rows:
             lines += ["| | |", "|---|---|", *rows]
     return "\n".join(lines) + "\n"
 
 
-def commands_of(root: argparse.ArgumentParser) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+def commands_of(root: ArgumentParser) -> Iterator[tuple[str, str, ArgumentParser]]:
     """Name, one line, and parser; those below a command (`bench serve`) by both names."""
-    for action in root._actions:
-        if not isinstance(action, argparse._SubParsersAction):
-            continue
-        helps = {one.dest: one.help or "" for one in action._choices_actions}
-        for name, command in action.choices.items():
-            below = list(commands_of(command))
-            if below:
-                yield from ((f"{name} {inner}", *rest) for inner, *rest in below)  # type: ignore[misc]
-            else:
-                yield name, helps.get(name, ""), command
+    for name, (summary, command) in root.commands.items():
+        if command.commands:
+            yield from ((f"{name} {inner}", *rest) for inner, *rest in commands_of(command))  # type: ignore[misc]
+        else:
+            yield name, summary, command
 
 
-def is_told(action: argparse.Action) -> bool:
-    return action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction)
+def is_shown(action: argparse.Action) -> bool:
+    return action.help != argparse.SUPPRESS and "--help" not in action.option_strings
 
 
 def row_of(action: argparse.Action) -> str:
@@ -48,7 +44,7 @@ def row_of(action: argparse.Action) -> str:
     return f"| {', '.join(f'`{escaped(name)}`' for name in names)} | {escaped(text)} |"
 
 
-def usage(command: argparse.ArgumentParser) -> str:
+def usage(command: ArgumentParser) -> str:
     os.environ["COLUMNS"] = "100"  # a terminal's width is asked for otherwise
     return command.format_usage().removeprefix("usage: ").strip()
 

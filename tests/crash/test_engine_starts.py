@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from penstock.engine import launcher as launch
 from penstock.engine.cluster.process import CannotStart, ChildProcess, starting

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from penstock.engine.cluster.process import ChildProcess
 from penstock.engine.cluster.status_board import StatusBoard

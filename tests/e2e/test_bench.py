@@ -70,7 +70,7 @@ def test_a_quick_run_of_the_engine_measures_every_tree_and_each_says_what_the_ru
 
 def test_a_quick_run_of_the_server_serves_all_streams_and_forgets_who_has_gone() -> None:
     """The real model, and vLLM beside it, are left to whoever has minutes."""
-    pytest.importorskip("uvicorn")
+    pytest.importorskip("httptools")
     run = subprocess.run(
         [sys.executable, "bench/serve.py", "--quick", "--json", "--only", "streams,gone"],
         cwd=ROOT, capture_output=True, text=True, timeout=110,

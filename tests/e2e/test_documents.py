@@ -77,7 +77,7 @@ def free_port() -> str:
 @pytest.mark.parametrize("page", sessions(), ids=lambda page: page.stem)
 def test_the_shell_of_a_page_does_what_it_shows(page: Path, tmp_path: Path) -> None:
     pytest.importorskip("openai")
-    pytest.importorskip("uvicorn")
+    pytest.importorskip("httptools")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     script = tmp_path / "session"
     ended = "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n"

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("httptools")
 pytest.importorskip("openai")
 pytest.importorskip("rich")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from tests.e2e.test_server import KEY, MAX_OPEN, Served, served
 

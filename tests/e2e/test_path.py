@@ -9,7 +9,7 @@ import pytest
 from tests import tiers
 from tests.support.documents import ROOT
 
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 
 def section_of_the_readme() -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 openai = pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.launcher import STOP_TIMEOUT  # noqa: E402

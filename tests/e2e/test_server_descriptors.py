@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import eventually
 from tests.support.engine import START
 
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 ASKING = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.http.connection import MAX_THROWN_NBYTES

@@ -14,7 +14,7 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 pillow = pytest.importorskip("PIL.Image")
 
 from penstock import Store  # noqa: E402

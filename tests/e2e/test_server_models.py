@@ -9,7 +9,7 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402

@@ -14,7 +14,7 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from PIL import Image  # noqa: E402
 

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status.snapshot_rates import View

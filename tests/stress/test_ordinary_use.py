@@ -21,7 +21,7 @@ psutil = pytest.importorskip("psutil")
 pytest.importorskip("openai")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 

@@ -9,7 +9,7 @@ import pytest
 
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from tests import tiers  # noqa: E402
 from tests.e2e.test_server import Served, served  # noqa: E402

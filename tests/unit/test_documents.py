@@ -1,6 +1,5 @@
 """What the documents say is true: blocks, links, names, figures. That their commands run is shown in e2e."""
 
-import argparse
 import json
 import os
 import re
@@ -18,6 +17,7 @@ import pytest
 import penstock
 from penstock import lowlevel
 from penstock.cli import parser
+from penstock.cli.argument_parser import ArgumentParser
 from penstock.memory import Holder, PoolStats
 from penstock.tensor import ScopeStats, StoreStats
 from penstock.tools import inspect
@@ -128,14 +128,12 @@ def test_every_name_of_the_package_is_in_the_reference() -> None:
         assert there == set(module.__all__) - {"__version__"}, module.__name__
 
 
-def leaves(command: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def leaves(command: ArgumentParser, name: str) -> Iterator[tuple[str, ArgumentParser]]:
     """The commands below one, or itself where there is none."""
-    below = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
-    if not below:
+    if not command.commands:
         yield name, command
-    for action in below:
-        for inner, its in action.choices.items():
-            yield from leaves(its, f"{name} {inner}")
+    for inner, (_, its) in command.commands.items():
+        yield from leaves(its, f"{name} {inner}")
 
 
 def test_every_command_and_option_is_on_the_page_that_is_made_of_them() -> None:
@@ -143,7 +141,7 @@ def test_every_command_and_option_is_on_the_page_that_is_made_of_them() -> None:
     commands = dict(leaves(parser(), "penstock"))
     assert sections.keys() == commands.keys() and "penstock bench serve" in commands
     for name, command in commands.items():
-        for action in command._actions:
+        for action in command.arguments:
             for option in set(action.option_strings) - {"-h", "--help"}:
                 assert re.search(rf"`{option}[ `]", sections[name]), f"{name} {option}"
 
@@ -152,7 +150,7 @@ def test_options_beside_those_of_vllm_are_the_ones_there_are() -> None:
     sections = dict(one.split("\n", 1) for one in re.split(r"^## ", VLLM.read_text(), flags=re.MULTILINE)[1:])
     commands = dict(leaves(parser(), "penstock"))
     options = {
-        name: {option for action in command._actions for option in action.option_strings}
+        name: {option for action in command.arguments for option in action.option_strings}
         for name, command in commands.items()
     }
 

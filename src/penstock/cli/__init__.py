@@ -6,7 +6,6 @@ is wrong. 130: interrupted. What only one command needs is imported when it runs
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     root = ArgumentParser(prog="penstock", description="The data plane of an inference engine.")
     root.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)

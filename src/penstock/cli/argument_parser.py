@@ -5,18 +5,44 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 
 class ArgumentParser(argparse.ArgumentParser):
     """The parser of `penstock` and of each command; argparse creates the parsers of commands with the same class.
 
     Options are not abbreviated: `--max-num` is a mistake today, and would be another option's name tomorrow.
+    `arguments` are those of all groups, and `commands` has a line and a parser for each name: argparse shows neither.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        self.arguments: list[argparse.Action] = []
+        self.commands: dict[str, tuple[str, ArgumentParser]] = {}
         super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        self.arguments.append(action)
+        return action
+
+    def add_argument_group(self, *args: Any, **options: Any) -> Any:
+        return self._with_arguments_kept(super().add_argument_group(*args, **options))
+
+    def _with_arguments_kept(self, group: Any) -> Any:
+        add_argument, add_exclusive = group.add_argument, group.add_mutually_exclusive_group
+
+        def add(*names: str, **options: Any) -> argparse.Action:
+            action: argparse.Action = add_argument(*names, **options)
+            self.arguments.append(action)
+            return action
+
+        group.add_argument = add
+        group.add_mutually_exclusive_group = lambda **options: self._with_arguments_kept(add_exclusive(**options))
+        return group
+
+    def add_subparsers(self, **options: Any) -> Commands:  # type: ignore[override]
+        return Commands(super().add_subparsers(**options).add_parser, self.commands)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -36,10 +62,17 @@ class ArgumentParser(argparse.ArgumentParser):
         super().error(message)
 
 
-class Commands(Protocol):
+class Commands:
     """What `add_subparsers` returns."""
 
-    def add_parser(self, name: str, *, help: str) -> argparse.ArgumentParser: ...
+    def __init__(self, add: Callable[..., ArgumentParser], commands: dict[str, tuple[str, ArgumentParser]]) -> None:
+        self._add = add
+        self._commands = commands
+
+    def add_parser(self, name: str, *, help: str) -> ArgumentParser:
+        parser = self._add(name, help=help)
+        self._commands[name] = help, parser
+        return parser
 
 
 def _nearest(words: Iterable[str], known: Sequence[str]) -> str:

@@ -8,21 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import gc
 import logging
-import math
 import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
-
-import uvicorn
 
 from penstock import lowlevel
 from penstock.engine.client.client import Client
@@ -32,14 +26,13 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.server.chat.prompt_builder import PromptBuilder, build_tokenizer
 from penstock.server.http.app import ApiServer
-from penstock.server.http.connection import LimitedConnection
+from penstock.server.http.http_server import HttpServer
 from penstock.server.http.loop_errors import LoopErrors
 from penstock.server.images.image_prompts import build_image_prompts
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 
 BACKLOG = 1024  # connections that no process has accepted yet
-KEPT = 75  # seconds for which an idle connection is kept: longer than proxies keep theirs, so that they close it first
 CONNECTIONS = 4  # for each request that may be open
 OTHER_DESCRIPTORS = 128  # of a process, besides its connections
 KERNEL_NBYTES = 256 << 10  # of an answer in the kernel, for a client that does not read
@@ -110,9 +103,9 @@ def _do_without_torch() -> None:
 
 async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     asyncio.get_running_loop().set_exception_handler(LoopErrors())
-    for name in ("uvicorn.error", "asyncio"):
-        logging.getLogger(name).handlers[:] = LOGGER.handlers
-        logging.getLogger(name).setLevel(logging.ERROR)  # clients cause their warnings, without limit
+    loop_log = logging.getLogger("asyncio")
+    loop_log.handlers[:] = LOGGER.handlers
+    loop_log.setLevel(logging.ERROR)  # clients cause its warnings, without limit
     tally, board = ServerCounters(shared.tally, tree.config.api_server_count, writable=True), StatusBoard(tree.board)
     row = tally.rows[me.index]
     row[ProcessCounters.PID], row[ProcessCounters.SERVING], row[ProcessCounters.OPEN] = os.getpid(), 0, 0
@@ -122,59 +115,32 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     with contextlib.closing(PromptBuilder(tree.config, words, images)) as reader:
         async with Client(tree, me) as client:
             api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index)
-            server = ServerProcess(api, row, shared.options, tree.config.shutdown_timeout)
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
+            server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
+            stopping = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
             gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay every stream
-            await server.serve([shared.listener])
+            await server.start(shared.listener, BACKLOG)
+            row[ProcessCounters.SERVING] = 1
+            await stopping.wait()
+            row[ProcessCounters.SERVING] = 2
+            await server.stop(tree.config.shutdown_timeout)
 
 
-class ServerProcess(uvicorn.Server):
-    """uvicorn's server, without its signal handling: `_serve` handles SIGTERM."""
-
-    def __init__(self, api: ApiServer, row: ProcessCounters, options: ServerOptions, shutdown_timeout: float) -> None:
-        connections = CONNECTIONS * options.max_open_requests
-        max_connections = _room_for(connections)
-        if max_connections < connections:
-            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            remedy = f"ulimit -Hn {connections + OTHER_DESCRIPTORS}, or a smaller --max-open-requests"
-            event(
-                "few connections",
-                logging.WARNING,
-                most=max_connections,
-                wanted=connections,
-                descriptors=hard,
-                remedy=remedy,
-            )
-        config = uvicorn.Config(
-            api.app(),
-            http=functools.partial(LimitedConnection, max_connections, options.client_timeout),  # type: ignore[arg-type]
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            # A process accepts one connection at a time, so that other processes can accept the next.
-            backlog=1,
-            timeout_keep_alive=KEPT,
-            timeout_graceful_shutdown=math.ceil(shutdown_timeout),
+def _max_connections(options: ServerOptions) -> int:
+    connections = CONNECTIONS * options.max_open_requests
+    max_connections = _room_for(connections)
+    if max_connections < connections:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        remedy = f"ulimit -Hn {connections + OTHER_DESCRIPTORS}, or a smaller --max-open-requests"
+        event(
+            "few connections",
+            logging.WARNING,
+            most=max_connections,
+            wanted=connections,
+            descriptors=hard,
+            remedy=remedy,
         )
-        super().__init__(config)
-        self._row = row
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._row[ProcessCounters.SERVING]:
-            self._row[ProcessCounters.SERVING] = 2
-        self.should_exit = True
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(BACKLOG)  # the loop has said how many it takes at a time, which is something else
-        self._row[ProcessCounters.SERVING] = 1
+    return max_connections
 
 
 def _room_for(connections: int) -> int:

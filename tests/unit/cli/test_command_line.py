@@ -47,7 +47,7 @@ COMMANDS = ("inspect", "measure", "generate", "serve", "top", "bench serve", "do
 ENTRY = re.compile(r"^  (\S.*?)(?:  |\n {8}) *(\S.*)$", re.MULTILINE)  # where help is not broken into lines
 
 
-HEAVY = {"torch", "transformers", "starlette", "uvicorn", "httptools", "rich", "rapidfuzz", "prometheus_client"}
+HEAVY = {"torch", "transformers", "starlette", "httptools", "rich", "rapidfuzz", "prometheus_client"}
 HELP_ALONE = """
 import sys, contextlib
 from penstock.cli import main

@@ -96,13 +96,13 @@ def test_a_torch_that_cannot_be_imported_is_missing_with_its_last_line(monkeypat
 
 def test_packages_that_are_not_installed_are_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
-        if name in ("uvicorn", "tokenizers"):
+        if name in ("starlette", "tokenizers"):
             raise metadata.PackageNotFoundError(name)
         return "1.0"
 
     monkeypatch.setattr(metadata, "version", version)
     found = examine_packages()
-    assert found.level == "warning" and found.text.startswith("not installed: tokenizers, uvicorn; ")
+    assert found.level == "warning" and found.text.startswith("not installed: starlette, tokenizers; ")
     assert f"{sys.executable} -m pip install" in found.text
 
 

@@ -114,10 +114,10 @@ class _Sharding(NamedTuple):
         """Shards a parameter in one dimension, which has `parts` equal parts, each of them sharded."""
         owner, _, own = name.rpartition(".")
         module = self.modules[owner]
-        whole = module._parameters.get(own)
+        whole = getattr(module, own)
         if whole is not None:
             cut = self._slice(owner.rpartition(".")[2], dimension, whole.shape[dimension], parts)
-            module._parameters[own] = nn.Parameter(whole.new_empty(cut.shape(whole.shape)), requires_grad=False)
+            setattr(module, own, nn.Parameter(whole.new_empty(cut.shape(whole.shape)), requires_grad=False))
             self.slices[name] = cut
 
     def _slice(self, layer: str, dimension: int, length: int, parts: int) -> WeightSlice:
@@ -163,7 +163,7 @@ def _rowwise(cut: _Sharding, name: str) -> None:
         cut.parameter(name, -1)
         return
     cut.parameter(f"{name}.weight", -1)
-    if cut.modules[name]._parameters.get("bias") is not None and cut.ranks.rank > 0:
+    if getattr(cut.modules[name], "bias", None) is not None and cut.ranks.rank > 0:
         cut.slices[f"{name}.bias"] = FIRST_ONLY
     cut.add_up_after(name)
 

@@ -141,10 +141,8 @@ def _put(model: nn.Module, name: str, tensor: Tensor, parameters: dict[str, Tens
     owner, _, own = name.rpartition(".")
     module = model.get_submodule(owner)
     tensor = tensor.to(device=device, dtype=empty.dtype)
-    if own in module._buffers:
-        module._buffers[own] = tensor
-    else:
-        module._parameters[own] = nn.Parameter(tensor, requires_grad=False)
+    is_buffer = own in dict(module.named_buffers(recurse=False))
+    setattr(module, own, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
 
 
 def rebuild_buffers(model: Any, device: torch.device) -> None:
@@ -157,7 +155,7 @@ def rebuild_buffers(model: Any, device: torch.device) -> None:
         if buffer.is_meta:
             owner, _, own = name.rpartition(".")
             empty = torch.full_like(buffer, _NEVER.get(buffer.dtype, float("nan")), device=device)
-            model.get_submodule(owner)._buffers[own] = empty
+            setattr(model.get_submodule(owner), own, empty)
             buffers.append((name, empty))
     model.initialize_weights()
     for name, _ in buffers:

@@ -1,229 +1,326 @@
-"""One client's connection: bounds on what it sends besides bodies, and on how slowly it sends.
+"""One client's connection: its requests are answered in their order, with bounds on how much and how slowly it sends.
 
-uvicorn implements HTTP, but its parser has no such bounds. `app` answers the requests.
+`request_parser` finds the requests, an `HttpExchange` runs the application for each, `http_server` takes connections.
 """
 
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any
+import time
+from collections import deque
+from email.utils import formatdate
+from typing import cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from starlette.types import ASGIApp, Scope
 
 from penstock.server.errors import ApiError
+from penstock.server.http.exchange import STATUS_LINES, HttpExchange
+from penstock.server.http.request_parser import Address, RequestParser
 
-MAX_BESIDES_NBYTES = 64 << 10  # of a request: its head, and what follows its body
-FRAMING = 8  # and so much more for each byte of a body: chunks may be of one byte each
+MAX_UNTAKEN_NBYTES = 64 << 10  # of a body, before reading pauses until the application takes it
 MAX_AHEAD = 16  # requests that a client may send before the one that is being answered is …
 MAX_AHEAD_NBYTES = 256 << 10  # … and bytes of them, while it is not
 SLOWEST = 16 << 10  # bytes per second of a body; slower ones have been given up when the patience has ended
+KEPT = 75.0  # seconds that an idle connection is kept: longer than proxies keep theirs, so that they close it first
 MAX_LINGERING = 64  # connections above the limit that end slowly, so that the client gets its refusal
 LINGER = 2.0  # seconds without more of what is thrown away so that the refusal of it arrives …
 MAX_THROWN_NBYTES = 64 << 20  # … and bytes of it: the longest of usual bodies
 
 
-class LimitedConnection(HttpToolsProtocol):
-    """uvicorn makes one for each connection that it takes."""
+class ServerState:
+    """What the connections of one server share."""
 
-    def __init__(self, most: int, patience: float, **given: Any) -> None:
-        """`most` connections of this process at a time; `patience` in seconds, for a client that sends slowly."""
-        super().__init__(**given)
-        self._most = most
-        self._patience = patience
-        self._running: RequestResponseCycle | None = None
-        self._is_in_message = False
-        self._is_over = False  # nothing that comes is read any more
+    def __init__(self, app: ASGIApp, max_connections: int, client_timeout: float) -> None:
+        """`client_timeout` in seconds, for a client that sends slowly."""
+        self.app = app
+        self.max_connections = max_connections
+        self.client_timeout = client_timeout
+        self.connections: set[HttpConnection] = set()
+        self.tasks: set[asyncio.Task[None]] = set()  # of the application, one for each request
+        self.is_stopping = False
+        self.has_fewer = asyncio.Event()  # connections or tasks
+        self._second = 0
+        self._date_line = b""
+
+    @property
+    def date_line(self) -> bytes:
+        now = int(time.time())
+        if now != self._second:
+            self._second, self._date_line = now, b"date: %b\r\n" % formatdate(now, usegmt=True).encode("ascii")
+        return self._date_line
+
+    def start(self, exchange: HttpExchange) -> None:
+        task = asyncio.ensure_future(exchange.run(self.app))
+        self.tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self.has_fewer.set()
+
+
+class HttpConnection(asyncio.Protocol):
+    """Requests are read while an earlier one is answered: otherwise the connection would not see its client go."""
+
+    def __init__(self, state: ServerState) -> None:
+        self.is_write_paused = False
+        self._state = state
+        self._loop = asyncio.get_running_loop()
+        self._exchanges: deque[HttpExchange] = deque()  # the first one is being answered, the last one may still come
+        self._incoming: HttpExchange | None = None  # the one that still comes
+        self._has_requested = False
+        self._is_last = False  # the last request has come: the connection ends after its response
+        self._is_over = False  # nothing that comes is parsed any more
+        self._is_read_paused = False
         self._began = 0.0  # the message, or the wait for the first one
-        self._raw_nbytes = 0  # of the message
-        self._body_nbytes = 0
+        self._idle_since = 0.0
         self._ahead_nbytes = 0
         self._thrown_nbytes = 0
-        self._alarm: asyncio.TimerHandle | None = None  # the client owes us the rest of a message, or its end
+        self._timer: asyncio.TimerHandle | None = None  # one for all deadlines
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # What answers requests sees of the transport. uvicorn would close it after the last answer, and unread bytes of
-        # the request make the kernel take back what has not arrived.
-        self._outlet = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self._part)
-        if len(self.connections) > self._most:
-            self._write(ApiError(503, f"{self._most} connections are open already"))
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.write = self._transport.write
+        self._writable = asyncio.Event()
+        self._parser = RequestParser(self, _address(transport, "sockname"), _address(transport, "peername"))
+        connections, most = self._state.connections, self._state.max_connections
+        connections.add(self)
+        if self._state.is_stopping:
+            self._transport.close()
+        elif len(connections) > most:
+            self._write_error(ApiError(503, f"{most} connections are open already"))
             # The request lies there unread, and an end at once would take the answer with it. But there is an end.
-            if len(self.connections) <= self._most + MAX_LINGERING:
+            if len(connections) <= most + MAX_LINGERING:
                 self._end_slowly()
             else:
-                self.transport.close()
-            return
-        self._begin()
-        self._watch()
+                self._transport.close()
+        else:
+            self._began = self._loop.time()
+            self._set_timer(self._due)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._unwatch()
+        self._state.connections.discard(self)
+        self._state.has_fewer.set()
+        self._is_over = True
         self._give_up()
+        self._parser.close()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def stop(self) -> None:
+        """The server ends. Requests that have come are answered."""
+        if self._exchanges:
+            self._exchanges[-1].keep_alive = False
+        else:
+            self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._is_over or self._transport.is_closing()
 
     # ── what comes ──
     def data_received(self, data: bytes) -> None:
-        if self._is_over:
-            self._thrown_nbytes += len(data)
-            if self._thrown_nbytes > MAX_THROWN_NBYTES:
-                self.transport.close()
-            return
-        self._raw_nbytes += len(data)
-        super().data_received(data)
-        if self.transport.is_closing() or self._is_over:
-            return
-        self._ahead_nbytes = self._ahead_nbytes + len(data) if self.pipeline else 0
-        if self.pipeline:  # uvicorn would read no more until an answer has ended, and not see its client go meanwhile
-            self.flow.resume_reading()
-        if len(self.pipeline) > MAX_AHEAD or self._ahead_nbytes > MAX_AHEAD_NBYTES:
-            self.transport.abort()  # it would be told amid another answer
-        elif not self._is_in_message:
-            self._rest()
-        elif self._raw_nbytes > MAX_BESIDES_NBYTES + (1 + FRAMING) * self._body_nbytes:
-            self.refuse(ApiError(431, f"a request has at most {MAX_BESIDES_NBYTES} bytes besides its body"))
-        elif self._alarm is None:
-            self._watch()
-
-    def on_message_begin(self) -> None:
-        self._begin()
-        self._is_in_message = True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        if self._is_over or len(self.pipeline) > MAX_AHEAD:  # then the connection ends when this piece has been read
-            return
-        hosts = sum(name == b"host" for name, _ in self.headers)
-        if hosts != 1 and self.parser.get_http_version() == "1.1":
-            self.refuse(ApiError(400, f"expected one Host header in a request of HTTP/1.1, got {hosts}"))
+        if self._is_ending or self._is_last:
+            self._throw_away(data)
         else:
-            super().on_headers_complete()
+            self._parse(data)
 
-    def on_body(self, body: bytes) -> None:
-        self._body_nbytes += len(body)
-        if not self._is_over:
-            super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        if self._is_over:
+    def _parse(self, data: bytes) -> None:
+        try:
+            self._parser.feed(data)
+        except ApiError as error:
+            if self._is_last:  # what follows it is no request
+                self._throw_away(data)
+            else:
+                self.refuse(error)
+        if self._is_ending:
             return
-        self._is_in_message = False
-        self._raw_nbytes = 0
-        super().on_message_complete()
+        is_ahead = len(self._exchanges) > 1
+        self._ahead_nbytes = self._ahead_nbytes + len(data) if is_ahead else 0
+        if self._has_too_many_ahead or self._ahead_nbytes > MAX_AHEAD_NBYTES:
+            self._transport.abort()  # a refusal would come amid another response
+        elif self._parser.is_in_message:
+            self._set_timer(self._due)
 
-    def send_400_response(self, msg: str) -> None:
-        self.refuse(ApiError(400, msg))
+    def eof_received(self) -> None:
+        """Disconnects the requests, as a client that has gone sends no more than this. The transport closes itself."""
+        self._is_over = True
+        self._give_up()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Logs nothing: a request that offers an upgrade is answered without it."""
+    def _throw_away(self, data: bytes) -> None:
+        self._thrown_nbytes += len(data)
+        if self._thrown_nbytes > MAX_THROWN_NBYTES:
+            self._transport.close()
+
+    @property
+    def _has_too_many_ahead(self) -> bool:
+        return len(self._exchanges) > 1 + MAX_AHEAD
+
+    def begin_message(self) -> None:
+        self._began = self._loop.time()
+
+    def begin_request(self, scope: Scope, keep_alive: bool, expects_continue: bool) -> None:
+        if self._is_last or self._has_too_many_ahead:
+            return
+        self._has_requested = True
+        keep_alive = keep_alive and not self._state.is_stopping
+        self._incoming = HttpExchange(self, scope, keep_alive, expects_continue)
+        self._exchanges.append(self._incoming)
+        if len(self._exchanges) == 1:
+            self._state.start(self._incoming)
+
+    def add_body(self, body: bytes) -> None:
+        if self._incoming is None:
+            return
+        untaken_nbytes = self._incoming.add_body(body)
+        is_first = self._incoming is self._exchanges[0]
+        if untaken_nbytes > MAX_UNTAKEN_NBYTES and is_first and not self._is_read_paused:
+            self._is_read_paused = True
+            self._transport.pause_reading()
+
+    def end_request(self) -> None:
+        if self._incoming is not None:
+            self._incoming.end_body()
+            self._is_last = not self._incoming.keep_alive
+            self._incoming = None
 
     # ── deadlines ──
-    def _begin(self) -> None:
-        self._began = self.loop.time()
-        self._body_nbytes = 0
-
-    def _rest(self) -> None:
-        """All that has begun to come is there. Empty lines before the first request win no time."""
-        if self._running is None:
-            return
-        self._unwatch()
-        if self.cycle.response_complete and self.timeout_keep_alive_task is None:
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
-
     @property
     def _due(self) -> float:
-        return self._began + self._patience + self._body_nbytes / SLOWEST
+        """When the message must be there. Empty lines before the first one win no time."""
+        return self._began + self._state.client_timeout + self._parser.body_nbytes / SLOWEST
 
-    def _watch(self) -> None:
-        self._alarm = self.loop.call_at(self._due, self._look)
-
-    def _unwatch(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+    def _set_timer(self, when: float) -> None:
+        """An earlier timer stays: it is set again when it finds that there is time left."""
+        if self._timer is not None:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._look)
 
     def _look(self) -> None:
-        self._alarm = None
-        if self.flow.read_paused or self._is_answering:  # reading is paused, or another request is before it
-            self._began = self.loop.time()
-        if self.loop.time() < self._due:
-            self._watch()
-        else:
-            self.refuse(ApiError(408, f"a request came more slowly than within {self._patience:g} s"))
+        self._timer = None
+        now = self._loop.time()
+        if self._parser.is_in_message or not self._has_requested:
+            if self._is_read_paused or (self._exchanges and self._exchanges[0].is_received):
+                self._began = now  # reading is paused, or another request is before it
+            if now < self._due:
+                self._set_timer(self._due)
+            else:
+                patience = self._state.client_timeout
+                self.refuse(ApiError(408, f"a request came more slowly than within {patience:g} s"))
+        elif not self._exchanges:
+            if now < self._idle_since + KEPT:
+                self._set_timer(self._idle_since + KEPT)
+            else:
+                self._transport.close()
 
-    # ── requests, one after the other ──
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        cycle.transport = self._outlet  # type: ignore[assignment]
-        self._ahead_nbytes = 0
-        super()._start_asgi_task(cycle, app)
-
+    # ── what goes ──
     @property
-    def _is_answering(self) -> bool:
-        """A request that has come as a whole."""
-        running = self._running
-        return running is not None and not running.response_complete and not running.more_body
+    def date_line(self) -> bytes:
+        return self._state.date_line
 
-    def on_response_complete(self) -> None:
-        is_early = self.cycle.response_complete and self.cycle.more_body
-        super().on_response_complete()
-        if self._is_in_message or self._is_over:  # the next one has begun to come, and has our patience; or none will
-            self._unset_keepalive_if_required()
-        if is_early and not self.transport.is_closing() and not self._is_over:
-            self._end_slowly()  # it has been refused before all of it was there: what is left of it is no request
+    def pause_writing(self) -> None:
+        self.is_write_paused = True
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self.is_write_paused = False
+        self._writable.set()
+
+    async def drain(self) -> None:
+        await self._writable.wait()
+
+    def resume_reading(self) -> None:
+        if self._is_read_paused:
+            self._is_read_paused = False
+            self._transport.resume_reading()
+
+    def complete(self, exchange: HttpExchange) -> None:
+        """The response has been written: the next request, or the end."""
+        self._exchanges.popleft()
+        if self._transport.is_closing():
+            return
+        if not exchange.keep_alive:
+            self._end()
+            return
+        self.resume_reading()
+        if self._exchanges:
+            self._ahead_nbytes = 0
+            self._state.start(self._exchanges[0])
+        elif not self._parser.is_in_message:
+            self._idle_since = self._loop.time()
+            self._set_timer(self._idle_since + KEPT)
+
+    def fail(self, exchange: HttpExchange, error: ApiError) -> None:
+        """The application has ended without a complete response."""
+        if exchange.is_complete or exchange.is_disconnected or self._transport.is_closing():
+            return
+        if not exchange.has_begun:
+            self._write_error(error)
+        exchange.disconnect()
+        self._exchanges.popleft()
+        self._end()
 
     def refuse(self, error: ApiError) -> None:
-        """Ends the connection; the client is told why where no answer is under way."""
-        if self.transport.is_closing() or self._is_over:
+        """Ends the connection; the client gets the error where no response is under way."""
+        if self._is_ending:
             return
-        running = self._running
-        if running is not None and running.response_started and not running.response_complete:
-            return self.transport.abort()
-        self._write(error)
+        if self._exchanges and self._exchanges[0].has_begun:
+            self._transport.abort()
+            return
+        self._write_error(error)
         self._give_up()
         self._end_slowly()
 
-    def _write(self, error: ApiError) -> None:
+    def _write_error(self, error: ApiError) -> None:
         headers = {**(error.headers or {}), "content-type": "application/json", "connection": "close"}
-        lines = [b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in headers.items()]
+        lines = [b"%b: %b\r\n" % (name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()]
         length = b"content-length: %d\r\n\r\n" % len(error.body)
-        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, length, error.body]))
+        self.write(b"".join([STATUS_LINES[error.status], self.date_line, *lines, length, error.body]))
 
     def _give_up(self) -> None:
-        """Marks all unanswered requests of this client as disconnected; uvicorn marks only the last one."""
-        for cycle in (self._running, self.cycle, *(waiting for waiting, _ in self.pipeline)):
-            if cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-        self.pipeline.clear()
+        """Disconnects all requests of this client that have no complete response."""
+        for exchange in self._exchanges:
+            exchange.disconnect()
+        self._exchanges.clear()
+        self._incoming = None
+        self.resume_writing()
 
-    def _part(self) -> None:
-        """The last answer has been given."""
-        if self._is_in_message or self.pipeline:
+    def _end(self) -> None:
+        """After the last response. Unread bytes of the client would make the kernel take back what has not arrived."""
+        if self._parser.is_in_message or self._exchanges or self._thrown_nbytes:
             self._give_up()
             self._end_slowly()
         else:
-            self.transport.close()
+            self._transport.close()
 
     def _end_slowly(self) -> None:
         self._is_over = True
-        self._unwatch()
-        self._unset_keepalive_if_required()
-        self.flow.resume_reading()
+        self.resume_reading()
         try:
-            self.transport.write_eof()
+            self._transport.write_eof()
         except OSError:  # the client has gone: what was just written has reset the connection
-            return self.transport.abort()
-        self._linger(self.loop.time() + self._patience)
+            self._transport.abort()
+        else:
+            self._linger(self._loop.time() + self._state.client_timeout)
 
     def _linger(self, until: float) -> None:
-        when = min(self.loop.time() + LINGER, until)
-        self._alarm = self.loop.call_at(when, self._end_unless_more, self._thrown_nbytes, until)
+        if self._timer is not None:
+            self._timer.cancel()
+        when = min(self._loop.time() + LINGER, until)
+        self._timer = self._loop.call_at(when, self._end_unless_more, self._thrown_nbytes, until)
 
     def _end_unless_more(self, thrown_nbytes: int, until: float) -> None:
-        if self._thrown_nbytes == thrown_nbytes or self.loop.time() >= until:
-            self.transport.close()
+        if self._thrown_nbytes == thrown_nbytes or self._loop.time() >= until:
+            self._transport.close()
         else:
             self._linger(until)
+
+
+def _address(transport: asyncio.BaseTransport, name: str) -> Address:
+    address = transport.get_extra_info(name)
+    return (address[0], address[1]) if isinstance(address, tuple) else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from penstock import cli
 from penstock.engine import model_dir

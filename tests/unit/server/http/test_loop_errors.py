@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("uvicorn")
+pytest.importorskip("httptools")
 
 from penstock.server.http import loop_errors
 from penstock.server.http.loop_errors import LoopErrors

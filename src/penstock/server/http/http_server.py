@@ -1,0 +1,59 @@
+"""Takes connections from a listening socket, and ends with them.
+
+Leaves to `connection` what travels on them, and to `server_process` when to start and to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+
+from starlette.types import ASGIApp
+
+from penstock.engine.cluster.logs import event
+from penstock.server.http.connection import HttpConnection, ServerState
+
+CANCEL_TIMEOUT = 2.0  # seconds for applications that are cancelled
+
+
+class HttpServer:
+    """In the running event loop."""
+
+    def __init__(self, app: ASGIApp, max_connections: int, client_timeout: float) -> None:
+        self._state = ServerState(app, max_connections, client_timeout)
+
+    async def start(self, listener: socket.socket, backlog: int) -> None:
+        """`backlog`: connections that wait in the kernel. The socket may be shared with other processes."""
+        loop = asyncio.get_running_loop()
+        # asyncio's backlog is also how many connections it takes at a time: one, so that other processes have the next.
+        self._server = await loop.create_server(
+            functools.partial(HttpConnection, self._state), sock=listener, backlog=1
+        )
+        listener.listen(backlog)
+
+    async def stop(self, timeout: float) -> None:
+        """Closes the socket and idle connections, and answers what is open; after `timeout` seconds cancels it."""
+        state = self._state
+        state.is_stopping = True
+        self._server.close()
+        for connection in list(state.connections):
+            connection.stop()
+        try:
+            await asyncio.wait_for(self._drain(), timeout)
+        except asyncio.TimeoutError:
+            tasks = list(state.tasks)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                event("requests cancelled", logging.WARNING, open=len(tasks), shutdown_timeout=timeout)
+                await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT)
+            for connection in list(state.connections):
+                connection.abort()
+
+    async def _drain(self) -> None:
+        state = self._state
+        while state.connections or state.tasks:
+            state.has_fewer.clear()
+            await state.has_fewer.wait()
