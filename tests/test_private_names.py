@@ -23,7 +23,6 @@ OURS = {"penstock", "bench", "examples", "training", "tests"}
 DOCUMENTED = {"os._exit", "_replace", "_asdict", "_fields", "_make"}  # of namedtuples, whose fields have no underscore
 # Where no public name does it: file and name, and why.
 EXCEPTIONS = {
-    ("src/penstock/codec/ends.py", "_is_owned"): "threading has no other way to ask whether this thread has an RLock",
     ("bench/impls/tensors_vllm.py", "_shm_cache"): "vLLM's cache, which is measured, has no public name for its buffer",
 }
 ATTRIBUTE_CALLS = ("getattr", "setattr", "hasattr", "delattr")

@@ -18,6 +18,8 @@ from penstock.codec.catalogue import Catalogue
 from penstock.codec.frame import FrameDecoder, FrameEncoder
 from penstock.errors import EndOfChannel
 
+LOOK_AGAIN = 0.05  # seconds; of a thread that waits for its turn: an interrupt may keep the notice from it
+
 _S = TypeVar("_S", bound="_InThreads")
 _L = TypeVar("_L", bound="_InLoop")
 _R = TypeVar("_R", bound="_Receiving")
@@ -100,31 +102,42 @@ class _ReceivingInLoop(_InLoop):
 class _Turns:
     """One thread after the other. A thread's deadline counts while it waits for its turn, too.
 
-    An interrupt (Ctrl-C) between any two lines may leave the turn taken. The lock then still has this thread as its
-    owner, and the thread's next turn is this one.
+    An interrupt (Ctrl-C) between any two lines may leave the turn taken. One call of the dictionary takes the turn and
+    notes its thread, so the thread's next turn is this one.
     """
 
-    __slots__ = ("_is_ours", "_lock")
+    __slots__ = ("_owner", "_returned", "_waiting")
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._is_ours = self._lock._is_owned  # type: ignore[attr-defined]
+        self._owner: dict[None, int] = {}
+        self._returned = threading.Condition()
+        self._waiting = 0  # threads; a thread that returns the turn reads it after that
 
     def take(self, end: _native.Sender | _native.Receiver, timeout: float | None) -> float | None:
         """Waits for the turn. Returns what is left of the timeout."""
-        if self._is_ours() or self._lock.acquire(False):
+        thread = threading.get_ident()
+        if self._owner.setdefault(None, thread) == thread:
             return timeout
-        if timeout is None:
-            self._lock.acquire()
-            return None
         began = time.monotonic()
-        if not self._lock.acquire(timeout=min(max(0.0, timeout), threading.TIMEOUT_MAX)):
-            end.timeout_error(timeout)
-        return max(0.0, timeout - (time.monotonic() - began))
+        left = timeout
+        with self._returned:
+            self._waiting += 1
+            try:
+                while self._owner.setdefault(None, thread) != thread:
+                    if left is not None and left <= 0:
+                        end.timeout_error(timeout or 0.0)
+                    self._returned.wait(LOOK_AGAIN if left is None else min(left, LOOK_AGAIN))
+                    left = None if timeout is None else timeout - (time.monotonic() - began)
+            finally:
+                self._waiting -= 1
+        return None if left is None else max(0.0, left)
 
     def give(self) -> None:
-        if self._is_ours():
-            self._lock.release()
+        if self._owner.get(None) == threading.get_ident():
+            del self._owner[None]
+            if self._waiting:
+                with self._returned:
+                    self._returned.notify()
 
 
 class MessageSender(_InThreads):
