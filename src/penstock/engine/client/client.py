@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,13 +28,12 @@ from penstock.engine.protocol.columns import Input, columns_of_inputs
 from penstock.engine.protocol.messages import (
     MAX_REQUESTS,
     Abort,
-    Announce,
+    ChunkFormat,
     Delta,
     Failed,
     FinishReason,
     Ints,
     SamplingParams,
-    Style,
     Submit,
 )
 from penstock.tensor import Outgoing, Scope
@@ -72,7 +71,6 @@ class Client:
         index, name = self._me.index, str(self._me)
         self._deltas = tree.servers[index].async_receiver(name=name)
         self._cores = [group.inbox.async_sender(index, name=name) for group in tree.groups]
-        self._outputs = [[one.async_sender(index, name=name) for one in group.announced] for group in tree.groups]
         self._board = StatusBoard(tree.board)
         self._rows = self._board.rows
         self._balance = Router()
@@ -102,7 +100,7 @@ class Client:
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.wait([self._listening])
-        for end in (self._deltas, *self._cores, *(one for outputs in self._outputs for one in outputs)):
+        for end in (self._deltas, *self._cores):
             end.close()
         self._board.close()
 
@@ -122,11 +120,10 @@ class Client:
         priority: int = 0,
         client: str = "",
         salt: bytes = b"",
-        announce: tuple[Style, bytes, int] | None = None,
+        chunk_format: ChunkFormat | None = None,
         timeout: float | None = None,
     ) -> OutputStream:
-        """Sends a request to a group. `announce`: the style of the answer, the head of each of its lines, and
-        the index of its first choice; `timeout`: from now until the end of the answer.
+        """Sends a request to a group. `timeout`: from now until the end of the answer.
 
         What stands in the prompt instead of text: `values` are put into the store beside the loop, and held there
         until the stream is over; `items` are there already, or inline. `scope` holds them: one of `outgoing`, which is
@@ -141,7 +138,7 @@ class Client:
         try:
             if scope is not None and values:
                 items += await asyncio.to_thread(_put, scope, tuple(values))
-            stream = await self._submit(prompt, params, items, scope, priority, client, salt, announce, deadline)
+            stream = await self._submit(prompt, params, items, scope, priority, client, salt, chunk_format, deadline)
             stream.begin(self._abort, timeout, time.monotonic() - began)
             return stream
         except BaseException:
@@ -158,7 +155,7 @@ class Client:
         priority: int,
         client: str,
         salt: bytes,
-        announce: tuple[Style, bytes, int] | None,
+        chunk_format: ChunkFormat | None,
         deadline: float,
     ) -> OutputStream:
         ids = np.ascontiguousarray(prompt, np.int32)
@@ -169,9 +166,6 @@ class Client:
         stream = OutputStream(request, group, incarnation, ids.size, params.n, scope)
         self._keep(stream)
         try:
-            if announce is not None:
-                stream.is_announced = True
-                await self._announce(stream, *announce, deadline=deadline)
             submit = Submit(
                 self._me.index,
                 request,
@@ -181,11 +175,11 @@ class Client:
                 client,
                 salt,
                 columns_of_inputs([items]),
+                chunk_format,
             )
             await self._send(self._cores[group], submit, stream, deadline)
         except BaseException:
             self._drop(stream)
-            self._retract(stream)
             raise
         return stream
 
@@ -234,33 +228,16 @@ class Client:
     def _abort(self, stream: OutputStream) -> None:
         """Its reader wants no more."""
         self._drop(stream)
-        abort = Abort(self._me.index, np.array([stream.request], np.int32))
-        self._send_in_background("abort", stream, self._send(self._cores[stream.group], abort, stream))
-        self._retract(stream)
-
-    async def _announce(
-        self, stream: OutputStream, style: Style, head: bytes = b"", first_index: int = 0, *, deadline: float = math.inf
-    ) -> None:
-        outputs = self._outputs[stream.group]
-        told = outputs[stream.request % len(outputs)] if outputs else self._cores[stream.group]
-        await self._send(told, Announce(self._me.index, stream.request, style, head, first_index), stream, deadline)
-
-    def _retract(self, stream: OutputStream) -> None:
-        """Takes back the announcement of a request that may never come, so that its receiver does not wait for it."""
-        if stream.is_announced:
-            stream.is_announced = False
-            self._send_in_background("announcement", stream, self._announce(stream, Style.PLAIN))
-
-    def _send_in_background(self, what: str, stream: OutputStream, telling: Coroutine[Any, Any, None]) -> None:
-        async def tell() -> None:
-            try:
-                await telling
-            except EngineError as error:  # a group that is gone needs no message
-                event(f"{what} not sent", logging.WARNING, request=stream.request, error=error)
-
-        task = asyncio.ensure_future(tell())
+        task = asyncio.ensure_future(self._send_abort(stream))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
+
+    async def _send_abort(self, stream: OutputStream) -> None:
+        abort = Abort(self._me.index, np.array([stream.request], np.int32))
+        try:
+            await self._send(self._cores[stream.group], abort, stream)
+        except EngineError as error:  # a group that is gone needs no message
+            event("abort not sent", logging.WARNING, request=stream.request, error=error)
 
     # ── open requests ──
     def _keep(self, stream: OutputStream) -> None:
@@ -327,7 +304,6 @@ class Client:
             stream = self._streams.get(message.request)
             if stream is not None:
                 self._drop(stream)
-                self._retract(stream)
                 stream.fail(EngineError(message.status, message.reason))
             return
         streams = self._streams

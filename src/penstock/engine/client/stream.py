@@ -31,7 +31,7 @@ class OutputChunk(msgspec.Struct, eq=False):
     """What is new of one sample."""
 
     sample: int
-    utf8: bytes  # text; or, if the request was announced with a style, finished lines of that style
+    utf8: bytes  # text; or, if the request has a `ChunkFormat`, finished lines of that
     ids: list[int]
     reason: FinishReason | None = None  # None: more will come
     stop: int | str | None = None  # what ended it, where that was one of its own stops
@@ -68,7 +68,6 @@ class OutputStream:
         self.request = request
         self.group = group
         self.incarnation = incarnation
-        self.is_announced = False  # a receiver may have its Announce, and wait for its Submit
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
         self.cached_tokens = 0

@@ -16,7 +16,7 @@ from penstock import PeerDied, Store
 from penstock.channel.channels import SPILL_BLOCKS
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import ANNOUNCED, DELTAS, INBOX, RESULTS, STEPS
+from penstock.engine.protocol.messages import DELTAS, INBOX, RESULTS, STEPS, TOKENS
 
 T = TypeVar("T")
 AGAIN = 0.01  # seconds; between two looks whether the successor of a dead process has come
@@ -29,9 +29,9 @@ class EngineChannels:
     """The channels of a core, its workers and its output processors, which live and die together."""
 
     inbox: penstock.MessageChannel  # to the core: from servers, then workers, then outputs, then the launcher
-    steps: penstock.MessageChannel  # from the core to workers, then outputs
-    results: penstock.MessageChannel  # from rank 0 to the core, then outputs
-    announced: tuple[penstock.MessageChannel, ...]  # to each output, from the servers
+    steps: penstock.MessageChannel  # from the core to workers
+    results: penstock.MessageChannel  # from rank 0 to the core
+    tokens: tuple[penstock.MessageChannel, ...]  # from the core to each output
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Cluster:
     def close(self) -> None:
         """Closes what this process holds of it."""
         for group in self.groups:
-            for channel in (group.inbox, group.steps, group.results, *group.announced):
+            for channel in (group.inbox, group.steps, group.results, *group.tokens):
                 channel.close()
         for channel in self.servers:
             channel.close()
@@ -107,13 +107,11 @@ def _lay_group(config: EngineConfig, number: int) -> EngineChannels:
         # Inline images stay where they arrived for as long as their request runs. The inbox has room for fewer of them,
         # so a server that submits too many waits, and not the core.
         penstock.open_broadcast(
-            workers + outputs, f"steps {number}", messages=STEPS, max_peers=PEERS, spill_blocks=2 * SPILL_BLOCKS
+            workers, f"steps {number}", messages=STEPS, max_peers=PEERS, spill_blocks=2 * SPILL_BLOCKS
         ),
-        penstock.open_broadcast(1 + outputs, f"results {number}", messages=RESULTS, max_peers=PEERS),
+        penstock.open_ring(f"results {number}", messages=RESULTS, max_peers=PEERS),
         tuple(
-            penstock.open_inbox(
-                config.api_server_count + 1, f"announced {number}.{output}", messages=ANNOUNCED, max_peers=PEERS
-            )
+            penstock.open_ring(f"tokens {number}.{output}", messages=TOKENS, max_peers=PEERS)
             for output in range(outputs)
         ),
     )
