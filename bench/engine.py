@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
-from bench.engine_cases import decoding, goals, images, words
+from bench.engine_cases import decoding, first_token, goals, images, words
 from bench.engine_cases.decoding import Cell, Trees
 from bench.engine_cases.trees import OURS, SAID, WAYS, Way
 from bench.harness.options import side_by_side
@@ -32,9 +32,9 @@ from bench.harness.targets import conclude
 from bench.impls import Unavailable
 from penstock.engine.protocol.messages import Style
 
-CASES = ("decode", "images")
+CASES = ("decode", "first", "images")
 STEPS_MS, BATCHES, TENSOR_PARALLEL = (1, 2, 5, 20), (1, 32, 256, 1024), (1, 2, 4)
-STYLES = {"plain": Style.PLAIN, "chat": Style.CHAT}
+STYLES = {"plain": None, "chat": Style.CHAT}
 GRID = tuple(Cell(*place) for place in itertools.product(STEPS_MS, BATCHES, TENSOR_PARALLEL))
 
 
@@ -89,6 +89,10 @@ async def run(trees: Trees, scale: Scale, cases: Sequence[str], ways: Sequence[W
             for place, cell in enumerate(scale.cells):
                 here = Path(scratch, str(place))
                 found.decoded[cell] = await decoding.run_cell(trees, ways, cell, model, vocabulary, here, scale.seconds)
+        if "first" in cases:
+            style = scale.cells[0].style
+            requests = first_token.REQUESTS if scale.seconds >= DEFAULT.seconds else 5
+            await first_token.run_first(trees, ways, style, requests, model, vocabulary, Path(scratch, "first"))
         if "images" in cases:
             asked = await images.run_images(
                 trees, ways, scale.images, scale.largest_image, model, vocabulary, Path(scratch, "images")

@@ -22,7 +22,7 @@ from penstock import Timeout
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.output.inline_output import InlineOutput
+from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop, Submit
 from penstock.engine.worker.simulated_device import SimulatedRunner
 
@@ -160,7 +160,7 @@ def run_core(wire: str, scratch: str, tree: Cluster, me: ProcessId) -> None:
 
 class ClassicCore(EngineCore):
     def __init__(self, tree: Cluster, me: ProcessId, wire: Any) -> None:
-        super().__init__(tree, me, InlineOutput(tree.config) if tree.config.output_processors == 0 else None)
+        super().__init__(tree, me, OutputState.of(tree.config) if tree.config.output_processors == 0 else None)
         self._steps.close()
         self._results.close()
         self._wire = self._steps = self._results = wire
@@ -171,9 +171,7 @@ class ClassicCore(EngineCore):
         self._wire.meet()
 
     def _begin(self, begin: Begin) -> None:
-        """The workers keep no state. The outputs of this core are its own."""
-        if self._inline_output is not None:
-            self._inline_output.begin(begin)
+        """The workers keep no state."""
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Submit) and message.client == WITH_IMAGE:
@@ -186,9 +184,7 @@ class ClassicCore(EngineCore):
         self._sequence.number = step.number
         self._schedule.apply(step)
         self._wire.send((step.leader, step.number, self._whole_state(step)), self._config.step_timeout)
-        scheduler.on_sent(step)
-        if self._inline_output is not None:
-            self._inline_output.sent(step)
+        self._unsent += scheduler.on_sent(step)
         self._publish()
 
     def _whole_state(self, step: Step) -> vllm2024.ExecuteModelRequest:
@@ -221,11 +217,11 @@ class ClassicCore(EngineCore):
             )  # fmt: skip
         return vllm2024.ExecuteModelRequest(groups, running_queue_size=len(groups))
 
-    def _done(self, done: StepDone) -> None:
+    def _process_result(self, done: StepDone) -> None:
         sampled = self._schedule.sampled.tolist()  # there is no step after it yet
         for slot, one in zip(sampled, done.ids.tolist(), strict=True):
             self._data[slot][1].output_token_ids.append(one)
-        super()._done(done)
+        super()._process_result(done)
 
 
 # ── the workers ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -41,10 +41,10 @@ class Cell(NamedTuple):
     step_ms: int
     batch: int
     tensor_parallel: int
-    style: Style = Style.PLAIN
+    style: Style | None = None  # of the answers' chunks; None: plain text
 
     def __str__(self) -> str:
-        chat = "" if self.style == Style.PLAIN else ", chat chunks"
+        chat = "" if self.style is None else ", chat chunks"
         return f"{self.step_ms} ms steps, batch {self.batch}, TP {self.tensor_parallel}{chat}"
 
 
@@ -132,7 +132,9 @@ async def run_cell(
 def told(trees: Trees, cell: Cell, outcome: Outcome) -> None:
     keys = [key for found in outcome.rounds.values() for key in found[0]]
     where = {"step_ms": cell.step_ms, "batch": cell.batch, "tensor_parallel": cell.tensor_parallel}
-    trees.record("decode", outcome, keys, "tpot_ms", **where, style=cell.style.name.lower())
+    trees.record(
+        "decode", outcome, keys, "tpot_ms", **where, style="plain" if cell.style is None else cell.style.name.lower()
+    )
     rows = []
     for name in outcome.rounds:
         figures = outcome.figures(name)

@@ -19,7 +19,7 @@ from bench.harness.figures import Figures
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import ProcessId
 from penstock.engine.protocol.columns import Input, columns_of_inputs
-from penstock.engine.protocol.messages import Abort, Announce, Delta, Failed, Ints, SamplingParams, Style, Submit
+from penstock.engine.protocol.messages import Abort, ChunkFormat, Delta, Failed, Ints, SamplingParams, Style, Submit
 from penstock.engine.worker.simulated_device import TokenRule
 from penstock.tools.inspect.processes import process_of
 
@@ -53,26 +53,24 @@ class Server:
         self.row = bench.board.row(0)
         self._deltas = tree.servers[0].open_receiver(name=name)
         self._core = tree.groups[0].inbox.open_sender(0, name=name)
-        self._outputs = [one.open_sender(0, name=name) for one in tree.groups[0].announced]
 
     def close(self) -> None:
-        for end in (self._deltas, self._core, *self._outputs):
+        for end in (self._deltas, self._core):
             end.close()
 
     def ask(
         self,
         number: int,
         prompt: Ints,
-        style: Style = Style.PLAIN,
+        style: Style | None = None,
         params: SamplingParams = PARAMS,
         items: tuple[Input, ...] = (),
         client: str = "",
     ) -> None:
-        if style != Style.PLAIN:
-            to = self._outputs[number % len(self._outputs)] if self._outputs else self._core
-            to.send(Announce(0, number, style, HEAD % number), PATIENCE)
         inputs = columns_of_inputs([items])
-        self._core.send(Submit(0, number, prompt, params, client=client, inputs=inputs), PATIENCE)
+        written = None if style is None else ChunkFormat(style, HEAD % number)
+        submit = Submit(0, number, prompt, params, client=client, inputs=inputs, chunk_format=written)
+        self._core.send(submit, PATIENCE)
 
     def abort(self, numbers: Ints) -> None:
         self._core.send(Abort(0, numbers), PATIENCE)
@@ -134,7 +132,7 @@ class Tally:
         return (self.ends - self.begins) / self.tokens
 
 
-def decode(server: Server, batch: int, style: Style, seconds: float, chance: np.random.Generator) -> Figures:
+def decode(server: Server, batch: int, style: Style | None, seconds: float, chance: np.random.Generator) -> Figures:
     """So many requests are asked at once, and when all decode, it is measured; then they are aborted."""
     first = next(_numbers) * (1 << 14) % (1 << 30)
     prompts = [

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.output.inline_output import InlineOutput
+from penstock.engine.output.output_state import OutputState
 
 FILE = "spent.json"
 EVERY = 4  # steps, of which one is timed
@@ -32,14 +32,15 @@ PARTS = {
     "send": "_steps.send",
     "note sent": "_scheduler.on_sent",
     "note done": "_scheduler.on_result",
-    "outputs": "_inline_output.done",
+    "outputs": "_inline_output.take",
+    "tokens": "_send_to_output",
     "board": "_publish",
 }
 REST = "the rest"  # what of a step stands in no part: the loop between them, and the clock
 
 
 def run_core(folder: str, tree: Cluster, me: ProcessId) -> None:
-    run(EngineCore(tree, me, InlineOutput(tree.config) if tree.config.output_processors == 0 else None), folder)
+    run(EngineCore(tree, me, OutputState.of(tree.config) if tree.config.output_processors == 0 else None), folder)
 
 
 def run(core: EngineCore, folder: str) -> None:

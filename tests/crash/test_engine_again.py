@@ -10,7 +10,7 @@ from penstock.engine.client.client import Client
 from penstock.engine.cluster import topology as trees
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.protocol.messages import SamplingParams, Style
+from penstock.engine.protocol.messages import ChunkFormat, SamplingParams, Style
 from tests.support.engine import SHAPE, START, Running, answered, prompt, running
 
 UNANSWERED = 4.0  # seconds; a request of a few tokens
@@ -46,7 +46,7 @@ def test_a_group_serves_again_also_when_the_places_of_its_dead_have_been_taken(
 
 # ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def ask_for_ever(tree: Cluster, me: ProcessId) -> None:
-    """Ends with an error when one of its requests is not answered in time. Every other one is announced."""
+    """Ends with an error when one of its requests is not answered in time. Every other one has a `ChunkFormat`."""
 
     async def life() -> None:
         is_over = asyncio.Event()
@@ -58,9 +58,9 @@ def ask_for_ever(tree: Cluster, me: ProcessId) -> None:
             ):  # the first server may begin before its group
                 await asyncio.sleep(0.01)
             while not is_over.is_set():
-                styles = [(Style.COMPLETION, b'{"id":"1"'), None] * 2
+                formats = [ChunkFormat(Style.COMPLETION, b'{"id":"1"'), None] * 2
                 streams = [
-                    await client.submit(prompt(), params, timeout=UNANSWERED, announce=style) for style in styles
+                    await client.submit(prompt(), params, timeout=UNANSWERED, chunk_format=its) for its in formats
                 ]
                 for stream in streams:
                     async for _ in stream:

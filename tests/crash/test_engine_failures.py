@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import penstock
 from penstock import Timeout
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
@@ -20,7 +21,7 @@ from penstock.engine.launcher import Launcher, ProcessGroup, TreeFailed
 from penstock.engine.output import output_processor
 from penstock.engine.output.detokenizer import load_vocabulary
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Abort, Announce, SamplingParams, Style, Submit
+from penstock.engine.protocol.messages import Abort, SamplingParams, Submit
 from penstock.engine.worker import worker
 from penstock.engine.worker.worker import Worker, device_of
 from tests.crash.test_engine_deaths import load, must_be_told, must_serve_again
@@ -60,14 +61,14 @@ def misses_a_step(tree: Cluster, me: ProcessId) -> None:
 
 def dies_between_result_and_answer(tree: Cluster, me: ProcessId) -> None:
     mine = output_processor.OutputProcessor(tree, me, load_vocabulary(tree.config))
-    done, results = mine._state.done, iter(range(LAST))
+    take, results = mine._state.take, iter(range(LAST))
 
     def die_or(message: Any) -> Any:
         if me.incarnation == 1 and next(results, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        return done(message)
+        return take(message)
 
-    mine._state.done = die_or  # type: ignore[method-assign]
+    mine._state.take = die_or  # type: ignore[method-assign]
     while mine.turn():
         pass
     mine.close()
@@ -162,9 +163,7 @@ def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
                 )
                 await tree.until(lambda: tree.number(StatusBoard.OPEN) == 1)
                 (request,) = client._streams
-                core, told = liar._cores[0], (liar._outputs[0] or liar._cores)[0]
-                await told.send(Announce(0, request, Style.CHAT, b"{"))
-                await told.send(Announce(9, request, Style.CHAT, b"{"))
+                core = liar._cores[0]
                 await core.send(Abort(0, np.array([request], np.int32)))
                 await core.send(Submit(0, request + 1, np.arange(4, dtype=np.int32), SamplingParams()))
                 assert await asyncio.wait_for(asking, 20.0) == tree.rule.answer(np.array([1, 2, 3], np.int32), 300)
@@ -227,3 +226,29 @@ def test_who_dies_again_and_again_starts_after_longer_pauses() -> None:
     assert pauses(2, False, 1000.0) == [0.0, 0.0]
     assert pauses(10, True, 5.0) == [0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]  # it has not
     assert pauses(1, False, 1000.0) == [0.0]
+
+
+def test_an_output_that_takes_no_tokens_delays_the_core_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    Ring = penstock.Ring
+
+    def small(name: str, **options: Any) -> Any:
+        return Ring(name=name, **options | {"capacity": 4096} if name.startswith("tokens") else options)
+
+    monkeypatch.setattr(penstock, "Ring", small)
+
+    async def scene() -> None:
+        async with tree_with("worker", worker.run) as tree, Client(tree.launcher.tree, 0) as client:
+            output, began = tree.child("output"), tree.number(StatusBoard.STEPS)
+            output.signal(signal.SIGSTOP)
+            asking = asyncio.ensure_future(pieces_of(await client.submit([1, 2, 3], SamplingParams(max_tokens=2000))))
+            await tree.until(lambda: tree.number(StatusBoard.STEPS) > began + 10)
+            sent = -1
+            while sent != (sent := tree.number(StatusBoard.STEPS)):
+                await asyncio.sleep(0.2)
+            assert sent < began + 1500, "the core goes on, though its tokens have no room"
+            output.signal(signal.SIGCONT)
+            assert await asyncio.wait_for(asking, 30.0) == tree.rule.answer(np.array([1, 2, 3], np.int32), 2000)
+            await must_serve_again(tree, client)
+            assert tree.number(StatusBoard.SERVING) == 1
+
+    asyncio.run(scene())

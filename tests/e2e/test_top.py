@@ -91,7 +91,7 @@ async def what_is_open_is_shown_alike_by_all_views(tree: Served) -> None:
         assert (group.open, group.running, group.waiting) == (5, 5, 0)
         assert 0 < group.blocks - group.free_blocks <= group.blocks == 4096
         names = [channel.name for channel in one.moment.channels]
-        assert sorted(names) == ["announced 0.0", "deltas 0", "deltas 1", "inbox 0", "results 0", "steps 0"]
+        assert sorted(names) == ["deltas 0", "deltas 1", "inbox 0", "results 0", "steps 0", "tokens 0.0"]
         assert [process.state for process in one.moment.processes] == ["serves"] * 6
     for rates in (found.rates, elsewhere.rates):
         assert rates is not None and rates.generated_tokens > 0

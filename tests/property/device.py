@@ -15,7 +15,7 @@ from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import RUNNING, Input
-from penstock.engine.protocol.messages import Inputs, SamplingParams, Step, StepDone, Submit
+from penstock.engine.protocol.messages import Inputs, SamplingParams, Step, StepDone, Submit, Tokens
 
 BLOCK_SIZE = 4
 EOS, VOCABULARY = 1, 40
@@ -146,10 +146,10 @@ class Core:
         self.flights: deque[Flight] = deque()
         self.number = 0
         self.owners: dict[int, Owner] = {}  # by slot
-        self.births: dict[int, int] = {}
         self.submits: dict[tuple[int, int], Submit] = {}
         self.got: dict[Owner, list[int]] = {}
         self.ended: dict[Owner, str] = {}
+        self.told: list[Tokens] = []  # to the output processor
         self.shared = self.preempted = self.steps = 0
 
     # ── what comes from outside ──
@@ -165,10 +165,11 @@ class Core:
             if one[:2] == (server, request):
                 self.end(one, "aborted")
 
-    def halt(self, slot: int, birth: int) -> None:
-        self.scheduler.halt(slot, birth)
-        if self.births.get(slot) == birth and self.owners[slot] not in self.ended:
-            self.end(self.owners[slot], "halted")
+    def stop(self, one: Owner) -> None:
+        """Its text has ended this sample."""
+        self.scheduler.abort(*one)
+        if one in self.got and one not in self.ended:
+            self.end(one, "stopped")
 
     def forget_server(self, server: int) -> None:
         self.scheduler.forget_server(server)
@@ -192,9 +193,9 @@ class Core:
         step = self.plan.build(1, self.number)
         for slot in [] if step.left is None else step.left.tolist():
             assert self.owners[slot] in self.ended, "who has not ended leaves"
-            del self.owners[slot], self.births[slot]
+            del self.owners[slot]
         self.schedule.apply(step)
-        self.scheduler.on_sent(step)
+        self.told += [tokens for _, tokens in self.scheduler.on_sent(step)]
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
                 server, request, index = (
@@ -203,7 +204,7 @@ class Core:
                 )
                 owner = server, request, index
                 assert owner in self.got and owner not in self.owners.values() and owner not in self.ended
-                self.owners[slot], self.births[slot] = owner, self.number
+                self.owners[slot] = owner
         self.preempted += 0 if step.preempted is None else step.preempted.size
         ids, failed = self.device.launch(step, self.failing, self.chance)
         sampling = [self.owners[slot] for slot in self.schedule.sampled.tolist()]
@@ -214,7 +215,8 @@ class Core:
     def finish(self) -> None:
         flight = self.flights.popleft()
         failed = np.array(flight.failed, np.uint16) if flight.failed else None
-        self.scheduler.on_result(StepDone(1, flight.number, np.array(flight.ids, np.int32), failed=failed))
+        done = StepDone(1, flight.number, np.array(flight.ids, np.int32), failed=failed)
+        self.told += [tokens for _, tokens in self.scheduler.on_result(done)]
         for owner in flight.failing:
             if owner not in self.ended:
                 self.end(owner, "failed")

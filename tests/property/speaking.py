@@ -1,4 +1,4 @@
-"""An engine whose samples say what a script says: what a core and its workers send to an output processor."""
+"""A scheduler and its output processors, and a device whose samples say what a script says."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.batch_state import BatchState
-from penstock.engine.protocol.columns import PREEMPTED, RUNNING
-from penstock.engine.protocol.messages import Delta, FinishReason, Halt, Logprobs, SamplingParams, Step, StepDone
+from penstock.engine.protocol.messages import (
+    Abort,
+    ChunkFormat,
+    Delta,
+    FinishReason,
+    Logprobs,
+    SamplingParams,
+    Step,
+    StepDone,
+    Submit,
+    Tokens,
+)
 
 EOS = 3
 MAX_MODEL_LEN = 64
+BLOCK_SIZE = 4
 PIECES = [b"a", b"b", "é".encode()[:1], b"", "é".encode()[1:], b"ab", "€".encode(), b' "b', b"<eos2>", b"ba\n"]
 VOCABULARY = Vocabulary(PIECES, special=(8,))
 STOPS = ("ab", "bab", "é", "a€", "b b", '"', "abab")
@@ -29,10 +41,6 @@ class Sample:
     params: SamplingParams
     prompt: int  # its length
     script: list[int]
-    birth: int = 0
-    sampled: int = 0  # by the workers, those of steps in flight included
-    known: int = 0  # to the core
-    is_over: bool = False  # as the core knows
 
     def plainly(self) -> tuple[list[int], str, tuple[FinishReason, int | str | None]]:
         """Its ids, text and end, as if everything were known at once."""
@@ -119,132 +127,146 @@ class Servers:
 
 
 class Speaking:
-    """The core and its workers. `step` sends a step; `hear` takes the oldest result, and gives it to the output."""
+    """`step` sends a step; `hear` takes the oldest result, and gives the outputs what it means to them."""
 
-    def __init__(self, slots: int = 8, depth: int = 1, state: OutputState | None = None) -> None:
-        self.schedule = BatchState(slots, 1000, 4)
-        self.state = state or OutputState(VOCABULARY, MAX_MODEL_LEN, (EOS,))
-        self.state.begin(slots, 1000, 4)
-        self.plan = StepBuilder(self.schedule)
-        self.number = self.state_number = 0  # of the last step that was sent, and that the output has applied
-        self.depth = depth
-        self.steps: deque[Step] = deque()  # not yet seen by the output
-        self.flight: deque[tuple[int, list[tuple[int, Sample]], StepDone]] = deque()
-        self.samples: dict[int, Sample] = {}  # by slot
-        self.servers = Servers()
-        self.halts: list[Halt] = []
-        self.born: dict[tuple[int, int], Sample] = {}  # by slot and birth
-        self.fails: set[int] = set()  # slots of which the next step says so
-
-    def join(self, sample: Sample, *, cached: int = 0, chunk: int | None = None, parent: int | None = None) -> int:
-        server, request, which = sample.key
-        slot = self.plan.join(
-            request,
-            np.arange(sample.prompt, dtype=np.int32),
-            sample.params,
-            range(40 * len(self.samples), 40 * len(self.samples) + 17),
-            computed=cached,
-            chunk=chunk or sample.prompt - cached,
-            parent=parent,
-            server=server,
-            sample=which,
+    def __init__(self, slots: int = 8, depth: int = 1, blocks: int = 1000, outputs: int = 1) -> None:
+        self.schedule = BatchState(slots, blocks, BLOCK_SIZE, MAX_MODEL_LEN // BLOCK_SIZE)
+        config = SchedulerConfig(
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=2 * slots,
+            eos_ids=(EOS,),
+            has_overlap=depth == 2,
+            output_processors=outputs,
         )
-        self.samples[slot] = sample
-        sample.birth = self.number + 1
-        self.born[slot, sample.birth] = sample
-        return slot
+        self.scheduler = Scheduler(self.schedule, config)
+        self.plan = StepBuilder(self.schedule)
+        self.states = [OutputState(VOCABULARY, slots) for _ in range(outputs)]
+        self.told = [Told() for _ in range(outputs)]
+        self.number = 0
+        self.flight: deque[StepDone] = deque()
+        self.samples: dict[KEY, Sample] = {}
+        self.cached: dict[KEY, int] = {}  # of each prompt: a sample that shares another one's says the same
+        self.servers = Servers()
+        self.aborts: list[Abort] = []  # of outputs, which the core has not heard
+        self.fails: dict[KEY, FinishReason] = {}  # samples that fail in the next step
+        self.preempted = 0
 
-    def leave(self, slot: int) -> None:
-        self.plan.leave(slot)
-        del self.samples[slot]
+    def ask(self, *samples: Sample, chunk_format: ChunkFormat | None = None, begins: int = 0) -> None:
+        """All samples of one request. Prompts that begin with the same number are alike."""
+        first = samples[0]
+        server, request, _ = first.key
+        prompt = np.full(first.prompt, begins, np.int32)
+        self.samples.update({one.key: one for one in samples})
+        self.scheduler.submit(Submit(server, request, prompt, first.params, chunk_format=chunk_format))
 
-    def step(self) -> None:
-        """Decides nothing but who leaves because it has ended."""
-        for slot in [slot for slot, sample in self.samples.items() if sample.is_over]:
-            self.leave(slot)
-        self.send()
-
-    def send(self) -> None:
+    def step(self) -> bool:
+        if not self.scheduler.schedule(self.plan):
+            return False
         self.number += 1
         step = self.plan.build(1, self.number)
         self.schedule.apply(step)
-        self.steps.append(step)
-        said = []
-        for slot in self.schedule.sampled.tolist():
-            sample = self.samples[slot]
-            said.append((slot, sample, sample.script[min(sample.sampled, len(sample.script) - 1)]))
-            sample.sampled += 1
-        ids = np.array([one for _, _, one in said], np.int32)
-        counts = [sample.params.logprobs + 1 if sample.params.logprobs else 0 for _, sample, _ in said]
-        likely = [one + n for (_, _, one), count in zip(said, counts, strict=True) for n in range(count)]
+        self._tell(self.scheduler.on_sent(step))
+        self._note_cached(step)
+        self.preempted += 0 if step.preempted is None else step.preempted.size
+        self.flight.append(self._sampled())
+        return True
+
+    def _note_cached(self, step: Step) -> None:
+        if step.joined is None:
+            return
+        slots = step.joined.slots.tolist()
+        computed = [0] * len(slots) if step.joined.computed is None else step.joined.computed.tolist()
+        parents = slots if step.joined.parents is None else step.joined.parents.tolist()
+        for slot, its, parent in zip(slots, computed, parents, strict=True):
+            key = self._key(slot)
+            self.cached[key] = its if slot == parent else self.cached[self._key(parent)]
+
+    def _key(self, slot: int) -> KEY:
+        schedule = self.schedule
+        return int(schedule.servers[slot]), int(schedule.requests[slot]), int(schedule.samples[slot])
+
+    def _sampled(self) -> StepDone:
+        """As the device gives it."""
+        schedule, said, failed = self.schedule, [], {}
+        for slot in schedule.sampled.tolist():
+            key = self._key(slot)
+            sample = self.samples[key]
+            at = int(schedule.known[slot]) - sample.prompt - 1
+            said.append((sample, sample.script[min(at, len(sample.script) - 1)]))
+            if key in self.fails:
+                failed[slot] = self.fails.pop(key)
+        counts = [sample.params.logprobs + 1 if sample.params.logprobs else 0 for sample, _ in said]
+        likely = [one + n for (_, one), count in zip(said, counts, strict=True) for n in range(count)]
         logprobs = Logprobs(
             np.array(likely, np.int32),
             np.full(len(likely), -0.5, np.float32),
             np.ones(len(said), np.int32),
             np.array(counts, np.int32),
         )
-        failed = np.array([slot for slot, _, _ in said if slot in self.fails], np.uint16)
-        self.fails.clear()
-        done = StepDone(
-            1, self.number, ids, logprobs=logprobs if likely else None, failed=failed if failed.size else None
+        return StepDone(
+            1,
+            self.number,
+            np.array([one for _, one in said], np.int32),
+            logprobs=logprobs if likely else None,
+            failed=np.array(list(failed), np.uint16) if failed else None,
+            reasons=np.array(list(failed.values()), np.uint8) if failed else None,
         )
-        self.flight.append((self.number, [(slot, sample) for slot, sample, _ in said], done))
 
     def hear(self) -> None:
-        number, said, done = self.flight.popleft()
-        failed = [] if done.failed is None else done.failed.tolist()
-        for slot, sample in said:
-            if not sample.is_over:
-                sample.known += 1
-                sample.is_over = slot in failed or self.ends_by_id(sample)
-        self.give(number, done)
+        self._tell(self.scheduler.on_result(self.flight.popleft()))
 
-    def give(self, number: int, done: StepDone) -> None:
-        while self.state_number < number:
-            step = self.steps.popleft()
-            self.state.apply(step)
-            self.state_number = step.number
-        answers = self.state.done(done)
-        assert len({server for server, _ in answers.deltas}) == len(answers.deltas)
-        for server, delta in answers.deltas:
-            self.servers.take(server, delta)
-        if answers.halt is not None:
-            self.halts.append(answers.halt)
+    def _tell(self, messages: list[tuple[int, Tokens]]) -> None:
+        for output, tokens in messages:
+            self.told[output].check(tokens)
+            answers = self.states[output].take(tokens)
+            assert len({server for server, _ in answers.deltas}) == len(answers.deltas)
+            for server, delta in answers.deltas:
+                self.servers.take(server, delta)
+            self.aborts += answers.aborts
 
-    def halt(self) -> None:
-        """The core hears of all who ended by their text."""
-        for halt in self.halts:
-            for slot, birth in zip(halt.slots.tolist(), halt.births.tolist(), strict=True):
-                sample = self.born[slot, birth]
-                assert isinstance(sample.plainly()[2][1], str), "halted, and no stop string has ended it"
-                sample.is_over = True
-        self.halts = []
-
-    def ends_by_id(self, sample: Sample) -> bool:
-        params, count = sample.params, sample.known
-        one = sample.script[count - 1]
-        if count >= min(params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - sample.prompt):
-            return True
-        is_end = (one == EOS and not params.ignore_eos) or one in params.stop_token_ids
-        return is_end and count > params.min_tokens
+    def abort(self) -> None:
+        """The core hears of all samples that have ended by their text."""
+        for abort in self.aborts:
+            assert abort.samples is not None
+            for request, sample in zip(abort.requests.tolist(), abort.samples.tolist(), strict=True):
+                stop = self.samples[abort.server, request, sample].plainly()[2][1]
+                assert isinstance(stop, str), "aborted, and no stop string has ended it"
+                self.scheduler.abort(abort.server, request, sample)
+        self.aborts = []
 
     def finish(self) -> None:
         """Until all have ended."""
-        while self.samples or self.flight:
-            for slot in np.flatnonzero(self.schedule.status == PREEMPTED).tolist():
-                if not self.samples[slot].is_over:
-                    self.resume(slot)
-            self.step()
-            while len(self.flight) >= self.depth or (self.flight and not self.samples):
+        while self.scheduler.open_requests or self.flight:
+            if not self.step() or not self.scheduler.open_requests:
                 self.hear()
-                self.halt()
+                self.abort()
+        while self.step() or self.flight:  # the slots of the last ones
+            self.hear()
 
-    def resume(self, slot: int, chunk: int | None = None) -> None:
-        """All that it knew is computed again: its prompt, and what it has sampled."""
-        self.plan.resume(slot, range(40 * slot, 40 * slot + 17), chunk=chunk or int(self.schedule.known[slot]))
 
-    def is_running(self, slot: int) -> bool:
-        return bool(self.schedule.status[slot] == RUNNING)
+class Told:
+    """What an output knows: nothing of a sample comes before its start, or after its end."""
+
+    def __init__(self) -> None:
+        self.open: set[int] = set()
+        self.slots: list[int] = []
+
+    def check(self, tokens: Tokens) -> None:
+        aborted, started, ended = (
+            tokens.aborted,
+            [one.slot for one in tokens.started],
+            [one.slot for one in tokens.ended],
+        )
+        if tokens.slots is not None:
+            assert tokens.slots.tolist() != self.slots, "the same slots are sent again"
+            self.slots = tokens.slots.tolist()
+        assert self.open.issuperset(aborted)
+        self.open.difference_update(aborted)
+        assert self.open.isdisjoint(started)
+        self.open.update(started)
+        assert not tokens.ids.size or (self.open.issuperset(self.slots) and len(self.slots) == tokens.ids.size)
+        assert self.open.issuperset(ended)
+        self.open.difference_update(ended)
 
 
 def random_sample(chance: random.Random, key: KEY, n: int) -> Sample:

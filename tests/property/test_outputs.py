@@ -1,80 +1,75 @@
-"""What servers get against what each sample says by itself: random traces of all that can happen to it on the way."""
+"""What servers get against what each sample says by itself: random traces of all that can happen to it on the way.
+
+The scheduler and the output processors are real, the device says what a script says.
+"""
 
 import random
 
 import pytest
 
-from penstock.engine.protocol.columns import PREEMPTED
 from penstock.engine.protocol.messages import FinishReason
 from tests import tiers
 from tests.property.speaking import KEY, Sample, Speaking, random_sample
 
 STEPS = 300
+MEMORY = {"scarce": 24, "plenty": 1000}  # blocks; the longest sample needs 16
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(tiers.OUTPUTS_SEEDS))
 def test_every_sample_says_what_it_would_say_alone_and_ends_once(seed: int, depth: int) -> None:
     chance = random.Random(1000 * depth + seed)
-    engine = Speaking(depth=depth)
-    samples: dict[KEY, Sample] = {}
+    memory, outputs = list(MEMORY)[seed % 2], 1 + seed // 2 % 2
+    engine = Speaking(depth=depth, outputs=outputs, blocks=MEMORY[memory])
     aborted: set[KEY] = set()
-    cached: dict[KEY, int] = {}
-    parents: list[tuple[int, Sample, int]] = []  # slot, a sample of the request, and how many are still to join
+    failed: dict[KEY, FinishReason] = {}
     requests = 0
     for _ in range(STEPS):
-        for slot, sample in list(engine.samples.items()):
-            what = chance.random()
-            if sample.is_over:
-                if what < 0.7:  # sometimes the core takes its time
-                    engine.leave(slot)
-            elif what < 0.02:
-                engine.leave(slot)
-                aborted.add(sample.key)
-            elif what < 0.05 and engine.is_running(slot):
-                engine.plan.preempt(slot)
-            elif what < 0.3 and engine.schedule.status[slot] == PREEMPTED:
-                engine.resume(slot, chance.choice([None, 1]))
-            elif what < 0.1 and engine.is_running(slot):
-                engine.plan.advance(slot, 0)  # not in this step
-        parents = [one for one in parents if engine.samples.get(one[0]) is one[1] and not one[1].is_over]
-        while engine.plan.free_slots and chance.random() < 0.4:
-            if parents and chance.random() < 0.7:
-                parent, first, which = parents.pop()
-                sample = random_sample(chance, (*first.key[:2], which), first.params.n)
-                sample.params, sample.prompt = first.params, first.prompt
-                engine.join(sample, cached=sample.prompt - 1, parent=parent)
-                cached[sample.key] = cached[first.key]
-                if which + 1 < first.params.n:
-                    parents.append((parent, first, which + 1))
-            else:
-                requests += 1
-                sample = random_sample(chance, (chance.choice([0, 0, 1, 4]), requests, 0), chance.choice([1, 1, 3]))
-                cached[sample.key] = chance.randrange(sample.prompt)
-                slot = engine.join(sample, cached=cached[sample.key], chunk=chance.choice([None, 1]))
-                if sample.params.n > 1:
-                    parents.append((slot, sample, 1))
-            samples[sample.key] = sample
-        engine.send()
+        what = chance.random()
+        got = engine.servers.got
+        running = [sample for key, sample in engine.samples.items() if key in got and got[key].end is None]
+        if what < 0.04 and running:
+            sample = chance.choice(running)
+            engine.scheduler.abort(*sample.key[:2])
+            aborted.update(key for key in engine.samples if key[:2] == sample.key[:2])
+        elif what < 0.06 and running:
+            sample = chance.choice(running)
+            reason = failed.setdefault(sample.key, chance.choice([FinishReason.ERROR, FinishReason.MISSING]))
+            engine.fails[sample.key] = reason
+        while engine.scheduler.open_requests < 8 and chance.random() < 0.4:
+            requests += 1
+            n = chance.choice([1, 1, 3])
+            server = chance.choice([0, 0, 1, 4])
+            first = random_sample(chance, (server, requests, 0), n)
+            others = [random_sample(chance, (server, requests, which), n).script for which in range(1, n)]
+            samples = [Sample((server, requests, 1 + at), first.params, first.prompt, script)
+                       for at, script in enumerate(others)]  # fmt: skip
+            engine.ask(first, *samples, begins=chance.randrange(3))
+        engine.step()
         while len(engine.flight) >= depth:
             engine.hear()
             if chance.random() < 0.7:
-                engine.halt()
+                engine.abort()
+    engine.fails.clear()
     engine.finish()
     ends = set()
-    for key, sample in samples.items():
-        got = engine.servers.got[key]
+    for key, sample in engine.samples.items():
         ids, text, end = sample.plainly()
-        assert got.end is not None, key
-        assert got.cached == cached[key], key
-        ends.add(got.end[0])
-        if key in aborted and got.end[0] == FinishReason.ABORT:
-            assert ids[: len(got.ids)] == got.ids and text.encode().startswith(got.text), key
+        if key not in engine.servers.got:
+            assert key in aborted, f"{key} has no end"
+            continue
+        its = engine.servers.got[key]
+        assert its.end is not None, key
+        assert its.cached == engine.cached[key], key
+        ends.add(its.end[0])
+        if (key in aborted and its.end[0] == FinishReason.ABORT) or its.end[0] == failed.get(key):
+            assert ids[: len(its.ids)] == its.ids and text.encode().startswith(its.text), key
         else:
-            assert (got.ids, got.text.decode(), got.end) == (ids, text, end), (key, sample.params)
+            assert (its.ids, its.text.decode(), its.end) == (ids, text, end), (key, sample.params)
         if sample.params.logprobs:
-            assert got.logprobs == [[one, one + 1, one + 2] for one in got.ids], key
+            assert its.logprobs == [[one, one + 1, one + 2] for one in its.ids], key
         else:
-            assert not got.logprobs
-    assert engine.servers.got.keys() == samples.keys()
+            assert not its.logprobs
     assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT} <= ends
+    assert bool(engine.preempted) == (memory == "scarce")
+    assert not any(told.open for told in engine.told)

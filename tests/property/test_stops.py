@@ -32,7 +32,7 @@ def test_a_text_ends_where_the_plainest_search_ends_it_however_it_is_cut(
         pieces.append(encoded[:length])
         encoded = encoded[length:]
     pieces = [piece for piece in pieces if piece]
-    ours = StopStringFilter(Vocabulary(pieces).stream([], True), tuple(stops), includes)  # type: ignore[arg-type]
+    ours = StopStringFilter(Vocabulary(pieces).stream([], True), tuple(stops), includes)
     free = len(b"".join(pieces[:least]).decode(errors="ignore"))
     expected, stop = plainly(text, free, stops, includes)
     shown = ""

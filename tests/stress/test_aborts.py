@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
-from penstock.engine.protocol.messages import SamplingParams, Style
+from penstock.engine.protocol.messages import ChunkFormat, SamplingParams, Style
 from tests import tiers
 from tests.support.engine import PATIENCE, answered, prompt, running, told
 
@@ -21,10 +21,12 @@ def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: 
 
     async def one(client: Client) -> None:
         params = SamplingParams(max_tokens=chance.randrange(1, 60), n=chance.choice([1, 1, 1, 3]))
-        announce = (Style.CHAT, b'{"id":"1"') if chance.random() < 0.5 else None
+        chunk_format = ChunkFormat(Style.CHAT, b'{"id":"1"') if chance.random() < 0.5 else None
         length = 300 if chance.random() < 0.05 else chance.randrange(1, 60)  # some are refused
         timeout = chance.choice([None, None, 0.01])
-        asking = asyncio.ensure_future(client.submit(prompt(length), params, announce=announce, timeout=timeout))
+        asking = asyncio.ensure_future(
+            client.submit(prompt(length), params, chunk_format=chunk_format, timeout=timeout)
+        )
         if chance.random() < 0.1:
             await asyncio.sleep(0)
             asking.cancel()

@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.errors import MemoryExhausted
 from penstock.tensor.cuda.driver import DeviceError, ForeignDevice, Found
-from penstock.tensor.cuda.order import InFlight
+from penstock.tensor.cuda.order import DeferredReleases
 from penstock.tensor.kinds import Kind, UnsupportedTensor, kind_of_numpy
 from penstock.tensor.views import As
 
@@ -72,7 +72,7 @@ class FakeDriver:
     def __init__(self, number: int = 0, memory_nbytes: int = 1 << 30) -> None:
         self.uuid = bytes([number]) * 16
         self.memory_nbytes = memory_nbytes
-        self.in_flight = InFlight()
+        self.in_flight = DeferredReleases()
         self.current = Stream()
         self.allocated: dict[int, int] = {}  # descriptors, by address
         self.mapped: dict[int, tuple[mmap.mmap, Any]] = {}

@@ -331,9 +331,9 @@ def _send_stop(inbox: Sender) -> None:
 def run_core(tree: Cluster, me: ProcessId) -> None:
     if tree.config.output_processors > 0:
         return engine_core.run(tree, me)
-    from penstock.engine.output.inline_output import InlineOutput
+    from penstock.engine.output.output_state import OutputState
 
-    engine_core.run(tree, me, InlineOutput)
+    engine_core.run(tree, me, OutputState.of)  # the core imports nothing of output
 
 
 def run_output(tree: Cluster, me: ProcessId) -> None:

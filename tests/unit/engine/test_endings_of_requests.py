@@ -16,7 +16,7 @@ from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import (
     Abort,
-    Announce,
+    ChunkFormat,
     Delta,
     Failed,
     Finished,
@@ -36,12 +36,11 @@ class Engine:
     def __init__(self, tree: Cluster) -> None:
         group = tree.groups[0]
         self.inbox = group.inbox.open_receiver(name="core 0.0 #1")
-        self.announced = group.announced[0].open_receiver(name="output 0.0 #1")
         self.core = tree.servers[0].open_sender(tree.delta_lane(0), name="core 0.0 #1")
         self.output = tree.servers[0].open_sender(tree.delta_lane(0, 0), name="output 0.0 #1")
 
     def close(self) -> None:
-        for end in (self.inbox, self.announced, self.core, self.output):
+        for end in (self.inbox, self.core, self.output):
             end.close()
 
 
@@ -107,19 +106,15 @@ async def test_a_delta_that_makes_no_sense_ends_all_requests_and_refuses_more() 
 
 
 @in_a_loop
-async def test_what_was_announced_is_taken_back_when_it_will_not_come() -> None:
+async def test_a_request_tells_the_core_how_its_answer_is_written() -> None:
     async with engine() as (other, client):
-        head = Style.CHAT, b'{"id":"1"'
-        aborted = await client.submit([1], announce=head)
-        aborted.abort()
-        refused = await client.submit([1], announce=head)
+        its = ChunkFormat(Style.CHAT, b'{"id":"1"', 2)
+        refused = await client.submit([1], chunk_format=its)
+        assert (await told(other.inbox)).chunk_format == its
         other.core.send(Failed(refused.request, 400, "it is too long"), PATIENCE)
         with pytest.raises(EngineError, match="it is too long"):
             await anext(refused)
-        announced = [await told(other.announced) for _ in range(4)]
-        assert all(isinstance(one, Announce) for one in announced)
-        back = {one.request for one in announced if one.style == Style.PLAIN}
-        assert back == {aborted.request, refused.request} and client.open_requests == 0
+        assert client.open_requests == 0
 
 
 @in_a_loop

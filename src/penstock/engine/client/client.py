@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,13 +28,12 @@ from penstock.engine.protocol.columns import Input, columns_of_inputs
 from penstock.engine.protocol.messages import (
     MAX_REQUESTS,
     Abort,
-    Announce,
+    ChunkFormat,
     Delta,
     Failed,
     FinishReason,
     Ints,
     SamplingParams,
-    Style,
     Submit,
 )
 from penstock.tensor import Scope
@@ -75,9 +74,6 @@ class Client:
         index, name = self._me.index, str(self._me)
         self._deltas = tree.servers[index].open_async_receiver(name=name)
         self._cores = [group.inbox.open_async_sender(index, name=name) for group in tree.groups]
-        self._outputs = [
-            [channel.open_async_sender(index, name=name) for channel in group.announced] for group in tree.groups
-        ]
         self._board = StatusBoard(tree.board)
         self._rows = self._board.rows
         self._router = Router()
@@ -107,7 +103,7 @@ class Client:
         if self._receiving is not None:
             self._receiving.cancel()
             await asyncio.wait([self._receiving])
-        for end in (self._deltas, *self._cores, *(sender for outputs in self._outputs for sender in outputs)):
+        for end in (self._deltas, *self._cores):
             end.close()
         self._board.close()
 
@@ -127,7 +123,7 @@ class Client:
         priority: int = 0,
         client: str = "",
         salt: bytes = b"",
-        announce: tuple[Style, bytes, int] | None = None,
+        chunk_format: ChunkFormat | None = None,
         timeout: float | None = None,
     ) -> OutputStream:
         """Sends a request to a group, and returns the stream of its answer.
@@ -146,7 +142,7 @@ class Client:
         try:
             if scope is not None and values:
                 items += await asyncio.to_thread(_put, scope, tuple(values))
-            stream = await self._submit(prompt, params, items, scope, priority, client, salt, announce, deadline)
+            stream = await self._submit(prompt, params, items, scope, priority, client, salt, chunk_format, deadline)
             stream.begin(self._abort, timeout, time.monotonic() - began)
             return stream
         except BaseException:
@@ -163,7 +159,7 @@ class Client:
         priority: int,
         client: str,
         salt: bytes,
-        announce: tuple[Style, bytes, int] | None,
+        chunk_format: ChunkFormat | None,
         deadline: float,
     ) -> OutputStream:
         ids = np.ascontiguousarray(prompt, np.int32)
@@ -174,9 +170,6 @@ class Client:
         stream = OutputStream(request, group, incarnation, ids.size, params.n, scope)
         self._keep(stream)
         try:
-            if announce is not None:
-                stream.is_announced = True
-                await self._announce(stream, *announce, deadline=deadline)
             submit = Submit(
                 self._me.index,
                 request,
@@ -186,11 +179,11 @@ class Client:
                 client,
                 salt,
                 columns_of_inputs([items]),
+                chunk_format,
             )
             await self._send(self._cores[group], submit, stream, deadline)
         except BaseException:
             self._drop(stream)
-            self._retract(stream)
             raise
         return stream
 
@@ -239,33 +232,16 @@ class Client:
     def _abort(self, stream: OutputStream) -> None:
         """Drops a stream, and tells its core to abort the request."""
         self._drop(stream)
-        abort = Abort(self._me.index, np.array([stream.request], np.int32))
-        self._send_in_background("abort", stream, self._send(self._cores[stream.group], abort, stream))
-        self._retract(stream)
-
-    async def _announce(
-        self, stream: OutputStream, style: Style, head: bytes = b"", first_index: int = 0, *, deadline: float = math.inf
-    ) -> None:
-        outputs = self._outputs[stream.group]
-        receiver = outputs[stream.request % len(outputs)] if outputs else self._cores[stream.group]
-        await self._send(receiver, Announce(self._me.index, stream.request, style, head, first_index), stream, deadline)
-
-    def _retract(self, stream: OutputStream) -> None:
-        """Takes back the announcement of a request that may never come, so that its receiver does not wait for it."""
-        if stream.is_announced:
-            stream.is_announced = False
-            self._send_in_background("announcement", stream, self._announce(stream, Style.PLAIN))
-
-    def _send_in_background(self, label: str, stream: OutputStream, sending: Coroutine[Any, Any, None]) -> None:
-        async def send() -> None:
-            try:
-                await sending
-            except EngineError as error:  # a group that is gone needs no message
-                event(f"{label} not sent", logging.WARNING, request=stream.request, error=error)
-
-        task = asyncio.ensure_future(send())
+        task = asyncio.ensure_future(self._send_abort(stream))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
+
+    async def _send_abort(self, stream: OutputStream) -> None:
+        abort = Abort(self._me.index, np.array([stream.request], np.int32))
+        try:
+            await self._send(self._cores[stream.group], abort, stream)
+        except EngineError as error:  # a group that is gone needs no message
+            event("abort not sent", logging.WARNING, request=stream.request, error=error)
 
     # ── open requests ──
     def _keep(self, stream: OutputStream) -> None:
@@ -338,7 +314,6 @@ class Client:
             stream = self._streams.get(message.request)
             if stream is not None:
                 self._drop(stream)
-                self._retract(stream)
                 stream.fail(EngineError(message.status, message.reason))
             return
         streams = self._streams

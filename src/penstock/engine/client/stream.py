@@ -28,7 +28,7 @@ class OutputChunk(msgspec.Struct, eq=False):
     """New tokens of one sample."""
 
     sample: int
-    utf8: bytes  # text; or, if the request was announced with a style, finished lines of that style
+    utf8: bytes  # text; or, if the request has a `ChunkFormat`, finished lines of that
     ids: list[int]
     reason: FinishReason | None = None  # None: more chunks will come
     stop: int | str | None = None  # the stop string or stop token id that ended the sample, if one did
@@ -65,7 +65,6 @@ class OutputStream:
         self.request = request
         self.group = group
         self.incarnation = incarnation
-        self.is_announced = False  # a receiver may have its Announce, and wait for its Submit
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
         self.cached_tokens = 0

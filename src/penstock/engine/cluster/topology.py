@@ -16,7 +16,7 @@ from penstock import PeerDied, Store, lowlevel
 from penstock.channel.channels import SPILL_BLOCKS
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import ANNOUNCED, DELTAS, INBOX, RESULTS, STEPS
+from penstock.engine.protocol.messages import DELTAS, INBOX, RESULTS, STEPS, TOKENS
 
 T = TypeVar("T")
 AGAIN = 0.01  # seconds between two attempts while the successor of a dead process has not attached
@@ -29,9 +29,9 @@ class EngineChannels:
     """The channels of a core, its workers and its output processors, which live and die together."""
 
     inbox: penstock.Inbox[INBOX]  # to the core: from servers, then workers, then outputs, then the launcher
-    steps: penstock.Broadcast[STEPS]  # from the core to workers, then outputs
-    results: penstock.Broadcast[RESULTS]  # from rank 0 to the core, then outputs
-    announced: tuple[penstock.Inbox[ANNOUNCED], ...]  # to each output, from the servers
+    steps: penstock.Broadcast[STEPS]  # from the core to workers
+    results: penstock.Ring[RESULTS]  # from rank 0 to the core
+    tokens: tuple[penstock.Ring[TOKENS], ...]  # from the core to each output
 
 
 @dataclass
@@ -75,8 +75,8 @@ class Cluster:
             group.inbox.close()
             group.steps.close()
             group.results.close()
-            for announced in group.announced:
-                announced.close()
+            for tokens in group.tokens:
+                tokens.close()
         for deltas in self.servers:
             deltas.close()
         self.board.close()
@@ -108,15 +108,10 @@ def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
         # Inline images stay where they arrived for as long as their request runs. The inbox has room for fewer of them,
         # so a server that submits too many waits, and not the core.
         penstock.Broadcast(
-            STEPS, receivers=workers + outputs, name=f"steps {number}", max_peers=PEERS, spill_blocks=2 * SPILL_BLOCKS
+            STEPS, receivers=workers, name=f"steps {number}", max_peers=PEERS, spill_blocks=2 * SPILL_BLOCKS
         ),
-        penstock.Broadcast(RESULTS, receivers=1 + outputs, name=f"results {number}", max_peers=PEERS),
-        tuple(
-            penstock.Inbox(
-                ANNOUNCED, senders=config.api_server_count + 1, name=f"announced {number}.{output}", max_peers=PEERS
-            )
-            for output in range(outputs)
-        ),
+        penstock.Ring(RESULTS, name=f"results {number}", max_peers=PEERS),
+        tuple(penstock.Ring(TOKENS, name=f"tokens {number}.{output}", max_peers=PEERS) for output in range(outputs)),
     )
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import penstock
@@ -29,27 +31,26 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import (
     MAX_REQUESTS,
     Abort,
-    Announce,
     Begin,
     Failed,
-    Halt,
     Ready,
-    Step,
     StepDone,
     Stop,
     Submit,
+    Tokens,
 )
 
 T = TypeVar("T")
+TELL_AGAIN = 10.0  # seconds; between two events about slow output processors
 STOP_TIMEOUT = 3.0  # seconds; for Stop to receivers that may be stuck
 MAX_TAKEN_IN = 256  # messages between two steps, so that a flood of requests does not delay running ones
 
 
 class OutputBatch(Protocol):
-    """The output of one StepDone."""
+    """The output of one Tokens message."""
 
     @property
-    def halt(self) -> Halt | None:
+    def aborts(self) -> Sequence[Abort]:
         """The samples that a stop string has ended."""
 
     @property
@@ -60,11 +61,8 @@ class OutputBatch(Protocol):
 class InlineOutput(Protocol):
     """Detokenizes in the core's loop if the engine has no output processors."""
 
-    def begin(self, begin: Begin) -> None: ...
-    def announce(self, message: Announce) -> None: ...
-    def forget_server(self, server: int) -> None: ...
-    def sent(self, step: Step) -> None: ...
-    def done(self, result: StepDone) -> OutputBatch: ...
+    def forget_server(self, server: int) -> object: ...
+    def take(self, tokens: Tokens) -> OutputBatch: ...
 
 
 def run(tree: Cluster, me: ProcessId, inline_output: Callable[[EngineConfig], InlineOutput] | None = None) -> None:
@@ -86,6 +84,7 @@ def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConf
         has_prefix_cache=config.enable_prefix_caching,
         has_overlap=config.async_scheduling,
         max_short_prompt=ready[0].max_short_prompt,
+        output_processors=max(1, config.output_processors),
     )
 
 
@@ -100,6 +99,9 @@ class EngineCore:
         self._inbox = group.inbox.open_receiver(name=name)
         self._results = group.results.open_receiver(0, name=name)
         self._steps = group.steps.open_sender(name=name)
+        self._outputs = [one.open_sender(name=name) for one in group.tokens]
+        self._unsent: list[tuple[int, Tokens]] = []  # with their output processors
+        self._told_slow = -math.inf  # when it was last logged that an output processor is slow
         self._outbox = Outbox(tree, me)
         self._inline_output = inline_output
         self._is_stopped = False
@@ -126,22 +128,35 @@ class EngineCore:
         event("core serves", blocks=schedule.blocks, slots=schedule.slots)
 
     def run(self) -> None:
-        """Runs steps until the launcher sends a Stop. A step is decided and sent while the one before it runs."""
+        """Runs steps until the launcher sends a Stop, which is passed on when the last result is in."""
+        if not self._is_stopped:
+            self._run_steps()
+        senders: list[penstock.Sender] = [self._steps, *self._outputs]
+        for sender in senders:
+            retry_past_stale_deaths(self._me, partial(sender.send, Stop(), STOP_TIMEOUT), STOP_TIMEOUT)
+
+    def _run_steps(self) -> None:
+        """Decides and sends each step while the one before it runs."""
         self._receive_requests()
         while not self._is_stopped:
             while self._scheduler.schedule(self._plan):
                 self._broadcast_step()
+            self._send_tokens()
             if self._scheduler.in_flight:
                 self._process_result(self._receive_result())
             else:
                 self._wait_for_work()
             self._receive_requests()
-        retry_past_stale_deaths(self._me, lambda: self._steps.send(Stop(), STOP_TIMEOUT), STOP_TIMEOUT)
+        while self._scheduler.in_flight:
+            self._process_result(self._receive_result())
+        self._send_tokens()
 
     def close(self) -> None:
         self._row[StatusBoard.SERVING] = 0
         for end in (self._inbox, self._results, self._steps, self._outbox):
             end.close()
+        for output in self._outputs:
+            output.close()
 
     # ── start ──
     def _await_workers(self) -> list[Ready]:
@@ -168,8 +183,9 @@ class EngineCore:
     def _await_receivers(self) -> None:
         """Waits until workers and outputs have opened their receivers: they miss nothing that is sent from now on."""
         group = self._tree.groups[self._me.group]
+        channels: list[penstock.codec.Channel[Any]] = [group.steps, *group.tokens]
         deadline = time.monotonic() + self._config.start_timeout
-        while not all(self._are_ours(channel) for channel in (group.steps, group.results)):
+        while not all(self._are_ours(channel) for channel in channels):
             if time.monotonic() >= deadline:
                 raise Timeout(f"the outputs are not there within {self._config.start_timeout:g} s")
             time.sleep(AGAIN)
@@ -184,8 +200,6 @@ class EngineCore:
     def _begin(self, begin: Begin) -> None:
         timeout = self._config.step_timeout
         retry_past_stale_deaths(self._me, lambda: self._sequence.send_whole(begin, timeout), timeout)
-        if self._inline_output is not None:
-            self._inline_output.begin(begin)
 
     # ── the loop's parts ──
     def _broadcast_step(self) -> None:
@@ -195,11 +209,9 @@ class EngineCore:
         timeout = self._config.step_timeout
         retry_past_stale_deaths(self._me, lambda: self._sequence.send(step, timeout), timeout)
         self._schedule.apply(step)
-        scheduler.on_sent(step)
+        self._unsent += scheduler.on_sent(step)
         if scheduler.admitted_ns:
             self._count_queue_times()
-        if self._inline_output is not None:
-            self._inline_output.sent(step)
         if step.preempted is not None:
             self._row[StatusBoard.PREEMPTIONS] += step.preempted.size
         self._publish()
@@ -237,9 +249,7 @@ class EngineCore:
     def _is_of_another(self, message: Any) -> bool:
         """Returns whether a server sent this message as another server. Output processors send for all servers."""
         server = self._inbox.source
-        return (
-            isinstance(message, Submit | Abort | Announce) and message.server != server < self._config.api_server_count
-        )
+        return isinstance(message, Submit | Abort) and message.server != server < self._config.api_server_count
 
     def _receive(self, message: Any) -> None:
         if not self._is_of_another(message):
@@ -259,13 +269,10 @@ class EngineCore:
             except RequestRefused as refusal:
                 self._fail(message.server, message.request, refusal)
         elif isinstance(message, Abort):
-            for request in message.requests.tolist():
-                scheduler.abort(message.server, request)
-        elif isinstance(message, Halt):
-            for slot, birth in zip(message.slots.tolist(), message.births.tolist(), strict=True):
-                scheduler.halt(slot, birth)
-        elif isinstance(message, Announce) and self._inline_output is not None:
-            self._inline_output.announce(message)
+            requests = message.requests.tolist()
+            samples = [None] * len(requests) if message.samples is None else message.samples.tolist()
+            for request, sample in zip(requests, samples, strict=True):
+                scheduler.abort(message.server, request, sample)
         elif isinstance(message, Stop):
             self._is_stopped = True
 
@@ -287,13 +294,36 @@ class EngineCore:
         return done
 
     def _process_result(self, done: StepDone) -> None:
-        self._scheduler.on_result(done)
-        if self._inline_output is None:
-            return
-        batch = self._inline_output.done(done)
+        self._unsent += self._scheduler.on_result(done)
+        if self._scheduler.in_flight:  # else the device waits, and the next step goes first
+            self._send_tokens()
+
+    def _send_tokens(self) -> None:
+        """Sends output processors what is new."""
+        for output, tokens in self._unsent:
+            if self._inline_output is None:
+                self._send_to_output(output, tokens)
+            else:
+                self._answer(self._inline_output.take(tokens))
+        self._unsent.clear()
+
+    def _send_to_output(self, output: int, tokens: Tokens) -> None:
+        """Waits while there is no room, as for a worker that takes no steps. Raises Timeout, which ends the group."""
+        sender, timeout = self._outputs[output], self._config.step_timeout
+        try:
+            retry_past_stale_deaths(self._me, partial(sender.send_nowait, tokens), timeout)
+        except WouldBlock as full:
+            now = time.monotonic()
+            if now - self._told_slow >= TELL_AGAIN:
+                self._told_slow = now
+                event("output processor too slow", logging.WARNING, output=output, reason=str(full))
+            send = partial(sender.send, tokens, timeout)
+            self._waiting(lambda: retry_past_stale_deaths(self._me, send, timeout))
+
+    def _answer(self, batch: OutputBatch) -> None:
         slow = [server for server, delta in batch.deltas if not self._outbox.send(server, delta)]
-        if batch.halt is not None:
-            self._take(batch.halt)
+        for abort in batch.aborts:
+            self._take(abort)
         for server in slow:
             self._give_up(server)
 

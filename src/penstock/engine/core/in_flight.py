@@ -14,10 +14,10 @@ import numpy as np
 from penstock.engine._native import BlockCache, PrefixHasher
 from penstock.engine.core.request import Request, Sample
 from penstock.engine.core.request_queue import RequestQueue
+from penstock.engine.core.stop_conditions import NOBODY, StopConditions
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import RUNNING, Index
-from penstock.engine.protocol.messages import Ints, Step, StepDone
-from penstock.engine.protocol.stop_conditions import NOBODY, StopConditions
+from penstock.engine.protocol.messages import Ended, FinishReason, Ints, Step, StepDone
 from penstock.errors import DecodeError
 
 NO_MOST = np.int32(np.iinfo(np.int32).max)  # of a free slot, and of a sample that has ended
@@ -62,11 +62,6 @@ class InFlight:
         sample = self._samples[slot]
         assert sample is not None, "a row without a sample"
         return sample
-
-    def sample_at(self, slot: int, birth: int) -> Sample | None:
-        """Returns the sample that joined this slot with step `birth`; None if it has ended."""
-        is_its = 0 <= slot < len(self._samples) and self._hasher.first_step(slot) == birth
-        return self.sample(slot) if is_its else None
 
     def has_computed(self, slot: int, flight: InFlightStep, tokens: int) -> bool:
         """Returns whether the slot's present sample has `tokens` tokens computed when this step is done."""
@@ -133,13 +128,10 @@ class InFlight:
         done.require_fit(self._flights[0].sampled.size)
         return self._flights.popleft()
 
-    def failed(self, flight: InFlightStep, done: StepDone) -> list[Sample]:
-        if done.failed is None:
-            return []
+    def failed(self, flight: InFlightStep, failures: list[tuple[int, FinishReason]]) -> list[Ended]:
+        """Returns the ends of those samples that have not ended before."""
         first_step, slots = self._hasher.first_step, len(self._samples)
-        return [
-            self.sample(slot) for slot in done.failed.tolist() if slot < slots and first_step(slot) <= flight.number
-        ]
+        return [Ended(*one) for one in failures if one[0] < slots and first_step(one[0]) <= flight.number]
 
     def publish(self, flight: InFlightStep) -> None:
         """Publishes the blocks that the device has filled by this step: they are found by hash from now on.
@@ -155,11 +147,15 @@ class InFlight:
             sample = self.sample(slot)
             self._queue.charge(sample.request.client, sample.serve(tokens))
 
-    def receive(self, flight: InFlightStep, ids: Ints) -> list[Sample]:
-        """Appends the ids that a step has sampled. Returns the samples that they end."""
+    def receive(self, flight: InFlightStep, ids: Ints) -> tuple[Index | None, list[Ended]]:
+        """Appends the ids that a step has sampled. Returns the rows of samples that have not ended before, None for
+        all; and the ends of those that these ids end."""
         slots = flight.sampled
-        theirs = self._hasher.append(flight.number, slots, ids)
+        theirs: Index | None = self._hasher.append(flight.number, slots, ids)
         if theirs is not None:
             slots, ids = slots[theirs], ids[theirs]
         ended = self._endings.check(slots, ids)
-        return [] if ended is NOBODY else [self.sample(slot) for slot in slots[ended.rows].tolist()]
+        if ended is NOBODY:
+            return theirs, []
+        ends = zip(slots[ended.rows].tolist(), ended.reasons.tolist(), ended.stops, strict=True)
+        return theirs, [Ended(slot, FinishReason(reason), stop) for slot, reason, stop in ends]

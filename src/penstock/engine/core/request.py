@@ -11,13 +11,16 @@ from collections.abc import Iterable
 from functools import cached_property
 from hashlib import sha256
 
+import numpy as np
+
 from penstock.engine._native import hash_blocks
 from penstock.engine.protocol.columns import Input
-from penstock.engine.protocol.messages import Inputs, Ints, SamplingParams
+from penstock.engine.protocol.messages import Inputs, Submit
 from penstock.errors import PenstockError
 
 Key = tuple[bytes, int, int]  # of an input (an image, say), its position and length
 HASH_NBYTES = 32
+MAX_PRIORITY = 1 << 31
 _ITEM = struct.Struct("<qqq")
 
 
@@ -35,33 +38,30 @@ class Request:
 
     def __init__(
         self,
-        server: int,
-        number: int,
-        prompt: Ints,
-        params: SamplingParams,
+        submit: Submit,
         block_size: int,
         *,
         arrival: int,
-        priority: int = 0,
-        client: str = "",
         salt: bytes = b"",
         inputs: tuple[Input, ...] = (),
         keys: tuple[Key, ...] = (),
         queued_ns: int = 0,
     ) -> None:
-        self.server = server
-        self.number = number
-        self.prompt = prompt
-        self.params = params
+        self.server = submit.server
+        self.number = submit.request
+        self.prompt = np.array(submit.prompt, np.int32)
+        self.params = submit.params
         self.inputs = inputs
         self.arrival = arrival
-        self.priority = priority
-        self.client = client
+        self.priority = max(-MAX_PRIORITY, min(submit.priority, MAX_PRIORITY))
+        self.client = submit.client
+        self.chunk_format = submit.chunk_format
         self.queued_ns = queued_ns
+        self.cached = 0  # tokens of the prompt that the cache had when its first sample was admitted
         self.is_waiting = False
         self.slots: set[int] = set()  # of its samples; one that joins may share the prompt of any of them
-        self.samples = [Sample(self, index) for index in range(params.n)]
-        self.open_samples = params.n
+        self.samples = [Sample(self, index) for index in range(self.params.n)]
+        self.open_samples = self.params.n
         self.block_size = block_size
         self._salt = salt
         self._keys = keys

@@ -31,14 +31,13 @@ from penstock.engine.core.in_flight import InFlight
 from penstock.engine.core.request import HASH_NBYTES, Request, RequestRefused, Sample, check_inputs
 from penstock.engine.core.request_queue import RequestQueue
 from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.core.tokens_builder import TokensBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import RUNNING, Index
-from penstock.engine.protocol.messages import Ints, Step, StepDone, Submit
-from penstock.engine.protocol.stop_conditions import require_choice
+from penstock.engine.protocol.messages import Ints, Step, StepDone, Submit, Tokens
 
 ELDER_EVERY = 8
 ELDER = -(1 << 40)  # a priority that no request has
-MAX_PRIORITY = 1 << 31
 AHEAD = 2  # blocks are given up to half a block of tokens early: to many rows at once, and not in every step
 SLOT_SHARE = 16  # a client with one slot in so many is large, and one in so many is kept for those that are not
 SPARE = 100  # a newcomer leaves one block in so many to running samples; it would soon be preempted for them
@@ -54,6 +53,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_prefix_cache: bool = True  # False: blocks are shared only within a request
     has_overlap: bool = True  # a step is planned while the one before it runs
     max_short_prompt: int | None = None  # prompts of more tokens share no blocks with those of fewer; None: all share
+    output_processors: int = 1  # that are told of tokens
 
 
 class Stats(NamedTuple):
@@ -102,17 +102,14 @@ class Scheduler:
         self._refused: tuple[Sample, int, bool] | None = None  # the sample that did not fit, and into what
         # ── slots ──
         self._progress = InFlight(schedule, self.cache, self._queue, config.max_model_len, config.eos_ids)
+        self._tokens = TokensBuilder(slots, config.output_processors)
         self._priorities = np.zeros(slots, np.int64)  # by slot
         self._prefilling: set[int] = set()
         self._leaving: list[Sample] = []
         # ── steps ──
-        self._newly_scheduled: list[
-            int
-        ] = []  # slots that join with the step that is being planned, or get blocks again
+        self._newly_scheduled: list[int] = []  # slots that join with the step that is being planned, or get blocks
         self._removed_slots: set[int] = set()  # rows that do not run in that step any more
-        self._awaiting_result: set[int] = (
-            set()
-        )  # rows that run and compute nothing in it, as all of their tokens are sampled
+        self._awaiting_result: set[int] = set()  # rows that compute nothing in it: all of their tokens are sampled
         self._prompt_tokens = self._cached_tokens = self._preemptions = 0
         self._open_samples = 0
         self.prefix_queries = self.prefix_hits = 0  # tokens of prompts; a preempted sample counts once
@@ -127,7 +124,7 @@ class Scheduler:
         if submit.prompt.ndim != 1 or submit.prompt.min() < 0 or submit.prompt.max() >= self._config.vocabulary:
             raise RequestRefused(400, f"expected ids from 0 to {self._config.vocabulary - 1} in the prompt")
         try:
-            require_choice(submit.params, self._config.eos_ids, self._config.vocabulary)
+            submit.params.require_choice(self._config.eos_ids, self._config.vocabulary)
         except ValueError as error:
             raise RequestRefused(400, str(error)) from None
         if number in self._requests:
@@ -138,34 +135,21 @@ class Scheduler:
         kind = b"s" if max_short_prompt is None or length <= max_short_prompt else b"l"
         salt = kind + submit.salt if self._config.has_prefix_cache else b"%d" % self._arrivals
         request = Request(
-            *number,
-            np.array(submit.prompt, np.int32),
-            submit.params,
-            self._size,
-            arrival=self._arrivals,
-            priority=max(-MAX_PRIORITY, min(submit.priority, MAX_PRIORITY)),
-            client=submit.client,
-            salt=salt,
-            inputs=inputs,
-            keys=keys,
-            queued_ns=queued_ns,
+            submit, self._size, arrival=self._arrivals, salt=salt, inputs=inputs, keys=keys, queued_ns=queued_ns
         )
         self._requests[number] = request
         self._open_samples += request.params.n
         self._queue.push(request)
 
-    def abort(self, server: int, request: int) -> None:
-        """Ends a request in any state. One that has ended already, or never was, is no error: messages cross."""
+    def abort(self, server: int, request: int, sample: int | None = None) -> None:
+        """Ends a request in any state, or one sample of it. One that has ended already, or never was, is no error:
+        messages cross."""
         found = self._requests.get((server, request))
-        if found is not None:
-            for sample in found.samples:
-                self._end(sample)
-
-    def halt(self, slot: int, birth: int) -> None:
-        """Ends the sample that joined this slot with step `birth`. If another has the slot now, nothing happens."""
-        sample = self._progress.sample_at(slot, birth)
-        if sample is not None:
-            self._end(sample)
+        samples = [] if found is None else found.samples
+        for one in samples if sample is None else samples[sample : sample + 1]:
+            if one.slot is not None and not one.is_ended:
+                self._tokens.abort(one.slot)
+            self._end(one)
 
     def forget_server(self, server: int) -> list[int]:
         """Aborts all open requests of a server and returns their numbers."""
@@ -464,6 +448,8 @@ class Scheduler:
         self._prompt_tokens += self._known(sample)
         self._cached_tokens += computed
         slot = sample.slot
+        if not request.slots:
+            request.cached = computed
         if slot is not None:
             plan.resume(slot, blocks, computed=computed, chunk=chunk)
         else:
@@ -494,6 +480,7 @@ class Scheduler:
         request = sample.request
         sample.slot = slot
         self._progress.join(slot, sample)
+        self._tokens.start(sample, slot)
         request.slots.add(slot)
         self._count_slot(request.client, 1)
         if sample.index:
@@ -516,27 +503,34 @@ class Scheduler:
                 return
 
     # ── steps sent and done ──
-    def on_sent(self, step: Step) -> None:
-        """Records that the planned step has been sent, and applied by the batch state."""
+    def on_sent(self, step: Step) -> list[tuple[int, Tokens]]:
+        """Records that the planned step has been sent, and applied by the batch state. Returns messages to the output
+        processors about its new samples."""
         now = self._schedule
         self._progress.sent(step, self._newly_scheduled)
         self._newly_scheduled.clear()
         if self._prefilling:
             self._prefilling = {slot for slot in self._prefilling if now.known[slot] - now.computed[slot] > 1}
+        return self._tokens.build_started() if step.joined is not None else []
 
-    def on_result(self, done: StepDone) -> None:
-        """Applies a result. Raises DecodeError, and changes nothing, if it misfits the oldest step in flight."""
+    def on_result(self, done: StepDone) -> list[tuple[int, Tokens]]:
+        """Applies a result. Returns messages to the output processors about it. Raises DecodeError, and changes
+        nothing, if it misfits the oldest step in flight."""
         progress = self._progress
+        failures = done.failures()
         flight = progress.pop_oldest(done)
-        for sample in progress.failed(flight, done):
-            self._end(sample)  # before its blocks are published
+        failed = progress.failed(flight, failures)
+        for end in failed:
+            self._end(progress.sample(end.slot))  # before its blocks are published
         progress.publish(flight)
-        for sample in progress.receive(flight, done.ids):
-            self._end(sample)
+        rows, ended = progress.receive(flight, done.ids)
+        for end in ended:
+            self._end(progress.sample(end.slot))
         for slot, request in list(self._forking.items()):
             shared = (request.prompt.size - 1) // self._size * self._size
             if progress.has_computed(slot, flight, shared):
                 self._fork(slot)
+        return self._tokens.build(flight.sampled, done.ids, rows, done.logprobs, failed + ended)
 
     def _end(self, sample: Sample) -> None:
         """Ends a sample: ids that it still samples are discarded. It leaves its slot with the next step."""

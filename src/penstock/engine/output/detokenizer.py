@@ -19,9 +19,7 @@ import numpy as np
 from penstock.engine.cluster.logs import event
 from penstock.engine.model_dir import load_tokenizer, tokenizer_path
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Ints
-
-CONTEXT = 8  # ids of the prompt that a tokenizer is shown, to know how the text goes on
+from penstock.engine.protocol.messages import CONTEXT, Ints
 
 
 class TokenDecoder(Protocol):
@@ -77,9 +75,10 @@ class Vocabulary:
         """Returns the bytes of one id, which may be a part of a character."""
         return self._pieces[one] if 0 <= one < self.stride else b""
 
-    def stream(self, prompt: Ints, skip_special: bool) -> TokenDecoder:
+    def stream(self, context: Sequence[int], skip_special: bool) -> TokenDecoder:
+        """`context`: the last ids before those of the stream."""
         if self._tokenizer is not None:
-            return TokenizerDecoder(self._tokenizer, prompt[-CONTEXT:].tolist(), skip_special)
+            return TokenizerDecoder(self._tokenizer, list(context), skip_special)
         return ByteDecoder(self, self._special if skip_special else frozenset())
 
 

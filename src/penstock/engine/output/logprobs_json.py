@@ -12,9 +12,9 @@ from itertools import chain
 import msgspec
 import numpy as np
 
-from penstock.engine.output.delta_builder import LogprobRows
 from penstock.engine.output.detokenizer import Vocabulary, json_escape
 from penstock.engine.output.sse_chunks import LEAST_LOGPROB, ChunkWriter
+from penstock.engine.protocol.columns import LogprobRows
 from penstock.engine.protocol.messages import Logprobs
 
 MAX_READY = 1 << 15  # ids for which it stands ready, in some 10 MB: what is likely here is likely elsewhere

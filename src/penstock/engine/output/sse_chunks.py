@@ -1,12 +1,12 @@
 """Ready-made pieces of an answer: the lines of server-sent events that a server only has to pass on.
 
-Leaves to the server what each of them begins with (`Announce.head`), and how an answer begins and ends.
+Leaves to the server what each of them begins with (`ChunkFormat.head`), and how an answer begins and ends.
 """
 
 from __future__ import annotations
 
 from penstock.engine.output.detokenizer import json_escape
-from penstock.engine.protocol.messages import Announce, FinishReason, Style
+from penstock.engine.protocol.messages import ChunkFormat, FinishReason, Style
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 REASONS = {
@@ -32,10 +32,10 @@ class ChunkWriter:
     """Of one sample. Text goes between `front` and `back`, quoted, where nothing else is to be said of it; or between
     `front` and `told`, which what is said of its log-probabilities follows, and MIDDLE."""
 
-    def __init__(self, announce: Announce, sample: int) -> None:
-        """`head` is a JSON object without its last brace, and has one field at least."""
-        self.is_chat = announce.style == Style.CHAT
-        self._start = b'data: %b,"choices":[{"index":%d,' % (announce.head, announce.first_index + sample)
+    def __init__(self, its: ChunkFormat, sample: int) -> None:
+        """`its.head` has one field at least."""
+        self.is_chat = its.style == Style.CHAT
+        self._start = b'data: %b,"choices":[{"index":%d,' % (its.head, its.first_index + sample)
         self.front = self._start + (b'"delta":{"content":"' if self.is_chat else b'"text":"')
         self.told = (b'"}' if self.is_chat else b'"') + LOGPROBS
         self.back = self.told + b"null" + MIDDLE

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.protocol.messages import Inputs, Ints, SamplingParams, Slots
+from penstock.engine.protocol.messages import Inputs, Ints, Logprobs, SamplingParams, Slots
 from penstock.errors import DecodeError
 from penstock.tensor import Handle
 
@@ -79,3 +79,47 @@ def rows_of_inputs(inputs: Inputs | None, size: int) -> list[tuple[Input, ...]]:
     rows = list(zip(inputs.items, positions, lengths, strict=True))
     ends = np.cumsum(counts).tolist()
     return [tuple(rows[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True)]
+
+
+class LogprobRows:
+    """The log-probabilities of some of the rows of a result."""
+
+    def __init__(self, found: Logprobs, starts: Index, counts: Column, ranks: Ints) -> None:
+        self._found = found
+        self._starts = starts
+        self.counts = counts
+        self._ranks = ranks
+
+    @classmethod
+    def read(cls, found: Logprobs | None, size: int) -> LogprobRows | None:
+        """Raises DecodeError where they are not of so many rows."""
+        if found is None:
+            return None
+        counts = found.counts
+        if counts is None:
+            counts = np.full(size, found.ids.size // size if size else 0, np.int32)
+        if counts.shape != (size,) or found.ranks.shape != (size,):
+            raise DecodeError(f"expected {size} counts and ranks, got {counts.size}, {found.ranks.size} at $.logprobs")
+        if size and counts.min() < 0:
+            raise DecodeError(f"expected 0 or more, got {counts.min()} at $.logprobs.counts")
+        ends = np.cumsum(counts, dtype=np.intp)
+        total = int(ends[-1]) if size else 0
+        if found.ids.shape != (total,) or found.values.shape != (total,):
+            raise DecodeError(
+                f"expected {total} ids and values, got {found.ids.size}, {found.values.size} at $.logprobs"
+            )
+        return cls(found, ends - counts, counts, found.ranks)
+
+    def of(self, rows: Index) -> LogprobRows:
+        return LogprobRows(self._found, self._starts[rows], self.counts[rows], self._ranks[rows])
+
+    def columns(self, without: list[int]) -> Logprobs | None:
+        """In columns. Of the rows in `without`, none."""
+        counts = self.counts.astype(np.int32)
+        counts[without] = 0
+        total = int(counts.sum())
+        if not total:
+            return None
+        ends = np.cumsum(counts)
+        where = np.arange(total) + np.repeat(self._starts - (ends - counts), counts)
+        return Logprobs(self._found.ids[where], self._found.values[where], self._ranks, counts)

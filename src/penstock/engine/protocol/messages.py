@@ -1,12 +1,14 @@
 """Every message that crosses a boundary of the engine, in the order in which a request meets them.
 
-Columns, not rows: what a message says of many requests stands in arrays of equal length. A request has a number of its
+Columns, not rows: what a message says of many requests stands in arrays of equal length, unless it happens once in a
+request's life. A request has a number of its
 server, and while it is in a core a slot of that core. Leaves to `batch_state` what a step does.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from typing import Annotated
 
 import msgspec
@@ -19,7 +21,6 @@ from penstock.tensor import Handle
 
 Slots = npt.NDArray[np.uint16]  # small numbers, each of one request that a core knows now
 Ints = npt.NDArray[np.int32]  # token ids, blocks, counts, lengths
-Births = npt.NDArray[np.int64]  # numbers of steps
 Requests = Ints  # numbers that a server gave, each unique among its open requests
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -28,6 +29,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # one of Ints
 MAX_REQUESTS = 1 << 31  # numbers of a server's requests are less, and begin again
 MAX_SLOTS = 1 << 16
+CONTEXT = 8  # ids of a prompt that a detokenizer is shown, to know how the text goes on
 
 
 # ── server → core, by the core's inbox ───────────────────────────────────────────────────────────────────────────────
@@ -70,6 +72,20 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
         if self.stop and not self.detokenize:
             raise ValueError("expected detokenize with stop strings: they are found in text")
 
+    def require_choice(self, eos_ids: Collection[int], vocabulary: int) -> None:
+        """Raises ValueError where not one of the ids that are allowed can be the first token of an answer."""
+        if self.allowed_token_ids is None:
+            return
+        allowed = {one for one in self.allowed_token_ids if 0 <= one < vocabulary}
+        if not allowed:
+            raise ValueError(f"expected an id below {vocabulary} at $.allowed_token_ids, as one must be allowed")
+        ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)}
+        if self.min_tokens and allowed <= ends:
+            raise ValueError(
+                "expected an id at $.allowed_token_ids that does not end the answer, as min_tokens is "
+                f"{self.min_tokens}: all {len(allowed)} are end ids"
+            )
+
 
 _MOST = float(2**31 - 1)
 _LIMITS = (
@@ -96,6 +112,21 @@ class Inputs(msgspec.Struct, array_like=True, frozen=True, eq=False):
     lengths: Ints  # and how many ids stand there for it
 
 
+class Style(enum.IntEnum):
+    """What the chunks of an answer are: finished lines of server-sent events."""
+
+    CHAT = 1  # chat.completion.chunk
+    COMPLETION = 2  # text_completion
+
+
+class ChunkFormat(msgspec.Struct, array_like=True, frozen=True):
+    """How an output processor writes the chunks of an answer. The core passes it on."""
+
+    style: Style
+    head: bytes  # what each chunk begins with: a JSON object without its last brace
+    first_index: Natural = 0  # of its choices: several requests may be one answer
+
+
 class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """A request. `n` samples of one prompt are one request, and as many slots."""
 
@@ -107,38 +138,24 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     client: str = ""  # scheduling is fair among clients
     salt: bytes = b""  # requests share cached blocks only with those of the same salt
     inputs: Inputs | None = None
-
-
-class Style(enum.IntEnum):
-    """The form of the text of a Delta."""
-
-    PLAIN = 0
-    CHAT = 1  # finished lines of server-sent events: chat.completion.chunk
-    COMPLETION = 2  # the same: text_completion
-
-
-class Announce(msgspec.Struct, array_like=True, frozen=True):
-    """To the output processor of a request, before its Submit: how its answer is to be written."""
-
-    server: Natural
-    request: Number
-    style: Style
-    head: bytes = b""  # what each chunk of it begins with
-    first_index: Natural = 0  # of its choices: several requests may be one answer
+    chunk_format: ChunkFormat | None = None  # None: plain text
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """From a server: the clients of these requests have disconnected."""
+    """Requests of a server, or samples of them, that need no more tokens.
+
+    From the server: its clients have gone. From an output processor: a stop string has ended the samples, and it has
+    answered for them; or the server reads too slowly.
+    """
 
     server: Natural
     requests: Requests
+    samples: Slots | None = None  # one of each request; None: all of them
 
-
-class Halt(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """From an output processor: these samples have ended by their text, and it has answered for them."""
-
-    slots: Slots
-    births: Births  # the step with which each one joined: the slot may have gone to another since
+    def __post_init__(self) -> None:
+        """Raises ValueError, which decoding turns into an error with a path."""
+        if self.samples is not None and self.samples.shape != self.requests.shape:
+            raise ValueError(f"expected {self.requests.size} samples, got a shape of {self.samples.shape}")
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True):
@@ -150,7 +167,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     max_short_prompt: Natural | None = None  # prompts of more tokens share no blocks with those of fewer
 
 
-# ── core → workers and output processors, by broadcast ───────────────────────────────────────────────────────────────
+# ── core → workers, by broadcast ─────────────────────────────────────────────────────────────────────────────────────
 class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """Requests that join a slot, one row each. A request that left in the same step may have had it."""
 
@@ -216,12 +233,12 @@ class Step(Sequenced, array_like=True, frozen=True, eq=False):
 
 
 class Stop(msgspec.Struct, array_like=True, frozen=True):
-    """No more steps come. From the launcher, by the core's inbox: send none."""
+    """No more steps, or tokens, come. From the launcher, by the core's inbox: send none."""
 
     reason: str = ""
 
 
-# ── worker → core and output processors, by the worker's broadcast ───────────────────────────────────────────────────
+# ── worker → core, by ring ───────────────────────────────────────────────────────────────────────────────────────────
 class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """For each sampled token: itself first, then the likeliest."""
 
@@ -261,7 +278,6 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
             raise DecodeError(f"{error} at $.reasons") from None
 
 
-# ── output processor → server, by ring ───────────────────────────────────────────────────────────────────────────────
 class FinishReason(enum.IntEnum):
     STOP = 1  # an end id or a stop string
     LENGTH = 2
@@ -269,6 +285,46 @@ class FinishReason(enum.IntEnum):
     ERROR = 4  # its numbers were not numbers
     MISSING = 5  # what stands in its prompt was not there any more when it was needed: it may be sent again
     MISFIT = 6  # what stands in its prompt is not what the model takes, or has another length there
+
+
+# ── core → output processor, by a ring of its own ────────────────────────────────────────────────────────────────────
+class Started(msgspec.Struct, array_like=True, frozen=True):
+    """A sample that has got a slot. It keeps it until it has ended, also while it is preempted."""
+
+    slot: Natural
+    request: Number
+    params: SamplingParams
+    context: tuple[int, ...]  # the last ids of its prompt, up to CONTEXT
+    chunk_format: ChunkFormat | None = None
+    server: Natural = 0
+    sample: Natural = 0  # its index among its request's `n` samples
+    cached: Natural = 0  # how much of its prompt the cache had
+
+
+class Ended(msgspec.Struct, array_like=True, frozen=True):
+    """A sample that has ended."""
+
+    slot: Natural
+    reason: FinishReason
+    stop: int | None = None  # the one of its `stop_token_ids` that ended it
+
+
+class Tokens(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """What the result of a step means to the samples of an output processor. Only the core and stop strings end one.
+
+    The fields apply in this order: aborted, started, ids, ended. So a slot is free when a sample starts in it, and the
+    last token of a sample comes with its end. Nothing comes of a sample after its end.
+    """
+
+    ids: Ints  # the next token of each of `slots`; or none
+    slots: Slots | None = None  # None: those of the last message with ids
+    logprobs: Logprobs | None = None  # of these ids
+    aborted: tuple[int, ...] = ()  # slots: their samples have ended since the message before, without another token
+    started: tuple[Started, ...] = ()
+    ended: tuple[Ended, ...] = ()  # a slot that is not in `slots` gets no more token
+
+
+# ── output processor → server, by ring ───────────────────────────────────────────────────────────────────────────────
 
 
 class Finished(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -326,8 +382,8 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 # What each channel carries; its number in this list is the message's number on the wire.
-INBOX = Submit | Abort | Ready | Halt | Announce | Stop  # Announce: where the core is its own output processor
-ANNOUNCED = Announce
+INBOX = Submit | Abort | Ready | Stop
 STEPS = Step | Begin | Stop
 RESULTS = StepDone
+TOKENS = Tokens | Stop
 DELTAS = Delta | Failed

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -31,8 +32,7 @@ from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import SamplingParams, Style
-from penstock.engine.protocol.stop_conditions import require_choice
+from penstock.engine.protocol.messages import ChunkFormat, SamplingParams, Style
 from penstock.server.chat import request_schema
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.chat.request_fields import HEADER as IGNORED_FIELDS
@@ -264,7 +264,7 @@ class ApiServer:
         for prompt in prompts:
             self._require_room(prompt.ids, params, param)
         try:
-            require_choice(params, self._config.end_ids, self._reader.words.vocab_size)
+            params.require_choice(self._config.end_ids, self._reader.words.vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), param="allowed_token_ids") from None
         pace = LatencyRecorder(self._row, request.state.began)
@@ -285,7 +285,7 @@ class ApiServer:
             answer["object"] += ".chunk"
         head = msgspec.json.encode(answer)[:-1]
         nothing_yet = b',"usage":null' if sampling.includes_usage else b""
-        batch = self._batch(sampling, params, prompts, (style, head + nothing_yet))
+        batch = self._batch(sampling, params, prompts, ChunkFormat(style, head + nothing_yet))
         return SSEResponse(batch, head, sampling.includes_usage, pace, request_id)
 
     def _batch(
@@ -293,14 +293,12 @@ class ApiServer:
         sampling: Sampling,
         params: SamplingParams,
         prompts: Sequence[Prompt],
-        announce: tuple[Style, bytes] | None = None,
+        chunk_format: ChunkFormat | None = None,
     ) -> RequestStreams:
         slots = self._config.max_num_seqs * self._config.data_parallel_size
+        formats = [chunk_format and replace(chunk_format, first_index=n * params.n) for n in range(len(prompts))]
         submits = [
-            functools.partial(
-                self._submit, sampling, params, prompt, None if announce is None else (*announce, index * params.n)
-            )
-            for index, prompt in enumerate(prompts)
+            functools.partial(self._submit, sampling, params, *one) for one in zip(prompts, formats, strict=True)
         ]
 
         def release() -> None:
@@ -348,7 +346,7 @@ class ApiServer:
         return Limit(self._config.max_model_len - 1, param, params.max_tokens)
 
     async def _submit(
-        self, sampling: Sampling, params: SamplingParams, prompt: Prompt, announce: tuple[Style, bytes, int] | None
+        self, sampling: Sampling, params: SamplingParams, prompt: Prompt, chunk_format: ChunkFormat | None
     ) -> OutputStream:
         return await self._client.submit(
             prompt.ids,
@@ -358,7 +356,7 @@ class ApiServer:
             priority=sampling.priority or 0,
             client=sampling.user or "",
             salt=(sampling.cache_salt or "").encode(),
-            announce=announce,
+            chunk_format=chunk_format,
         )
 
     async def _whole(

@@ -10,7 +10,7 @@ import functools
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import PenstockError
-from penstock.tensor.cuda.order import InFlight, Marker
+from penstock.tensor.cuda.order import DeferredReleases, Marker
 from penstock.tensor.kinds import Kind
 from penstock.tensor.views import As
 
@@ -42,7 +42,7 @@ class Driver(Protocol):
 
     uuid: bytes  # of the device: 16 bytes, the same in every process
     as_: As  # how an array of host memory must be shown for copy() to take it
-    in_flight: InFlight  # of this process
+    in_flight: DeferredReleases  # of this process
 
     # ── memory ──
     def allocate(self, nbytes: int) -> int:

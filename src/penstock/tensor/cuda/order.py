@@ -62,7 +62,7 @@ def wait_for(markers: Iterable[Marker], timeout: float | None) -> bool:
     return True
 
 
-class InFlight:
+class DeferredReleases:
     """What one process waits to give back. No lock: it is filled from destructors, which run anywhere, even in here.
 
     Popping from a deque and appending to it are atomic, so the thread that popped an entry is the only one to have it.

@@ -17,7 +17,7 @@ from typing import Any
 from penstock.errors import MemoryExhausted
 from penstock.installing import how_to_install
 from penstock.tensor.cuda.driver import DeviceError, ForeignDevice, Found, NoDevice
-from penstock.tensor.cuda.order import InFlight, Marker
+from penstock.tensor.cuda.order import DeferredReleases, Marker
 from penstock.tensor.cuda.ref import UUID_NBYTES
 from penstock.tensor.kinds import Kind, UnsupportedTensor, kind_of, nbytes_of, torch_dtype
 from penstock.tensor.views import As
@@ -57,7 +57,7 @@ class TorchDriver:
             raise NoDevice(f"there is no device {device}: torch sees {torch.cuda.device_count()}")
         self._torch, self._cuda = torch, driver
         self._device = torch.device("cuda", device)
-        self.in_flight = InFlight()
+        self.in_flight = DeferredReleases()
         self._ask("cuInit", 0)
         (number,) = self._ask("cuDeviceGet", device)
         # Of a slice of a device (MIG) the older call names the whole device; newer bindings have only the newer one.

@@ -18,7 +18,7 @@ from penstock import _native
 from penstock.errors import ClosedError, Timeout
 from penstock.memory.segment import Shareable
 from penstock.tensor.cuda.driver import Driver, driver_of
-from penstock.tensor.cuda.order import InFlight, wait_for
+from penstock.tensor.cuda.order import DeferredReleases, wait_for
 from penstock.tensor.kinds import UnsupportedTensor
 from penstock.tensor.source import source
 
@@ -72,7 +72,7 @@ class _Pinned:
 class _Dropped:
     """What an `Uploads` dropped without close() leaves: held until its copies are done, and then unregistered."""
 
-    def __init__(self, in_flight: InFlight, pinned: dict[int, _Pinned], driver: Driver) -> None:
+    def __init__(self, in_flight: DeferredReleases, pinned: dict[int, _Pinned], driver: Driver) -> None:
         self._in_flight = in_flight
         self._pinned = pinned
         self._driver = driver
@@ -96,7 +96,7 @@ class Uploads:
     def __init__(self, *sources: Shareable, driver: Driver | None = None) -> None:
         self._driver = driver or driver_of()
         self._pinned: dict[int, _Pinned] = {}  # by nonce
-        self._in_flight = InFlight()  # of its own, because close() must wait for these and for nothing else
+        self._in_flight = DeferredReleases()  # of its own, because close() must wait for these and for nothing else
         self._segments = [one._segment for one in sources]
         for segment in self._segments:
             if segment.kind == 3:

@@ -322,7 +322,9 @@ def test_clients_get_alike_many_tokens_and_not_alike_many_requests() -> None:
     queue: RequestQueue[Request] = RequestQueue()
     prompt, params = np.ones(4, np.int32), submit(1).params
     for number in range(400):
-        queue.push(Request(0, number, prompt, params, 4, arrival=number, client="long" if number < 200 else "short"))
+        queue.push(
+            Request(Submit(0, number, prompt, params, client="long" if number < 200 else "short"), 4, arrival=number)
+        )
     served = {"long": 0, "short": 0}
     requests = {"long": 0, "short": 0}
     for _ in range(110):
@@ -345,14 +347,14 @@ def test_nobody_saves_up_by_staying_away() -> None:
         assert first is not None
         queue.take(first)
         queue.charge(first.client, 10)
-        queue.push(Request(0, number, prompt, params, 4, arrival=number, client=first.client))
+        queue.push(Request(Submit(0, number, prompt, params, client=first.client), 4, arrival=number))
         return first.client
 
     for number, client in enumerate(("a", "b")):
-        queue.push(Request(0, number, prompt, params, 4, arrival=number, client=client))
+        queue.push(Request(Submit(0, number, prompt, params, client=client), 4, arrival=number))
     for number in range(2, 50):
         turn(number)
-    queue.push(Request(0, 50, prompt, params, 4, arrival=50, client="late"))
+    queue.push(Request(Submit(0, 50, prompt, params, client="late"), 4, arrival=50))
     turns = [turn(number) for number in range(51, 63)]
     assert 3 <= turns.count("late") <= 5
 
@@ -387,19 +389,31 @@ def test_who_is_preempted_can_be_aborted() -> None:
     one.drain()
 
 
-def test_a_halt_is_for_who_joined_then_and_not_for_who_has_the_slot_now() -> None:
+def test_an_abort_of_a_sample_that_has_ended_leaves_the_one_that_has_its_slot_now() -> None:
     one = core(slots=1)
     one.submit(patient(1, most=2))
     one.submit(patient(2))
     steps(one, 4)
-    assert running(one) == [2] and one.births[0] > 1
-    one.halt(0, 1)
-    one.halt(99, 1)
+    assert running(one) == [2]
+    one.stop((0, 1, 0))
+    one.stop((0, 2, 1))  # it has one sample
     steps(one, 2)
     assert running(one) == [2]
-    one.halt(0, one.births[0])
+    one.stop((0, 2, 0))
     steps(one, 1)
     assert not running(one)
+    one.drain()
+
+
+def test_an_abort_of_one_sample_leaves_the_others_of_its_request() -> None:
+    one = core(slots=4)
+    one.submit(patient(1, 16, n=3))
+    steps(one, 6)
+    assert running(one) == [1, 1, 1]
+    one.stop((0, 1, 1))
+    steps(one, 1)
+    assert running(one) == [1, 1]
+    one.abort(0, 1)
     one.drain()
 
 

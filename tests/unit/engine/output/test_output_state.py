@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
-from penstock.engine.output.output_state import OutputState
-from penstock.engine.protocol.messages import DELTAS, Announce, FinishReason, Logprobs, SamplingParams, StepDone, Style
+from penstock.engine.protocol.messages import DELTAS, ChunkFormat, FinishReason, Logprobs, SamplingParams, Style, Tokens
 from penstock.errors import DecodeError
-from tests.property.speaking import EOS, MAX_MODEL_LEN, VOCABULARY, Got, Sample, Speaking
+from tests.property.speaking import EOS, MAX_MODEL_LEN, Got, Sample, Speaking
 
 A, B, E_BEGINS, E_ENDS, EURO, QUOTE, SPECIAL = 0, 1, 2, 4, 6, 7, 8
 HEAD = b'{"id":"x","object":"chat.completion.chunk"'
@@ -21,12 +20,10 @@ def saying(*ids: int, key: tuple[int, int, int] = (0, 1, 0), prompt: int = 5, th
     return Sample(key, SamplingParams(**{"ignore_eos": True, "max_tokens": len(ids), **params}), prompt, script)
 
 
-def answered(*samples: Sample, announce: Announce | None = None) -> list[Got]:
+def answered(*samples: Sample, chunk_format: ChunkFormat | None = None) -> list[Got]:
     engine = Speaking()
-    if announce is not None:
-        engine.state.announce(announce)
     for sample in samples:
-        engine.join(sample)
+        engine.ask(sample, chunk_format=chunk_format)
     engine.finish()
     return [engine.servers.got[sample.key] for sample in samples]
 
@@ -48,7 +45,7 @@ def test_text_comes_with_ids_and_an_end() -> None:
 
 def test_half_a_character_waits_for_the_other_half() -> None:
     engine = Speaking()
-    engine.join(saying(E_BEGINS, E_ENDS, E_BEGINS, E_ENDS, B))
+    engine.ask(saying(E_BEGINS, E_ENDS, E_BEGINS, E_ENDS, B))
     shown = []
     for _ in range(5):
         engine.step()
@@ -68,14 +65,14 @@ def test_the_id_by_which_a_sample_ends_is_no_text_but_is_told() -> None:
     assert (ended.ids, ended.end) == ([A, EOS], (FinishReason.STOP, None))
 
 
-def test_a_stop_string_that_comes_with_the_last_token_is_the_reason_and_halts_nobody() -> None:
+def test_a_stop_string_that_comes_with_the_last_token_is_the_reason_and_aborts_nothing() -> None:
     engine = Speaking()
-    engine.join(saying(A, B, stop=("ab",)))
+    engine.ask(saying(A, B, stop=("ab",)))
     for _ in range(2):
         engine.step()
         engine.hear()
     got = engine.servers.got[0, 1, 0]
-    assert (got.text, got.end) == (b"", (FinishReason.STOP, "ab")) and not engine.halts
+    assert (got.text, got.end) == (b"", (FinishReason.STOP, "ab")) and not engine.aborts
 
 
 def test_who_does_not_want_text_gets_none() -> None:
@@ -93,54 +90,80 @@ def test_servers_get_their_own_rows_only() -> None:
 
 def test_numbers_that_are_none_end_a_sample_with_an_error() -> None:
     engine = Speaking()
-    engine.join(saying(A, A, A))
-    engine.join(saying(B, B, B, key=(0, 2, 0)))
+    engine.ask(saying(A, A, A))
+    engine.ask(saying(B, B, B, key=(0, 2, 0)))
     engine.step()
     engine.hear()
-    engine.fails = {0}
+    engine.fails = {(0, 1, 0): FinishReason.ERROR}
     engine.finish()
     failed, other = engine.servers.got[0, 1, 0], engine.servers.got[0, 2, 0]
     assert (failed.ids, failed.text, failed.end) == ([A], b"a", (FinishReason.ERROR, None))
     assert (other.text, other.end) == (b"bbb", (FinishReason.LENGTH, None))
 
 
-def test_an_output_answers_its_share_of_the_requests() -> None:
-    engine = Speaking(state=OutputState(VOCABULARY, MAX_MODEL_LEN, (EOS,), 1, 2))
+def test_each_output_answers_its_share_of_the_requests() -> None:
+    engine = Speaking(outputs=2)
     for request in range(4):
-        engine.join(saying(A, key=(0, request, 0)))
+        engine.ask(saying(A, key=(0, request, 0), logprobs=1))
+    took: list[list[int]] = []
+    for state in engine.states:
+        its: list[int] = []
+        took.append(its)
+        take = state.take
+
+        def taken(tokens: Tokens, its: list[int] = its, take: Any = take) -> Any:
+            answers = take(tokens)
+            its += [request for _, delta in answers.deltas for request in delta.requests.tolist()]
+            return answers
+
+        state.take = taken  # type: ignore[method-assign]
     engine.finish()
-    assert sorted(engine.servers.got) == [(0, 1, 0), (0, 3, 0)]
+    assert took == [[0, 2], [1, 3]]
+    assert [engine.servers.got[0, request, 0].logprobs for request in range(4)] == [[[A, A + 1]]] * 4
 
 
-def test_a_server_that_died_is_answered_no_more() -> None:
+def test_a_server_that_is_forgotten_is_answered_no_more() -> None:
     engine = Speaking()
-    engine.state.announce(Announce(1, 9, Style.CHAT, HEAD))
-    engine.join(saying(A, A, A, key=(0, 1, 0)))
-    engine.join(saying(B, B, B, key=(1, 1, 0)))
+    engine.ask(saying(A, A, A, key=(0, 1, 0)))
+    engine.ask(saying(B, B, B, key=(1, 1, 0)))
     engine.step()
     engine.hear()
-    assert engine.state.forget_server(1).tolist() == [1]
-    engine.leave(1)
-    engine.join(saying(B, key=(1, 9, 0)))
+    assert engine.states[0].forget_server(1).tolist() == [1]
+    engine.scheduler.abort(1, 1)
+    engine.step()
+    engine.hear()
+    engine.ask(saying(B, key=(1, 9, 0)))
     engine.finish()
     assert engine.servers.got[0, 1, 0].text == b"aaa"
     assert engine.servers.got[1, 1, 0].text == b"b" and engine.servers.got[1, 1, 0].end is None
-    assert engine.servers.got[1, 9, 0].text == b"b", "what was announced has died with it"
+    assert engine.servers.got[1, 9, 0].text == b"b", "its slot is another one's now"
 
 
-# ── results that do not fit ──
+def test_a_stop_string_aborts_its_own_sample_and_no_other() -> None:
+    engine = Speaking(depth=2)
+    others = [saying(A, A, A, A, key=(0, 1, which), n=3, stop=("ab",)) for which in (0, 2)]
+    engine.ask(others[0], saying(A, B, key=(0, 1, 1), n=3, stop=("ab",), max_tokens=4), others[1])
+    while not engine.aborts:
+        if not engine.step():
+            engine.hear()
+    (abort,) = engine.aborts
+    assert (abort.server, abort.requests.tolist()) == (0, [1])
+    assert abort.samples is not None and abort.samples.tolist() == [1]
+    engine.finish()
+    assert [engine.servers.got[0, 1, which].text for which in range(3)] == [b"aaaa", b"", b"aaaa"]
+
+
+# ── messages that do not fit ──
 @pytest.mark.parametrize(
-    ("done", "why"),
+    ("tokens", "why"),
     [
-        (StepDone(1, 1, np.array([A, B], np.int32)), "expected 1 numbers"),
+        (Tokens(np.array([A, B], np.int32)), "expected 1 numbers"),
         (
-            StepDone(1, 1, np.array([A], np.int32), logprobs=Logprobs(*(np.zeros(2, t) for t in "ifi"))),
+            Tokens(np.array([A], np.int32), logprobs=Logprobs(*(np.zeros(2, t) for t in "ifi"))),
             "expected 1 counts and ranks",
         ),
         (
-            StepDone(
-                1,
-                1,
+            Tokens(
                 np.array([A], np.int32),
                 logprobs=Logprobs(
                     np.zeros(2, np.int32), np.zeros(3, np.float32), np.zeros(1, np.int32), np.array([2], np.int32)
@@ -150,19 +173,20 @@ def test_a_server_that_died_is_answered_no_more() -> None:
         ),
     ],
 )
-def test_a_result_that_does_not_fit_its_step_is_refused(done: StepDone, why: str) -> None:
+def test_columns_that_do_not_fit_each_other_are_refused(tokens: Tokens, why: str) -> None:
     engine = Speaking()
-    engine.join(saying(A))
+    engine.ask(saying(A, A))
     engine.step()
+    engine.hear()
     with pytest.raises(DecodeError, match=why):
-        engine.give(1, done)
+        engine.states[0].take(tokens)
 
 
 # ── ready-made lines ──
 def test_a_chat_comes_as_lines_that_begin_with_who_speaks_and_end_with_the_reason() -> None:
     (got,) = answered(
         saying(E_BEGINS, E_ENDS, QUOTE, QUOTE, 9, EOS, ignore_eos=False, max_tokens=20),
-        announce=Announce(0, 1, Style.CHAT, HEAD),
+        chunk_format=ChunkFormat(Style.CHAT, HEAD),
     )
     first, *others = lines(got)
     assert first["id"] == "x" and first["object"] == "chat.completion.chunk"
@@ -180,7 +204,7 @@ def test_a_chat_comes_as_lines_that_begin_with_who_speaks_and_end_with_the_reaso
 
 
 def test_a_completion_comes_as_lines_with_text() -> None:
-    (got,) = answered(saying(A, SPECIAL, B, EURO), announce=Announce(0, 1, Style.COMPLETION, b'{"id":"y"'))
+    (got,) = answered(saying(A, SPECIAL, B, EURO), chunk_format=ChunkFormat(Style.COMPLETION, b'{"id":"y"'))
     assert [one["choices"][0] for one in lines(got)] == [
         {"index": 0, "text": "a", "logprobs": None, "finish_reason": None},
         {"index": 0, "text": "b", "logprobs": None, "finish_reason": None},
@@ -191,29 +215,24 @@ def test_a_completion_comes_as_lines_with_text() -> None:
 def test_each_sample_of_a_request_has_its_index_and_says_first_who_speaks() -> None:
     samples = [saying(A, B, key=(0, 1, which), n=3) for which in range(3)]
     engine = Speaking()
-    engine.state.announce(Announce(0, 1, Style.CHAT, HEAD))
-    parent = engine.join(samples[0])
-    engine.step()
-    engine.hear()
-    for sample in samples[1:]:
-        engine.join(sample, cached=4, parent=parent)
+    engine.ask(*samples, chunk_format=ChunkFormat(Style.CHAT, HEAD, 4))
     engine.finish()
     for which, sample in enumerate(samples):
         told = [one["choices"][0] for one in lines(engine.servers.got[sample.key])]
-        assert [one["index"] for one in told] == [which, which]
+        assert [one["index"] for one in told] == [4 + which, 4 + which]
         assert [one["delta"].get("role") for one in told] == ["assistant", None]
         assert [one["finish_reason"] for one in told] == [None, "length"]
 
 
 def test_a_stop_string_ends_a_chat_as_it_ends_text() -> None:
-    (got,) = answered(saying(A, B, A, B, max_tokens=9, stop=("ba",)), announce=Announce(0, 1, Style.CHAT, HEAD))
+    (got,) = answered(saying(A, B, A, B, max_tokens=9, stop=("ba",)), chunk_format=ChunkFormat(Style.CHAT, HEAD))
     told = [one["choices"][0] for one in lines(got)]
     assert "".join(one["delta"].get("content", "") for one in told) == "a"
     assert told[-1]["finish_reason"] == "stop" and got.end == (FinishReason.STOP, "ba")
 
 
 def test_log_probabilities_of_a_chat_stand_in_its_lines() -> None:
-    (got,) = answered(saying(E_BEGINS, E_ENDS, logprobs=1), announce=Announce(0, 1, Style.CHAT, HEAD))
+    (got,) = answered(saying(E_BEGINS, E_ENDS, logprobs=1), chunk_format=ChunkFormat(Style.CHAT, HEAD))
     told = [one["choices"][0] for one in lines(got)]
     assert [one["delta"]["content"] for one in told] == ["", "é"]
     assert told[0]["logprobs"] == {
@@ -230,7 +249,7 @@ def test_log_probabilities_of_a_chat_stand_in_its_lines() -> None:
 
 
 def test_log_probabilities_of_a_completion_stand_in_its_lines() -> None:
-    (got,) = answered(saying(EURO, A, logprobs=1), announce=Announce(0, 1, Style.COMPLETION, b'{"id":"y"'))
+    (got,) = answered(saying(EURO, A, logprobs=1), chunk_format=ChunkFormat(Style.COMPLETION, b'{"id":"y"'))
     assert [one["choices"][0]["logprobs"] for one in lines(got)] == [
         {"text_offset": [0], "token_logprobs": [-0.5], "tokens": ["€"], "top_logprobs": [{' "b': -0.5}]},
         {"text_offset": [1], "token_logprobs": [-0.5], "tokens": ["a"], "top_logprobs": [{"b": -0.5}]},
@@ -239,15 +258,15 @@ def test_log_probabilities_of_a_completion_stand_in_its_lines() -> None:
 
 def test_log_probabilities_of_some_change_nothing_of_what_the_others_say() -> None:
     ids = (EURO, QUOTE, E_BEGINS, E_ENDS, SPECIAL, A, B)
-    ways = [(style, likely) for style in Style for likely in (None, 1)]
+    ways = [(style, likely) for style in (None, *Style) for likely in (None, 1)]
     keys = [(0, number, 0) for number in range(len(ways))]
 
     def said(which: list[int]) -> list[Got]:
         engine = Speaking()
         for number in which:
             style, likely = ways[number]
-            engine.state.announce(Announce(0, number, style, HEAD))
-            engine.join(saying(*ids, key=keys[number], logprobs=likely))
+            written = None if style is None else ChunkFormat(style, HEAD)
+            engine.ask(saying(*ids, key=keys[number], logprobs=likely), chunk_format=written, begins=number)
         engine.finish()
         return [engine.servers.got[keys[number]] for number in which]
 
@@ -262,48 +281,11 @@ def test_log_probabilities_of_some_change_nothing_of_what_the_others_say() -> No
     assert offsets == [[0], [1], [4], [4], [5], [5], [6]]
 
 
-# ── when it was announced ──
-def test_who_is_announced_after_joining_and_before_the_first_token_is_heard() -> None:
-    engine = Speaking()
-    engine.join(saying(A, A), chunk=1)
-    for _ in range(4):
-        engine.step()
-        engine.hear()
-    engine.state.announce(Announce(0, 1, Style.CHAT, HEAD))
-    engine.finish()
-    assert len(lines(engine.servers.got[0, 1, 0])) == 2
-
-
-def test_who_is_announced_too_late_goes_on_as_it_began() -> None:
-    engine = Speaking()
-    engine.join(saying(A, B, A))
-    engine.step()
-    engine.hear()
-    engine.state.announce(Announce(0, 1, Style.CHAT, HEAD))
-    engine.finish()
-    assert engine.servers.got[0, 1, 0].text == b"aba"
-
-
-def test_what_was_announced_can_be_taken_back_and_counts_for_one_request_only() -> None:
-    engine = Speaking()
-    engine.state.announce(Announce(0, 1, Style.CHAT, HEAD))
-    engine.state.announce(Announce(0, 1, Style.PLAIN))
-    engine.state.announce(Announce(0, 2, Style.CHAT, HEAD))
-    engine.join(saying(A, key=(0, 1, 0)))
-    engine.join(saying(B, key=(0, 2, 0)))
-    engine.finish()
-    assert engine.servers.got.pop((0, 1, 0)).text == b"a"
-    assert len(lines(engine.servers.got.pop((0, 2, 0)))) == 1
-    engine.join(saying(B, key=(0, 2, 0)))
-    engine.finish()
-    assert engine.servers.got[0, 2, 0].text == b"b"
-
-
+# ── frames ──
 def test_what_is_told_can_be_sent() -> None:
     engine = Speaking()
-    engine.state.announce(Announce(0, 2, Style.CHAT, HEAD))
-    for key in ((0, 1, 0), (0, 2, 0)):
-        engine.join(saying(A, B, EURO, key=key, logprobs=1, stop=("€",)))
+    for key, written in (((0, 1, 0), None), ((0, 2, 0), ChunkFormat(Style.CHAT, HEAD))):
+        engine.ask(saying(A, B, EURO, key=key, logprobs=1, stop=("€",)), chunk_format=written)
     catalogue = Catalogue.of(DELTAS)
     encoder, decoder, sent = FrameEncoder(catalogue), FrameDecoder(catalogue), 0
     take = engine.servers.take

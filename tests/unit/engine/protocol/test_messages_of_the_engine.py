@@ -9,27 +9,29 @@ import pytest
 from penstock import Buffer, DecodeError, Handle
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.engine.protocol.messages import (
-    ANNOUNCED,
     DELTAS,
     INBOX,
     RESULTS,
     STEPS,
+    TOKENS,
     Abort,
-    Announce,
     Begin,
+    ChunkFormat,
     Delta,
+    Ended,
     Failed,
     Finished,
     FinishReason,
-    Halt,
     Inputs,
     Logprobs,
     Ready,
     SamplingParams,
+    Started,
     StepDone,
     Stop,
     Style,
     Submit,
+    Tokens,
 )
 from penstock.lowlevel import Ref
 from penstock.tensor import plan
@@ -79,13 +81,24 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
         (Submit(1, 7, np.arange(1000, dtype=np.int32), PARAMS, -3, "client", b"salt", INPUTS), INBOX),
         (Submit(0, 0, ints(), PARAMS), INBOX),
         (Abort(1, ints(7, 8)), INBOX),
-        (Halt(slots(3, 4), np.array([7, 1 << 40])), INBOX),
-        (Announce(1, 7, Style.CHAT, b'"id":"x"'), ANNOUNCED),
-        (Announce(1, 7, Style.PLAIN), INBOX),
+        (Abort(1, ints(7, 8), slots(0, 3)), INBOX),
+        (Submit(0, 0, ints(), PARAMS, chunk_format=ChunkFormat(Style.CHAT, b'{"id":"x"', 3)), INBOX),
         (Ready(3, 1 << 40, 1 << 17), INBOX),
         (Begin(0xFFFFFFFF, 0, 256, 1 << 20, 16), STEPS),
         (Stop("it is late"), STEPS),
         (StepDone(0xFFFFFFFF, 1 << 40, ints(5, 6, 7), LOGPROBS, slots(9)), RESULTS),
+        (Tokens(ints(5, 6, 7)), TOKENS),
+        (
+            Tokens(
+                ints(5, 6),
+                slots(1, 4),
+                LOGPROBS,
+                (3,),
+                (Started(1, 7, PARAMS, (5, 6), ChunkFormat(Style.COMPLETION, b'{"id":"x"'), 2, 1, 16),),
+                (Ended(4, FinishReason.STOP, 6), Ended(1, FinishReason.LENGTH)),
+            ),
+            TOKENS,
+        ),
         (Delta(2, ints(7, 8, 3, 2, 50, 51, 52), "aé\n".encode() + b"b", slots(2, 1), slots(0, 1)), DELTAS),
         (
             Delta(
@@ -104,6 +117,11 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
 def test_a_message_arrives_as_it_was_sent(message: Any, channel: Any) -> None:
     received = FrameDecoder(Catalogue.of(channel)).decode(encoded(message, channel))
     assert plain(received) == plain(message)
+
+
+def test_an_abort_names_a_sample_of_each_request_or_none() -> None:
+    with pytest.raises(ValueError, match="expected 2 samples, got a shape of"):
+        Abort(1, ints(7, 8), slots(0))
 
 
 def test_the_columns_of_a_delta_are_what_they_are_called() -> None:

@@ -137,7 +137,7 @@ def test_private_memory_is_without_what_others_may_map() -> None:
 def test_channels_and_the_store_tell_what_went_through_and_who_is_behind(laid: Laid) -> None:
     assert laid.tree.store is not None
     before = {one.name: one for one in SnapshotReader(os.getpid()).take().channels}
-    assert set(before) == {"inbox 0", "steps 0", "results 0", "announced 0.0", "deltas 0", "deltas 1"}
+    assert set(before) == {"inbox 0", "steps 0", "results 0", "tokens 0.0", "deltas 0", "deltas 1"}
     group = laid.tree.groups[0]
     with laid.tree.store.put({"x": b"y" * 5000}, key=KEY):
         sender, receiver = group.inbox.open_sender(0, name="me"), group.inbox.open_receiver(name="core 0.0 #1")

@@ -1,7 +1,4 @@
-"""Which id or length ends a sample: computed alike, from the same ids, by the core and by the output processors.
-
-Leaves to `detokenizer` what ends a sample by its text.
-"""
+"""Which id or length ends a sample. Output processors are told so; they find what ends a sample by its text."""
 
 from __future__ import annotations
 
@@ -118,18 +115,3 @@ class StopConditions:
             self._marks[bucket // 8] |= bit
         else:
             self._marks[bucket // 8] &= ~bit & 0xFF
-
-
-def require_choice(params: SamplingParams, eos_ids: Collection[int], vocabulary: int) -> None:
-    """Raises ValueError where not one of the ids that are allowed can be the first token of an answer."""
-    if params.allowed_token_ids is None:
-        return
-    allowed = {one for one in params.allowed_token_ids if 0 <= one < vocabulary}
-    if not allowed:
-        raise ValueError(f"expected an id below {vocabulary} at $.allowed_token_ids, as one must be allowed")
-    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
-    if params.min_tokens and allowed <= ends:
-        raise ValueError(
-            "expected an id at $.allowed_token_ids that does not end the answer, as min_tokens is "
-            f"{params.min_tokens}: all {len(allowed)} are end ids"
-        )

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.engine.core.stop_conditions import BUCKETS, EndedSample, StopConditions
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
-from penstock.engine.protocol.stop_conditions import BUCKETS, EndedSample, StopConditions, require_choice
 
 EOS, OTHER_EOS = 2, 7
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
@@ -148,7 +148,7 @@ def test_many_slots_together_end_as_each_would_alone(seed: int) -> None:
 )
 def test_ids_of_which_none_may_come_first_are_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        require_choice(SamplingParams(**given), (EOS, OTHER_EOS), 50)
+        SamplingParams(**given).require_choice((EOS, OTHER_EOS), 50)
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_ids_of_which_none_may_come_first_are_refused(given: dict[str, Any], why
     ],
 )
 def test_ids_of_which_one_may_come_first_pass(given: dict[str, Any]) -> None:
-    require_choice(SamplingParams(**given), (EOS, OTHER_EOS), 50)
+    SamplingParams(**given).require_choice((EOS, OTHER_EOS), 50)
