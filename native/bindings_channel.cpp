@@ -378,6 +378,7 @@ void bind_channel(nb::module_& m) {
                                 "Room for one record, filled in place: `ByteSender.reserve`. Visible after commit(); a "
                                 "`with` block commits, or "
                                 "aborts if it raises.\n\n"
+                                "Examples:\n"
                                 "    >>> ring = Ring()\n"
                                 "    >>> room = ring.open_sender().reserve(100)\n"
                                 "    >>> with memoryview(room) as view:\n"
@@ -410,6 +411,7 @@ void bind_channel(nb::module_& m) {
     nb::class_<Sender>(
         m, "Sender", nb::is_weak_referenceable(),
         "The end of a channel that sends bytes: besides the methods of `Sender`, `reserve` lends room for a record.\n\n"
+        "Examples:\n"
         "    >>> ring = Ring()\n"
         "    >>> sender = ring.open_sender()\n"
         "    >>> with sender.reserve(4) as room:\n"
@@ -489,6 +491,7 @@ void bind_channel(nb::module_& m) {
         m, "Receiver", nb::is_weak_referenceable(),
         "The end of a channel that receives bytes: besides the methods of `Receiver`, `receive_view` leases a "
         "record where it lies.\n\n"
+        "Examples:\n"
         "    >>> ring = Ring()\n"
         "    >>> ring.open_sender().send(b'step')\n"
         "    >>> with ring.open_receiver().receive_view() as lease:\n"
@@ -597,6 +600,7 @@ void bind_channel(nb::module_& m) {
                          "Looks at the records of a channel as they pass, without a trace in it: it joins nothing, "
                          "writes nothing, and nobody waits for it.\n"
                          "It sees what is sent from now on; from_start: what some receiver has still to read, too.\n\n"
+                         "Examples:\n"
                          "    >>> import os\n"
                          "    >>> from penstock._native import Segment as NativeSegment\n"
                          "    >>> ring = Ring()\n"

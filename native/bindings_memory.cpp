@@ -177,6 +177,7 @@ void bind_memory(nb::module_& m) {
     nb::class_<Lease>(m, "BlockLease", nb::type_slots(lease_slots), nb::pooled(),
                       "The right to touch some shared bytes, as an object that exports them. Released once; by itself "
                       "with its last view.\n\n"
+                      "Examples:\n"
                       "    >>> pool = Pool.create(1 << 20)\n"
                       "    >>> with pool.take(5) as lease:\n"
                       "    ...     memoryview(lease)[:] = b'hello'\n"

@@ -251,6 +251,7 @@ namespace {
 constexpr const char* LEASE =
     R"(A value, held: its memory is not reused while the lease, or an array of the value, lives.
 
+Examples:
     >>> store = Store(1 << 20)
     >>> with store.put({"pixels": np.arange(4)}) as lease:
     ...     lease.value()["pixels"]
@@ -268,6 +269,7 @@ Raises:
     DecodeError: the bytes are no value; the text has the path to what is wrong.
     ClosedError: the lease has been released.
 
+Examples:
     >>> lease = Store(1 << 20).put([np.zeros(2), "text"])
     >>> lease.value()
     [array([0., 0.]), 'text']
@@ -323,6 +325,7 @@ void penstock::python::bind_values(nb::module_& m) {
         .def(
             "release", [](Stored& stored) { stored.let_go(); },
             "Holds the value no longer. Arrays that were taken from it still do, each until it is gone.\n\n"
+            "Examples:\n"
             "    >>> lease = Store(1 << 20).put(np.zeros(3))\n"
             "    >>> zeros = lease.value()\n"
             "    >>> lease.release()\n"

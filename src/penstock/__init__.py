@@ -57,6 +57,7 @@ def attach(where: _Ticket | str | int, type: Any = bytes) -> _Channel[Any] | Sto
             gone, or no channel.
         TypeError: no channel carries this type.
 
+    Examples:
         >>> ring = Ring()
         >>> attach(str(ring.ticket)).open_sender().send(b"from another process")
         >>> ring.open_receiver().receive()

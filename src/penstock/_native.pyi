@@ -131,6 +131,7 @@ class BlockLease:
     """
     The right to touch some shared bytes, as an object that exports them. Released once; by itself with its last view.
 
+    Examples:
         >>> pool = Pool.create(1 << 20)
         >>> with pool.take(5) as lease:
         ...     memoryview(lease)[:] = b'hello'
@@ -194,6 +195,7 @@ class Reservation:
     """
     Room for one record, filled in place: `ByteSender.reserve`. Visible after commit(); a `with` block commits, or aborts if it raises.
 
+    Examples:
         >>> ring = Ring()
         >>> room = ring.open_sender().reserve(100)
         >>> with memoryview(room) as view:
@@ -221,6 +223,7 @@ class Sender:
     """
     The end of a channel that sends bytes: besides the methods of `Sender`, `reserve` lends room for a record.
 
+    Examples:
         >>> ring = Ring()
         >>> sender = ring.open_sender()
         >>> with sender.reserve(4) as room:
@@ -281,6 +284,7 @@ class Receiver:
     """
     The end of a channel that receives bytes: besides the methods of `Receiver`, `receive_view` leases a record where it lies.
 
+    Examples:
         >>> ring = Ring()
         >>> ring.open_sender().send(b'step')
         >>> with ring.open_receiver().receive_view() as lease:
@@ -359,6 +363,7 @@ class Tap:
     Looks at the records of a channel as they pass, without a trace in it: it joins nothing, writes nothing, and nobody waits for it.
     It sees what is sent from now on; from_start: what some receiver has still to read, too.
 
+    Examples:
         >>> import os
         >>> from penstock._native import Segment as NativeSegment
         >>> ring = Ring()
@@ -436,6 +441,7 @@ class Lease:
     """
     A value, held: its memory is not reused while the lease, or an array of the value, lives.
 
+    Examples:
         >>> store = Store(1 << 20)
         >>> with store.put({"pixels": np.arange(4)}) as lease:
         ...     lease.value()["pixels"]
@@ -461,6 +467,7 @@ class Lease:
             DecodeError: the bytes are no value; the text has the path to what is wrong.
             ClosedError: the lease has been released.
 
+        Examples:
             >>> lease = Store(1 << 20).put([np.zeros(2), "text"])
             >>> lease.value()
             [array([0., 0.]), 'text']
@@ -483,6 +490,7 @@ class Lease:
         """
         Holds the value no longer. Arrays that were taken from it still do, each until it is gone.
 
+        Examples:
             >>> lease = Store(1 << 20).put(np.zeros(3))
             >>> zeros = lease.value()
             >>> lease.release()

@@ -6,71 +6,78 @@ from __future__ import annotations
 class PenstockError(Exception):
     """The base of all errors of this package.
 
-    >>> try:
-    ...     Store(1 << 20).get(bytes(32))
-    ... except PenstockError as error:
-    ...     type(error).__name__
-    'Missing'
+    Examples:
+        >>> try:
+        ...     Store(1 << 20).get(bytes(32))
+        ... except PenstockError as error:
+        ...     type(error).__name__
+        'Missing'
     """
 
 
 class ChannelError(PenstockError):
     """The base of errors of a channel, as against those of its messages.
 
-    >>> issubclass(ClosedError, ChannelError), issubclass(DecodeError, ChannelError)
-    (True, False)
+    Examples:
+        >>> issubclass(ClosedError, ChannelError), issubclass(DecodeError, ChannelError)
+        (True, False)
     """
 
 
 class ClosedError(ChannelError, RuntimeError):
     """This process has closed the end, or the end belongs to the process before a fork().
 
-    >>> sender = Ring().open_sender()
-    >>> sender.close()
-    >>> sender.send(b"step")
-    Traceback (most recent call last):
-        ...
-    penstock.errors.ClosedError: ...
+    Examples:
+        >>> sender = Ring().open_sender()
+        >>> sender.close()
+        >>> sender.send(b"step")
+        Traceback (most recent call last):
+            ...
+        penstock.errors.ClosedError: ...
     """
 
 
 class EndOfChannel(ChannelError):
     """The other end was closed. Ends a `for` loop.
 
-    >>> ring = Ring()
-    >>> ring.open_sender().close()
-    >>> ring.open_receiver().receive()
-    Traceback (most recent call last):
-        ...
-    penstock.errors.EndOfChannel: ...
+    Examples:
+        >>> ring = Ring()
+        >>> ring.open_sender().close()
+        >>> ring.open_receiver().receive()
+        Traceback (most recent call last):
+            ...
+        penstock.errors.EndOfChannel: ...
     """
 
 
 class WouldBlock(ChannelError):
     """Only from the *_nowait calls: there is no record, or no room, now.
 
-    >>> Ring().open_receiver().receive_nowait()
-    Traceback (most recent call last):
-        ...
-    penstock.errors.WouldBlock: no record now in 'ring'
+    Examples:
+        >>> Ring().open_receiver().receive_nowait()
+        Traceback (most recent call last):
+            ...
+        penstock.errors.WouldBlock: no record now in 'ring'
     """
 
 
 class CorruptRecord(ChannelError):
     """The ring holds no record where one must be: a process has overwritten it.
 
-    >>> issubclass(CorruptRecord, ChannelError)
-    True
+    Examples:
+        >>> issubclass(CorruptRecord, ChannelError)
+        True
     """
 
 
 class Timeout(PenstockError, TimeoutError):
     """The deadline passed. The text names the record or room that was awaited, the peer, and when it was last seen.
 
-    >>> Ring().open_receiver().receive(timeout=0.01)
-    Traceback (most recent call last):
-        ...
-    penstock.errors.Timeout: ...
+    Examples:
+        >>> Ring().open_receiver().receive(timeout=0.01)
+        Traceback (most recent call last):
+            ...
+        penstock.errors.Timeout: ...
     """
 
     receiver: int | None = None
@@ -86,6 +93,7 @@ class PeerDied(PenstockError):
     `index` is its place among the channel's senders or receivers. `name` is "?" if another process has its place among
     the peers by now.
 
+    Examples:
         >>> death = PeerDied("receiver 1 of 'steps' died")
         >>> death.index, death.pid, death.how, death.held
         (0, 0, '', '')
@@ -101,12 +109,13 @@ class PeerDied(PenstockError):
 class MemoryExhausted(PenstockError, MemoryError):
     """There is less memory than was asked for: the numbers say how much is free, and which peers hold the rest.
 
-    >>> store = Store(1 << 20)
-    >>> lease = store.put(np.zeros(100_000))
-    >>> store.put(np.zeros(100_000), timeout=0)
-    Traceback (most recent call last):
-        ...
-    penstock.errors.MemoryExhausted: ...
+    Examples:
+        >>> store = Store(1 << 20)
+        >>> lease = store.put(np.zeros(100_000))
+        >>> store.put(np.zeros(100_000), timeout=0)
+        Traceback (most recent call last):
+            ...
+        penstock.errors.MemoryExhausted: ...
     """
 
     asked: int = 0
@@ -118,13 +127,14 @@ class MemoryExhausted(PenstockError, MemoryError):
 class StaleRef(PenstockError):
     """A reference to a block that was freed, or that was not meant for this process.
 
-    >>> pool = Pool.create(1 << 20)
-    >>> with pool.take(100) as lease:
-    ...     ref = pool.share(lease)
-    >>> pool.open(ref)
-    Traceback (most recent call last):
-        ...
-    penstock.errors.StaleRef: ...
+    Examples:
+        >>> pool = Pool.create(1 << 20)
+        >>> with pool.take(100) as lease:
+        ...     ref = pool.share(lease)
+        >>> pool.open(ref)
+        Traceback (most recent call last):
+            ...
+        penstock.errors.StaleRef: ...
     """
 
     expected: int = 0
@@ -134,10 +144,11 @@ class StaleRef(PenstockError):
 class Missing(PenstockError, KeyError):
     """There is no value under this key: it was never put, or it was evicted. Put it again.
 
-    >>> Store(1 << 20).get(bytes(32))
-    Traceback (most recent call last):
-        ...
-    penstock.errors.Missing: 'store' keeps nothing under 0000000000000000…
+    Examples:
+        >>> Store(1 << 20).get(bytes(32))
+        Traceback (most recent call last):
+            ...
+        penstock.errors.Missing: 'store' keeps nothing under 0000000000000000…
     """
 
     __str__ = Exception.__str__  # KeyError's own would quote the sentence
@@ -146,10 +157,11 @@ class Missing(PenstockError, KeyError):
 class LayoutMismatch(PenstockError):
     """The segment to attach to is not of this build's layout, or is gone, or carries something else.
 
-    >>> attach("penstock:1:2:3:4:5")
-    Traceback (most recent call last):
-        ...
-    penstock.errors.LayoutMismatch: ...
+    Examples:
+        >>> attach("penstock:1:2:3:4:5")
+        Traceback (most recent call last):
+            ...
+        penstock.errors.LayoutMismatch: ...
     """
 
 
@@ -159,6 +171,7 @@ class DecodeError(PenstockError, ValueError):
     `kind` is the class that it was sent as, and `fields` has its numbers and texts, unchecked, with None in place of
     other values, so that an answer can go to its sender. If they cannot be read, `kind` is None and `fields` is empty.
 
+    Examples:
         >>> class Step(msgspec.Struct, array_like=True):
         ...     number: int
         >>> ring = Ring(Step)
@@ -178,6 +191,7 @@ class OutOfStep(PenstockError):
 
     `expected` and `found` are leader and number; `expected` is None before the whole state, which comes first.
 
+    Examples:
         >>> raise OutOfStep((7, 2), (7, 4))
         Traceback (most recent call last):
             ...

@@ -4,6 +4,7 @@ What lies at a position is the hash of all that is before it, as a real cache's 
 block in which another prefix lies, or nothing yet, or what is no number, is found out.
 """
 
+import hashlib
 import random
 from collections import deque
 from typing import Any, NamedTuple
@@ -23,8 +24,13 @@ MAX_MODEL_LEN = 60
 POISON = "no number"
 
 
+def hashed(*parts: object) -> int:
+    """The same in every process, so that a seed repeats its trace: `hash` of None and of bytes is not."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
 def follows(before: object, token: int, item: object) -> int:
-    return hash((before, token, item))
+    return hashed(before, token, item)
 
 
 def items_at(inputs: list[Input]) -> dict[int, object]:
@@ -32,7 +38,7 @@ def items_at(inputs: list[Input]) -> dict[int, object]:
 
 
 def sampled(content: object, index: int, seed: int | None) -> int:
-    return hash((content, index, seed)) % VOCABULARY
+    return hashed(content, index, seed) % VOCABULARY
 
 
 def answer(submit: Submit, index: int) -> list[int]:

@@ -3,7 +3,7 @@
 import pytest
 
 import penstock
-from penstock import errors
+from penstock import errors, lowlevel
 
 TREE = {
     "PenstockError": (Exception,),
@@ -29,9 +29,10 @@ def test_the_tree_is_this_one_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", TREE)
-def test_every_error_is_in_the_package_and_says_what_it_is_for(name: str) -> None:
-    assert getattr(penstock, name) is getattr(errors, name)
-    assert name in penstock.__all__
+def test_every_error_is_in_the_package_or_in_lowlevel_and_says_what_it_is_for(name: str) -> None:
+    module = penstock if name in penstock.__all__ else lowlevel
+    assert getattr(module, name) is getattr(errors, name)
+    assert name in module.__all__
     assert getattr(errors, name).__doc__
 
 
@@ -48,6 +49,7 @@ def test_a_time_out_is_also_pythons_own() -> None:
 
 
 def test_everything_that_the_package_hands_out_is_there() -> None:
-    for name in penstock.__all__:
-        assert getattr(penstock, name) is not None
-    assert penstock.__all__ == sorted(penstock.__all__)
+    for module in (penstock, lowlevel):
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+        assert module.__all__ == sorted(module.__all__)

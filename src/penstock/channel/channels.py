@@ -78,6 +78,7 @@ class SegmentChannel(Shareable):
         Raises:
             Timeout: some receivers were not opened in time; the text has their indices.
 
+        Examples:
             >>> ring = Ring()
             >>> receiver = ring.open_receiver()
             >>> ring.wait_for_receivers(timeout=1)

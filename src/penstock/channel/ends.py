@@ -33,11 +33,12 @@ class _AnyEnd(Protocol):
 class Sender(_AnyEnd, Protocol[S]):
     """The sending end of a channel: `channel.open_sender()`. Threads may share it.
 
-    >>> ring = Ring()
-    >>> with ring.open_sender() as sender, ring.open_receiver() as receiver:
-    ...     sender.send(b"step")
-    ...     receiver.receive()
-    b'step'
+    Examples:
+        >>> ring = Ring()
+        >>> with ring.open_sender() as sender, ring.open_receiver() as receiver:
+        ...     sender.send(b"step")
+        ...     receiver.receive()
+        b'step'
     """
 
     def send(self, message: S, timeout: float | None = None) -> None:
@@ -56,6 +57,7 @@ class Sender(_AnyEnd, Protocol[S]):
             MemoryExhausted: the message is larger than the channel's room for long records.
             TypeError: the message is not what its class says.
 
+        Examples:
             >>> ring = Ring()
             >>> ring.open_sender().send([b"two ", b"parts"])
             >>> ring.open_receiver().receive()
@@ -72,6 +74,7 @@ class Sender(_AnyEnd, Protocol[S]):
             WouldBlock: no room now, or a stopped process holds a lock of the channel; the text names it.
             PeerDied, EndOfChannel, ClosedError, MemoryExhausted, TypeError: as `send`.
 
+        Examples:
             >>> ring = Ring()
             >>> ring.open_sender().send_nowait(b"step")
             >>> ring.open_receiver().receive()
@@ -90,6 +93,7 @@ class Receiver(_AnyEnd, Protocol[R]):
     """The receiving end of a channel: `channel.open_receiver()`. Iterating over it ends with the channel. Threads may
     share it: each message goes to one of them.
 
+    Examples:
         >>> ring = Ring()
         >>> with ring.open_sender() as sender:
         ...     sender.send(b"one")
@@ -114,6 +118,7 @@ class Receiver(_AnyEnd, Protocol[R]):
             DecodeError: the record is not a message of this channel; later messages are not concerned.
             ClosedError: this end is closed.
 
+        Examples:
             >>> ring = Ring()
             >>> ring.open_sender().send(b"step")
             >>> ring.open_receiver().receive(timeout=1)
@@ -127,6 +132,7 @@ class Receiver(_AnyEnd, Protocol[R]):
             WouldBlock: there is none now.
             PeerDied, EndOfChannel, DecodeError, ClosedError: as `receive`.
 
+        Examples:
             >>> receiver = Ring().open_receiver()
             >>> receiver.receive_nowait()
             Traceback (most recent call last):
@@ -138,11 +144,12 @@ class Receiver(_AnyEnd, Protocol[R]):
     def source(self) -> int:
         """The index of the sender of the message that was received last.
 
-        >>> inbox = Inbox(senders=2)
-        >>> inbox.open_sender(1).send(b"from the second")
-        >>> receiver = inbox.open_receiver()
-        >>> receiver.receive(), receiver.source
-        (b'from the second', 1)
+        Examples:
+            >>> inbox = Inbox(senders=2)
+            >>> inbox.open_sender(1).send(b"from the second")
+            >>> receiver = inbox.open_receiver()
+            >>> receiver.receive(), receiver.source
+            (b'from the second', 1)
         """
 
     def close(self) -> None:
@@ -160,13 +167,14 @@ class Receiver(_AnyEnd, Protocol[R]):
 class AsyncSender(_AnyEnd, Protocol[S]):
     """The sending end for asyncio: `channel.open_async_sender()`. Starts no thread, and does not block the loop.
 
-    >>> async def main(ring):
-    ...     async with ring.open_async_sender() as sender:
-    ...         await sender.send(b"step")
-    >>> ring = Ring()
-    >>> asyncio.run(main(ring))
-    >>> ring.open_receiver().receive()
-    b'step'
+    Examples:
+        >>> async def main(ring):
+        ...     async with ring.open_async_sender() as sender:
+        ...         await sender.send(b"step")
+        >>> ring = Ring()
+        >>> asyncio.run(main(ring))
+        >>> ring.open_receiver().receive()
+        b'step'
     """
 
     async def send(self, message: S, timeout: float | None = None) -> None:
@@ -186,13 +194,14 @@ class AsyncSender(_AnyEnd, Protocol[S]):
 class AsyncReceiver(_AnyEnd, Protocol[R]):
     """The receiving end for asyncio: `channel.open_async_receiver()`. `async for` over it ends with the channel.
 
-    >>> async def main(ring):
-    ...     async with ring.open_async_receiver() as receiver:
-    ...         return await receiver.receive(timeout=1)
-    >>> ring = Ring()
-    >>> ring.open_sender().send(b"step")
-    >>> asyncio.run(main(ring))
-    b'step'
+    Examples:
+        >>> async def main(ring):
+        ...     async with ring.open_async_receiver() as receiver:
+        ...         return await receiver.receive(timeout=1)
+        >>> ring = Ring()
+        >>> ring.open_sender().send(b"step")
+        >>> asyncio.run(main(ring))
+        b'step'
     """
 
     async def receive(self, timeout: float | None = None) -> R:

@@ -41,6 +41,7 @@ class Buffer:
     Raises:
         TypeError: it has no buffer.
 
+    Examples:
         >>> ring = Ring(Buffer)
         >>> ring.open_sender().send(Buffer(b"pixels"))
         >>> with ring.open_receiver().receive() as buffer:
@@ -72,10 +73,11 @@ class Buffer:
     def release(self) -> None:
         """Gives the place in the channel back, or, if other views of it live, when the last of those is gone.
 
-        >>> buffer = Buffer(b"pixels")
-        >>> buffer.release()
-        >>> buffer
-        Buffer(released)
+        Examples:
+            >>> buffer = Buffer(b"pixels")
+            >>> buffer.release()
+            >>> buffer
+            Buffer(released)
         """
         self._view = None
 

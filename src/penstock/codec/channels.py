@@ -54,6 +54,7 @@ class Channel(SegmentChannel, Generic[T]):
             ValueError: the channel has no such sender, or it is taken: by a living process; except in an inbox, also by
                 one that has closed it.
 
+        Examples:
             >>> ring = Ring(name="steps")
             >>> with ring.open_sender(name="scheduler") as sender:
             ...     sender.send(b"step")
@@ -74,6 +75,7 @@ class Channel(SegmentChannel, Generic[T]):
         Raises:
             ValueError: the channel has no such receiver, or it is taken by a living process.
 
+        Examples:
             >>> ring = Ring()
             >>> ring.open_sender().send(b"before the receiver")
             >>> ring.open_receiver(name="worker").receive()
@@ -85,10 +87,11 @@ class Channel(SegmentChannel, Generic[T]):
     def open_async_sender(self, index: int | None = None, *, name: str = "") -> AsyncSender[T]:
         """Makes this process a sender of the channel, for asyncio. Args and Raises are those of `open_sender`.
 
-        >>> async def main(ring):
-        ...     async with ring.open_async_sender() as sender:
-        ...         await sender.send(b"step")
-        >>> asyncio.run(main(Ring()))
+        Examples:
+            >>> async def main(ring):
+            ...     async with ring.open_async_sender() as sender:
+            ...         await sender.send(b"step")
+            >>> asyncio.run(main(Ring()))
         """
         end: AsyncSender[T] = self._payload.async_sender(self._async_sender(index, self._join(name)))
         return end
@@ -96,12 +99,13 @@ class Channel(SegmentChannel, Generic[T]):
     def open_async_receiver(self, index: int | None = None, *, name: str = "") -> AsyncReceiver[T]:
         """Makes this process a receiver of the channel, for asyncio. Args and Raises are those of `open_receiver`.
 
-        >>> async def main(ring):
-        ...     ring.open_sender().send(b"step")
-        ...     async with ring.open_async_receiver() as receiver:
-        ...         return await receiver.receive()
-        >>> asyncio.run(main(Ring()))
-        b'step'
+        Examples:
+            >>> async def main(ring):
+            ...     ring.open_sender().send(b"step")
+            ...     async with ring.open_async_receiver() as receiver:
+            ...         return await receiver.receive()
+            >>> asyncio.run(main(Ring()))
+            b'step'
         """
         end: AsyncReceiver[T] = self._payload.async_receiver(self._async_receiver(index, self._join(name)))
         return end
@@ -131,6 +135,7 @@ class Ring(Channel[T]):
         ValueError: an option is out of its range.
         MemoryExhausted: the machine has not so much memory left; the text has both numbers.
 
+    Examples:
         >>> class Step(msgspec.Struct, array_like=True):
         ...     tokens: list[int]
         >>> ring = Ring(Step)
@@ -205,6 +210,7 @@ class Broadcast(Channel[T]):
         ValueError: an option is out of its range.
         MemoryExhausted: the machine has not so much memory left; the text has both numbers.
 
+    Examples:
         >>> steps = Broadcast(receivers=2)
         >>> steps.open_sender().send(b"step")
         >>> [steps.open_receiver(rank).receive() for rank in range(2)]
@@ -279,6 +285,7 @@ class Inbox(Channel[T]):
         ValueError: an option is out of its range.
         MemoryExhausted: the machine has not so much memory left; the text has both numbers.
 
+    Examples:
         >>> inbox = Inbox(senders=2)
         >>> for index in range(2):
         ...     inbox.open_sender(index).send(b"from %d" % index)

@@ -15,6 +15,7 @@ class Peer(msgspec.Struct, frozen=True):
     `stopped` (SIGSTOP) is not dead: a stopped peer keeps everything it holds. So does one of which it is `unknown`
     whether it lives, because a system call failed.
 
+    Examples:
         >>> pool = Pool.create(1 << 20, peer_name="worker 0")
         >>> [(peer.name, peer.state) for peer in pool.peers()]
         [('worker 0', 'live')]

@@ -48,12 +48,13 @@ class PoolStats(msgspec.Struct, frozen=True):
 class Pool(Shareable):
     """Shared memory that is lent out in blocks. A process that uses a pool is a peer of it from the first use on.
 
-    >>> pool = Pool.create(1 << 20)
-    >>> lease = pool.take(5)
-    >>> memoryview(lease)[:] = b"hello"
-    >>> ref = pool.share(lease, to=[pool.peer])  # plain data; each named peer may open it once
-    >>> bytes(pool.open(ref))
-    b'hello'
+    Examples:
+        >>> pool = Pool.create(1 << 20)
+        >>> lease = pool.take(5)
+        >>> memoryview(lease)[:] = b"hello"
+        >>> ref = pool.share(lease, to=[pool.peer])  # plain data; each named peer may open it once
+        >>> bytes(pool.open(ref))
+        b'hello'
     """
 
     def __init__(self, segment: _native.Segment, peer_name: str = "") -> None:

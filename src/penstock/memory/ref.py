@@ -8,10 +8,11 @@ import msgspec
 class Ref(msgspec.Struct, frozen=True, array_like=True):
     """Where some bytes lie. Travels in any message; `Pool.open` checks bounds and generation on every use.
 
-    >>> pool = Pool.create(1 << 20)
-    >>> lease = pool.take(100)
-    >>> pool.share(lease).slice(10, 20).nbytes
-    20
+    Examples:
+        >>> pool = Pool.create(1 << 20)
+        >>> lease = pool.take(100)
+        >>> pool.share(lease).slice(10, 20).nbytes
+        20
     """
 
     segment: int

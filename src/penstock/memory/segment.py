@@ -26,9 +26,10 @@ _T = TypeVar("_T", bound="Shareable")
 class Ticket(msgspec.Struct, frozen=True):
     """What an unrelated process of the same user needs to attach. Good while its owner lives and keeps the segment.
 
-    >>> segment = Segment.create(5)
-    >>> Ticket.parse(str(segment.ticket)) == segment.ticket
-    True
+    Examples:
+        >>> segment = Segment.create(5)
+        >>> Ticket.parse(str(segment.ticket)) == segment.ticket
+        True
     """
 
     pid: int
@@ -166,10 +167,11 @@ def placement(huge_pages: bool | str, numa_node: int | None, numa_required: bool
 class Segment(Shareable):
     """One shared mapping of plain bytes. For bytes that many lend and borrow: `Pool`. For records: a channel.
 
-    >>> segment = Segment.create(5)
-    >>> segment.view(writable=True)[:] = b"hello"
-    >>> bytes(Segment.attach(segment.ticket).view())
-    b'hello'
+    Examples:
+        >>> segment = Segment.create(5)
+        >>> segment.view(writable=True)[:] = b"hello"
+        >>> bytes(Segment.attach(segment.ticket).view())
+        b'hello'
     """
 
     @classmethod

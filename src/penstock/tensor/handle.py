@@ -29,6 +29,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
 
     In a message it takes at most 200 bytes where the value lies in a store.
 
+    Examples:
         >>> store = Store(1 << 20)
         >>> with Scope(store) as scope:
         ...     handle = scope.put(np.arange(100_000))
@@ -69,6 +70,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
                 sent again; others are not concerned.
             ValueError: the value lies in a store, and none was given.
 
+        Examples:
             >>> handle = Scope().put({"size": 3})
             >>> handle.open().value()
             {'size': 3}
@@ -96,9 +98,10 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
     def __bytes__(self) -> bytes:
         """Returns the handle as bytes, for messages of another library: `Handle.from_bytes` makes it again.
 
-        >>> handle = Scope().put({"size": 3})
-        >>> Handle.from_bytes(bytes(handle)).open().value()
-        {'size': 3}
+        Examples:
+            >>> handle = Scope().put({"size": 3})
+            >>> Handle.from_bytes(bytes(handle)).open().value()
+            {'size': 3}
         """
         tensors = None if self.tensors is None else self.tensors.view
         return msgspec.msgpack.encode((self.key, self.where, tensors))
@@ -113,6 +116,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             DecodeError: the bytes are no handle.
 
+        Examples:
             >>> Handle.from_bytes(b"")
             Traceback (most recent call last):
                 ...

@@ -26,10 +26,11 @@ class Kind(NamedTuple):
 class UnsupportedTensor(TypeError):
     """Something that cannot be sent as a tensor, or not as it is; the text says what to do instead.
 
-    >>> Scope().put({"words": np.array(["a", "b"])})
-    Traceback (most recent call last):
-        ...
-    penstock.tensor.kinds.UnsupportedTensor: ...
+    Examples:
+        >>> Scope().put({"words": np.array(["a", "b"])})
+        Traceback (most recent call last):
+            ...
+        penstock.tensor.kinds.UnsupportedTensor: ...
     """
 
 

@@ -59,6 +59,7 @@ class Loan:
     Other processes that want the key wait for commit(), or make the value when this process dies or leaves the `with`
     block without it.
 
+    Examples:
         >>> store = Store(1 << 20)
         >>> key = content_key(b"image")
         >>> with store.loan(key, {"pixels": Empty((2, 2), "float32")}) as loan:
@@ -92,6 +93,7 @@ class Loan:
         Raises:
             ClosedError: the value has been committed or abandoned.
 
+        Examples:
             >>> loan = Store(1 << 20).loan(None, Empty(3, "int64"))
             >>> loan.value()[:] = [1, 2, 3]
             >>> loan.commit().value()
@@ -106,6 +108,7 @@ class Loan:
             BufferError: an array of value() lives, which could still write: drop all (`del`) and commit again.
             ClosedError: the value has been committed or abandoned.
 
+        Examples:
             >>> lease = Store(1 << 20).loan(None, {"size": 3}).commit()
             >>> lease.value()
             {'size': 3}
@@ -123,8 +126,9 @@ class Loan:
     def abandon(self) -> None:
         """Gives the key up for another process to make the value. May be called again.
 
-        >>> loan = Store(1 << 20).loan(content_key(b"image"), Empty(3, "int64"))
-        >>> loan.abandon()
+        Examples:
+            >>> loan = Store(1 << 20).loan(content_key(b"image"), Empty(3, "int64"))
+            >>> loan.abandon()
         """
         block, self._block = self._block, None
         if block is not None and self._keeper is not None:

@@ -76,6 +76,7 @@ class Scope:
     Raises:
         ValueError: inline_nbytes is below 0.
 
+    Examples:
         >>> store = Store(1 << 20)
         >>> with Scope(store) as scope:
         ...     handle = scope.put({"pixels": np.zeros(10_000)}, key=content_key(b"image"))
@@ -116,6 +117,7 @@ class Scope:
             UnsupportedTensor: of what cannot be sent, with its path in the value.
             ClosedError: the scope has been released, perhaps meanwhile; then nothing is held.
 
+        Examples:
             >>> scope = Scope()
             >>> scope.put(np.arange(3)).open().value()
             array([0, 1, 2])
@@ -144,6 +146,7 @@ class Scope:
         Raises:
             ClosedError: the scope, or the lease, has been released.
 
+        Examples:
             >>> store = Store(1 << 20)
             >>> lease = store.put(np.arange(3))
             >>> Scope(store).add(lease).open(store).value()
@@ -156,10 +159,11 @@ class Scope:
     def stats(self) -> ScopeStats:
         """Returns what became of the values so far.
 
-        >>> scope = Scope()
-        >>> handle = scope.put(b"text")
-        >>> scope.stats().inline_small
-        1
+        Examples:
+            >>> scope = Scope()
+            >>> handle = scope.put(b"text")
+            >>> scope.stats().inline_small
+            1
         """
         with self._changing:
             return msgspec.structs.replace(self._stats)
@@ -167,10 +171,11 @@ class Scope:
     def release(self) -> None:
         """Releases all leases of the scope. A process that has opened a handle keeps its own. May be called again.
 
-        >>> scope = Scope()
-        >>> scope.release()
-        >>> scope.is_released
-        True
+        Examples:
+            >>> scope = Scope()
+            >>> scope.release()
+            >>> scope.is_released
+            True
         """
         with self._changing:
             self._is_released = True

@@ -44,6 +44,7 @@ def content_key(*contents: Any, salt: bytes = b"") -> bytes:
         ImportError: blake3 is not installed; the text has the command.
         UnsupportedTensor: of a content that has no bytes to hash.
 
+    Examples:
         >>> content_key(b"image", "resized") == content_key(b"image", "resized")
         True
         >>> len(content_key(np.zeros(3), salt=b"tenant 7"))
@@ -116,6 +117,7 @@ class Store(Shareable):
     Raises:
         MemoryExhausted: the machine has not so much memory left; the text has both numbers.
 
+    Examples:
         >>> store = Store(1 << 20)
         >>> key = content_key(b"image")
         >>> store.put({"pixels": np.zeros((2, 2))}, key=key).release()
@@ -171,6 +173,7 @@ class Store(Shareable):
         Raises:
             LayoutMismatch: it is no store, or of another build, or gone.
 
+        Examples:
             >>> store = Store(1 << 20)
             >>> Store.attach(str(store.ticket)).name
             'store'
@@ -207,6 +210,7 @@ class Store(Shareable):
             Timeout: another process is still writing the value.
             UnsupportedTensor: of what cannot be kept, with its path in the value.
 
+        Examples:
             >>> store = Store(1 << 20)
             >>> lease = store.put(np.arange(3), key=content_key(b"three"))
             >>> lease.value()
@@ -228,6 +232,7 @@ class Store(Shareable):
         Raises:
             Missing: there is none, or it is still being written.
 
+        Examples:
             >>> Store(1 << 20).get(bytes(32))
             Traceback (most recent call last):
                 ...
@@ -256,6 +261,7 @@ class Store(Shareable):
         Raises:
             MemoryExhausted, Timeout, UnsupportedTensor: as `put`.
 
+        Examples:
             >>> store = Store(1 << 20)
             >>> loan = store.loan(content_key(b"image"), {"pixels": Empty(2, "int64")})
             >>> loan.value()["pixels"][:] = 7
@@ -300,26 +306,29 @@ class Store(Shareable):
         Args:
             key: 32 bytes, as of `content_key`.
 
-        >>> Store(1 << 20).remove(bytes(32))
-        False
+        Examples:
+            >>> Store(1 << 20).remove(bytes(32))
+            False
         """
         return self._keeper.remove(key)
 
     def clear(self) -> int:
         """Keeps no key any longer. Returns the number of keys given up.
 
-        >>> Store(1 << 20).clear()
-        0
+        Examples:
+            >>> Store(1 << 20).clear()
+            0
         """
         return self._keeper.clear()
 
     def stats(self) -> StoreStats:
         """Returns counts of all processes, what is kept under each key, and the state of the memory.
 
-        >>> store = Store(1 << 20)
-        >>> lease = store.put(b"text", key=bytes(32))
-        >>> [(item.hits, item.holders) for item in store.stats().items]
-        [(0, 1)]
+        Examples:
+            >>> store = Store(1 << 20)
+            >>> lease = store.put(b"text", key=bytes(32))
+            >>> [(item.hits, item.holders) for item in store.stats().items]
+            [(0, 1)]
         """
         native: dict[str, Any] = self._keeper.stats()
         items = tuple(Kept(*item) for item in native.pop("items"))

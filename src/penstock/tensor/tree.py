@@ -39,6 +39,7 @@ class Empty:
 
     shape: its sizes, or the only one. dtype: of torch, of NumPy, or its name.
 
+    Examples:
         >>> Store(1 << 20).loan(None, Empty((2, 3), "bfloat16")).value("bits").shape
         (2, 3)
     """
