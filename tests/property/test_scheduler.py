@@ -65,6 +65,13 @@ def test_whatever_happens_everybody_reads_its_own_and_nothing_is_left(memory: st
     assert shared > 100 and (preempted > 10) == (memory != "plenty"), (shared, preempted)
 
 
+@pytest.mark.parametrize("seed", [2026])
+def test_a_sample_is_not_resumed_in_the_step_that_preempts_it(seed: int) -> None:
+    """The heap of samples that wait has an entry of it from an earlier time. A token of it is in flight."""
+    core = run(seed, MEMORY["scarce"], failing=0.002)
+    assert core.preempted > 10
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_answers_do_not_depend_on_overlap_nor_on_the_cache_nor_on_memory(seed: int) -> None:
     cores = [

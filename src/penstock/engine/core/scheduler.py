@@ -218,7 +218,9 @@ class Scheduler:
             budget = self._schedule_prefills(plan, budget)
         if is_waited_for and not out_of_blocks and len(preempted) == made_way:  # else there is no room
             self._admit_waiting(plan, budget, rows)
-        for sample in preempted:  # not before: their step is the next one at the earliest
+        # Not before: their step is the next one at the earliest. The heap may still have an entry of an earlier time.
+        for sample in preempted:
+            sample.is_preempted = True
             heapq.heappush(self._aside, (sample.rank, sample))
         assert advancing or self._awaiting_result or not rows, "nobody comes on"
         if not (has_finished or preempted or advancing or self._newly_scheduled):
@@ -269,7 +271,6 @@ class Scheduler:
         self.cache.release(self._schedule.blocks_of(slot))
         plan.preempt(slot)
         self._prefilling.discard(slot)
-        sample.is_preempted = True
 
     def _preempt_for_priority(self, plan: StepBuilder) -> list[Sample]:
         """Preempts samples of worse priority for the one to be admitted next, if that can free enough blocks."""
