@@ -22,6 +22,12 @@ inline std::string Attachment::describe(u32 slot) const {
     }
     return format("'%s' (pid %d%s)", name_of(slot).c_str(), pid_of(identity), how.c_str());
 }
+inline std::string Attachment::remedy(u32 slot) const {
+    u64 identity = peer(slot).identity.load(order::identity.acquire);
+    Sight sight = look_at(identity);
+    if (sight.liveness != Liveness::alive || (sight.state != 'T' && sight.state != 't')) return "";
+    return format(": let it go on (kill -CONT %d) or end it", pid_of(identity));
+}
 // Reads only, takes no lock: the numbers are each right, and together as right as a moving target allows.
 inline PoolStats Pool::stats() const {
     PoolStats s;

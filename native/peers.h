@@ -114,11 +114,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             }
             if (now >= deadline && now - started >= (is_runnable ? RUNNABLE_NS : HOLD_NS)) {
                 bool is_peer = owner < shape().max_peers;
-                int pid = is_peer ? pid_of(peer(owner).identity.load(order::identity.acquire)) : 0;
                 throw Error(Fault::timeout,
-                            format("a lock of '%s' is held by %s for %s: let it go on (kill -CONT %d) or end it",
-                                   segment_->name().c_str(), is_peer ? describe(owner).c_str() : "nobody",
-                                   in_seconds(now - started).c_str(), pid));
+                            format("a lock of '%s' is held by %s for %s%s", segment_->name().c_str(),
+                                   is_peer ? describe(owner).c_str() : "nobody", in_seconds(now - started).c_str(),
+                                   is_peer ? remedy(owner).c_str() : ""));
             }
             if ((seen & WAITERS) == 0 && !word.compare_exchange_strong(seen, seen | WAITERS, RELAXED)) continue;
             futex_wait_for_lock(&word, seen | WAITERS, std::clamp(deadline, started + HOLD_NS, now + HOLD_NS));
@@ -188,6 +187,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         return name;
     }
     std::string describe(u32 slot) const;  // describe.h: "'worker 2' (pid 4711, stopped)"
+    std::string remedy(u32 slot) const;    // for a peer that is stopped; else empty
 
     // ── event loops ──
     // The read end of a pipe that others write a byte into when something this process waits for in a loop has come.

@@ -293,7 +293,8 @@ inline std::string Watcher::scan(Attachment* attachment, std::vector<u64>& gone)
         if (known == watched_.end()) {
             int pidfd = -1;
             Sight sight = look_at(identity, &pidfd);
-            if (sight.liveness == Liveness::gone) {
+            if (sight.liveness == Liveness::gone) {  // it ended before it was watched
+                attachment->note_how(identity, how_it_ended(-1, identity));
                 gone.push_back(identity);
                 continue;
             }

@@ -231,8 +231,8 @@ def test_who_dies_again_and_again_starts_after_longer_pauses() -> None:
 def test_an_output_that_takes_no_tokens_delays_the_core_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     Ring = penstock.Ring
 
-    def small(name: str, **options: Any) -> Any:
-        return Ring(name=name, **options | {"capacity": 4096} if name.startswith("tokens") else options)
+    def small(carried: Any, *, name: str, **options: Any) -> Any:
+        return Ring(carried, name=name, **options | {"capacity": 4096} if name.startswith("tokens") else options)
 
     monkeypatch.setattr(penstock, "Ring", small)
 

@@ -162,7 +162,7 @@ def test_who_asks_with_an_image_that_has_gone_is_told_to_ask_again() -> None:
             params = SamplingParams(n=3)
             stream = await client.submit(prompt(24), params, items=tuple(gone))
             await asyncio.gather(*others)
-            with pytest.raises(EngineError, match=r"not in the store any more .*: send it again") as caught:
+            with pytest.raises(EngineError, match=r"no longer in the store when .*: send the request again") as caught:
                 async for _ in stream:
                     pass
             assert caught.value.status == 503

@@ -491,7 +491,7 @@ def test_a_signal_while_it_loads_ends_the_command_at_once(number: signal.Signals
             os.killpg(process.pid, number)  # as a terminal does, or an init system
             said += process.communicate(timeout=20)[1]
             assert time.monotonic() - began < STOP_TIMEOUT / 2, said
-            assert process.returncode == 0 and "killed=nobody" in said and "level=error" not in said, said
+            assert process.returncode == 0 and "killed=none" in said and "level=error" not in said, said
             for child in re.findall(r"child_pid=(\d+)", said):
                 with pytest.raises(ProcessLookupError):
                     os.kill(int(child), 0)

@@ -18,7 +18,7 @@ def serving(*options: str) -> Iterator[tuple["subprocess.Popen[str]", int]]:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             _, rest = process.communicate(timeout=60)
-            assert process.returncode == 0 and "killed=nobody" in rest, rest
+            assert process.returncode == 0 and "killed=none" in rest, rest
         finally:
             process.kill()
 
