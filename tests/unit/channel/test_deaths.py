@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,16 @@ def test_the_signal_is_named(number: int, how: str) -> None:
         with pytest.raises(PeerDied) as told:
             receiver.receive(timeout=10)
         assert_how(told.value, how, channel.peers)
+
+
+def test_the_signal_is_named_of_a_peer_that_ended_before_it_was_watched() -> None:
+    with penstock.Ring() as channel, victim(channel, "sender") as other:  # we are no peer yet, and watch nobody
+        assert other.hear() == "ready"
+        other.process.kill()  # and not waited for: it stays a zombie
+        eventually(lambda: Path(f"/proc/{other.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+        with channel.open_receiver():
+            eventually(lambda: channel.peers()[0].state == "dead")
+            assert channel.peers()[0].how == "killed by SIGKILL"
 
 
 @pytest.mark.parametrize("status", [0, 3, 255])
