@@ -143,8 +143,8 @@ class StaleRef(PenstockError):
 
 
 class Missing(PenstockError, KeyError):
-    """There is no value under this key, or of this handle: it was never put, is still being written, was evicted, or had
-    no key and was released. Put it again.
+    """There is no value under this key, or of this handle: it was never put, is still being written, was evicted, or
+    had no key and was released. Put it again.
 
     Examples:
         >>> Store(1 << 20).get(bytes(32))
