@@ -56,8 +56,9 @@ class Sender(_AnyEnd, Protocol[S]):
             EndOfChannel: all receivers have closed.
             ClosedError: this end is closed.
             MemoryExhausted: the message is larger than the channel's room for long records.
-            TypeError: the message is of no class of this channel, or holds an array of another dtype than its class
-                says, or an object that cannot be sent. Other fields are checked where they are received: DecodeError.
+            TypeError: the message is of no class of this channel, one of its fields is an array of another dtype than
+                the class says, or it holds an object that cannot be sent. All else, also arrays within lists and other
+                structs, is checked where it is received: DecodeError.
 
         Examples:
             >>> ring = Ring()
