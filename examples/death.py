@@ -1,4 +1,4 @@
-"""A worker is killed. Whoever sends to it is told by name, and what it held has been given back."""
+"""A worker is killed. The error of `send` names it, and says what it held, which has been given back."""
 
 import multiprocessing
 
@@ -27,6 +27,6 @@ if __name__ == "__main__":
             core.send(b"the next step")
         except penstock.PeerDied as death:
             print(f"PeerDied: {death}")
-        core.send(b"the next step, for those who are left")
+        core.send(b"the next step")  # nothing had been sent: send it again, for the receivers that are left
     workers[0].kill()
     workers[0].join()

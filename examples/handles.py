@@ -24,7 +24,7 @@ def main():
             sender.send(Submit(1, scope.put(pixels, key=key)))  # inline where the store has no room
 
             submit = receiver.receive(timeout=5)  # a core passes handles on, and needs no store
-            with submit.image.open(store) as lease:  # penstock.Missing if the request has ended
+            with submit.image.open(store) as lease:  # penstock.Missing if the scope has ended and the value was evicted
                 assert lease.value().sum() == pixels.sum()
             print(scope.stats())
 

@@ -23,7 +23,7 @@ def main():
     image = np.random.default_rng(0).integers(0, 256, (448, 448, 3), np.uint8)
     store = penstock.Store(64 << 20)  # claimed now, or MemoryExhausted now
 
-    key = penstock.content_key(image)  # 32 bytes of what is in it, and of how it was processed
+    key = penstock.content_key(image, "divide by 255")  # 32 bytes: of the image, and of how it is processed
     try:
         lease = store.get(key)  # held, for as long as `lease` or an array of it lives
     except penstock.Missing:
@@ -35,7 +35,7 @@ def main():
     process.start()
     process.join()
 
-    key = penstock.content_key(image, "in place")
+    key = penstock.content_key(image, "divide by 255, in place")
     held = store.loan(key, {"pixels": Empty((448, 448, 3), "float32")})
     if isinstance(held, penstock.Loan):  # else a lease: another process has made the value
         with held as loan:  # other processes that want the key wait for commit()

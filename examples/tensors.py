@@ -39,7 +39,8 @@ def main():
             loan.value()[:] = 2.0
             sender.send(Batch(scope.add(loan.commit())))  # from now on it cannot be written
 
-            print(receiver.receive(timeout=30).mean, receiver.receive(timeout=30).mean)
+            means = [receiver.receive(timeout=30).mean for _ in range(2)]  # release only after the worker has answered
+        print(means)
     process.join()
 
 

@@ -38,7 +38,8 @@ class ClosedError(ChannelError, RuntimeError):
 
 
 class EndOfChannel(ChannelError):
-    """The other end was closed. Ends a `for` loop.
+    """All ends at the other side were closed; for the receiver of an inbox, each of its `senders` was opened, and has
+    closed or died. Ends a `for` loop.
 
     Examples:
         >>> ring = Ring()
@@ -142,7 +143,8 @@ class StaleRef(PenstockError):
 
 
 class Missing(PenstockError, KeyError):
-    """There is no value under this key: it was never put, or it was evicted. Put it again.
+    """There is no value under this key, or of this handle: it was never put, is still being written, was evicted, or
+    had no key and was released. Put it again.
 
     Examples:
         >>> Store(1 << 20).get(bytes(32))

@@ -51,11 +51,14 @@ class Sender(_AnyEnd, Protocol[S]):
 
         Raises:
             Timeout: no room in time; the text names the slowest receiver and how far it is behind.
-            PeerDied: a receiver's process died; raised once for each receiver.
+            PeerDied: a receiver's process died. Nothing has been sent: send the message again, for the receivers that
+                are left. Raised once for each receiver; without any receiver left, by every call.
             EndOfChannel: all receivers have closed.
             ClosedError: this end is closed.
             MemoryExhausted: the message is larger than the channel's room for long records.
-            TypeError: the message is not what its class says.
+            TypeError: the message is of no class of this channel, one of its fields is an array of another dtype than
+                the class says, or it holds an object that cannot be sent. All else, also arrays within lists and other
+                structs, is checked where it is received: DecodeError.
 
         Examples:
             >>> ring = Ring()
@@ -113,9 +116,12 @@ class Receiver(_AnyEnd, Protocol[R]):
 
         Raises:
             Timeout: no message in time.
-            PeerDied: a sender's process died, and its last message has been received.
-            EndOfChannel: all senders have closed, and their last messages have been received.
-            DecodeError: the record is not a message of this channel; later messages are not concerned.
+            PeerDied: a sender's process died, and its last message has been received. Raised once for each sender of an
+                inbox; in a ring or broadcast by every call, until another process opens the sender.
+            EndOfChannel: all senders have ended, and their last messages have been received. In an inbox: each of its
+                `senders` has been opened, and has closed or died; a sender that was never opened keeps it from ending.
+            DecodeError: the record is not a message of this channel, or a field is not of the type that the class says;
+                the text has its path. Later messages are not concerned.
             ClosedError: this end is closed.
 
         Examples:

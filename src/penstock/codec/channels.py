@@ -51,8 +51,9 @@ class Channel(SegmentChannel, Generic[T]):
             name: of this process, in errors and in `penstock inspect`.
 
         Raises:
-            ValueError: the channel has no such sender, or it is taken: by a living process; except in an inbox, also by
-                one that has closed it.
+            ValueError: the channel has no such sender, or a living process has it. In a ring or broadcast, a sender
+                that has closed cannot be opened again. In an inbox it can.
+            MemoryExhausted: `max_peers` ends are open.
 
         Examples:
             >>> ring = Ring(name="steps")
@@ -73,7 +74,8 @@ class Channel(SegmentChannel, Generic[T]):
             name: of this process, in errors and in `penstock inspect`.
 
         Raises:
-            ValueError: the channel has no such receiver, or it is taken by a living process.
+            ValueError: the channel has no such receiver, or a living process has it.
+            MemoryExhausted: `max_peers` ends are open.
 
         Examples:
             >>> ring = Ring()
@@ -117,16 +119,20 @@ class Ring(Channel[T]):
     Args:
         type: what the channel carries: bytes; `Buffer`, received where it lies; a subclass of `msgspec.Struct` with
             `array_like=True`; or a union of such subclasses.
-        name: of the channel, in errors and in `penstock inspect`.
+        name: of the channel, in errors and in `penstock inspect`. Names (also of processes, pools and stores) are cut
+            at 31 bytes.
         capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
-            behind. Default: 1 MiB, 256 KiB in an inbox.
+            behind. At least 4096. Default: 1 MiB.
         latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
         on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
-            on with the ends that are left. Without any end left on one side, the other side is always told.
-        max_peers: processes that may be attached at a time.
-        inline_limit: longer records lie in the channel's pool, copied once for all receivers.
+            on with the ends that are left. The last death is always reported, by every call: a sender without
+            receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
+        max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
+            senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
+        inline_limit: longer records lie in the channel's pool, copied once for all receivers; 64 bytes to a quarter of
+            `capacity`. Default: 64 KiB, or a quarter of `capacity` if that is less.
         spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
-        spill_blocks: records that may lie in the pool at a time.
+        spill_blocks: records that may lie in the pool at a time, up to 65,536. Default: 256.
         huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
             by `penstock inspect`.
 
@@ -194,14 +200,17 @@ class Broadcast(Channel[T]):
         receivers: how many receivers the channel has.
         name: of the channel, in errors and in `penstock inspect`.
         capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
-            behind. Default: 1 MiB, 256 KiB in an inbox.
+            behind. At least 4096. Default: 1 MiB.
         latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
         on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
-            on with the ends that are left. Without any end left on one side, the other side is always told.
-        max_peers: processes that may be attached at a time.
-        inline_limit: longer records lie in the channel's pool, copied once for all receivers.
+            on with the ends that are left. The last death is always reported, by every call: a sender without
+            receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
+        max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
+            senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
+        inline_limit: longer records lie in the channel's pool, copied once for all receivers; 64 bytes to a quarter of
+            `capacity`. Default: 64 KiB, or a quarter of `capacity` if that is less.
         spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
-        spill_blocks: records that may lie in the pool at a time.
+        spill_blocks: records that may lie in the pool at a time, up to 65,536. Default: 256.
         huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
             by `penstock inspect`.
 
@@ -266,17 +275,21 @@ class Inbox(Channel[T]):
     Args:
         type: what the channel carries: bytes; `Buffer`, received where it lies; a subclass of `msgspec.Struct` with
             `array_like=True`; or a union of such subclasses.
-        senders: how many senders the channel has room for at a time.
+        senders: how many senders the channel has room for at a time. Its receiver gets EndOfChannel only when each of
+            them has been opened, and has closed or died.
         name: of the channel, in errors and in `penstock inspect`.
         capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
-            behind. Default: 1 MiB, 256 KiB in an inbox.
+            behind. At least 4096. Default: 256 KiB.
         latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
         on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
-            on with the ends that are left. Without any end left on one side, the other side is always told.
-        max_peers: processes that may be attached at a time.
-        inline_limit: longer records lie in the channel's pool, copied once for all receivers.
+            on with the ends that are left. The last death is always reported, by every call: a sender without
+            receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
+        max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
+            senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
+        inline_limit: longer records lie in the channel's pool, copied once for all receivers; 64 bytes to a quarter of
+            `capacity`. Default: 64 KiB, or a quarter of `capacity` if that is less.
         spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
-        spill_blocks: records that may lie in the pool at a time.
+        spill_blocks: records that may lie in the pool at a time, up to 65,536. Default: 256.
         huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
             by `penstock inspect`.
 

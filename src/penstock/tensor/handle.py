@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Handle(msgspec.Struct, frozen=True, array_like=True):
     """Where one value lies: in a store, or in the handle itself. A field of any message; `Scope.put` makes it.
 
-    In a message it takes at most 200 bytes where the value lies in a store.
+    In a message it takes at most 41 bytes where the value lies in a store without a key, and 72 with one.
 
     Examples:
         >>> store = Store(1 << 20)
@@ -66,8 +66,8 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
             store: the store that the value may lie in; None is enough for a value that travels inline.
 
         Raises:
-            Missing: the value is gone, or never was in this store. The request that it belongs to fails, and may be
-                sent again; others are not concerned.
+            Missing: the value is gone (without a key when it is released, else when it is evicted), or never was in
+                this store. Its request fails, and may be sent again; others are not concerned.
             ValueError: the value lies in a store, and none was given.
 
         Examples:

@@ -56,8 +56,8 @@ def read_block(block: _native.BlockLease, as_: As, writable: bool) -> Any:
 class Loan:
     """Memory of a store, lent to this process to make a value where it will lie: `Store.loan`.
 
-    Other processes that want the key wait for commit(), or make the value when this process dies or leaves the `with`
-    block without it.
+    Other processes that `put` or `loan` the key wait for commit(), or make the value when this process dies or leaves
+    the `with` block without it. `Store.get` does not wait: it raises Missing.
 
     Examples:
         >>> store = Store(1 << 20)

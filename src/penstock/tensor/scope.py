@@ -48,7 +48,7 @@ class ScopeStats(msgspec.Struct):
 
     handles: int = 0
     nbytes: int = 0  # of all values
-    hits: int = 0  # found in the store, or in the same scope: the value was not inspected
+    hits: int = 0  # found in the store or in the same scope, or given to add(): the value was not inspected
     puts: int = 0  # copied into the store, by this process or, at the same time, by another
     inline_small: int = 0
     inline_without_store: int = 0
@@ -69,9 +69,10 @@ class Scope:
 
     Args:
         store: where values lie; None for none, then all of them travel inline, in the messages.
-        inline_nbytes: up to this size a value travels inline.
-        timeout: seconds to wait for room, or for another process that writes the same key, before a value travels
-            inline.
+        inline_nbytes: up to this size a value travels inline, and is not kept under its key; 0 for all to lie in the
+            store. Default: 16 KiB.
+        timeout: seconds that `put` may block for room, or for another process that writes the same key, before a value
+            travels inline. Default: 0.1.
 
     Raises:
         ValueError: inline_nbytes is below 0.

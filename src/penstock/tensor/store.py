@@ -100,8 +100,10 @@ class StoreStats(msgspec.Struct, frozen=True):
 
 
 class Store(Shareable):
-    """Shared memory that keeps values by key until their room is wanted: the longest unused, and those that free most,
-    first. What a process holds is never evicted. Any number of processes put and get.
+    """Shared memory that keeps values by key until their room is wanted. Any number of processes put and get.
+
+    What a process holds is never evicted. Of the others, those neighbours go that make enough room and are worth least:
+    worth grows with size, and falls with the time since the last use.
 
     A value is a tree of dicts, lists and tuples with tensors (of NumPy, torch or DLPack) and small plain values.
 
@@ -230,7 +232,7 @@ class Store(Shareable):
             key: 32 bytes, as of `content_key`.
 
         Raises:
-            Missing: there is none, or it is still being written.
+            Missing: there is none, or it is still being written: `get` never waits. `put` and `loan` do.
 
         Examples:
             >>> Store(1 << 20).get(bytes(32))
@@ -251,7 +253,8 @@ class Store(Shareable):
     def loan(self, key: bytes | None, layout: Any, *, timeout: float | None = PUT_TIMEOUT) -> Loan | _native.Lease:
         """Lends memory for a value to be made where it will lie; or returns a lease, if the store has the value.
 
-        One process makes the value of a key; others that want it wait meanwhile, so slow work should be done before.
+        One process makes the value of a key. Others that `put` or `loan` the key wait meanwhile, so slow work should be
+        done before.
 
         Args:
             key: as for `put`. Without one the answer is always a Loan.

@@ -130,8 +130,8 @@ class Client:
 
         `values` are images that a thread puts into the store, which holds them until the stream is over; `items` are
         images that are in the store already, or inline. `scope` holds both: it belongs to the stream
-        from now on, and is released also if this raises. `announce`: the style of the answer, the head of each of its
-        lines, and the index of its first choice. `timeout`: seconds from now until the end of the answer.
+        from now on, and is released also if this raises. `chunk_format`: the style of the answer, the head of each of
+        its lines, and the index of its first choice. `timeout`: seconds from now until the end of the answer.
 
         Raises EngineError if no group accepts the request now.
         """

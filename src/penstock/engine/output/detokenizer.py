@@ -60,7 +60,7 @@ class Vocabulary:
         self.is_seen = np.array([len(text) > 0 for text in self.texts], np.bool_)
         masks = [char_bloom(text.decode(errors="replace")) for text in self._pieces]
         shown = [0 if one in self._special else mask for one, mask in enumerate(masks)]
-        self.masks = np.array([*shown, *masks, *[0] * self.stride], np.uint64)  # of their characters: see `mask_of`
+        self.masks = np.array([*shown, *masks, *[0] * self.stride], np.uint64)  # of their characters: see `char_bloom`
         # As they stand between the quotes of a JSON string.
         self.quoted = [
             json_escape(text.decode()) if ok else b"" for text, ok in zip(self.texts, self.is_whole.tolist())

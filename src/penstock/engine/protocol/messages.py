@@ -33,6 +33,12 @@ CONTEXT = 8  # ids of a prompt that a detokenizer is shown, to know how the text
 
 
 # ── server → core, by the core's inbox ───────────────────────────────────────────────────────────────────────────────
+# A new sampling parameter takes this way:
+#   1. `Sampling` in server/chat/request_schema.py: a field of the HTTP body, and its name in `_PASSED_THROUGH`;
+#   2. a field here with a default, hashable (a tuple, not a list: `columns_of_params` sends equal parameters once), and
+#      its range in `_LIMITS`. The second word of an error is the field ("expected top_p above 0"): `param` of the 400;
+#   3. its reader: `Sampler.join` (worker), `StopConditions.join` (core) or `OutputState` (output processor).
+# `penstock generate` accepts each field here by its name.
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """The sampling parameters of a request, and the conditions that end it."""
 
@@ -158,15 +164,6 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
             raise ValueError(f"expected {self.requests.size} samples, got a shape of {self.samples.shape}")
 
 
-class Ready(msgspec.Struct, array_like=True, frozen=True):
-    """From a worker: it has loaded the model, has room for so many blocks, and knows the ids below `vocabulary`."""
-
-    rank: Natural
-    blocks: Natural
-    vocabulary: Natural
-    max_short_prompt: Natural | None = None  # prompts of more tokens share no blocks with those of fewer
-
-
 # ── core → workers, by broadcast ─────────────────────────────────────────────────────────────────────────────────────
 class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """Requests that join a slot, one row each. A request that left in the same step may have had it."""
@@ -238,7 +235,16 @@ class Stop(msgspec.Struct, array_like=True, frozen=True):
     reason: str = ""
 
 
-# ── worker → core, by ring ───────────────────────────────────────────────────────────────────────────────────────────
+# ── worker → core: Ready by the core's inbox, StepDone by the ring of rank 0 ─────────────────────────────────────────
+class Ready(msgspec.Struct, array_like=True, frozen=True):
+    """From a worker: it has loaded the model, has room for so many blocks, and knows the ids below `vocabulary`."""
+
+    rank: Natural
+    blocks: Natural
+    vocabulary: Natural
+    max_short_prompt: Natural | None = None  # prompts of more tokens share no blocks with those of fewer
+
+
 class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """For each sampled token: itself first, then the likeliest."""
 
@@ -324,9 +330,7 @@ class Tokens(msgspec.Struct, array_like=True, frozen=True, eq=False):
     ended: tuple[Ended, ...] = ()  # a slot that is not in `slots` gets no more token
 
 
-# ── output processor → server, by ring ───────────────────────────────────────────────────────────────────────────────
-
-
+# ── output processor → server, by the server's inbox ─────────────────────────────────────────────────────────────────
 class Finished(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """The rows of a Delta that are the last of their sample, with the reasons."""
 
@@ -372,7 +376,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
         return self.numbers[2 * self.rows :]
 
 
-# ── core or output processor → server ────────────────────────────────────────────────────────────────────────────────
+# ── core or output processor → server, by the server's inbox ─────────────────────────────────────────────────────────
 class Failed(msgspec.Struct, array_like=True, frozen=True):
     """A request that ends without an answer. `status` is the HTTP status for it."""
 

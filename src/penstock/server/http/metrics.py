@@ -76,7 +76,7 @@ class Metrics(Collector):
     def _as_vllm_names_them(self) -> Iterator[Family]:
         running = GaugeMetricFamily("vllm:num_requests_running", "Sequences that run in a batch", labels=LABELS)
         waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Sequences that wait for a batch", labels=LABELS)
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 1 is all", labels=LABELS)
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", labels=LABELS)
         for engine, row in enumerate(self._engines):
             labels = self._labels(engine)
             running.add_metric(labels, row[StatusBoard.RUNNING])
