@@ -30,7 +30,6 @@ class Channel(SegmentChannel, Generic[T]):
     SHAPE: ClassVar[int]
 
     def __init__(self, segment: _native.Segment, payload: Payload) -> None:
-        payload.require_same(segment)
         super().__init__(segment)
         self._payload = payload
 
@@ -38,6 +37,7 @@ class Channel(SegmentChannel, Generic[T]):
     def _of(cls, segment: _native.Segment, *state: Any) -> Channel[T]:
         made = cls.__new__(cls)
         Channel.__init__(made, segment, *state)
+        made._payload.require_same(segment)
         return made
 
     def _state(self) -> tuple[Any, ...]:
