@@ -16,7 +16,6 @@ from penstock.engine.cluster.histogram import REQUEST_SECONDS, Histogram, words_
 
 WORD_NBYTES = 8
 ROW_WORDS = 48  # six cache lines: rank 0 and the launcher (FAILED_STARTS) write the second, the core the others
-TREE_ROW = 0  # written by the launcher; row 1 + g is group g's
 Row: TypeAlias = "memoryview[int]"  # the numbers of one group, by their places: `row[StatusBoard.OPEN]`
 
 

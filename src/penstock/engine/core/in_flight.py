@@ -14,7 +14,7 @@ import numpy as np
 from penstock.engine._native import BlockCache, PrefixHasher
 from penstock.engine.core.request import Request, Sample
 from penstock.engine.core.request_queue import RequestQueue
-from penstock.engine.core.stop_conditions import NOBODY, StopConditions
+from penstock.engine.core.stop_conditions import NONE_ENDED, StopConditions
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import RUNNING, Index
 from penstock.engine.protocol.messages import Ended, FinishReason, Ints, Step, StepDone
@@ -155,7 +155,7 @@ class InFlight:
         if theirs is not None:
             slots, ids = slots[theirs], ids[theirs]
         ended = self._endings.check(slots, ids)
-        if ended is NOBODY:
+        if ended is NONE_ENDED:
             return theirs, []
         ends = zip(slots[ended.rows].tolist(), ended.reasons.tolist(), ended.stops, strict=True)
         return theirs, [Ended(slot, FinishReason(reason), stop) for slot, reason, stop in ends]

@@ -218,10 +218,8 @@ class Scheduler:
             budget = self._schedule_prefills(plan, budget)
         if is_waited_for and not out_of_blocks and len(preempted) == made_way:  # else there is no room
             self._admit_waiting(plan, budget, rows)
-        # Not before: their step is the next one at the earliest. The heap may still have an entry of an earlier time.
-        for sample in preempted:
-            sample.is_preempted = True
-            heapq.heappush(self._aside, (sample.rank, sample))
+        for sample in preempted:  # not before: their step is the next one at the earliest
+            self._wait_aside(sample)
         assert advancing or self._awaiting_result or not rows, "nobody comes on"
         if not (has_finished or preempted or advancing or self._newly_scheduled):
             return False
@@ -499,9 +497,12 @@ class Scheduler:
         """Puts the next sample, from `index` on, aside to wait for a slot; once it has one, the next one follows."""
         for sample in request.samples[index:]:
             if not sample.is_ended:
-                sample.is_preempted = True
-                heapq.heappush(self._aside, (sample.rank, sample))
+                self._wait_aside(sample)
                 return
+
+    def _wait_aside(self, sample: Sample) -> None:
+        sample.is_preempted = True  # its entries in the heap count, also one of an earlier time
+        heapq.heappush(self._aside, (sample.rank, sample))
 
     # ── steps sent and done ──
     def on_sent(self, step: Step) -> list[tuple[int, Tokens]]:

@@ -23,7 +23,7 @@ class EndedSample(NamedTuple):
     stops: list[int | None]  # the one of its `stop_token_ids` that ended it; None: the model's own end id, or a length
 
 
-NOBODY = EndedSample(np.zeros(0, np.intp), np.zeros(0, np.uint8), [])
+NONE_ENDED = EndedSample(np.zeros(0, np.intp), np.zeros(0, np.uint8), [])
 
 
 class StopConditions:
@@ -82,7 +82,7 @@ class StopConditions:
         """
         rows = count_tokens(self.generated, self.limits, self._marks, slots, ids)
         if rows is None:
-            return NOBODY
+            return NONE_ENDED
         ended: list[int] = []
         reasons: list[int] = []
         stops: list[int | None] = []
