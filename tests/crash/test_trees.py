@@ -177,7 +177,7 @@ def test_a_pid_that_was_given_to_another_process_does_not_keep_the_dead_alive(zy
         control[at : at + 8] = forged.to_bytes(8, "little")
         own = int.from_bytes(control[PEERS_OFFSET : PEERS_OFFSET + 8], "little")
         assert own == (1 << 60) | (os.getpid() << 38) | start
-    other = lowlevel.Pool.attach(pool.ticket)  # whoever comes makes all look
+    other = lowlevel.Pool.attach(pool.ticket)  # each process that joins makes the others look
     other.join()
     eventually(lambda: {peer.index: peer.state for peer in pool.peers()}[1] == "dead")
     assert {peer.index: peer.state for peer in pool.peers()}[0] == "live"

@@ -1,4 +1,4 @@
-"""A scheduler and its output processors, and a device whose samples say what a script says."""
+"""A scheduler and its output processors, and a device that samples the ids of a script."""
 
 from __future__ import annotations
 

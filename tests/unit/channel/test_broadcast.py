@@ -271,7 +271,7 @@ def test_receivers_of_other_processes_are_waited_for() -> None:
         with program(source, channel.ticket, 0) as one, program(source, channel.ticket, 1) as other:
             assert (one.hear(), other.hear()) == ("attached", "attached")
             with pytest.raises(Timeout, match=r"\[0, 1\]"):
-                channel.wait_for_receivers(timeout=0.05)  # who attached did not open one yet
+                channel.wait_for_receivers(timeout=0.05)  # the attached process has not opened one yet
             one.say("open")
             eventually(lambda: channel.snapshot()["receivers"][0]["state"] == "live", within=20)
             with pytest.raises(Timeout, match=r"\[1\]"):

@@ -85,7 +85,10 @@ def test_the_signal_is_named(number: int, how: str) -> None:
 
 
 def test_the_signal_is_named_of_a_peer_that_ended_before_it_was_watched() -> None:
-    with penstock.Ring() as channel, victim(channel, "sender") as other:  # we are no peer yet, and watch nobody
+    with (
+        penstock.Ring() as channel,
+        victim(channel, "sender") as other,
+    ):  # this process is no peer yet, and watches none
         assert other.hear() == "ready"
         other.process.kill()  # and not waited for: it stays a zombie
         eventually(lambda: Path(f"/proc/{other.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
