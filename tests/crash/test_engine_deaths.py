@@ -47,7 +47,7 @@ async def must_be_told(fates: list[asyncio.Future], since: float, what: str) -> 
 
 
 async def must_serve_again(tree: Running, client: Client) -> None:
-    await tree.launcher.serving(START)
+    await tree.serving_again(client)
     ids = prompt()
     assert (await answered(client, ids, max_tokens=20))[0][0] == tree.rule.answer(ids, 20)
     await tree.must_be_empty()

@@ -85,7 +85,7 @@ def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int
             assert store is not None
             holders = {holder.peer for holder in store.stats().pool.holders}
             assert store.pool.peer.index not in holders, "a scope is open"
-            await tree.launcher.serving(START)
+            await tree.serving_again(client)
             await must_answer(tree, client, 1)
             await must_be_held_by_nobody(tree)
 

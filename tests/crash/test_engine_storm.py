@@ -14,7 +14,7 @@ from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
-from tests.support.engine import PATIENCE, START, Running, prompt, running, told
+from tests.support.engine import PATIENCE, Running, prompt, running, told
 
 TOKENS = 60
 ASKING = 12  # tasks, each with one request after the other
@@ -34,6 +34,7 @@ class Storm:
         self.tree, self.client, self.chance = tree, client, random.Random(seed)
         self.ends: Counter[str] = Counter()
         self.blows: list[Blow] = []
+        self.killed: set[int] = set()  # pids
         self.told_after: list[float] = []
         self.is_over = False
 
@@ -77,6 +78,8 @@ class Storm:
         is_stopped_for_long = how == signal.SIGSTOP and self.chance.random() < 0.3
         self.blows.append(Blow(time.monotonic(), group, f"{how.name} {victim.member}"))
         victim.signal(how)
+        if how == signal.SIGKILL:
+            self.killed.add(victim.pid)
         if how == signal.SIGSTOP:
             await asyncio.sleep(STEP_TIMEOUT + 0.2 if is_stopped_for_long else 0.2)
             self.blows[-1].at = time.monotonic() if is_stopped_for_long else self.blows[-1].at
@@ -111,7 +114,8 @@ def test_two_groups_under_random_blows_answer_or_tell_every_request(outputs: int
             async with Client(tree.launcher.tree, 0) as client:
                 storm = Storm(tree, client, seed)
                 await storm.rage()
-                await tree.launcher.serving(START)
+                await tree.until(lambda: not storm.killed & {one.pid for one in tree.children()})
+                await tree.serving_again(client)
                 for _ in range(4):  # both groups answer
                     ids = prompt()
                     stream = await client.submit(ids, SamplingParams(max_tokens=9), timeout=PATIENCE)

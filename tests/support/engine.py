@@ -55,6 +55,11 @@ class Running:
             assert loop.time() < deadline, "it did not come to this"
             await asyncio.sleep(0.005)
 
+    async def serving_again(self, client: Client) -> None:
+        """After a death that `client` was told of, which the launcher may see later."""
+        await self.until(lambda: len(client.serving_groups) == len(self.launcher.tree.groups), START)
+        await self.launcher.serving(START)
+
     async def must_be_empty(self, group: int = 0) -> None:
         """No request is open, and all blocks are free."""
         blocks = self.config.simulated.blocks if self.config.simulated else self.config.num_gpu_blocks_override

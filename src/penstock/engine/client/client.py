@@ -111,6 +111,12 @@ class Client:
     def open_requests(self) -> int:
         return len(self._streams)
 
+    @property
+    def serving_groups(self) -> dict[int, int]:
+        """Returns the groups to which a request may be sent, each with its incarnation."""
+        serving = [row[StatusBoard.SERVING] for row in self._rows]
+        return {group: serving[group] for group, dead in enumerate(self._dead) if serving[group] > dead}
+
     # ── a request ──
     async def submit(
         self,
@@ -193,12 +199,8 @@ class Client:
             raise EngineError(500, self._receive_error)
         if self._board.is_draining:
             raise EngineError(503, "the engine is shutting down, and accepts no more requests")
-        serving = [row[StatusBoard.SERVING] for row in self._rows]
-        loads = {
-            group: max(row[StatusBoard.OPEN], self._open[group])
-            for group, row in enumerate(self._rows)
-            if serving[group] > self._dead[group]
-        }
+        serving = self.serving_groups
+        loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in serving}
         if not loads:
             raise EngineError(503, "no group of the engine serves now: send the request again")
         group = self._router.choose(loads, hints)
