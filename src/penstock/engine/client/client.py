@@ -18,9 +18,8 @@ import msgspec
 import numpy as np
 
 from penstock import AsyncSender, ClosedError, DecodeError, PeerDied, PenstockError, WouldBlock
-from penstock.engine.client.delta_splitter import split_delta
 from penstock.engine.client.router import Router, traces
-from penstock.engine.client.stream import EngineError, OutputStream
+from penstock.engine.client.stream import EngineError, OutputStream, split_delta
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
