@@ -23,9 +23,10 @@ from penstock.codec.buffer import Buffer  # noqa: E402
 from penstock.engine.core.scheduler import Scheduler, SchedulerConfig, Stats  # noqa: E402
 from penstock.engine.core.step_builder import StepBuilder  # noqa: E402
 from penstock.engine.protocol.batch_state import BatchState  # noqa: E402
-from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, StepDone, Submit  # noqa: E402
+from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, Submit  # noqa: E402
 from penstock.engine.worker.input_batch import InputBatch, build_batch  # noqa: E402
 from penstock.engine.worker.model_runner import ModelRunner  # noqa: E402
+from penstock.engine.worker.worker import build_result  # noqa: E402
 from penstock.tensor import Handle  # noqa: E402
 from tests import tiers  # noqa: E402
 
@@ -335,7 +336,7 @@ def ask(
         if flights:
             step, flight, rows, requests = flights.popleft()
             sampled = flight.result()
-            done = StepDone(1, step.number, sampled.ids, failed=sampled.failed, reasons=sampled.reasons)
+            done = build_result(step, sampled)
             for slot, why in done.failures():
                 reasons.setdefault(int(requests[slot]), why)
             for slot, token in zip(rows.tolist(), sampled.ids.tolist(), strict=True):

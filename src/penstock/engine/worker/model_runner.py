@@ -23,7 +23,7 @@ from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_threads import CpuThreads, share, tune_threads
 from penstock.engine.worker.decode_graphs import DecodeGraphs, GraphRecorder
-from penstock.engine.worker.device import SamplerOutput, failures
+from penstock.engine.worker.device import SamplerOutput
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, moved
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
 from penstock.engine.worker.sampler import SampledTokens, Sampler
@@ -220,7 +220,7 @@ class TorchPendingStep:
                 failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
             )
             logprobs = self._chosen.logprobs()
-        return SamplerOutput(self._ids.numpy(), logprobs, *failures(failed))
+        return SamplerOutput(self._ids.numpy(), logprobs, failed)
 
 
 def _params_of(schedule: BatchState, slot: int) -> SamplingParams:

@@ -29,7 +29,7 @@ import transformers
 
 from penstock import Missing
 from penstock.engine.protocol.messages import FinishReason
-from penstock.engine.worker import cpu_attention, vision_encoder
+from penstock.engine.worker import paged_attention, vision_encoder
 from penstock.engine.worker.model import load
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.tensor import Handle
@@ -51,7 +51,7 @@ def test_rows_that_are_gathered_answer_alike(
     name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As other devices do it, and types that the native core does not know."""
-    monkeypatch.setattr(cpu_attention, "DTYPES", ())
+    monkeypatch.setattr(paged_attention, "CPU_DTYPES", ())
     of = family(name)
     assert ask(device(of), of.asked).answers == of.answers
 

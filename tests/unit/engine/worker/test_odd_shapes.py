@@ -17,7 +17,7 @@ from tests.support.models import TEXT, WORDS, Asked, Family, ask, device, made
 import torch
 import transformers
 
-from penstock.engine.worker import cpu_attention
+from penstock.engine.worker import paged_attention
 from tests import tiers
 from tests.support.ranks import answers_of_threads
 from tests.support.tape import Tape
@@ -119,7 +119,7 @@ def test_a_model_of_any_shape_answers_as_transformers_does(
     assert [ask(roomy, [one], slots=1, budget=16).answers[0] for one in of.asked] == of.answers
     assert answers_of_threads(2, of, of.asked, budget=16) == [of.answers] * 2
     assert ask(device(of, recorder=Tape()), of.asked).answers == of.answers
-    monkeypatch.setattr(cpu_attention, "DTYPES", ())
+    monkeypatch.setattr(paged_attention, "CPU_DTYPES", ())
     assert ask(device(of), of.asked).answers == of.answers
 
 
