@@ -212,8 +212,6 @@ class EngineCore:
         self._unsent += scheduler.on_sent(step)
         if scheduler.admitted_ns:
             self._count_queue_times()
-        if step.preempted is not None:
-            self._row[StatusBoard.PREEMPTIONS] += step.preempted.size
         self._publish()
 
     def _count_queue_times(self) -> None:
@@ -376,8 +374,9 @@ class EngineCore:
     def _publish(self) -> None:
         scheduler, row = self._scheduler, self._row
         row[StatusBoard.OPEN] = scheduler.open_requests
-        row[StatusBoard.RUNNING] = running = scheduler.running
+        row[StatusBoard.RUNNING] = running = self._schedule.rows.size
         row[StatusBoard.WAITING] = max(0, scheduler.open_samples - running)
+        row[StatusBoard.PREEMPTIONS] = scheduler.preemptions
         row[StatusBoard.PREFIX_QUERIES] = scheduler.prefix_queries
         row[StatusBoard.PREFIX_HITS] = scheduler.prefix_hits
         row[StatusBoard.FREE_BLOCKS] = scheduler.cache.num_free

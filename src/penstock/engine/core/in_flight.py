@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine._native import BlockCache, PrefixHasher
-from penstock.engine.core.request import Request, Sample
+from penstock.engine.core.request import Sample
 from penstock.engine.core.request_queue import RequestQueue
 from penstock.engine.core.stop_conditions import NONE_ENDED, StopConditions
 from penstock.engine.protocol.batch_state import BatchState
@@ -39,7 +39,7 @@ class InFlight:
         self,
         schedule: BatchState,
         cache: BlockCache,
-        queue: RequestQueue[Request],
+        queue: RequestQueue,
         max_model_len: int,
         eos_ids: Collection[int],
     ) -> None:
