@@ -4,7 +4,7 @@ Every step computes one token for each sample that decodes, and with what is lef
 prompts. A sample gets blocks for all of its known tokens when it is admitted, and then one at a time. Its full blocks
 are found by others, and by itself after a preemption, as soon as the device has computed them.
 
-A sample that reaches its maximum length in a step in flight computes nothing more, and waits for the result.
+A sample that reaches its maximum length in a step in step computes nothing more, and waits for the result.
 
 A sample is preempted only for a better one: of a better priority, or of the same priority and here for longer. So the
 best sample always advances, and in the end all do; a sample that is short of a block waits if no worse one runs.
@@ -351,31 +351,31 @@ class Scheduler:
     def on_sent(self, step: Step) -> list[tuple[int, Tokens]]:
         """Records that the planned step has been sent, and applied by the batch state. Returns messages to the output
         processors about its new samples."""
-        now = self._batch
+        batch = self._batch
         self._in_flight.sent(step, self._newly_scheduled)
         self._newly_scheduled.clear()
         if self._prefilling:
-            self._prefilling = {slot for slot in self._prefilling if now.known[slot] - now.computed[slot] > 1}
+            self._prefilling = {slot for slot in self._prefilling if batch.known[slot] - batch.computed[slot] > 1}
         return self._tokens.build_started() if step.joined is not None else []
 
     def on_result(self, done: StepDone) -> list[tuple[int, Tokens]]:
         """Applies a result. Returns messages to the output processors about it. Raises DecodeError, and changes
-        nothing, if it misfits the oldest step in flight."""
+        nothing, if it misfits the oldest step in step."""
         in_flight = self._in_flight
         failures = done.failures()
-        flight = in_flight.pop_oldest(done)
-        failed = in_flight.failed(flight, failures)
+        step = in_flight.pop_oldest(done)
+        failed = in_flight.failed(step, failures)
         for end in failed:
             self._end(in_flight.sample(end.slot))  # before its blocks are published
-        in_flight.publish(flight)
-        rows, ended = in_flight.receive(flight, done.ids)
+        in_flight.publish(step)
+        rows, ended = in_flight.receive(step, done.ids)
         for end in ended:
             self._end(in_flight.sample(end.slot))
         for slot, request in self._queue.forking:
             shared = (request.prompt.size - 1) // self._size * self._size
-            if in_flight.has_computed(slot, flight, shared):
+            if in_flight.has_computed(slot, step, shared):
                 self._queue.fork(slot)
-        return self._tokens.build(flight.sampled, done.ids, rows, done.logprobs, failed + ended)
+        return self._tokens.build(step.sampled, done.ids, rows, done.logprobs, failed + ended)
 
     def _end(self, sample: Sample) -> None:
         """Ends a sample: ids that it still samples are discarded. It leaves its slot with the next step."""
