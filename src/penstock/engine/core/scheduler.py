@@ -4,7 +4,7 @@ Every step computes one token for each sample that decodes, and with what is lef
 prompts. A sample gets blocks for all of its known tokens when it is admitted, and then one at a time. Its full blocks
 are found by others, and by itself after a preemption, as soon as the device has computed them.
 
-A sample that reaches its maximum length in a step in step computes nothing more, and waits for the result.
+A sample that reaches its maximum length in a step in flight computes nothing more, and waits for the result.
 
 A sample is preempted only for a better one: of a better priority, or of the same priority and here for longer. So the
 best sample always advances, and in the end all do; a sample that is short of a block waits if no worse one runs.
@@ -360,7 +360,7 @@ class Scheduler:
 
     def on_result(self, done: StepDone) -> list[tuple[int, Tokens]]:
         """Applies a result. Returns messages to the output processors about it. Raises DecodeError, and changes
-        nothing, if it misfits the oldest step in step."""
+        nothing, if it misfits the oldest step in flight."""
         in_flight = self._in_flight
         failures = done.failures()
         step = in_flight.pop_oldest(done)
