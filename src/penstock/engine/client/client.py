@@ -296,7 +296,7 @@ class Client:
             except ClosedError:
                 return
             except DecodeError as error:  # costs that message alone
-                event("not a message", logging.ERROR, error=error)
+                event("malformed message", logging.ERROR, error=error)
 
     def _process_death(self, death: PeerDied) -> None:
         dead = ProcessId.of(death.name)

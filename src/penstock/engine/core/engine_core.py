@@ -41,9 +41,9 @@ from penstock.engine.protocol.messages import (
 )
 
 T = TypeVar("T")
-TELL_AGAIN = 10.0  # seconds; between two events about slow output processors
+LOG_AGAIN = 10.0  # seconds between two log lines about slow output processors
 STOP_TIMEOUT = 3.0  # seconds; for Stop to receivers that may be stuck
-MAX_TAKEN_IN = 256  # messages between two steps, so that a flood of requests does not delay running ones
+MAX_RECEIVED = 256  # messages between two steps, so that a flood of requests does not delay running ones
 
 
 class OutputBatch(Protocol):
@@ -62,11 +62,11 @@ class InlineOutput(Protocol):
     """Detokenizes in the core's loop if the engine has no output processors."""
 
     def forget_server(self, server: int) -> object: ...
-    def take(self, tokens: Tokens) -> OutputBatch: ...
+    def process(self, tokens: Tokens) -> OutputBatch: ...
 
 
 def run(tree: Cluster, me: ProcessId, inline_output: Callable[[EngineConfig], InlineOutput] | None = None) -> None:
-    """Runs a core until it is told to stop. It uses `inline_output` where the engine has no output processors."""
+    """Runs a core until a Stop arrives. It uses `inline_output` where the engine has no output processors."""
     with starting():
         core = EngineCore(tree, me, None if inline_output is None else inline_output(tree.config))
         core.start()
@@ -79,7 +79,7 @@ def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConf
     return SchedulerConfig(
         max_model_len=config.max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        vocabulary=min(one.vocabulary for one in ready),
+        vocabulary=min(message.vocabulary for message in ready),
         eos_ids=config.end_ids,
         has_prefix_cache=config.enable_prefix_caching,
         has_overlap=config.async_scheduling,
@@ -99,9 +99,9 @@ class EngineCore:
         self._inbox = group.inbox.open_receiver(name=name)
         self._results = group.results.open_receiver(0, name=name)
         self._steps = group.steps.open_sender(name=name)
-        self._outputs = [one.open_sender(name=name) for one in group.tokens]
+        self._outputs = [channel.open_sender(name=name) for channel in group.tokens]
         self._unsent: list[tuple[int, Tokens]] = []  # with their output processors
-        self._told_slow = -math.inf  # when it was last logged that an output processor is slow
+        self._logged_slow = -math.inf  # when it was last logged that an output processor is slow
         self._outbox = Outbox(tree, me)
         self._inline_output = inline_output
         self._is_stopped = False
@@ -114,8 +114,10 @@ class EngineCore:
         ready = self._await_workers()
         if self._is_stopped:
             return
-        room = [one.blocks for one in ready]
-        blocks = min(room if config.num_gpu_blocks_override is None else [*room, config.num_gpu_blocks_override])
+        capacities = [message.blocks for message in ready]
+        blocks = min(
+            capacities if config.num_gpu_blocks_override is None else [*capacities, config.num_gpu_blocks_override]
+        )
         schedule = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
         self._await_receivers()
         self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
@@ -187,15 +189,17 @@ class EngineCore:
         deadline = time.monotonic() + self._config.start_timeout
         while not all(self._are_ours(channel) for channel in channels):
             if time.monotonic() >= deadline:
-                raise Timeout(f"the outputs are not there within {self._config.start_timeout:g} s")
+                raise Timeout(
+                    f"the output processors have not opened their receivers within {self._config.start_timeout:g} s"
+                )
             time.sleep(AGAIN)
 
     def _are_ours(self, channel: penstock.codec.Channel[Any]) -> bool:
-        seen = channel.snapshot()
-        names = {peer["index"]: peer["name"] for peer in seen["peers"]}
-        owners = [ProcessId.of(names.get(end["peer"], "")) for end in seen["receivers"] if end["state"] == "live"]
-        here = [one for one in owners if one is not None and one.incarnation == self._me.incarnation]
-        return len(here) == channel.receivers
+        snapshot = channel.snapshot()
+        names = {peer["index"]: peer["name"] for peer in snapshot["peers"]}
+        owners = [ProcessId.of(names.get(end["peer"], "")) for end in snapshot["receivers"] if end["state"] == "live"]
+        ours = [owner for owner in owners if owner is not None and owner.incarnation == self._me.incarnation]
+        return len(ours) == channel.receivers
 
     def _begin(self, begin: Begin) -> None:
         timeout = self._config.step_timeout
@@ -221,8 +225,8 @@ class EngineCore:
         self._scheduler.admitted_ns.clear()
 
     def _receive_requests(self) -> None:
-        """Handles the messages in the inbox, up to MAX_TAKEN_IN of them."""
-        for _ in range(MAX_TAKEN_IN):
+        """Handles the messages in the inbox, up to MAX_RECEIVED of them."""
+        for _ in range(MAX_RECEIVED):
             try:
                 message = self._inbox.receive_nowait()
             except WouldBlock:
@@ -239,7 +243,7 @@ class EngineCore:
         server = self._inbox.source
         if server >= self._config.api_server_count:
             raise error
-        event("not a message", logging.ERROR, server=server, error=str(error))
+        event("malformed message", logging.ERROR, server=server, error=str(error))
         request = error.fields[1] if error.kind is Submit and len(error.fields) > 1 else None
         if isinstance(request, int) and 0 <= request < MAX_REQUESTS:  # the server waits for an answer
             self._fail(server, request, RequestRefused(400, f"the request is not what was expected: {error}"))
@@ -251,15 +255,21 @@ class EngineCore:
 
     def _receive(self, message: Any) -> None:
         if not self._is_of_another(message):
-            return self._take(message)
+            return self._process(message)
         server = self._inbox.source
-        event("not its own", logging.ERROR, server=server, says=message.server, message=type(message).__name__)
+        event(
+            "message under another server's number",
+            logging.ERROR,
+            server=server,
+            says=message.server,
+            message=type(message).__name__,
+        )
         if isinstance(message, Submit):
             self._fail(
                 server, message.request, RequestRefused(400, f"server {server} asked as server {message.server}")
             )
 
-    def _take(self, message: Any) -> None:
+    def _process(self, message: Any) -> None:
         scheduler = self._scheduler
         if isinstance(message, Submit):
             try:
@@ -297,23 +307,23 @@ class EngineCore:
             self._send_tokens()
 
     def _send_tokens(self) -> None:
-        """Sends output processors what is new."""
+        """Sends output processors the messages that are due."""
         for output, tokens in self._unsent:
             if self._inline_output is None:
                 self._send_to_output(output, tokens)
             else:
-                self._answer(self._inline_output.take(tokens))
+                self._answer(self._inline_output.process(tokens))
         self._unsent.clear()
 
     def _send_to_output(self, output: int, tokens: Tokens) -> None:
-        """Waits while there is no room, as for a worker that takes no steps. Raises Timeout, which ends the group."""
+        """Waits while there is no room, as for a worker that receives nothing. Raises Timeout, which ends the group."""
         sender, timeout = self._outputs[output], self._config.step_timeout
         try:
             retry_past_stale_deaths(self._me, partial(sender.send_nowait, tokens), timeout)
         except WouldBlock as full:
             now = time.monotonic()
-            if now - self._told_slow >= TELL_AGAIN:
-                self._told_slow = now
+            if now - self._logged_slow >= LOG_AGAIN:
+                self._logged_slow = now
                 event("output processor too slow", logging.WARNING, output=output, reason=str(full))
             send = partial(sender.send, tokens, timeout)
             self._waiting(lambda: retry_past_stale_deaths(self._me, send, timeout))
@@ -321,7 +331,7 @@ class EngineCore:
     def _answer(self, batch: OutputBatch) -> None:
         slow = [server for server, delta in batch.deltas if not self._outbox.send(server, delta)]
         for abort in batch.aborts:
-            self._take(abort)
+            self._process(abort)
         for server in slow:
             self._give_up(server)
 

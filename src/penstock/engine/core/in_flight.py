@@ -97,9 +97,9 @@ class InFlight:
         self._max_known[slot] = length + limit
         self._before_last = min(self._before_last, limit)
 
-    def begin(self, slot: int, found: int) -> None:
-        """Records that the sample has got its blocks; the first `found` are published already."""
-        self._hasher.allocate(slot, found)
+    def begin(self, slot: int, published: int) -> None:
+        """Records that the sample has got its blocks; the first `published` of them can be found by hash already."""
+        self._hasher.allocate(slot, published)
 
     def end(self, slot: int) -> None:
         """Ends the slot's sample: ids sampled for it from now on are discarded."""

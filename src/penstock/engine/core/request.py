@@ -157,5 +157,5 @@ def check_inputs(inputs: Inputs | None, length: int, arrival: int) -> tuple[tupl
                 400, f"expected an input within a prompt of {length} tokens, got {count} at {position}"
             )
     # An input without a key equals no other; inputs with the same key are equal.
-    keys = [b"%d.%d" % (arrival, at) if one.key is None else one.key for at, one in enumerate(inputs.items)]
+    keys = [b"%d.%d" % (arrival, at) if item.key is None else item.key for at, item in enumerate(inputs.items)]
     return tuple(zip(inputs.items, positions, lengths, strict=True)), tuple(zip(keys, positions, lengths, strict=True))

@@ -269,8 +269,8 @@ class _Level:
         return not self._heap
 
     def first(self, counts: dict[str, int], blocked: Collection[str] = ()) -> Request | None:
-        found, passed = None, []
-        while self._heap and found is None:
+        first, passed = None, []
+        while self._heap and first is None:
             served, pushed, client = self._heap[0]
             queue = self._queues[client]
             while queue and not queue[0].is_waiting:
@@ -283,7 +283,7 @@ class _Level:
             elif client in blocked:
                 passed.append(heapq.heappop(self._heap))
             else:
-                found = queue[0]
+                first = queue[0]
         for entry in passed:
             heapq.heappush(self._heap, entry)
-        return found
+        return first

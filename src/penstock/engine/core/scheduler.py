@@ -112,14 +112,14 @@ class Scheduler:
         messages cross."""
         aborted = self._requests.get((server, request))
         samples = [] if aborted is None else aborted.samples
-        for one in samples if sample is None else samples[sample : sample + 1]:
-            if one.slot is not None and not one.is_ended:
-                self._tokens.abort(one.slot)
-            self._end(one)
+        for open_sample in samples if sample is None else samples[sample : sample + 1]:
+            if open_sample.slot is not None and not open_sample.is_ended:
+                self._tokens.abort(open_sample.slot)
+            self._end(open_sample)
 
     def forget_server(self, server: int) -> list[int]:
         """Aborts all open requests of a server and returns their numbers."""
-        numbers = [number for its, number in self._requests if its == server]
+        numbers = [number for owner, number in self._requests if owner == server]
         for number in numbers:
             self.abort(server, number)
         return numbers

@@ -140,7 +140,7 @@ class StepDraft:
         self._is_copied = self._has_other_rows = False
         self._left: list[int] = []
         self._joined: Joined | None = None
-        self._newcomers: list[tuple[int, Ints, SamplingParams, tuple[Input, ...]]] = []
+        self._new_rows: list[tuple[int, Ints, SamplingParams, tuple[Input, ...]]] = []
         self._writes: list[tuple[tuple[Index, Index], Ints]] = []  # blocks, and where in the table
 
     def _copy(self) -> None:
@@ -199,15 +199,17 @@ class StepDraft:
             if parents and parents[row] != slot:
                 for what, count in (("lengths", end - begin), ("inputs.counts", len(inputs[row]))):
                     if count:
-                        raise DecodeError(f"expected 0 for who has its parent's, got {count} at $.joined.{what}[{row}]")
-                prompt, its = self._prompt_of(parents[row], own, row)
+                        raise DecodeError(
+                            f"expected 0 for a row with the prompt of its parent, got {count} at $.joined.{what}[{row}]"
+                        )
+                prompt, row_inputs = self._prompt_of(parents[row], own, row)
             else:
-                prompt, its = ids[begin:end].copy(), inputs[row]  # a copy: a view would keep the frame as long
+                prompt, row_inputs = ids[begin:end].copy(), inputs[row]  # a copy: a view would keep the frame as long
                 prompt.flags.writeable = False
-            own[slot] = prompt, its
+            own[slot] = prompt, row_inputs
             begin = end
-            self._newcomers.append((slot, prompt, params[row], its))
-        self._known[slots] = [prompt.size for _, prompt, _, _ in self._newcomers]
+            self._new_rows.append((slot, prompt, params[row], row_inputs))
+        self._known[slots] = [prompt.size for _, prompt, _, _ in self._new_rows]
         self._require_more_known(slots, "joined")
         self._joined = joined
 
@@ -240,7 +242,7 @@ class StepDraft:
         of = check_column(joined.params_of, size, "joined.params_of")
         if size and of.max() >= len(known):
             raise DecodeError(f"expected less than {len(known)}, got {of.max()} at $.joined.params_of")
-        return [known[one] for one in of.tolist()]
+        return [known[number] for number in of.tolist()]
 
     def resume(self, resumed: Resumed) -> None:
         slots = self._slots(resumed.slots, "resumed.slots", PREEMPTED)
@@ -289,9 +291,9 @@ class StepDraft:
         counts = self._ones
         if advances is not None:
             slots = self._slots(advances.slots, "advances.slots", RUNNING)
-            given = check_column(advances.counts, slots.size, "advances.counts", now._positions)
+            tokens = check_column(advances.counts, slots.size, "advances.counts", now._positions)
             counts = counts.copy()
-            counts[slots] = given
+            counts[slots] = tokens
         self._settle(counts, advances)
 
     def _count_rows(self) -> None:
@@ -338,11 +340,13 @@ class StepDraft:
     # ── all of it has been checked ──
     def commit(self) -> None:
         now = self._now
-        most = int(np.maximum.reduce(self._block_counts)) if self._writes else 0
-        if most > now.table.shape[1]:
-            table = np.zeros((now.slots, min(now.max_blocks_per_request, max(most, 2 * now.table.shape[1]))), np.int32)
-            there = int(now.block_counts.max())
-            table[:, :there] = now.table[:, :there]
+        max_blocks = int(np.maximum.reduce(self._block_counts)) if self._writes else 0
+        if max_blocks > now.table.shape[1]:
+            table = np.zeros(
+                (now.slots, min(now.max_blocks_per_request, max(max_blocks, 2 * now.table.shape[1]))), np.int32
+            )
+            used = int(now.block_counts.max())
+            table[:, :used] = now.table[:, :used]
             now.table = table
         for where, blocks in self._writes:
             now.table[where] = blocks
@@ -354,28 +358,28 @@ class StepDraft:
             now.requests[self._joined.slots] = self._joined.requests
             now.servers[self._joined.slots] = 0 if self._joined.servers is None else self._joined.servers
             now.samples[self._joined.slots] = 0 if self._joined.samples is None else self._joined.samples
-            for slot, prompt, params, inputs in self._newcomers:
+            for slot, prompt, params, inputs in self._new_rows:
                 now.prompts[slot], now.params[slot], now.inputs[slot] = prompt, params, inputs
         now.rows, now.counts, now._ones, now._room = self._rows, self._counts, self._ones, self._room
 
-    def _slots(self, slots: Slots, place: str, *wanted: int) -> Index:
+    def _slots(self, slots: Slots, place: str, *expected: int) -> Index:
         """Returns the column as an index. Raises DecodeError unless slots exist, once each, with a `wanted` status."""
         check_column(slots, slots.size, place, self._now.slots)
         index = slots.astype(np.intp)
         status = self._status[index]
-        fits = status == wanted[0]
-        for other in wanted[1:]:
+        fits = status == expected[0]
+        for other in expected[1:]:
             fits |= status == other
         if not fits.all():
             at = int(fits.argmin())
-            names = " or ".join(STATUS[one] for one in wanted)
+            names = " or ".join(STATUS[number] for number in expected)
             raise DecodeError(
                 f"expected a slot that is {names}, got {slots[at]}, {STATUS[status[at]]}, at $.{place}[{at}]"
             )
         if index.size > 1:
-            seen = np.zeros(self._now.slots, np.bool_)
-            seen[index] = True
-            if np.count_nonzero(seen) < index.size:
+            is_named = np.zeros(self._now.slots, np.bool_)
+            is_named[index] = True
+            if np.count_nonzero(is_named) < index.size:
                 twice = int(np.bincount(index).argmax())
                 raise DecodeError(f"expected each slot once, got {twice} twice at $.{place}")
         return index

@@ -79,12 +79,14 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
             raise ValueError("expected detokenize with stop strings: they are found in text")
 
     def require_choice(self, eos_ids: Collection[int], vocabulary: int) -> None:
-        """Raises ValueError where not one of the ids that are allowed can be the first token of an answer."""
+        """Raises ValueError unless one of the allowed ids can be the first token of an answer."""
         if self.allowed_token_ids is None:
             return
-        allowed = {one for one in self.allowed_token_ids if 0 <= one < vocabulary}
+        allowed = {token_id for token_id in self.allowed_token_ids if 0 <= token_id < vocabulary}
         if not allowed:
-            raise ValueError(f"expected an id below {vocabulary} at $.allowed_token_ids, as one must be allowed")
+            raise ValueError(
+                f"expected an id below {vocabulary} at $.allowed_token_ids: a request needs an id that it allows"
+            )
         ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)}
         if self.min_tokens and allowed <= ends:
             raise ValueError(
@@ -93,19 +95,19 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
             )
 
 
-_MOST = float(2**31 - 1)
+_MAX_INT = float(2**31 - 1)
 _LIMITS = (
     ("n", 1.0, 16384.0),
     ("temperature", 0.0, 1e6),
     ("top_p", 0.0, 1.0),
-    ("top_k", 0.0, _MOST),
+    ("top_k", 0.0, _MAX_INT),
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("repetition_penalty", 1e-6, 1e6),
-    ("max_tokens", 1.0, _MOST),
-    ("min_tokens", 0.0, _MOST),
-    ("logprobs", 0.0, _MOST),
+    ("max_tokens", 1.0, _MAX_INT),
+    ("min_tokens", 0.0, _MAX_INT),
+    ("logprobs", 0.0, _MAX_INT),
 )
 
 
@@ -269,7 +271,9 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
         if self.ids.shape != (sampled,):
             raise DecodeError(f"expected {sampled} numbers, got a shape of {self.ids.shape} at $.ids")
         if self.reasons is not None and (self.failed is None or self.reasons.shape != self.failed.shape):
-            raise DecodeError(f"expected one for each that failed, got a shape of {self.reasons.shape} at $.reasons")
+            raise DecodeError(
+                f"expected a reason for each failed slot, got a shape of {self.reasons.shape} at $.reasons"
+            )
 
     def failures(self) -> list[tuple[int, FinishReason]]:
         """Returns the slots that failed, with the reasons. Raises DecodeError for an unknown reason."""
@@ -288,9 +292,9 @@ class FinishReason(enum.IntEnum):
     STOP = 1  # an end id or a stop string
     LENGTH = 2
     ABORT = 3
-    ERROR = 4  # its numbers were not numbers
-    MISSING = 5  # what stands in its prompt was not there any more when it was needed: it may be sent again
-    MISFIT = 6  # what stands in its prompt is not what the model takes, or has another length there
+    ERROR = 4  # its logits were not finite
+    MISSING = 5  # an image of its prompt was no longer in the store: the request may be sent again
+    MISFIT = 6  # an image of its prompt does not fit the model or its placeholder
 
 
 # ── core → output processor, by a ring of its own ────────────────────────────────────────────────────────────────────
