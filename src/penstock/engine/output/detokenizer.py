@@ -131,7 +131,7 @@ class TokenizerDecoder:
     def __init__(self, tokenizer: Any, context: list[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._before = context  # ids whose text has been returned, and decides how the next ones are written
+        self._before = context  # ids with text that was returned: it decides how the next ones are written
         self._held: list[int] = []
         self._begin()
 
