@@ -7,6 +7,7 @@ within the group.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import math
@@ -228,15 +229,20 @@ class EngineCore:
         """Handles the messages in the inbox, up to MAX_RECEIVED of them."""
         for _ in range(MAX_RECEIVED):
             try:
-                message = self._inbox.receive_nowait()
+                self._receive(self._inbox.receive_nowait)
             except WouldBlock:
                 return
-            except PeerDied as death:
-                self._process_death(death)
-            except DecodeError as error:
-                self._drop_malformed(error)
-            else:
-                self._receive(message)
+
+    def _receive(self, receive: Callable[[], Any]) -> None:
+        """Handles the next message, or a death in its place. Raises what `receive` does if none comes."""
+        try:
+            message = receive()
+        except PeerDied as death:
+            self._process_death(death)
+        except DecodeError as error:
+            self._drop_malformed(error)
+        else:
+            self._dispatch(message)
 
     def _drop_malformed(self, error: DecodeError) -> None:
         """Drops a malformed message from a server; re-raises `error` for any other sender."""
@@ -253,7 +259,7 @@ class EngineCore:
         server = self._inbox.source
         return isinstance(message, Submit | Abort) and message.server != server < self._config.api_server_count
 
-    def _receive(self, message: Any) -> None:
+    def _dispatch(self, message: Any) -> None:
         if not self._is_of_another(message):
             return self._process(message)
         server = self._inbox.source
@@ -339,14 +345,9 @@ class EngineCore:
         """Sleeps until a message comes: no step is in flight, and none can be decided."""
         self._publish()
         self._outbox.flush()
-        try:
-            self._receive(self._waiting(lambda: self._inbox.receive(AGAIN if self._outbox.has_backlog else None)))
-        except Timeout:
-            pass
-        except PeerDied as death:
-            self._process_death(death)
-        except DecodeError as error:
-            self._drop_malformed(error)
+        wait = AGAIN if self._outbox.has_backlog else None
+        with contextlib.suppress(Timeout):
+            self._receive(lambda: self._waiting(partial(self._inbox.receive, wait)))
 
     def _process_death(self, death: PeerDied) -> None:
         """Forgets a dead server's requests; ignores a stale death; re-raises any other."""
