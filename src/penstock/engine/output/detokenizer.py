@@ -54,12 +54,12 @@ class Vocabulary:
         without_special = [b"" if token_id in self._special else piece for token_id, piece in enumerate(self._pieces)]
         self.texts = [*without_special, *self._pieces, *[b""] * self.stride]
         is_complete = [_is_whole(piece) for piece in self._pieces] if tokenizer is None else [False] * self.stride
-        writes_nothing_special = [
+        is_complete_or_special = [
             token_id in self._special or is_whole for token_id, is_whole in enumerate(is_complete)
         ]
         self.is_table = tokenizer is None
         self.is_whole = np.array(
-            [*(writes_nothing_special if self.is_table else is_complete), *is_complete, *[True] * self.stride], np.bool_
+            [*(is_complete_or_special if self.is_table else is_complete), *is_complete, *[True] * self.stride], np.bool_
         )
         self.is_seen = np.array([len(text) > 0 for text in self.texts], np.bool_)
         masks = [char_bloom(text.decode(errors="replace")) for text in self._pieces]

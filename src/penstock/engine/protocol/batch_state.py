@@ -39,7 +39,7 @@ from penstock.errors import DecodeError
 
 
 class BatchState:
-    """Arrays are by slot; their values for a free slot mean nothing, unless said.
+    """Arrays are by slot; their values for a free slot mean nothing, unless the comment says so.
 
     A row samples in a step if its computed tokens reach its known tokens: then one more token is known, or will be when
     its id is. So all processes that apply the step know which rows sampled, and none computes an unknown token.
@@ -83,14 +83,14 @@ class BatchState:
         return self.table[slot, : self.block_counts[slot]]
 
     def short_of_blocks(self, by: int = 1) -> Index:
-        """Slots that need another block before they can advance by so many tokens."""
+        """Returns the slots that need another block before they can advance by so many tokens."""
         rows = self.rows
         if by <= self._room:
             return rows[:0]
         short: Index = rows[self.computed[rows] + by > self.block_counts[rows] * self.block_size]
         return short
 
-    # ── becoming the next state ──
+    # ── the next state ──
     def apply(self, step: Step, /) -> None:
         """Applies a step. Raises DecodeError, and changes nothing, if it does not fit."""
         if (
@@ -124,7 +124,7 @@ class BatchState:
 
 
 class StepDraft:
-    """The next state, not visible until it is committed: so a step that does not fit has changed nothing."""
+    """The next state, made of the present one and a step. A step that does not fit changes nothing."""
 
     def __init__(self, now: BatchState) -> None:
         self._now = now
