@@ -71,7 +71,7 @@ NB_MODULE(_native, m) {
             Available available = memory_available();
             return nb::make_tuple(available.nbytes, available.owner);
         },
-        nb::sig("def memory_available() -> tuple[int, str]"), "Bytes, and who leaves no more: a part of a sentence.");
+        nb::sig("def memory_available() -> tuple[int, str]"), "Bytes, and what limits them: a part of a sentence.");
     m.def("total_memory", [] {
         struct sysinfo info{};
         ::sysinfo(&info);

@@ -598,7 +598,7 @@ void bind_channel(nb::module_& m) {
 
     nb::class_<TapOfAll>(m, "Tap",
                          "Looks at the records of a channel as they pass, without a trace in it: it joins nothing, "
-                         "writes nothing, and nobody waits for it.\n"
+                         "writes nothing, and no process waits for it.\n"
                          "It sees what is sent from now on; from_start: what some receiver has still to read, too.\n\n"
                          "Examples:\n"
                          "    >>> import os\n"

@@ -115,7 +115,7 @@ void bind_memory(nb::module_& m) {
         .def_static(
             "adopt", [](int fd, bool is_observer) { return Segment::adopt(fd, !is_observer, is_observer); }, "fd"_a,
             "is_observer"_a = false,
-            "Takes the descriptor over. An observer maps everything read-only, and can so be nobody's peer.")
+            "Takes the descriptor over. An observer maps everything read-only, so it cannot join as a peer.")
         .def_static(
             "attach",
             [](int pid, u64 start, int fd, u64 inode, u64 nonce) {

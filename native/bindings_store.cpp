@@ -42,7 +42,7 @@ struct Keeper {
         for (const auto& item : Store(*by).stats().items)
             if (item.is_filling && std::memcmp(&item.key, &key, sizeof key) == 0 && item.taker < by->shape().max_peers)
                 return by->describe(item.taker);
-        return "somebody";
+        return "another process";
     }
 };
 
@@ -159,26 +159,26 @@ void penstock::python::bind_store(nb::module_& m) {
             "key"_a.none(), nb::sig("def get_value(self, key: bytes) -> Lease | None"))
         .def_prop_ro(
             "is_ours", [](const Keeper& keeper) { return keeper.by->is_ours(); }, "Not of the process before a fork().")
-        .def("begin", &begin, "key"_a.none(), "nbytes"_a, "timeout"_a.none() = nb::none(),
-             nb::sig(
-                 "def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]"),
-             "True and a writable lease, to be written and committed; or False and a lease of what is there. Waits "
-             "while "
-             "somebody else writes it, or for room.")
         .def(
-            "commit", &commit, "lease"_a,
-            "What was written is there for everybody, and the lease is for reading from now on: it must have no views. "
-            "False: it was taken out meanwhile.")
+            "begin", &begin, "key"_a.none(), "nbytes"_a, "timeout"_a.none() = nb::none(),
+            nb::sig(
+                "def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]"),
+            "Returns True and a writable lease, to be written and committed; or False and a lease of the value that is "
+            "there. Waits while another process writes it, or for room.")
+        .def("commit", &commit, "lease"_a,
+             "Publishes what was written; the lease, which must have no views, is for reading from now on. Returns "
+             "False "
+             "if the key was removed meanwhile.")
         .def(
             "abandon",
             [](Keeper& keeper, Lease& lease) {
                 keeper.store_of(lease).abandon(lease.extent);
                 lease.is_filling = false;
             },
-            "lease"_a, "Somebody else may write it. So it is, too, when the lease goes without a commit.")
+            "lease"_a, "Lets another process write the value, as the end of a lease without a commit does.")
         .def(
             "make_room", [](Keeper& keeper, u64 nbytes) { return keeper.store().make_room(nbytes); }, "nbytes"_a,
-            "Gives up kept blocks that nobody holds, so that one of `nbytes` fits. False: there is no such place.")
+            "Evicts kept blocks that no peer holds, until one of `nbytes` fits. Returns False if there are too few.")
         .def(
             "remove",
             [](Keeper& keeper, nb::handle bytes) {

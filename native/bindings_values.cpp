@@ -293,7 +293,7 @@ void penstock::python::bind_values(nb::module_& m) {
         "ref_of"_a, "read"_a,
         nb::sig("def use_values(ref_of: collections.abc.Callable[..., typing.Any], read: "
                 "collections.abc.Callable[[typing.Any, typing.Any, bool], typing.Any]) -> None"),
-        "Says what makes a reference of five numbers, and who reads a value that is not plain.");
+        "Sets the class of references, made of five numbers, and the function that reads a value that is not plain.");
     nb::class_<Stored>(m, "Lease", nb::pooled(), LEASE)
         .def(
             "__init__",

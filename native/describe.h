@@ -70,22 +70,22 @@ inline PoolStats Pool::stats() const {
 }
 inline Error Pool::exhausted(u64 asked) const {
     PoolStats s = stats();
-    std::string who;
+    std::string holders;
     std::sort(s.holders.begin(), s.holders.end(), [](auto& a, auto& b) { return a.nbytes > b.nbytes; });
     for (size_t i = 0; i < s.holders.size() && i < 4; ++i)
-        who += format("%s%s holds %s", i == 0 ? "; " : ", ", attachment_.describe(s.holders[i].slot).c_str(),
-                      in_units(s.holders[i].nbytes).c_str());
+        holders += format("%s%s holds %s", i == 0 ? "; " : ", ", attachment_.describe(s.holders[i].slot).c_str(),
+                          in_units(s.holders[i].nbytes).c_str());
     const char* advice = asked > s.nbytes                         ? ": raise the pool's nbytes"
                          : s.blocks >= geometry_.shape.max_blocks ? ": all blocks are taken, raise max_blocks"
                                                                   : "";
-    return Error(Fault::memory_exhausted,
-                 format("block of %s does not fit pool '%s' (%s, %s free, largest gap %s)%s%s", in_units(asked).c_str(),
-                        attachment_.segment().name().c_str(), in_units(s.nbytes).c_str(),
-                        in_units(s.free_nbytes).c_str(), in_units(s.largest_free_nbytes).c_str(), advice, who.c_str()))
+    return Error(Fault::memory_exhausted, format("block of %s does not fit pool '%s' (%s, %s free, largest gap %s)%s%s",
+                                                 in_units(asked).c_str(), attachment_.segment().name().c_str(),
+                                                 in_units(s.nbytes).c_str(), in_units(s.free_nbytes).c_str(),
+                                                 in_units(s.largest_free_nbytes).c_str(), advice, holders.c_str()))
         .with("asked", static_cast<i64>(asked))
         .with("free", static_cast<i64>(s.free_nbytes))
         .with("largest", static_cast<i64>(s.largest_free_nbytes))
-        .with("holders", who.empty() ? "" : who.substr(2));
+        .with("holders", holders.empty() ? "" : holders.substr(2));
 }
 inline Error Pool::stale(const Extent& ref, const char* why, u32 found) const {
     head_.stale_refs.add();
@@ -166,12 +166,13 @@ inline Error Sender::timeout(u64 waited_ns) {
     u64 behind_ns = oldest.position == least ? now_ns() - oldest.committed_ns : waited_ns;
     u64 records = lane_->sequence.load(RELAXED) - channel_.cursor(index_, slowest).sequence.load(RELAXED);
     End end = end_of(channel_.receiver(slowest).word.load(order::end.acquire));
-    std::string who =
+    std::string receiver =
         end.state == EndState::expected ? std::string("which has not attached yet") : channel_.describe(end);
     return Error(Fault::timeout,
                  format("'%s' is full for %s: receiver %u, %s, is %llu records (%s) behind, the oldest for %s", name(),
-                        in_seconds(waited_ns).c_str(), slowest, who.c_str(), static_cast<unsigned long long>(records),
-                        in_units(committed_ - least).c_str(), in_seconds(behind_ns).c_str()))
+                        in_seconds(waited_ns).c_str(), slowest, receiver.c_str(),
+                        static_cast<unsigned long long>(records), in_units(committed_ - least).c_str(),
+                        in_seconds(behind_ns).c_str()))
         .with("receiver", slowest)
         .with("pid", end.state == EndState::live && end.slot < channel_.g.shape.max_peers
                          ? pid_of(channel_.by->peer(end.slot).identity.load(order::identity.acquire))
@@ -183,7 +184,7 @@ inline Error Sender::timeout(u64 waited_ns) {
 inline Error Receiver::timeout(u64 waited_ns) {
     require_open();
     if (is_locked_out()) return Error(Fault::timeout, obstacle_);
-    std::string who = "nobody has come to send";
+    std::string sender = "no sender is open";
     u64 last = NEVER;  // of an inbox: the sender that has been silent for longest is the one to look at
     for (u32 i = 0; i < channel_.g.shape.lanes; ++i) {
         End end = end_of(channel_.lane(i).word.load(order::end.acquire));
@@ -191,16 +192,16 @@ inline Error Receiver::timeout(u64 waited_ns) {
         u64 at = channel_.lane(i).last_ns.load(RELAXED);
         if (at > last) continue;
         last = at;
-        who = channel_.describe(end) +
-              (at == 0 ? " has not sent yet" : " sent last " + in_seconds(now_ns() - at) + " ago");
+        sender = channel_.describe(end) +
+                 (at == 0 ? " has not sent yet" : " sent last " + in_seconds(now_ns() - at) + " ago");
     }
     return Error(Fault::timeout, format("no record for receiver %u of '%s' within %s; %s", index_, name(),
-                                        in_seconds(waited_ns).c_str(), who.c_str()));
+                                        in_seconds(waited_ns).c_str(), sender.c_str()));
 }
 inline Error Receiver::corrupt(u32 lane, const Record& found) {
     return Error(Fault::record_corrupt,
                  format("lane %u of '%s' at position %llu: not a record (position %llu, length %u, kind %u): "
-                        "somebody wrote where it must not",
+                        "a process has overwritten it",
                         lane, name(), static_cast<unsigned long long>(lanes_[lane].position),
                         static_cast<unsigned long long>(found.position), found.length, found.kind));
 }

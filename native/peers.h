@@ -116,7 +116,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                 bool is_peer = owner < shape().max_peers;
                 throw Error(Fault::timeout,
                             format("a lock of '%s' is held by %s for %s%s", segment_->name().c_str(),
-                                   is_peer ? describe(owner).c_str() : "nobody", in_seconds(now - started).c_str(),
+                                   is_peer ? describe(owner).c_str() : "no peer", in_seconds(now - started).c_str(),
                                    is_peer ? remedy(owner).c_str() : ""));
             }
             if ((seen & WAITERS) == 0 && !word.compare_exchange_strong(seen, seen | WAITERS, RELAXED)) continue;

@@ -337,7 +337,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         if (is_all_ended) {
             if (channel_.head.ready.load(order::ready.acquire) != 0) return;
             throw Error(Fault::end_of_channel,
-                        format("all %u senders of '%s' have closed", channel_.g.shape.lanes, name()));
+                        format("all %u senders of '%s' have closed or died", channel_.g.shape.lanes, name()));
         }
         seen_changes_ = changes;
     }

@@ -194,7 +194,7 @@ class Tap {
                 go_on_at(i, newest(i));
                 throw Error(Fault::record_corrupt,
                             format("lane %u of '%s' at position %llu: not a record (position %llu, length %u, kind "
-                                   "%u): somebody wrote where it must not",
+                                   "%u): a process has overwritten it",
                                    i, channel_.name(), static_cast<unsigned long long>(position),
                                    static_cast<unsigned long long>(record.position), record.length, record.kind));
             }

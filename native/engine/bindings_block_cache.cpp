@@ -114,8 +114,8 @@ void bind_block_cache(nb::module_& m) {
                   "numpy.typing.NDArray[numpy.int32], stop_bits: numpy.typing.NDArray[numpy.uint8], slots: "
                   "numpy.typing.NDArray[numpy.int64], token_ids: numpy.typing.NDArray[numpy.int32]) -> "
                   "numpy.typing.NDArray[numpy.int64] | None"),
-          "Adds 1 to the count of each slot. Returns the rows whose slot has reached its limit, or whose token id may "
-          "be a stop token: the bit that its low bits name is set. None: no row.");
+          "Adds 1 to the count of each slot. Returns the rows of slots that have reached their limit, and of token "
+          "ids that may be stop tokens: the bit that an id's low bits name is set. None: no row.");
 
     nb::class_<BlockCache>(m, "BlockCache",
                            "The blocks of the KV cache by number. A block is in use, or cached (no references, and "
@@ -253,7 +253,7 @@ void bind_block_cache(nb::module_& m) {
                     "numpy.typing.NDArray[numpy.uint8], running: int, block_tables: numpy.typing.NDArray[numpy.int32]) "
                     "-> None"),
             "The step is done, and with it `num_computed` tokens of each slot: publishes the blocks that are full by "
-            "it. Skips slots whose `status` is not `running`, and those that got their blocks after that step.")
+            "it. Skips slots with a `status` other than `running`, and those that got their blocks after that step.")
         .def(
             "append",
             [](PrefixHasher& hasher, i64 step, const Int64Array& slots, const Int32Array& token_ids) -> nb::object {
@@ -269,8 +269,8 @@ void bind_block_cache(nb::module_& m) {
             "step"_a, "slots"_a, "token_ids"_a,
             nb::sig("def append(self, step: int, slots: numpy.typing.NDArray[numpy.int64], token_ids: "
                     "numpy.typing.NDArray[numpy.int32]) -> numpy.typing.NDArray[numpy.int64] | None"),
-            "Appends the id that the step sampled for each slot. Returns the rows whose sequence has not finished "
-            "before; None: all of them.")
+            "Appends the id that the step sampled for each slot. Returns the rows of sequences that have not "
+            "finished before; None: all of them.")
         .def(
             "filled",
             [](PrefixHasher& hasher) {

@@ -50,7 +50,7 @@ void attend(const Vectors& queries, const Vectors& keys, const Vectors& values, 
     require(keys.shape(2) == p.key_size && keys.shape(0) == values.shape(0),
             "expected keys of the size of the queries, and a value for each key");
     require(is_contiguous(keys) && is_contiguous(values) && (queries.stride(2) == 1 || p.key_size == 1),
-            "expected contiguous keys and values, and queries whose heads are contiguous");
+            "expected contiguous keys and values, and queries with contiguous heads");
     require(
         out.shape(0) == p.num_seqs && out.shape(1) == p.num_heads && out.shape(2) == p.value_size && is_contiguous(out),
         "expected a contiguous out with a value for each query");

@@ -28,7 +28,7 @@ def arm_point(name: str, action: str, countdown: int = 1, delay_us: int = 0) -> 
     """
 
 def memory_available() -> tuple[int, str]:
-    """Bytes, and who leaves no more: a part of a sentence."""
+    """Bytes, and what limits them: a part of a sentence."""
 
 def total_memory() -> int: ...
 
@@ -61,7 +61,7 @@ class Segment:
     @staticmethod
     def adopt(fd: int, is_observer: bool = False) -> Segment:
         """
-        Takes the descriptor over. An observer maps everything read-only, and can so be nobody's peer.
+        Takes the descriptor over. An observer maps everything read-only, so it cannot join as a peer.
         """
 
     @staticmethod
@@ -360,7 +360,7 @@ class Receiver:
 
 class Tap:
     """
-    Looks at the records of a channel as they pass, without a trace in it: it joins nothing, writes nothing, and nobody waits for it.
+    Looks at the records of a channel as they pass, without a trace in it: it joins nothing, writes nothing, and no process waits for it.
     It sees what is sent from now on; from_start: what some receiver has still to read, too.
 
     Examples:
@@ -403,22 +403,22 @@ class Store:
 
     def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]:
         """
-        True and a writable lease, to be written and committed; or False and a lease of what is there. Waits while somebody else writes it, or for room.
+        Returns True and a writable lease, to be written and committed; or False and a lease of the value that is there. Waits while another process writes it, or for room.
         """
 
     def commit(self, lease: BlockLease) -> bool:
         """
-        What was written is there for everybody, and the lease is for reading from now on: it must have no views. False: it was taken out meanwhile.
+        Publishes what was written; the lease, which must have no views, is for reading from now on. Returns False if the key was removed meanwhile.
         """
 
     def abandon(self, lease: BlockLease) -> None:
         """
-        Somebody else may write it. So it is, too, when the lease goes without a commit.
+        Lets another process write the value, as the end of a lease without a commit does.
         """
 
     def make_room(self, nbytes: int) -> bool:
         """
-        Gives up kept blocks that nobody holds, so that one of `nbytes` fits. False: there is no such place.
+        Evicts kept blocks that no peer holds, until one of `nbytes` fits. Returns False if there are too few.
         """
 
     def remove(self, key: bytes) -> bool: ...
@@ -434,7 +434,7 @@ def use_kinds(kinds: list[tuple[int, Any, Any]], numpy_of: Callable[[int], Any],
 
 def use_values(ref_of: Callable[..., Any], read: Callable[[Any, Any, bool], Any]) -> None:
     """
-    Says what makes a reference of five numbers, and who reads a value that is not plain.
+    Sets the class of references, made of five numbers, and the function that reads a value that is not plain.
     """
 
 class Lease:

@@ -61,15 +61,15 @@ def misses_a_step(tree: Cluster, me: ProcessId) -> None:
 
 def dies_between_result_and_answer(tree: Cluster, me: ProcessId) -> None:
     mine = output_processor.OutputProcessor(tree, me, load_vocabulary(tree.config))
-    take, results = mine._state.take, iter(range(LAST))
+    process, results = mine._state.process, iter(range(LAST))
 
     def die_or(message: Any) -> Any:
         if me.incarnation == 1 and next(results, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        return take(message)
+        return process(message)
 
-    mine._state.take = die_or  # type: ignore[method-assign]
-    while mine.turn():
+    mine._state.process = die_or  # type: ignore[method-assign]
+    while mine.process_next():
         pass
     mine.close()
 

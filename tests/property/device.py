@@ -125,6 +125,12 @@ class Device:
         return [contents[slot] for slot in now.sampled.tolist()], fails
 
 
+def found_in_cache(step: Step) -> int:
+    """How many tokens of the samples that this step admits need not be computed."""
+    columns = [rows.computed for rows in (step.joined, step.resumed) if rows is not None]
+    return sum(int(computed.sum()) for computed in columns if computed is not None)
+
+
 Owner = tuple[int, int, int]  # server, request, sample
 
 
@@ -157,6 +163,7 @@ class Core:
         self.ended: dict[Owner, str] = {}
         self.told: list[Tokens] = []  # to the output processor
         self.shared = self.preempted = self.steps = 0
+        self.cached_tokens = 0  # of all samples, each time that they got blocks
 
     # ── what comes from outside ──
     def submit(self, submit: Submit) -> None:
@@ -212,6 +219,8 @@ class Core:
                 assert owner in self.got and owner not in self.owners.values() and owner not in self.ended
                 self.owners[slot] = owner
         self.preempted += 0 if step.preempted is None else step.preempted.size
+        assert self.scheduler.preemptions == self.preempted
+        self.cached_tokens += found_in_cache(step)
         ids, failed = self.device.launch(step, self.failing, self.chance)
         sampling = [self.owners[slot] for slot in self.schedule.sampled.tolist()]
         self.flights.append(Flight(self.number, sampling, ids, [self.owners[slot] for slot in failed], failed))
@@ -277,7 +286,7 @@ class Core:
             if len(self.flights) == 2 or (self.flights and self.chance.random() < 0.5):
                 self.finish()
         assert not self.open_samples(), "somebody never ends"
-        assert self.scheduler.in_flight == self.scheduler.open_requests == self.scheduler.waiting == 0
+        assert self.scheduler.in_flight == self.scheduler.open_requests == self.scheduler.open_samples == 0
         assert not self.schedule.status.any() and self.scheduler.cache.num_free == self.schedule.blocks
 
     def answers(self) -> dict[Owner, list[int]]:

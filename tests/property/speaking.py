@@ -218,7 +218,7 @@ class Speaking:
     def _tell(self, messages: list[tuple[int, Tokens]]) -> None:
         for output, tokens in messages:
             self.told[output].check(tokens)
-            answers = self.states[output].take(tokens)
+            answers = self.states[output].process(tokens)
             assert len({server for server, _ in answers.deltas}) == len(answers.deltas)
             for server, delta in answers.deltas:
                 self.servers.take(server, delta)

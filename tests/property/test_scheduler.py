@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from penstock.engine.core.scheduler import SLOT_SHARE
+from penstock.engine.core.request_queue import SLOT_SHARE
 from penstock.engine.protocol.messages import SamplingParams, Submit
 from tests.property.device import EOS, VOCABULARY, Core, Users, answer
 
@@ -89,8 +89,8 @@ def test_answers_do_not_depend_on_overlap_nor_on_the_cache_nor_on_memory(seed: i
 def test_without_the_prefix_cache_only_samples_of_one_request_share_blocks(seed: int) -> None:
     core = run(seed, MEMORY["plenty"], calm=True, has_prefix_cache=False)
     assert core.shared
-    cached = core.scheduler.stats.cached_tokens
-    assert 0 < cached < run(seed, MEMORY["plenty"], calm=True).scheduler.stats.cached_tokens
+    cached = core.cached_tokens
+    assert 0 < cached < run(seed, MEMORY["plenty"], calm=True).cached_tokens
 
 
 # ── slots ────────────────────────────────────────────────────────────────────────────────────────────────────────────

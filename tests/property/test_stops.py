@@ -37,7 +37,7 @@ def test_a_text_ends_where_the_plainest_search_ends_it_however_it_is_cut(
     expected, stop = plainly(text, free, stops, includes)
     shown = ""
     for one in range(len(pieces)):
-        shown += ours.take(one, one >= least)
+        shown += ours.add(one, one >= least)
         assert expected.startswith(shown), "what is shown cannot be taken back"
         if ours.stop is not None:
             break

@@ -20,14 +20,16 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
 from penstock.codec.buffer import Buffer  # noqa: E402
-from penstock.engine.core.scheduler import Scheduler, SchedulerConfig, Stats  # noqa: E402
+from penstock.engine.core.scheduler import Scheduler, SchedulerConfig  # noqa: E402
 from penstock.engine.core.step_builder import StepBuilder  # noqa: E402
 from penstock.engine.protocol.batch_state import BatchState  # noqa: E402
-from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, StepDone, Submit  # noqa: E402
+from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, Submit  # noqa: E402
 from penstock.engine.worker.input_batch import InputBatch, build_batch  # noqa: E402
 from penstock.engine.worker.model_runner import ModelRunner  # noqa: E402
+from penstock.engine.worker.worker import build_result  # noqa: E402
 from penstock.tensor import Handle  # noqa: E402
 from tests import tiers  # noqa: E402
+from tests.property.device import found_in_cache  # noqa: E402
 
 VOCABULARY, IMAGE, BEFORE, AFTER = 131, 130, 128, 127  # ids: of an image's place, and of what stands around it
 WORDS = range(3, 120)
@@ -292,7 +294,8 @@ class Told(NamedTuple):
 
     answers: list[list[int]]
     reasons: dict[int, FinishReason]  # of those who failed
-    stats: Stats
+    cached_tokens: int  # that need not be computed, of all samples each time that they were admitted
+    preemptions: int
 
     @property
     def failed(self) -> set[int]:
@@ -322,20 +325,21 @@ def ask(
     answers: list[list[int]] = [[] for _ in asked]
     flights: deque[Any] = deque()
     reasons: dict[int, FinishReason] = {}
-    number, steps = 0, itertools.count(1)
+    number, steps, cached_tokens = 0, itertools.count(1), 0
     while number < len(asked) or scheduler.open_requests or flights:
         if number < len(asked):
             scheduler.submit(_submit(number, asked[number], params))
             number += 1
         while len(flights) < depth and scheduler.schedule(plan):
             step = plan.build(1, next(steps))
+            cached_tokens += found_in_cache(step)
             schedule.apply(step)
             scheduler.on_sent(step)
             flights.append((step, device.launch(schedule, step), schedule.sampled, schedule.requests.copy()))
         if flights:
             step, flight, rows, requests = flights.popleft()
             sampled = flight.result()
-            done = StepDone(1, step.number, sampled.ids, failed=sampled.failed, reasons=sampled.reasons)
+            done = build_result(step, sampled)
             for slot, why in done.failures():
                 reasons.setdefault(int(requests[slot]), why)
             for slot, token in zip(rows.tolist(), sampled.ids.tolist(), strict=True):
@@ -344,7 +348,7 @@ def ask(
     answers = [
         answer[: one.tokens] for one, answer in zip(asked, answers, strict=True)
     ]  # one more was computed before its end was seen
-    return Told(answers, reasons, scheduler.stats)
+    return Told(answers, reasons, cached_tokens, scheduler.preemptions)
 
 
 def _submit(number: int, asked: Asked, params: SamplingParams) -> Submit:

@@ -12,7 +12,6 @@ from penstock.channel import AsyncReceiver, AsyncSender, Latency, OnDeath, Recei
 from penstock.channel.channels import BROADCAST, INBOX, RING, SPILL_BLOCKS, create_segment
 from penstock.codec.payload import Payload
 from penstock.errors import LayoutMismatch
-from penstock.memory.segment import Ticket, attached_segment
 
 if TYPE_CHECKING:
     from typing_extensions import TypeForm, TypeVar
@@ -348,12 +347,6 @@ class Inbox(Channel[T]):
             prefault=prefault,
         )
         super().__init__(segment, payload)
-
-
-def attach_channel(where: Ticket | str | int, type: Any = bytes) -> Channel[Any]:
-    """Attaches to the channel of a ticket or of an inherited descriptor, as the shape that it has."""
-    with attached_segment(where) as segment:
-        return channel_of(segment, type)
 
 
 def channel_of(segment: _native.Segment, type: Any) -> Channel[Any]:

@@ -16,7 +16,7 @@ def hash_blocks(root: bytes, token_ids: numpy.typing.NDArray[numpy.int32], block
 
 def count_tokens(counts: numpy.typing.NDArray[numpy.int32], limits: numpy.typing.NDArray[numpy.int32], stop_bits: numpy.typing.NDArray[numpy.uint8], slots: numpy.typing.NDArray[numpy.int64], token_ids: numpy.typing.NDArray[numpy.int32]) -> numpy.typing.NDArray[numpy.int64] | None:
     """
-    Adds 1 to the count of each slot. Returns the rows whose slot has reached its limit, or whose token id may be a stop token: the bit that its low bits name is set. None: no row.
+    Adds 1 to the count of each slot. Returns the rows of slots that have reached their limit, and of token ids that may be stop tokens: the bit that an id's low bits name is set. None: no row.
     """
 
 class BlockCache:
@@ -96,12 +96,12 @@ class PrefixHasher:
 
     def publish(self, step: int, num_computed: numpy.typing.NDArray[numpy.int32], status: numpy.typing.NDArray[numpy.uint8], running: int, block_tables: numpy.typing.NDArray[numpy.int32]) -> None:
         """
-        The step is done, and with it `num_computed` tokens of each slot: publishes the blocks that are full by it. Skips slots whose `status` is not `running`, and those that got their blocks after that step.
+        The step is done, and with it `num_computed` tokens of each slot: publishes the blocks that are full by it. Skips slots with a `status` other than `running`, and those that got their blocks after that step.
         """
 
     def append(self, step: int, slots: numpy.typing.NDArray[numpy.int64], token_ids: numpy.typing.NDArray[numpy.int32]) -> numpy.typing.NDArray[numpy.int64] | None:
         """
-        Appends the id that the step sampled for each slot. Returns the rows whose sequence has not finished before; None: all of them.
+        Appends the id that the step sampled for each slot. Returns the rows of sequences that have not finished before; None: all of them.
         """
 
     def filled(self) -> list[tuple[int, int]]:

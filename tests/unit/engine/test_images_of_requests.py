@@ -18,8 +18,9 @@ from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
-from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, StepDone, Submit
+from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, Submit
 from penstock.engine.worker.simulated_device import SimulatedRunner
+from penstock.engine.worker.worker import build_result
 from penstock.tensor import Handle, Scope
 
 SIZE, LENGTH = 4, 10  # of a block; ids of an image
@@ -203,7 +204,7 @@ class Opened:
             self._schedule.apply(step)
             self._scheduler.on_sent(step)
             sampled = self._device.launch(self._schedule, step).result()
-            done = StepDone(1, self._steps, sampled.ids, failed=sampled.failed, reasons=sampled.reasons)
+            done = build_result(step, sampled)
             self._steps += 1
             self.failed += done.failures()
             self._scheduler.on_result(done)

@@ -1,6 +1,7 @@
 """Segments: anonymous, claimed, sealed; how they reach other processes, and who is refused."""
 
 import fcntl
+import functools
 import gc
 import multiprocessing
 import os
@@ -20,7 +21,6 @@ import pytest
 import penstock
 from penstock import MemoryExhausted, _native, lowlevel
 from penstock.codec import Channel
-from penstock.codec.channels import attach_channel
 from penstock.lowlevel import LayoutMismatch, Segment, Ticket
 from tests.conftest import descriptors, eventually
 from tests.support.processes import DYING, IS_SANITIZED, forked, program, running
@@ -361,7 +361,7 @@ def test_each_kind_is_attached_as_what_it_is_only() -> None:
     for attach, wrong in (
         (Segment.attach, (pool, ring)),
         (lowlevel.Pool.attach, (segment, ring)),
-        (attach_channel, (segment, pool)),
+        (functools.partial(penstock.attach, type=penstock.Buffer), (segment, pool)),
     ):
         for other in wrong:
             with pytest.raises(LayoutMismatch, match="is not a"):

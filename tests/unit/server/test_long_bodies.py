@@ -16,8 +16,9 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.server.chat.prompt_builder import MANY, NumberTokenizer, PromptBuilder
 from penstock.server.chat.request_schema import decoded
-from penstock.server.http import app
-from penstock.server.http.app import LONG, ApiServer
+from penstock.server.http import app, endpoint
+from penstock.server.http.app import ApiServer
+from penstock.server.http.endpoint import LONG
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 
@@ -103,7 +104,7 @@ def turn(monkeypatch: pytest.MonkeyPatch) -> Turn:
         found.wait()
         return decoded(*given)
 
-    monkeypatch.setattr(app, "decoded", slowly)
+    monkeypatch.setattr(endpoint, "decoded", slowly)
     return found
 
 
@@ -207,10 +208,10 @@ def test_a_client_that_goes_while_its_body_is_decoded_leaves_nothing(turn: Turn)
         async with asked() as one:
             asking = asyncio.ensure_future(one.ask({"messages": [{"role": "user", "content": "x" * LONG}]}))
             await asyncio.to_thread(turn.began.wait, 10)
-            assert one.row[ProcessCounters.OPEN] == 1 and one.api._reading_nbytes > LONG
+            assert one.row[ProcessCounters.OPEN] == 1 and one.api._bodies.reading_nbytes > LONG
             one.gone.set()
             await asyncio.wait_for(asking, 5)  # and not when the decoder has come to its end
-            assert one.told == [] and one.row[ProcessCounters.OPEN] == 0 and one.api._reading_nbytes == 0
+            assert one.told == [] and one.row[ProcessCounters.OPEN] == 0 and one.api._bodies.reading_nbytes == 0
             turn.loop_goes_on.set()
 
     asyncio.run(scene())

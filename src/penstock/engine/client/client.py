@@ -18,9 +18,8 @@ import msgspec
 import numpy as np
 
 from penstock import AsyncSender, ClosedError, DecodeError, PeerDied, PenstockError, WouldBlock
-from penstock.engine.client.delta_splitter import split_delta
 from penstock.engine.client.router import Router, traces
-from penstock.engine.client.stream import EngineError, OutputStream
+from penstock.engine.client.stream import EngineError, OutputStream, split_delta
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
@@ -297,7 +296,7 @@ class Client:
             except ClosedError:
                 return
             except DecodeError as error:  # costs that message alone
-                event("not a message", logging.ERROR, error=error)
+                event("malformed message", logging.ERROR, error=error)
 
     def _process_death(self, death: PeerDied) -> None:
         dead = ProcessId.of(death.name)

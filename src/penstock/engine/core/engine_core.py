@@ -7,6 +7,7 @@ within the group.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import math
@@ -41,9 +42,9 @@ from penstock.engine.protocol.messages import (
 )
 
 T = TypeVar("T")
-TELL_AGAIN = 10.0  # seconds; between two events about slow output processors
+LOG_AGAIN = 10.0  # seconds between two log lines about slow output processors
 STOP_TIMEOUT = 3.0  # seconds; for Stop to receivers that may be stuck
-MAX_TAKEN_IN = 256  # messages between two steps, so that a flood of requests does not delay running ones
+MAX_RECEIVED = 256  # messages between two steps, so that a flood of requests does not delay running ones
 
 
 class OutputBatch(Protocol):
@@ -62,11 +63,11 @@ class InlineOutput(Protocol):
     """Detokenizes in the core's loop if the engine has no output processors."""
 
     def forget_server(self, server: int) -> object: ...
-    def take(self, tokens: Tokens) -> OutputBatch: ...
+    def process(self, tokens: Tokens) -> OutputBatch: ...
 
 
 def run(tree: Cluster, me: ProcessId, inline_output: Callable[[EngineConfig], InlineOutput] | None = None) -> None:
-    """Runs a core until it is told to stop. It uses `inline_output` where the engine has no output processors."""
+    """Runs a core until a Stop arrives. It uses `inline_output` where the engine has no output processors."""
     with starting():
         core = EngineCore(tree, me, None if inline_output is None else inline_output(tree.config))
         core.start()
@@ -79,7 +80,7 @@ def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConf
     return SchedulerConfig(
         max_model_len=config.max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        vocabulary=min(one.vocabulary for one in ready),
+        vocabulary=min(message.vocabulary for message in ready),
         eos_ids=config.end_ids,
         has_prefix_cache=config.enable_prefix_caching,
         has_overlap=config.async_scheduling,
@@ -99,9 +100,9 @@ class EngineCore:
         self._inbox = group.inbox.open_receiver(name=name)
         self._results = group.results.open_receiver(0, name=name)
         self._steps = group.steps.open_sender(name=name)
-        self._outputs = [one.open_sender(name=name) for one in group.tokens]
+        self._outputs = [channel.open_sender(name=name) for channel in group.tokens]
         self._unsent: list[tuple[int, Tokens]] = []  # with their output processors
-        self._told_slow = -math.inf  # when it was last logged that an output processor is slow
+        self._logged_slow = -math.inf  # when it was last logged that an output processor is slow
         self._outbox = Outbox(tree, me)
         self._inline_output = inline_output
         self._is_stopped = False
@@ -114,8 +115,10 @@ class EngineCore:
         ready = self._await_workers()
         if self._is_stopped:
             return
-        room = [one.blocks for one in ready]
-        blocks = min(room if config.num_gpu_blocks_override is None else [*room, config.num_gpu_blocks_override])
+        capacities = [message.blocks for message in ready]
+        blocks = min(
+            capacities if config.num_gpu_blocks_override is None else [*capacities, config.num_gpu_blocks_override]
+        )
         schedule = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
         self._await_receivers()
         self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
@@ -187,15 +190,17 @@ class EngineCore:
         deadline = time.monotonic() + self._config.start_timeout
         while not all(self._are_ours(channel) for channel in channels):
             if time.monotonic() >= deadline:
-                raise Timeout(f"the outputs are not there within {self._config.start_timeout:g} s")
+                raise Timeout(
+                    f"the output processors have not opened their receivers within {self._config.start_timeout:g} s"
+                )
             time.sleep(AGAIN)
 
     def _are_ours(self, channel: penstock.codec.Channel[Any]) -> bool:
-        seen = channel.snapshot()
-        names = {peer["index"]: peer["name"] for peer in seen["peers"]}
-        owners = [ProcessId.of(names.get(end["peer"], "")) for end in seen["receivers"] if end["state"] == "live"]
-        here = [one for one in owners if one is not None and one.incarnation == self._me.incarnation]
-        return len(here) == channel.receivers
+        snapshot = channel.snapshot()
+        names = {peer["index"]: peer["name"] for peer in snapshot["peers"]}
+        owners = [ProcessId.of(names.get(end["peer"], "")) for end in snapshot["receivers"] if end["state"] == "live"]
+        ours = [owner for owner in owners if owner is not None and owner.incarnation == self._me.incarnation]
+        return len(ours) == channel.receivers
 
     def _begin(self, begin: Begin) -> None:
         timeout = self._config.step_timeout
@@ -212,8 +217,6 @@ class EngineCore:
         self._unsent += scheduler.on_sent(step)
         if scheduler.admitted_ns:
             self._count_queue_times()
-        if step.preempted is not None:
-            self._row[StatusBoard.PREEMPTIONS] += step.preempted.size
         self._publish()
 
     def _count_queue_times(self) -> None:
@@ -223,25 +226,30 @@ class EngineCore:
         self._scheduler.admitted_ns.clear()
 
     def _receive_requests(self) -> None:
-        """Handles the messages in the inbox, up to MAX_TAKEN_IN of them."""
-        for _ in range(MAX_TAKEN_IN):
+        """Handles the messages in the inbox, up to MAX_RECEIVED of them."""
+        for _ in range(MAX_RECEIVED):
             try:
-                message = self._inbox.receive_nowait()
+                self._receive(self._inbox.receive_nowait)
             except WouldBlock:
                 return
-            except PeerDied as death:
-                self._process_death(death)
-            except DecodeError as error:
-                self._drop_malformed(error)
-            else:
-                self._receive(message)
+
+    def _receive(self, receive: Callable[[], Any]) -> None:
+        """Handles the next message, or a death in its place. Raises what `receive` does if none comes."""
+        try:
+            message = receive()
+        except PeerDied as death:
+            self._process_death(death)
+        except DecodeError as error:
+            self._drop_malformed(error)
+        else:
+            self._dispatch(message)
 
     def _drop_malformed(self, error: DecodeError) -> None:
         """Drops a malformed message from a server; re-raises `error` for any other sender."""
         server = self._inbox.source
         if server >= self._config.api_server_count:
             raise error
-        event("not a message", logging.ERROR, server=server, error=str(error))
+        event("malformed message", logging.ERROR, server=server, error=str(error))
         request = error.fields[1] if error.kind is Submit and len(error.fields) > 1 else None
         if isinstance(request, int) and 0 <= request < MAX_REQUESTS:  # the server waits for an answer
             self._fail(server, request, RequestRefused(400, f"the request is not what was expected: {error}"))
@@ -251,17 +259,23 @@ class EngineCore:
         server = self._inbox.source
         return isinstance(message, Submit | Abort) and message.server != server < self._config.api_server_count
 
-    def _receive(self, message: Any) -> None:
+    def _dispatch(self, message: Any) -> None:
         if not self._is_of_another(message):
-            return self._take(message)
+            return self._process(message)
         server = self._inbox.source
-        event("not its own", logging.ERROR, server=server, says=message.server, message=type(message).__name__)
+        event(
+            "message under another server's number",
+            logging.ERROR,
+            server=server,
+            says=message.server,
+            message=type(message).__name__,
+        )
         if isinstance(message, Submit):
             self._fail(
                 server, message.request, RequestRefused(400, f"server {server} asked as server {message.server}")
             )
 
-    def _take(self, message: Any) -> None:
+    def _process(self, message: Any) -> None:
         scheduler = self._scheduler
         if isinstance(message, Submit):
             try:
@@ -299,23 +313,23 @@ class EngineCore:
             self._send_tokens()
 
     def _send_tokens(self) -> None:
-        """Sends output processors what is new."""
+        """Sends output processors the messages that are due."""
         for output, tokens in self._unsent:
             if self._inline_output is None:
                 self._send_to_output(output, tokens)
             else:
-                self._answer(self._inline_output.take(tokens))
+                self._answer(self._inline_output.process(tokens))
         self._unsent.clear()
 
     def _send_to_output(self, output: int, tokens: Tokens) -> None:
-        """Waits while there is no room, as for a worker that takes no steps. Raises Timeout, which ends the group."""
+        """Waits while there is no room, as for a worker that receives nothing. Raises Timeout, which ends the group."""
         sender, timeout = self._outputs[output], self._config.step_timeout
         try:
             retry_past_stale_deaths(self._me, partial(sender.send_nowait, tokens), timeout)
         except WouldBlock as full:
             now = time.monotonic()
-            if now - self._told_slow >= TELL_AGAIN:
-                self._told_slow = now
+            if now - self._logged_slow >= LOG_AGAIN:
+                self._logged_slow = now
                 event("output processor too slow", logging.WARNING, output=output, reason=str(full))
             send = partial(sender.send, tokens, timeout)
             self._waiting(lambda: retry_past_stale_deaths(self._me, send, timeout))
@@ -323,7 +337,7 @@ class EngineCore:
     def _answer(self, batch: OutputBatch) -> None:
         slow = [server for server, delta in batch.deltas if not self._outbox.send(server, delta)]
         for abort in batch.aborts:
-            self._take(abort)
+            self._process(abort)
         for server in slow:
             self._give_up(server)
 
@@ -331,14 +345,9 @@ class EngineCore:
         """Sleeps until a message comes: no step is in flight, and none can be decided."""
         self._publish()
         self._outbox.flush()
-        try:
-            self._receive(self._waiting(lambda: self._inbox.receive(AGAIN if self._outbox.has_backlog else None)))
-        except Timeout:
-            pass
-        except PeerDied as death:
-            self._process_death(death)
-        except DecodeError as error:
-            self._drop_malformed(error)
+        wait = AGAIN if self._outbox.has_backlog else None
+        with contextlib.suppress(Timeout):
+            self._receive(lambda: self._waiting(partial(self._inbox.receive, wait)))
 
     def _process_death(self, death: PeerDied) -> None:
         """Forgets a dead server's requests; ignores a stale death; re-raises any other."""
@@ -376,8 +385,9 @@ class EngineCore:
     def _publish(self) -> None:
         scheduler, row = self._scheduler, self._row
         row[StatusBoard.OPEN] = scheduler.open_requests
-        row[StatusBoard.RUNNING] = running = scheduler.running
+        row[StatusBoard.RUNNING] = running = self._schedule.rows.size
         row[StatusBoard.WAITING] = max(0, scheduler.open_samples - running)
+        row[StatusBoard.PREEMPTIONS] = scheduler.preemptions
         row[StatusBoard.PREFIX_QUERIES] = scheduler.prefix_queries
         row[StatusBoard.PREFIX_HITS] = scheduler.prefix_hits
         row[StatusBoard.FREE_BLOCKS] = scheduler.cache.num_free

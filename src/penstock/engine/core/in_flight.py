@@ -12,15 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine._native import BlockCache, PrefixHasher
-from penstock.engine.core.request import Request, Sample
+from penstock.engine.core.request import Sample
 from penstock.engine.core.request_queue import RequestQueue
-from penstock.engine.core.stop_conditions import NONE_ENDED, StopConditions
+from penstock.engine.core.stop_conditions import StopConditions
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import RUNNING, Index
 from penstock.engine.protocol.messages import Ended, FinishReason, Ints, Step, StepDone
 from penstock.errors import DecodeError
 
-NO_MOST = np.int32(np.iinfo(np.int32).max)  # of a free slot, and of a sample that has ended
+NO_MAX = np.int32(np.iinfo(np.int32).max)  # of a free slot, and of a sample that has ended
 
 
 class InFlightStep(NamedTuple):
@@ -37,35 +37,35 @@ class InFlight:
 
     def __init__(
         self,
-        schedule: BatchState,
+        batch: BatchState,
         cache: BlockCache,
-        queue: RequestQueue[Request],
+        queue: RequestQueue,
         max_model_len: int,
         eos_ids: Collection[int],
     ) -> None:
-        slots = schedule.slots
-        self._schedule = schedule
+        slots = batch.slots
+        self._batch = batch
         self._queue = queue
-        self._size = schedule.block_size
+        self._size = batch.block_size
         self._hasher = PrefixHasher(cache, slots, self._size)
-        self._endings = StopConditions(slots, max_model_len, eos_ids)
+        self._stop_conditions = StopConditions(slots, max_model_len, eos_ids)
         self._samples: list[Sample | None] = [None] * slots
-        self._most = np.full(slots, NO_MOST)  # known tokens once the last one is being sampled
+        self._max_known = np.full(slots, NO_MAX)  # known tokens once the last one is being sampled
         self._before_last = 0  # steps, at least, until any sample's last token is being sampled
-        self._flights: deque[InFlightStep] = deque()
+        self._steps: deque[InFlightStep] = deque()
 
     @property
     def in_flight(self) -> int:
-        return len(self._flights)
+        return len(self._steps)
 
     def sample(self, slot: int) -> Sample:
         sample = self._samples[slot]
         assert sample is not None, "a row without a sample"
         return sample
 
-    def has_computed(self, slot: int, flight: InFlightStep, tokens: int) -> bool:
+    def has_computed(self, slot: int, step: InFlightStep, tokens: int) -> bool:
         """Returns whether the slot's present sample has `tokens` tokens computed when this step is done."""
-        return bool(self._hasher.first_step(slot) <= flight.number and flight.computed[slot] >= tokens)
+        return bool(self._hasher.first_step(slot) <= step.number and step.computed[slot] >= tokens)
 
     def ids(self, slot: int) -> int:
         """Returns how many ids of the sample the core has, those of the prompt included."""
@@ -79,7 +79,7 @@ class InFlight:
         """Returns the slots of samples that have not ended and need no more steps: results in flight will end them."""
         if self._before_last > 0:
             return []
-        left = self._most - self._schedule.known
+        left = self._max_known - self._batch.known
         self._before_last = int(np.minimum.reduce(left))
         slots: list[int] = np.flatnonzero(left <= 0).tolist() if self._before_last <= 0 else []
         return slots
@@ -92,54 +92,54 @@ class InFlight:
         self._hasher.add_sequence(
             slot, request.chain, request.prompt[length - length % size :], request.items_of(length // size)
         )
-        self._endings.join(slot, request.params, length)
-        limit = int(self._endings.limits[slot])
-        self._most[slot] = length + limit
+        self._stop_conditions.join(slot, request.params, length)
+        limit = int(self._stop_conditions.limits[slot])
+        self._max_known[slot] = length + limit
         self._before_last = min(self._before_last, limit)
 
-    def begin(self, slot: int, found: int) -> None:
-        """Records that the sample has got its blocks; the first `found` are published already."""
-        self._hasher.allocate(slot, found)
+    def begin(self, slot: int, published: int) -> None:
+        """Records that the sample has got its blocks; the first `published` of them can be found by hash already."""
+        self._hasher.allocate(slot, published)
 
     def end(self, slot: int) -> None:
         """Ends the slot's sample: ids sampled for it from now on are discarded."""
         self._hasher.finish(slot)
-        self._most[slot] = NO_MOST
-        self._endings.end(slot)
+        self._max_known[slot] = NO_MAX
+        self._stop_conditions.end(slot)
 
     def leave(self, slot: int) -> None:
-        self._endings.leave(slot)
+        self._stop_conditions.leave(slot)
         self._samples[slot] = None
 
     # ── steps ──
-    def sent(self, step: Step, comers: list[int]) -> None:
-        """Adds a step that the batch state has applied. `comers` are the slots that got new blocks with it."""
-        now = self._schedule
-        for slot in comers:
+    def sent(self, step: Step, new_slots: list[int]) -> None:
+        """Adds a step that the batch state has applied. `new_slots` are the slots that got new blocks with it."""
+        batch = self._batch
+        for slot in new_slots:
             self._hasher.schedule(slot, step.number)
         self._before_last -= 1
-        self._flights.append(InFlightStep(step.number, now.rows, now.sampled, now.computed.copy()))
+        self._steps.append(InFlightStep(step.number, batch.rows, batch.sampled, batch.computed.copy()))
 
     def pop_oldest(self, done: StepDone) -> InFlightStep:
-        """Pops and returns the oldest step in flight. Raises DecodeError, and changes nothing, if `done` misfits it."""
-        if not self._flights or done.number != self._flights[0].number:
-            awaited = f"step {self._flights[0].number}" if self._flights else "no step"
+        """Pops and returns the oldest step in step. Raises DecodeError, and changes nothing, if `done` misfits it."""
+        if not self._steps or done.number != self._steps[0].number:
+            awaited = f"step {self._steps[0].number}" if self._steps else "no step"
             raise DecodeError(f"expected {awaited} to be done, got {done.number} at $.number")
-        done.require_fit(self._flights[0].sampled.size)
-        return self._flights.popleft()
+        done.require_fit(self._steps[0].sampled.size)
+        return self._steps.popleft()
 
-    def failed(self, flight: InFlightStep, failures: list[tuple[int, FinishReason]]) -> list[Ended]:
+    def failed(self, step: InFlightStep, failures: list[tuple[int, FinishReason]]) -> list[Ended]:
         """Returns the ends of those samples that have not ended before."""
         first_step, slots = self._hasher.first_step, len(self._samples)
-        return [Ended(*one) for one in failures if one[0] < slots and first_step(one[0]) <= flight.number]
+        return [Ended(slot, reason) for slot, reason in failures if slot < slots and first_step(slot) <= step.number]
 
-    def publish(self, flight: InFlightStep) -> None:
+    def publish(self, step: InFlightStep) -> None:
         """Publishes the blocks that the device has filled by this step: they are found by hash from now on.
 
         A sequence preempted since then no longer owns these blocks; it looks them up again by hash.
         """
-        now = self._schedule
-        self._hasher.publish(flight.number, flight.computed, now.status, RUNNING, now.table)
+        batch = self._batch
+        self._hasher.publish(step.number, step.computed, batch.status, RUNNING, batch.table)
 
     def charge(self) -> None:
         """Charges clients for the blocks filled since the last call. Must precede the choice of the next request."""
@@ -147,15 +147,11 @@ class InFlight:
             sample = self.sample(slot)
             self._queue.charge(sample.request.client, sample.serve(tokens))
 
-    def receive(self, flight: InFlightStep, ids: Ints) -> tuple[Index | None, list[Ended]]:
+    def receive(self, step: InFlightStep, ids: Ints) -> tuple[Index | None, list[Ended]]:
         """Appends the ids that a step has sampled. Returns the rows of samples that have not ended before, None for
         all; and the ends of those that these ids end."""
-        slots = flight.sampled
-        theirs: Index | None = self._hasher.append(flight.number, slots, ids)
-        if theirs is not None:
-            slots, ids = slots[theirs], ids[theirs]
-        ended = self._endings.check(slots, ids)
-        if ended is NONE_ENDED:
-            return theirs, []
-        ends = zip(slots[ended.rows].tolist(), ended.reasons.tolist(), ended.stops, strict=True)
-        return theirs, [Ended(slot, FinishReason(reason), stop) for slot, reason, stop in ends]
+        slots = step.sampled
+        open_rows: Index | None = self._hasher.append(step.number, slots, ids)
+        if open_rows is not None:
+            slots, ids = slots[open_rows], ids[open_rows]
+        return open_rows, self._stop_conditions.check(slots, ids)

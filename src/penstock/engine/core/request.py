@@ -19,6 +19,7 @@ from penstock.engine.protocol.messages import Inputs, Submit
 from penstock.errors import PenstockError
 
 Key = tuple[bytes, int, int]  # of an input (an image, say), its position and length
+SortKey = tuple[int, int, int]  # of a sample: priority, arrival and index; the smallest goes first
 HASH_NBYTES = 32
 MAX_PRIORITY = 1 << 31
 _ITEM = struct.Struct("<qqq")
@@ -88,15 +89,15 @@ class Request:
 class Sample:
     """One of the `n` samples of a request."""
 
-    __slots__ = ("index", "is_ended", "is_preempted", "rank", "request", "served", "slot")
+    __slots__ = ("index", "is_aside", "is_ended", "request", "served", "slot", "sort_key")
 
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
         self.index = index
-        self.rank = (request.priority, request.arrival, index)  # a sample is not preempted for one of larger rank
+        self.sort_key: SortKey = (request.priority, request.arrival, index)  # no sample is preempted for a larger key
         self.slot: int | None = None
         self.is_ended = False
-        self.is_preempted = False  # its request is admitted; it has no blocks, and waits for some
+        self.is_aside = False  # its request is admitted; it has no blocks, and waits for some
         self.served: int = request.prompt.size  # tokens for which its client has been charged, or pays otherwise
 
     def serve(self, tokens: int) -> int:
@@ -119,6 +120,30 @@ def image_salt(inputs: Iterable[tuple[bytes, int, int]], begin: int, end: int) -
     )
 
 
+def check_submit(submit: Submit, max_model_len: int, vocabulary: int, eos_ids: tuple[int, ...]) -> None:
+    """Raises RequestRefused if the prompt or the parameters of a request can never run."""
+    prompt = submit.prompt
+    if not 1 <= prompt.size < max_model_len:
+        raise RequestRefused(400, f"expected a prompt of 1 to {max_model_len - 1} tokens, got {prompt.size}")
+    if prompt.ndim != 1 or prompt.min() < 0 or prompt.max() >= vocabulary:
+        raise RequestRefused(400, f"expected ids from 0 to {vocabulary - 1} in the prompt")
+    try:
+        submit.params.require_choice(eos_ids, vocabulary)
+    except ValueError as error:
+        raise RequestRefused(400, str(error)) from None
+
+
+def build_request(
+    submit: Submit, block_size: int, arrival: int, queued_ns: int, has_prefix_cache: bool, max_short_prompt: int | None
+) -> Request:
+    """Builds the request, and decides with which others it may share blocks. Raises RequestRefused."""
+    length = submit.prompt.size
+    inputs, keys = check_inputs(submit.inputs, length, arrival)
+    kind = b"s" if max_short_prompt is None or length <= max_short_prompt else b"l"
+    salt = kind + submit.salt if has_prefix_cache else b"%d" % arrival
+    return Request(submit, block_size, arrival=arrival, salt=salt, inputs=inputs, keys=keys, queued_ns=queued_ns)
+
+
 def check_inputs(inputs: Inputs | None, length: int, arrival: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
     """Returns the inputs for the batch state and for the hashes. Raises RequestRefused if one is not in the prompt."""
     if inputs is None:
@@ -132,5 +157,5 @@ def check_inputs(inputs: Inputs | None, length: int, arrival: int) -> tuple[tupl
                 400, f"expected an input within a prompt of {length} tokens, got {count} at {position}"
             )
     # An input without a key equals no other; inputs with the same key are equal.
-    keys = [b"%d.%d" % (arrival, at) if one.key is None else one.key for at, one in enumerate(inputs.items)]
+    keys = [b"%d.%d" % (arrival, at) if item.key is None else item.key for at, item in enumerate(inputs.items)]
     return tuple(zip(inputs.items, positions, lengths, strict=True)), tuple(zip(keys, positions, lengths, strict=True))

@@ -1,10 +1,17 @@
-"""The queue of waiting requests: the better priority first, and within one priority the client served least.
+"""What waits, requests and samples, and which of them is admitted next. The scheduler decides whether it fits.
 
-Fairness is by tokens (a virtual token counter): each client has a count of the tokens computed and generated for it,
-and the client with the smallest count is next. Requests would be the wrong unit, as one may cost a thousand times as
-much as another; shares of time would leave the device idle. A client that comes, or comes again, begins at least at
-the count of the client chosen last, so that no client saves up by staying away. The scheduler decides which
-request fits.
+The better priority goes first, and within one priority the client served least. Fairness is by tokens (a virtual token
+counter): each client has a count of the tokens computed and generated for it, and the client with the smallest count is
+next. Requests would be the wrong unit, as one may cost a thousand times as much as another; shares of time would leave
+the device idle. A client that comes, or comes again, begins at least at the count of the client chosen last, so that no
+client saves up by staying away.
+
+One of `OLDEST_EVERY` admissions is that of the sample that has been here longest, and it is not preempted for others;
+so no priority and no client can starve another.
+
+Slots are shared as well, as samples keep them for the whole of long answers: a large client, one that has 1/SLOT_SHARE
+of them, lets the samples of smaller clients go first and leaves the last 1/SLOT_SHARE to them. In this a request
+without a client counts as a client of its own, so that many small ones may have all slots.
 """
 
 from __future__ import annotations
@@ -12,27 +19,166 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Collection
-from typing import Generic, Protocol, TypeVar
 
+from penstock.engine.core.request import Request, Sample, SortKey
+
+OLDEST_EVERY = 8
+OLDEST = -(1 << 40)  # a priority that no request has
+SLOT_SHARE = 16  # a client with one slot in so many is large, and one in so many is kept for those that are not
 MAX_ABSENT = 4096  # counts that are kept of clients without a request
 
 
-class Queueable(Protocol):
-    """An entry of the queue."""
+class RequestQueue:
+    """All requests and samples that wait, and how many slots each client has."""
 
-    priority: int
-    client: str
-    is_waiting: bool  # False: it was removed, and references to it in the queue are skipped
+    def __init__(self, slots: int) -> None:
+        self._requests = FairQueue()
+        self._aside: list[tuple[SortKey, Sample]] = []  # a heap: preempted samples, and others of admitted requests
+        self._forking: dict[int, Request] = {}  # by slot of the first sample; the others wait for its prompt's blocks
+        self._admissions = 0  # so far
+        self._reserve = slots // SLOT_SHARE  # slots; none where there are few
+        self._slots_of: dict[str, int] = {}  # by named client
+        self._large: set[str] = set()  # named clients that are large
+
+    def __len__(self) -> int:
+        """Returns how many requests wait with no sample admitted yet."""
+        return len(self._requests)
+
+    def push(self, request: Request) -> None:
+        self._requests.push(request)
+
+    def put_aside(self, sample: Sample) -> None:
+        """Lets a sample of an admitted request wait: for blocks if it was preempted, else for a slot."""
+        sample.is_aside = True  # its entries in the heap count, also one of an earlier time
+        heapq.heappush(self._aside, (sample.sort_key, sample))
+
+    def can_admit(self, free_slots: int) -> bool:
+        """Returns whether a sample is aside, or a request is queued and a slot is free."""
+        return bool(self._aside) or (free_slots > 0 and bool(self._requests))
+
+    @property
+    def is_oldest_next(self) -> bool:
+        """Returns whether the next admission is that of the sample that has been here longest."""
+        return self._admissions % OLDEST_EVERY == OLDEST_EVERY - 1
+
+    def next(self, free_slots: int) -> Sample | None:
+        """Returns the sample to be admitted next: no other one is, before it fits."""
+        small, large = self._first_aside()
+        if self.is_oldest_next:
+            oldest = self._oldest()
+            if oldest is None or free_slots > self._reserve or not self._is_large(oldest):
+                return oldest
+        first = self._requests.first(() if free_slots > self._reserve else self._large)
+        if first is not None and (small is None or first.priority < small.request.priority):
+            small = first.samples[0]
+        if large is None or free_slots <= self._reserve:
+            return small
+        return large if small is None or large.request.priority < small.request.priority else small
+
+    def _oldest(self) -> Sample | None:
+        sample = min((entry for _, entry in self._aside if entry.is_aside), key=_age, default=None)
+        request = self._requests.oldest()
+        if request is not None and (sample is None or sample.request.arrival >= request.arrival):
+            return request.samples[0]
+        return sample
+
+    def _first_aside(self) -> tuple[Sample | None, Sample | None]:
+        """Returns the best sample aside that is not large (`_is_large`), and the best large one sorted before it."""
+        small, large = None, []
+        while self._aside and small is None:
+            sample = self._aside[0][1]
+            if not sample.is_aside:
+                heapq.heappop(self._aside)
+            elif self._is_large(sample):
+                large.append(heapq.heappop(self._aside))
+            else:
+                small = sample
+        for entry in large:
+            heapq.heappush(self._aside, entry)
+        return small, large[0][1] if large else None
+
+    def _is_large(self, sample: Sample) -> bool:
+        """Returns whether the sample needs a slot, and its client has a large share of them."""
+        request = sample.request
+        slots = self._slots_of.get(request.client, 0) if request.client else len(request.slots)
+        return sample.slot is None and 0 < self._reserve <= slots
+
+    def admit(self, sample: Sample) -> None:
+        """Removes a sample that is admitted."""
+        if sample.request.is_waiting:
+            self._requests.take(sample.request)
+        sample.is_aside = False
+        if self.is_oldest_next:
+            sample.sort_key = (OLDEST, *sample.sort_key[1:])
+        self._admissions += 1
+
+    # ── slots ──
+    def take_slot(self, sample: Sample, slot: int) -> None:
+        """Counts the slot that a sample has got. The request's other samples wait until its prompt has been computed,
+        and then follow one after the other."""
+        request = sample.request
+        self._count_slot(request.client, 1)
+        if sample.index:
+            self._put_next_aside(request, sample.index + 1)
+        elif len(request.samples) > 1:
+            self._forking[slot] = request
+            if request.prompt.size <= request.block_size:
+                self.fork(slot)
+
+    def leave_slot(self, sample: Sample) -> None:
+        self._count_slot(sample.request.client, -1)
+
+    @property
+    def forking(self) -> list[tuple[int, Request]]:
+        """Returns the requests with other samples that wait for their prompt, by the slot that computes it."""
+        return list(self._forking.items())
+
+    def fork(self, slot: int) -> None:
+        """Lets the other samples wait for a slot: the prompt blocks that they can share are there, or will never be."""
+        request = self._forking.pop(slot, None)
+        if request is not None:
+            self._put_next_aside(request, 1)
+
+    def _put_next_aside(self, request: Request, index: int) -> None:
+        """Puts the next sample, from `index` on, aside to wait for a slot; once it has one, the next one follows."""
+        for sample in request.samples[index:]:
+            if not sample.is_ended:
+                self.put_aside(sample)
+                return
+
+    def _count_slot(self, client: str, change: int) -> None:
+        if not client:
+            return
+        slots = self._slots_of[client] = self._slots_of.get(client, 0) + change
+        if not slots:
+            del self._slots_of[client]
+        if 0 < self._reserve <= slots:
+            self._large.add(client)
+        else:
+            self._large.discard(client)
+
+    # ── tokens ──
+    def charge(self, client: str, tokens: int) -> None:
+        self._requests.charge(client, tokens)
+
+    def close(self, request: Request) -> None:
+        """Removes a request that has ended: its client is not charged for it any more."""
+        if request.is_waiting:
+            self._requests.drop(request)
+        self._requests.close(request.client)
 
 
-OneT = TypeVar("OneT", bound=Queueable)
+def _age(sample: Sample) -> tuple[int, int]:
+    return sample.request.arrival, sample.index
 
 
-class RequestQueue(Generic[OneT]):
+class FairQueue:
+    """Requests without an admitted sample: the better priority first, and within one the client served least."""
+
     def __init__(self) -> None:
-        self._levels: dict[int, _Level[OneT]] = {}
+        self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # a heap of the keys of `_levels`
-        self._by_age: deque[OneT] = deque()
+        self._by_age: deque[Request] = deque()
         self._served: dict[str, int] = {}  # tokens
         self._open: dict[str, int] = {}  # requests of each client that have not been closed
         self._chosen = 0  # the count of the client chosen last
@@ -41,49 +187,49 @@ class RequestQueue(Generic[OneT]):
     def __len__(self) -> int:
         return self._size
 
-    def push(self, one: OneT) -> None:
-        client = one.client
+    def push(self, request: Request) -> None:
+        client = request.client
         if client not in self._open:
             self._open[client] = 0
             self._served[client] = max(self._served.get(client, 0), self._chosen)
         self._open[client] += 1
-        one.is_waiting = True
+        request.is_waiting = True
         self._size += 1
-        self._by_age.append(one)
-        level = self._levels.get(one.priority)
+        self._by_age.append(request)
+        level = self._levels.get(request.priority)
         if level is None:
-            level = self._levels[one.priority] = _Level()
-            heapq.heappush(self._priorities, one.priority)
-        level.push(one, self._served[client])
+            level = self._levels[request.priority] = _Level()
+            heapq.heappush(self._priorities, request.priority)
+        level.push(request, self._served[client])
 
-    def first(self, blocked: Collection[str] = ()) -> OneT | None:
+    def first(self, blocked: Collection[str] = ()) -> Request | None:
         """Returns the next request of the clients that are not `blocked`. It stays in the queue until `take`."""
         while self._priorities:
             level = self._levels[self._priorities[0]]
-            one = level.first(self._served, blocked)
-            if one is not None:
-                return one
+            request = level.first(self._served, blocked)
+            if request is not None:
+                return request
             if not level.is_empty:  # all of these are blocked
                 others = (self._levels[priority] for priority in sorted(self._priorities)[1:])
                 return next(filter(None, (level.first(self._served, blocked) for level in others)), None)
             del self._levels[heapq.heappop(self._priorities)]
         return None
 
-    def oldest(self) -> OneT | None:
+    def oldest(self) -> Request | None:
         """Returns the request that has waited longest, of any priority and client."""
         while self._by_age and not self._by_age[0].is_waiting:
             self._by_age.popleft()
         return self._by_age[0] if self._by_age else None
 
-    def take(self, one: OneT) -> None:
+    def take(self, request: Request) -> None:
         """Removes a request that is admitted: its client has been chosen."""
-        self.drop(one)
-        self._chosen = max(self._chosen, self._served[one.client])
+        self.drop(request)
+        self._chosen = max(self._chosen, self._served[request.client])
 
-    def drop(self, one: OneT) -> None:
+    def drop(self, request: Request) -> None:
         """Removes a request."""
-        assert one.is_waiting, "taken twice from the queue"
-        one.is_waiting = False
+        assert request.is_waiting, "taken twice from the queue"
+        request.is_waiting = False
         self._size -= 1
         self.oldest()
 
@@ -102,29 +248,29 @@ class RequestQueue(Generic[OneT]):
             self._served = {name: served for name, served in self._served.items() if name in self._open}
 
 
-class _Level(Generic[OneT]):
+class _Level:
     """Requests of one priority. The heap has each client once; its count there may be outdated: counts only grow."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, deque[OneT]] = {}
+        self._queues: dict[str, deque[Request]] = {}
         self._heap: list[tuple[int, int, str]] = []
         self._pushes = 0  # so that of equal counts the client that came first is first
 
-    def push(self, one: OneT, served: int) -> None:
-        queue = self._queues.get(one.client)
+    def push(self, request: Request, served: int) -> None:
+        queue = self._queues.get(request.client)
         if queue is None:
-            queue = self._queues[one.client] = deque()
+            queue = self._queues[request.client] = deque()
             self._pushes += 1
-            heapq.heappush(self._heap, (served, self._pushes, one.client))
-        queue.append(one)
+            heapq.heappush(self._heap, (served, self._pushes, request.client))
+        queue.append(request)
 
     @property
     def is_empty(self) -> bool:
         return not self._heap
 
-    def first(self, counts: dict[str, int], blocked: Collection[str] = ()) -> OneT | None:
-        found, passed = None, []
-        while self._heap and found is None:
+    def first(self, counts: dict[str, int], blocked: Collection[str] = ()) -> Request | None:
+        first, passed = None, []
+        while self._heap and first is None:
             served, pushed, client = self._heap[0]
             queue = self._queues[client]
             while queue and not queue[0].is_waiting:
@@ -137,7 +283,7 @@ class _Level(Generic[OneT]):
             elif client in blocked:
                 passed.append(heapq.heappop(self._heap))
             else:
-                found = queue[0]
+                first = queue[0]
         for entry in passed:
             heapq.heappush(self._heap, entry)
-        return found
+        return first

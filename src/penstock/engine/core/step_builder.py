@@ -19,7 +19,7 @@ Blocks = Sequence[int] | Ints
 
 
 class StepBuilder:
-    """The step that is being decided. `build` returns it, and begins the next one."""
+    """Collects the decisions for one step. `build` returns the step and begins the next one."""
 
     def __init__(self, schedule: BatchState) -> None:
         self._free: list[int] = np.flatnonzero(schedule.status == FREE).tolist()  # a heap: low slots keep arrays dense
@@ -54,8 +54,8 @@ class StepBuilder:
     ) -> int:
         """Gives a request a slot. `computed` tokens are in its blocks already; this step computes `chunk` more.
 
-        With a `parent` (a slot) it is another `sample` of that one's prompt, which is not sent again, nor are its
-        inputs. Raises ValueError when there is no slot.
+        With a `parent` (a slot) it is another `sample` of the prompt in that slot: prompt and inputs are not sent
+        again. Raises ValueError when there is no slot.
         """
         if not self._free:
             raise ValueError("no slot is free: `free_slots` says how many are")
@@ -98,7 +98,7 @@ class StepBuilder:
             self._each.append((slots, blocks))
 
     def advance(self, slot: int, count: int) -> None:
-        """This step computes `count` tokens of the request; without this call, one."""
+        """Lets this step compute `count` tokens of the request; without this call, one."""
         self._advances[slot] = count
 
     def build(self, leader: int, number: int) -> Step:
@@ -117,14 +117,14 @@ class StepBuilder:
 
     def _columns_of_joined(self) -> Joined:
         slots, rows = list(self._joined), list(self._joined.values())
-        own = [NOTHING if row.parent is not None else np.asarray(row.prompt, np.int32) for row in rows]
+        prompts = [NOTHING if row.parent is not None else np.asarray(row.prompt, np.int32) for row in rows]
         params, params_of = columns_of_params([row.params for row in rows])
         return Joined(
             slots=_slots(slots),
             requests=_ints([row.request for row in rows]),
             params=params,
-            lengths=_ints([one.size for one in own]),
-            ids=np.concatenate(own),
+            lengths=_ints([prompt.size for prompt in prompts]),
+            ids=np.concatenate(prompts),
             block_counts=_ints([len(row.blocks) for row in rows]),
             blocks=_together([row.blocks for row in rows]),
             params_of=params_of if len(rows) > 1 else None,
@@ -196,4 +196,4 @@ def _ints(numbers: Any) -> Ints:
 
 
 def _together(blocks: list[Blocks]) -> Ints:
-    return np.concatenate([np.asarray(one, np.int32) for one in blocks])
+    return np.concatenate([np.asarray(row, np.int32) for row in blocks])

@@ -1,4 +1,4 @@
-"""Gathers what output processors are to be told of their samples, in one `Tokens` message for each of them.
+"""Gathers the new samples, ids and ends of a step, in one `Tokens` message for each output processor.
 
 The scheduler says what happens to each sample, and `engine_core` sends the messages.
 """
@@ -15,7 +15,7 @@ from penstock.engine.protocol.messages import CONTEXT, Ended, Ints, Logprobs, St
 
 
 class TokensBuilder:
-    """What output processors have not been told yet: number r modulo `outputs` has the samples of request r."""
+    """Collects what is due to each output processor: number r modulo `outputs` has the samples of request r."""
 
     def __init__(self, slots: int, outputs: int) -> None:
         self._outputs = range(outputs)
@@ -30,7 +30,7 @@ class TokensBuilder:
         self._started[output].append(_started(slot, sample))
 
     def abort(self, slot: int) -> None:
-        """Its sample has ended without another token."""
+        """Records that the slot's sample has ended without another token."""
         self._aborted[self._output_of[slot]].append(slot)
 
     def build_started(self) -> list[tuple[int, Tokens]]:
@@ -48,15 +48,15 @@ class TokensBuilder:
         if len(self._outputs) == 1:
             is_new = bool(ids.size or ended or self._aborted[0])
             return [(0, self._build(0, ids, slots, logprobs, ended))] if is_new else []
-        told = []
+        messages = []
         output_of = self._output_of[slots]
         for output in self._outputs:
-            its = np.flatnonzero(output_of == output)
-            its_ended = [one for one in ended if self._output_of[one.slot] == output]
-            if its.size or its_ended or self._aborted[output]:
-                its_logprobs = _logprobs_of(its, logprobs, slots.size)
-                told.append((output, self._build(output, ids[its], slots[its], its_logprobs, its_ended)))
-        return told
+            own_rows = np.flatnonzero(output_of == output)
+            own_ends = [end for end in ended if self._output_of[end.slot] == output]
+            if own_rows.size or own_ends or self._aborted[output]:
+                own_logprobs = _logprobs_of(own_rows, logprobs, slots.size)
+                messages.append((output, self._build(output, ids[own_rows], slots[own_rows], own_logprobs, own_ends)))
+        return messages
 
     def _build(
         self,
@@ -81,11 +81,20 @@ class TokensBuilder:
 
 
 def _logprobs_of(rows: Index, logprobs: Logprobs | None, size: int) -> Logprobs | None:
-    found = LogprobRows.read(logprobs, size)
-    return None if found is None else found.of(rows).columns([])
+    columns = LogprobRows.read(logprobs, size)
+    return None if columns is None else columns.of(rows).columns([])
 
 
 def _started(slot: int, sample: Sample) -> Started:
-    its = sample.request
-    context = tuple(its.prompt[-CONTEXT:].tolist())
-    return Started(slot, its.number, its.params, context, its.chunk_format, its.server, sample.index, its.cached)
+    request = sample.request
+    context = tuple(request.prompt[-CONTEXT:].tolist())
+    return Started(
+        slot,
+        request.number,
+        request.params,
+        context,
+        request.chunk_format,
+        request.server,
+        sample.index,
+        request.cached,
+    )

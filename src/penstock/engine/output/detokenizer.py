@@ -1,6 +1,6 @@
-"""From ids to text, as they come: no half characters, and nothing of a stop string or beyond it.
+"""Turns ids into text as they come: whole characters only, and nothing of a stop string or after it.
 
-Leaves to `output_state` which sample a text is of, and to `sse_chunks` how it is wrapped.
+`output_state` knows the sample of each text, and `sse_chunks` writes texts into chunks.
 """
 
 from __future__ import annotations
@@ -25,55 +25,59 @@ from penstock.engine.protocol.messages import CONTEXT, Ints
 class TokenDecoder(Protocol):
     """Decodes the ids of one sample into text, complete characters only."""
 
-    def take(self, one: int) -> str:
-        """Takes one more id, and returns the text that is complete now, never a part of a character."""
+    def decode(self, token_id: int) -> str:
+        """Decodes one more id. Returns the text that is complete now, never a part of a character."""
 
     def rest(self) -> str:
         """Returns the text held back, after the last id: U+FFFD for bytes that are no character."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something is held back."""
+        """Returns whether text is held back."""
 
 
 class Vocabulary:
-    """What every id means. Where texts are just the bytes of ids, one after the other, these stand in tables.
+    """The text of every id, in tables where a text is just the bytes of its ids, one after the other.
 
-    There are three tables in one: without the special ids, with them, and one in which nothing means anything. A row of
-    the first, say, is `SKIP_SPECIAL * stride + id`; what is no id of ours has the last row of each table.
+    Three tables lie one after the other: with empty texts for special ids, with their texts, and with empty texts only.
+    The row of an id in the first, say, is `SKIP_SPECIAL * stride + id`; an unknown id has the last row of each table.
     """
 
     SKIP_SPECIAL, KEEP_SPECIAL, NO_TEXT = 0, 1, 2
 
     def __init__(self, pieces: Sequence[bytes], special: Collection[int] = (), tokenizer: Any = None) -> None:
-        """With a tokenizer (of `tokenizers`), texts are what it says, and `pieces` only how an id looks by itself."""
+        """With a tokenizer (of `tokenizers`), it decodes all texts, and `pieces` are only the texts of single ids."""
         self.stride = len(pieces) + 1
         self._pieces = [*pieces, b""]
         self._special = frozenset(special)
         self._tokenizer = tokenizer
-        kept = [b"" if one in self._special else piece for one, piece in enumerate(self._pieces)]
-        self.texts = [*kept, *self._pieces, *[b""] * self.stride]
-        whole = [_is_whole(piece) for piece in self._pieces] if tokenizer is None else [False] * self.stride
-        silent = [one in self._special or is_whole for one, is_whole in enumerate(whole)]
+        without_special = [b"" if token_id in self._special else piece for token_id, piece in enumerate(self._pieces)]
+        self.texts = [*without_special, *self._pieces, *[b""] * self.stride]
+        is_complete = [_is_whole(piece) for piece in self._pieces] if tokenizer is None else [False] * self.stride
+        is_complete_or_special = [
+            token_id in self._special or is_whole for token_id, is_whole in enumerate(is_complete)
+        ]
         self.is_table = tokenizer is None
-        self.is_whole = np.array([*(silent if self.is_table else whole), *whole, *[True] * self.stride], np.bool_)
+        self.is_whole = np.array(
+            [*(is_complete_or_special if self.is_table else is_complete), *is_complete, *[True] * self.stride], np.bool_
+        )
         self.is_seen = np.array([len(text) > 0 for text in self.texts], np.bool_)
         masks = [char_bloom(text.decode(errors="replace")) for text in self._pieces]
-        shown = [0 if one in self._special else mask for one, mask in enumerate(masks)]
+        shown = [0 if token_id in self._special else mask for token_id, mask in enumerate(masks)]
         self.masks = np.array([*shown, *masks, *[0] * self.stride], np.uint64)  # of their characters: see `char_bloom`
-        # As they stand between the quotes of a JSON string.
+        # Escaped, to stand between the quotes of a JSON string.
         self.quoted = [
             json_escape(text.decode()) if ok else b"" for text, ok in zip(self.texts, self.is_whole.tolist())
         ]
 
     def rows(self, ids: Ints, bases: Ints) -> Ints:
-        """Where in the tables these ids are, if each one's table begins at its `base`."""
+        """Returns the rows of these ids, each in the table that begins at its `base`."""
         rows: Ints = np.minimum(ids.view(np.uint32), self.stride - 1).astype(np.int32) + bases
         return rows
 
-    def piece(self, one: int) -> bytes:
+    def piece(self, token_id: int) -> bytes:
         """Returns the bytes of one id, which may be a part of a character."""
-        return self._pieces[one] if 0 <= one < self.stride else b""
+        return self._pieces[token_id] if 0 <= token_id < self.stride else b""
 
     def stream(self, context: Sequence[int], skip_special: bool) -> TokenDecoder:
         """`context`: the last ids before those of the stream."""
@@ -105,13 +109,13 @@ def json_escape(text: str) -> bytes:
 class ByteDecoder:
     """Decodes ids with texts that are just their bytes, one after the other."""
 
-    def __init__(self, vocabulary: Vocabulary, silent: Collection[int]) -> None:
+    def __init__(self, vocabulary: Vocabulary, without_text: Collection[int]) -> None:
         self._piece = vocabulary.piece
-        self._silent = silent
+        self._without_text = without_text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def take(self, one: int) -> str:
-        return "" if one in self._silent else self._decoder.decode(self._piece(one))
+    def decode(self, token_id: int) -> str:
+        return "" if token_id in self._without_text else self._decoder.decode(self._piece(token_id))
 
     def rest(self) -> str:
         return self._decoder.decode(b"", True)
@@ -122,12 +126,12 @@ class ByteDecoder:
 
 
 class TokenizerDecoder:
-    """Decodes ids with the tokenizer's own decoder, whatever it does."""
+    """Decodes ids with the tokenizer's own decoder."""
 
     def __init__(self, tokenizer: Any, context: list[int], skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._before = context  # ids with text that is out, and decides how the next ones are written
+        self._before = context  # ids with text that was returned: it decides how the next ones are written
         self._held: list[int] = []
         self._begin()
 
@@ -136,13 +140,13 @@ class TokenizerDecoder:
 
         self._stream = DecodeStream(ids=list(self._before), skip_special_tokens=self._skip_special)
 
-    def take(self, one: int) -> str:
-        self._held.append(one)
+    def decode(self, token_id: int) -> str:
+        self._held.append(token_id)
         try:
-            text: str | None = self._stream.step(self._tokenizer, one)
-        except Exception:  # its text so far is no beginning of the text with this id: some decoders are like that
+            text: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # some decoders change text that they have returned already
             text = self._after()
-            self._before, self._held = [one], []
+            self._before, self._held = [token_id], []
             self._begin()
             return text
         if text is None:
@@ -169,27 +173,31 @@ class TokenizerDecoder:
 
 # ── what a tokenizer's ids are in bytes ──────────────────────────────────────────────────────────────────────────────
 def build_vocabulary(tokenizer: Any) -> Vocabulary:
-    """Of a `tokenizers.Tokenizer`: in tables where its decoder is one of the two common ones that allow it."""
+    """Builds the vocabulary of a `tokenizers.Tokenizer`, in tables if its decoder is one of the two that allow it."""
     added = tokenizer.get_added_tokens_decoder()
-    special = [one for one, token in added.items() if token.special]
-    tokens = {one: token for token, one in tokenizer.get_vocab(with_added_tokens=True).items()}
+    special = [token_id for token_id, token in added.items() if token.special]
+    tokens = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
     decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
-    parts = [part["type"] for part in decoder.get("decoders", [decoder]) if part]
+    steps = [step["type"] for step in decoder.get("decoders", [decoder]) if step]
     ids = range(max(tokens, default=-1) + 1)
-    if parts == ["ByteLevel"]:
+    if steps == ["ByteLevel"]:
         byte_of = _bytes_of_characters()
-        return Vocabulary([_of_characters(tokens.get(one, ""), byte_of) for one in ids], special)
-    if parts[:3] == ["Replace", "ByteFallback", "Fuse"] and decoder["decoders"][0]["pattern"] == {"String": "▁"}:
-        return Vocabulary([_with_fallback(tokens.get(one, "")) for one in ids], special)
-    alone = [tokenizer.decode([one], skip_special_tokens=False).encode() if one in tokens else b"" for one in ids]
+        return Vocabulary([_of_characters(tokens.get(token_id, ""), byte_of) for token_id in ids], special)
+    if steps[:3] == ["Replace", "ByteFallback", "Fuse"] and decoder["decoders"][0]["pattern"] == {"String": "▁"}:
+        return Vocabulary([_with_fallback(tokens.get(token_id, "")) for token_id in ids], special)
+    alone = [
+        tokenizer.decode([token_id], skip_special_tokens=False).encode() if token_id in tokens else b""
+        for token_id in ids
+    ]
     return Vocabulary(alone, special, tokenizer)
 
 
 def _bytes_of_characters() -> Mapping[str, int]:
-    """How byte-level vocabularies write bytes: those that can be seen as themselves, the others from U+0100 on."""
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [one for one in range(256) if one not in seen]
-    return {**{chr(one): one for one in seen}, **{chr(0x100 + n): one for n, one in enumerate(others)}}
+    """Returns the byte of each character that byte-level vocabularies write: printable ones as themselves, the others
+    from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(0x100 + n): byte for n, byte in enumerate(others)}}
 
 
 def _of_characters(token: str, byte_of: Mapping[str, int]) -> bytes:
@@ -207,15 +215,15 @@ def _with_fallback(token: str) -> bytes:
 
 # ── stop strings ─────────────────────────────────────────────────────────────────────────────────────────────────────
 class StopStrings:
-    """Some stop strings, as the states of a machine that reads characters (Aho and Corasick's).
+    """An automaton that finds stop strings, one character at a time (Aho and Corasick's).
 
-    A state is the longest end of the text that a stop string begins with.
+    A state is the longest suffix of the text that is a prefix of a stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.next: list[dict[str, int]] = [{}]
-        self.shorter = [0]  # the state of the next shorter such end
-        self.found: list[str | None] = [None]  # the longest stop string that ends here
+        self.shorter = [0]  # the state of the next shorter such suffix
+        self.longest: list[str | None] = [None]  # the longest stop string that ends here
         self.held = [0]  # how many characters of the text may yet become part of one
         depths = [0]
         for stop in stops:
@@ -225,18 +233,18 @@ class StopStrings:
                     self.next[state][character] = len(self.next)
                     self.next.append({})
                     self.shorter.append(0)
-                    self.found.append(None)
+                    self.longest.append(None)
                     self.held.append(0)
                     depths.append(depths[state] + 1)
                 state = self.next[state][character]
-            self.found[state] = stop
+            self.longest[state] = stop
         level = [0]
         while level:
             for state in level:
                 for character, after in self.next[state].items():
                     shorter = self.step(self.shorter[state], character) if state else 0
                     self.shorter[after] = shorter
-                    self.found[after] = self.found[after] or self.found[shorter]
+                    self.longest[after] = self.longest[after] or self.longest[shorter]
                     self.held[after] = depths[after] if self.next[after] else self.held[shorter]
             level = [after for state in level for after in self.next[state].values()]
 
@@ -256,16 +264,16 @@ class StopStringFilter:
 
     def __init__(self, stream: TokenDecoder, stops: tuple[str, ...] = (), includes_stop: bool = False) -> None:
         self.stream = stream
-        self.stop: str | None = None  # the one that has ended it; no more is to be given then
+        self.stop: str | None = None  # the stop string that has ended the text: no id is added after it
         self._stops = stops_of(stops) if stops else None
         self._includes_stop = includes_stop
         self._state = 0
         self._held = ""
 
-    def take(self, one: int, may_stop: bool = True) -> str:
-        """Returns what may be shown with one id more. A stop string completed by an id that may not stop is none.
-        Of several, the one completed first ends the text; of those, the longest."""
-        text = self.stream.take(one)
+    def add(self, token_id: int, may_stop: bool = True) -> str:
+        """Adds an id. Returns the text that may be shown now. Where `may_stop` is False, no stop string ends the text.
+        Of several stop strings, the first that is complete ends it; of those, the longest."""
+        text = self.stream.decode(token_id)
         return self._show(text, may_stop) if self._stops is not None else text
 
     def end(self, may_stop: bool = True) -> str:
@@ -281,7 +289,7 @@ class StopStringFilter:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something is held back."""
+        """Returns whether text is held back."""
         return bool(self._held) or self.stream.is_waiting
 
     def _show(self, text: str, may_stop: bool) -> str:
@@ -290,7 +298,7 @@ class StopStringFilter:
         state, step = self._state, stops.step
         for position, character in enumerate(text, len(self._held) + 1):
             state = step(state, character)
-            stop = stops.found[state]
+            stop = stops.longest[state]
             if stop is not None and may_stop:
                 self.stop = stop
                 shown = (self._held + text)[: position if self._includes_stop else position - len(stop)]
@@ -304,9 +312,9 @@ class StopStringFilter:
 
 
 def load_vocabulary(config: EngineConfig, tokenizer: Any = None) -> Vocabulary:
-    """A model without a tokenizer answers in ids alone. `tokenizer`: the model's, where it has been read already."""
+    """Loads the vocabulary; without a tokenizer all texts are empty. `tokenizer`: the model's, if it is loaded."""
     if config.simulated is not None and not config.model:
-        return Vocabulary([b" %d" % one for one in range(config.simulated.vocabulary)])
+        return Vocabulary([b" %d" % token_id for token_id in range(config.simulated.vocabulary)])
     if tokenizer is None and not tokenizer_path(config).exists():
         event("model without a tokenizer", logging.WARNING, missing=tokenizer_path(config))
         return Vocabulary([])

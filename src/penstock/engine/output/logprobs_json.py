@@ -31,57 +31,57 @@ class LogprobsWriter:
         self._name = functools.lru_cache(MAX_READY)(self._make_name)
         self._object = functools.lru_cache(MAX_READY)(self._make_object)
 
-    def told(self, found: LogprobRows, wrappings: Sequence[ChunkWriter | None]) -> dict[int, bytes]:
+    def write(self, logprobs: LogprobRows, writers: Sequence[ChunkWriter | None]) -> dict[int, bytes]:
         """Returns the JSON of each row's logprobs, keyed by row: of rows with logprobs and a `ChunkWriter`."""
-        told: dict[int, bytes] = {}
+        written: dict[int, bytes] = {}
         chats, completions, offsets = [], [], []
-        for row in np.flatnonzero(found.counts).tolist():
-            wrapping = wrappings[row]
-            if wrapping is None:
+        for row in np.flatnonzero(logprobs.counts).tolist():
+            writer = writers[row]
+            if writer is None:
                 continue
-            if wrapping.is_chat:
+            if writer.is_chat:
                 chats.append(row)
             else:
                 completions.append(row)
-                offsets.append(wrapping.offset)
-        columns = found.of(np.array(chats, np.intp)).columns([])
+                offsets.append(writer.offset)
+        columns = logprobs.of(np.array(chats, np.intp)).columns([])
         if columns is not None:
-            told.update(zip(chats, self.of_chats(columns), strict=True))
-        columns = found.of(np.array(completions, np.intp)).columns([])
+            written.update(zip(chats, self.of_chats(columns), strict=True))
+        columns = logprobs.of(np.array(completions, np.intp)).columns([])
         if columns is not None:
-            told.update(zip(completions, self.of_completions(columns, offsets), strict=True))
-        return told
+            written.update(zip(completions, self.of_completions(columns, offsets), strict=True))
+        return written
 
-    def of_chats(self, found: Logprobs) -> list[bytes]:
-        formats = [b""] * (2 * found.ids.size)
-        formats[::2] = map(self._object, found.ids.tolist())
-        formats[1::2] = chain.from_iterable(map(_after_objects, _counts(found)))
-        return _written([CHAT, *formats], _values(found))
+    def of_chats(self, logprobs: Logprobs) -> list[bytes]:
+        formats = [b""] * (2 * logprobs.ids.size)
+        formats[::2] = map(self._object, logprobs.ids.tolist())
+        formats[1::2] = chain.from_iterable(map(_after_objects, _counts(logprobs)))
+        return _written([CHAT, *formats], _values(logprobs))
 
-    def of_completions(self, found: Logprobs, offsets: Sequence[int]) -> list[bytes]:
+    def of_completions(self, logprobs: Logprobs, offsets: Sequence[int]) -> list[bytes]:
         """`offsets`: where each row's text begins. Of likely tokens that look alike, the last is told."""
-        names, values = list(map(self._name, found.ids.tolist())), _values(found)
+        names, values = list(map(self._name, logprobs.ids.tolist())), _values(logprobs)
         formats: list[bytes] = []
         kept: list[float] = []
         start = 0
-        for count, offset in zip(_counts(found), offsets, strict=True):
+        for count, offset in zip(_counts(logprobs), offsets, strict=True):
             end = start + count
-            best = dict(zip(names[start + 1 : end], values[start + 1 : end], strict=True)) if count > 1 else {}
-            kept += offset, values[start], *best.values()
-            told = b":%.6g,".join(best) + b":%.6g" if best else b""
-            formats += COMPLETION, names[start], b'],"top_logprobs":[{', told, b"}]}" + ROW_END
+            likeliest = dict(zip(names[start + 1 : end], values[start + 1 : end], strict=True)) if count > 1 else {}
+            kept += offset, values[start], *likeliest.values()
+            written = b":%.6g,".join(likeliest) + b":%.6g" if likeliest else b""
+            formats += COMPLETION, names[start], b'],"top_logprobs":[{', written, b"}]}" + ROW_END
             start = end
         return _written(formats, kept)
 
-    def _make_name(self, one: int) -> bytes:
+    def _make_name(self, token_id: int) -> bytes:
         """Returns the text of an id as a JSON string, within a format string."""
-        name = json_escape(self._vocabulary.piece(one).decode(errors="replace"))
+        name = json_escape(self._vocabulary.piece(token_id).decode(errors="replace"))
         return b'"%b"' % name.replace(b"%", b"%%")
 
-    def _make_object(self, one: int) -> bytes:
+    def _make_object(self, token_id: int) -> bytes:
         """What an id is and how likely, in a format: an object of JSON without its last brace."""
-        numbers = msgspec.json.encode(list(self._vocabulary.piece(one)))
-        return b'{"token":%b,"bytes":%b,"logprob":%%.6g' % (self._make_name(one), numbers)
+        numbers = msgspec.json.encode(list(self._vocabulary.piece(token_id)))
+        return b'{"token":%b,"bytes":%b,"logprob":%%.6g' % (self._make_name(token_id), numbers)
 
 
 @functools.lru_cache(64)
@@ -92,14 +92,14 @@ def _after_objects(count: int) -> tuple[bytes, ...]:
     return b',"top_logprobs":[', *[b"},"] * (count - 2), b"}]}]}" + ROW_END + CHAT
 
 
-def _counts(found: Logprobs) -> list[int]:
-    assert found.counts is not None, "rows in columns have counts"
-    counts: list[int] = found.counts.tolist()
+def _counts(logprobs: Logprobs) -> list[int]:
+    assert logprobs.counts is not None, "rows in columns have counts"
+    counts: list[int] = logprobs.counts.tolist()
     return counts
 
 
-def _values(found: Logprobs) -> list[float]:
-    values: list[float] = np.maximum(found.values, np.float32(LEAST_LOGPROB)).tolist()
+def _values(logprobs: Logprobs) -> list[float]:
+    values: list[float] = np.maximum(logprobs.values, np.float32(LEAST_LOGPROB)).tolist()
     return values
 
 

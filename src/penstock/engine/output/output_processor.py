@@ -1,7 +1,8 @@
-"""An output processor: receives from the core what its samples got, and answers the servers.
+"""An output processor: receives the new tokens of its samples from the core, and answers the servers.
 
-The core decides which sample has which token, and which one has ended by an id or its length. Stop strings are found
-here, and told to the core. `output_state` makes the answers, and the outbox handles servers that read too slowly.
+The core decides which sample has which token, and which sample has ended by an id or its length. An output processor
+finds stop strings, and aborts their samples in the core. `output_state` builds the answers, and the outbox handles
+servers that read too slowly.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from penstock.engine.protocol.messages import Abort, Failed, Stop, Tokens
 def run(tree: Cluster, me: ProcessId) -> None:
     with starting():
         output = OutputProcessor(tree, me, load_vocabulary(tree.config))
-    gc.freeze()  # what is there now stays: a collection that looked at all of it would hold up several steps
-    while output.turn():
+    gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay several steps
+    while output.process_next():
         pass
     output.close()
 
@@ -36,19 +37,19 @@ class OutputProcessor:
         self._state = OutputState(vocabulary, config.max_num_seqs)
         self._outbox = Outbox(tree, me)
         self._inbox = group.inbox.open_sender(tree.output_lane(me.index), name=name)
-        self._to_core: deque[Abort] = deque()  # for which there was no room yet
+        self._to_core: deque[Abort] = deque()  # that there was no room for yet
         self._start_timeout, self._timeout = config.start_timeout, config.step_timeout
-        self._tokens = group.tokens[me.index].open_receiver(name=name)  # last: the core looks at it
+        self._tokens = group.tokens[me.index].open_receiver(name=name)  # last: the core waits for it
 
-    def turn(self) -> bool:
-        """Answers the next message; or sends, if none comes, what there was no room for. Returns False if no more
-        come. Raises PeerDied when the core has died."""
+    def process_next(self) -> bool:
+        """Answers the next message; or sends, if none comes in time, messages that there was no room for. Returns False
+        after the last message. Raises PeerDied when the core has died."""
         wait = AGAIN if self._outbox.has_backlog or self._to_core else None
         try:
             message = retry_past_stale_deaths(self._me, partial(self._tokens.receive, wait), self._start_timeout)
         except Timeout:
             self._outbox.flush()
-            self._tell_core()
+            self._send_aborts()
             return True
         if isinstance(message, Stop):
             return False
@@ -56,7 +57,7 @@ class OutputProcessor:
         return True
 
     def _answer(self, tokens: Tokens) -> None:
-        answers = self._state.take(tokens)
+        answers = self._state.process(tokens)
         self._outbox.flush()
         for server, delta in answers.deltas:
             if not self._outbox.send(server, delta):
@@ -66,10 +67,10 @@ class OutputProcessor:
                 for request in given_up.tolist():
                     self._outbox.send(server, Failed(request, *TOO_SLOW))
         self._to_core += answers.aborts
-        self._tell_core()
+        self._send_aborts()
 
-    def _tell_core(self) -> None:
-        """As much as there is room for: the core may be waiting for us to take its tokens."""
+    def _send_aborts(self) -> None:
+        """Sends aborts while there is room: the core may be waiting for this process to receive its tokens."""
         while self._to_core:
             try:
                 retry_past_stale_deaths(self._me, partial(self._inbox.send_nowait, self._to_core[0]), self._timeout)

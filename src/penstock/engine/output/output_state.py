@@ -1,6 +1,6 @@
-"""What the servers get for what the core tells: the state of an output processor, without the process.
+"""The state of an output processor: turns the core's `Tokens` into a `Delta` for each server, without any process.
 
-The core says which sample has which slot, which ids are its, and when it ends by an id or its length.
+The core says which sample has which slot, which ids it gets, and when it ends by an id or its length.
 `output_processor` receives and sends the messages; a stop string ends a sample here first, and the core by an `Abort`.
 """
 
@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.output.delta_builder import DeltaBuilder, FinishedWithoutToken, SampleEnd
 from penstock.engine.output.detokenizer import StopStringFilter, Vocabulary, char_bloom, load_vocabulary
 from penstock.engine.output.logprobs_json import LogprobsWriter
 from penstock.engine.output.sse_chunks import MIDDLE, ChunkWriter
@@ -20,43 +19,60 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import (
     Abort,
     Delta,
+    Finished,
     FinishReason,
     Ints,
     Requests,
+    Slots,
     Started,
     Tokens,
 )
 from penstock.errors import DecodeError
 
 NO_SLOTS: Index = np.zeros(0, np.intp)
-ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets its text: by itself; or with all the others, from the tables
+ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets its text: by itself; or from the tables, without a chunk or in one
+
+
+class SampleEnd(NamedTuple):
+    reason: FinishReason
+    stop: int | str | None = None
+
+
+class FinishedWithoutToken(NamedTuple):
+    """A sample that ended without another id."""
+
+    server: int
+    request: int
+    sample: int
+    cached: int
+    reason: FinishReason
 
 
 class Outputs(NamedTuple):
-    """At most one Delta for each server; and for the core, the samples that have ended by their text."""
+    """At most one Delta for each server; and for the core, the samples that a stop string has ended."""
 
     deltas: list[tuple[int, Delta]]
     aborts: list[Abort]
 
 
 class OutputState:
-    """Tokens in, answers out. Each sample that starts gets exactly one end. Arrays are by slot."""
+    """Turns tokens into answers. Each sample that starts gets exactly one end. Arrays are by slot."""
 
     def __init__(self, vocabulary: Vocabulary, slots: int) -> None:
         self._vocabulary = vocabulary
-        self._likely = LogprobsWriter(vocabulary)
+        self._logprobs_writer = LogprobsWriter(vocabulary)
         self._is_open = np.zeros(slots, np.bool_)
         self._servers = np.zeros(slots, np.uint16)
         self._requests = np.zeros(slots, np.int32)
         self._samples = np.zeros(slots, np.uint16)
         self._cached = np.zeros(slots, np.int32)
         self._generated = np.zeros(slots, np.int32)
-        self._bases = np.zeros(slots, np.int32)  # where the table begins in which its ids are looked up
+        self._bases = np.zeros(slots, np.int32)  # row of the vocabulary at which the table for its ids begins
         self._kinds = np.zeros(slots, np.uint8)
-        self._firsts = np.zeros(slots, np.uint64)  # mask of the characters that a stop string of it begins with
+        self._firsts = np.zeros(slots, np.uint64)  # mask of the first characters of its stop strings
         self._started: list[Started | None] = [None] * slots  # None: not open
         self._texts: list[StopStringFilter | None] = [None] * slots  # None: nothing is held back
-        self._wrappings: list[ChunkWriter | None] = [None] * slots
+        self._writers: list[ChunkWriter | None] = [None] * slots
         self._slots = NO_SLOTS  # of the last message with ids
 
     @classmethod
@@ -64,55 +80,57 @@ class OutputState:
         return cls(load_vocabulary(config), config.max_num_seqs)
 
     def forget_server(self, server: int) -> Requests:
-        """Drops a server that takes nothing: it gets no more answers. Returns its requests that were open."""
-        there = np.flatnonzero((self._servers == server) & self._is_open)
-        for slot in there.tolist():
+        """Drops a server that reads nothing: it gets no more answers. Returns its open requests."""
+        open_slots = np.flatnonzero((self._servers == server) & self._is_open)
+        for slot in open_slots.tolist():
             self._end(slot)
-        requests: Requests = np.unique(self._requests[there])
+        requests: Requests = np.unique(self._requests[open_slots])
         return requests
 
     # ── samples ──
-    def _start(self, one: Started) -> None:
-        slot, params, vocabulary = one.slot, one.params, self._vocabulary
+    def _start(self, started: Started) -> None:
+        slot, params, vocabulary = started.slot, started.params, self._vocabulary
         self._is_open[slot] = True
         self._generated[slot] = 0
-        self._servers[slot], self._requests[slot], self._samples[slot] = one.server, one.request, one.sample
-        self._cached[slot] = one.cached
+        self._servers[slot], self._requests[slot], self._samples[slot] = started.server, started.request, started.sample
+        self._cached[slot] = started.cached
         table = vocabulary.SKIP_SPECIAL if params.skip_special_tokens else vocabulary.KEEP_SPECIAL
         self._bases[slot] = (table if params.detokenize else vocabulary.NO_TEXT) * vocabulary.stride
         self._firsts[slot] = char_bloom("".join(stop[0] for stop in params.stop))
-        self._started[slot] = one
+        self._started[slot] = started
         self._texts[slot] = None
-        self._wrappings[slot] = None if one.chunk_format is None else ChunkWriter(one.chunk_format, one.sample)
+        self._writers[slot] = (
+            None if started.chunk_format is None else ChunkWriter(started.chunk_format, started.sample)
+        )
         self._choose_kind(slot)
 
     def _choose_kind(self, slot: int) -> None:
-        wrapping = self._wrappings[slot]
+        writer = self._writers[slot]
         if self._texts[slot] is not None:
             self._kinds[slot] = ALONE
-        elif wrapping is None:
+        elif writer is None:
             self._kinds[slot] = PLAIN
         else:
-            self._kinds[slot] = WRAPPED if wrapping.has_begun else ALONE
+            self._kinds[slot] = WRAPPED if writer.has_begun else ALONE
 
     def _finish(self, slot: int, reason: FinishReason) -> list[FinishedWithoutToken]:
         """Ends a sample without another token. Returns nothing of one that a stop string has ended."""
-        one = self._started[slot]
-        if one is None:
+        started = self._started[slot]
+        if started is None:
             return []
         self._end(slot)
-        return [FinishedWithoutToken(one.server, one.request, one.sample, one.cached, reason)]
+        return [FinishedWithoutToken(started.server, started.request, started.sample, started.cached, reason)]
 
     def _end(self, slot: int) -> None:
         self._is_open[slot] = False
-        self._started[slot] = self._texts[slot] = self._wrappings[slot] = None
+        self._started[slot] = self._texts[slot] = self._writers[slot] = None
 
     # ── tokens ──
-    def take(self, tokens: Tokens) -> Outputs:
-        """Raises DecodeError where the columns do not fit each other."""
-        silent: list[FinishedWithoutToken] = []
+    def process(self, tokens: Tokens) -> Outputs:
+        """Returns the answers to a message. Raises DecodeError unless its columns fit each other."""
+        without_token: list[FinishedWithoutToken] = []
         for slot in tokens.aborted:
-            silent += self._finish(slot, FinishReason.ABORT)
+            without_token += self._finish(slot, FinishReason.ABORT)
         for started in tokens.started:
             self._start(started)
         if tokens.slots is not None:
@@ -125,16 +143,16 @@ class OutputState:
         if not is_open.all():  # a stop string has ended the others, and the core did not know yet
             rows = rows.of(np.flatnonzero(is_open))
         self._generated[rows.slots] += 1
-        found = {slot: row for row, slot in enumerate(rows.slots.tolist())} if tokens.ended else {}
+        row_of_slot = {slot: row for row, slot in enumerate(rows.slots.tolist())} if tokens.ended else {}
         for end in tokens.ended:
-            row = found.get(end.slot)
+            row = row_of_slot.get(end.slot)
             if row is None:
-                silent += self._finish(end.slot, end.reason)
+                without_token += self._finish(end.slot, end.reason)
             else:
                 rows.ends[row] = SampleEnd(end.reason, end.stop)
-        halted = self._write(rows)
-        deltas = self._deltas(rows, silent)
-        aborts = self._aborts(rows.slots[halted]) if halted else []
+        stopped = self._write(rows)
+        deltas = self._deltas(rows, without_token)
+        aborts = self._aborts(rows.slots[stopped]) if stopped else []
         for row in rows.ends:
             self._end(int(rows.slots[row]))
         return Outputs(deltas, aborts)
@@ -142,75 +160,75 @@ class OutputState:
     def _aborts(self, slots: Index) -> list[Abort]:
         servers = self._servers[slots]
         return [
-            Abort(int(server), self._requests[its], self._samples[its])
+            Abort(int(server), self._requests[own_slots], self._samples[own_slots])
             for server in np.unique(servers)
-            for its in (slots[servers == server],)
+            for own_slots in (slots[servers == server],)
         ]
 
     def _write(self, rows: DeltaBuilder) -> list[int]:
-        """Writes every row's text. Returns the rows that end by it and by no id; `rows.ends` then has every end."""
+        """Writes every row's text. Returns the rows that only a stop string ends; `rows.ends` then has every end."""
         vocabulary, slots = self._vocabulary, rows.slots
         places = vocabulary.rows(rows.ids, self._bases[slots])
         kinds = self._kinds[slots]
-        is_found = vocabulary.is_whole[places] & (self._firsts[slots] & vocabulary.masks[places] == 0)
-        is_found[list(rows.ends)] = False
-        is_easy = is_found & (kinds != ALONE)
+        has_table_text = vocabulary.is_whole[places] & (self._firsts[slots] & vocabulary.masks[places] == 0)
+        has_table_text[list(rows.ends)] = False
+        is_from_table = has_table_text & (kinds != ALONE)
         is_wrapped = kinds == WRAPPED
-        told: dict[int, bytes] = {}
+        logprobs: dict[int, bytes] = {}
         if rows.logprobs is not None:
-            told = self._likely.told(rows.logprobs, [self._wrappings[slot] for slot in slots.tolist()])
-            rows.wrapped = list(told)
+            logprobs = self._logprobs_writer.write(rows.logprobs, [self._writers[slot] for slot in slots.tolist()])
+            rows.wrapped = list(logprobs)
         if is_wrapped.any():
-            is_easy &= ~is_wrapped | vocabulary.is_seen[places]
-            rows.texts = self._wrapped_texts(slots, places, is_wrapped & is_easy, told)
+            is_from_table &= ~is_wrapped | vocabulary.is_seen[places]
+            rows.texts = self._wrapped_texts(slots, places, is_wrapped & is_from_table, logprobs)
         else:
             texts = vocabulary.texts
             rows.texts = [texts[place] for place in places.tolist()]
-        halted: list[int] = []
-        for row in np.flatnonzero(~is_easy).tolist():
+        stopped: list[int] = []
+        for row in np.flatnonzero(~is_from_table).tolist():
             slot, end = int(slots[row]), rows.ends.get(row)
-            if is_found[row] and self._texts[slot] is None:
+            if has_table_text[row] and self._texts[slot] is None:
                 shown, stop = vocabulary.texts[places[row]].decode(), None
             else:
                 shown, stop = self._write_one(slot, int(rows.ids[row]), end)
             if stop is not None:
                 if end is None:
-                    halted.append(row)
+                    stopped.append(row)
                 end = rows.ends[row] = SampleEnd(FinishReason.STOP, stop)
-            wrapping = self._wrappings[slot]
-            if wrapping is None:
+            writer = self._writers[slot]
+            if writer is None:
                 rows.texts[row] = shown.encode()
             else:
-                rows.texts[row] = wrapping.piece(shown, told.get(row), None if end is None else end.reason)
+                rows.texts[row] = writer.piece(shown, logprobs.get(row), None if end is None else end.reason)
             self._choose_kind(slot)
-        return halted
+        return stopped
 
     def _wrapped_texts(
-        self, slots: Index, places: Ints, is_wrapped: npt.NDArray[np.bool_], told: dict[int, bytes]
+        self, slots: Index, places: Ints, is_wrapped: npt.NDArray[np.bool_], logprobs: dict[int, bytes]
     ) -> list[bytes]:
-        texts, table, wrappings = self._vocabulary.texts, self._vocabulary.quoted, self._wrappings
+        texts, table, writers = self._vocabulary.texts, self._vocabulary.quoted, self._writers
         rows = zip(slots.tolist(), places.tolist(), is_wrapped.tolist(), strict=True)
-        if not told:
+        if not logprobs:
             return [
-                wrapping.front + table[place] + wrapping.back
-                if wraps and (wrapping := wrappings[slot]) is not None
+                writer.front + table[place] + writer.back
+                if is_written and (writer := writers[slot]) is not None
                 else texts[place]
-                for slot, place, wraps in rows
+                for slot, place, is_written in rows
             ]
         written = []
-        for row, (slot, place, wraps) in enumerate(rows):
-            wrapping = wrappings[slot]
-            if not wraps or wrapping is None:
+        for row, (slot, place, is_written) in enumerate(rows):
+            writer = writers[slot]
+            if not is_written or writer is None:
                 written.append(texts[place])
                 continue
-            likely = told.get(row, b"null")
-            written.append(b"".join((wrapping.front, table[place], wrapping.told, likely, MIDDLE)))
-            if not wrapping.is_chat:
-                wrapping.offset += len(texts[place].decode())
+            row_logprobs = logprobs.get(row, b"null")
+            written.append(b"".join((writer.front, table[place], writer.before_logprobs, row_logprobs, MIDDLE)))
+            if not writer.is_chat:
+                writer.offset += len(texts[place].decode())
         return written
 
-    def _write_one(self, slot: int, one: int, end: SampleEnd | None) -> tuple[str, str | None]:
-        """What of a sample's text may be shown now, and the stop string that has ended it."""
+    def _write_one(self, slot: int, token_id: int, end: SampleEnd | None) -> tuple[str, str | None]:
+        """Returns the text of a sample that may be shown now, and the stop string that has ended it."""
         started = self._started[slot]
         assert started is not None, "its slot is open"
         params = started.params
@@ -221,24 +239,85 @@ class OutputState:
             stream = self._vocabulary.stream(started.context, params.skip_special_tokens)
             text = StopStringFilter(stream, params.stop, params.include_stop_str_in_output)
         may_stop = bool(self._generated[slot] > params.min_tokens)
-        # The id by which a sample ends is no more a part of its text than a stop string is.
+        # The id that ends a sample is no part of its text, as a stop string is none.
         is_silent = end is not None and end.reason == FinishReason.STOP and not params.include_stop_str_in_output
-        shown = "" if is_silent else text.take(one, may_stop)
+        shown = "" if is_silent else text.add(token_id, may_stop)
         if end is not None and text.stop is None:
             shown += text.end(may_stop)
         self._texts[slot] = text if text.is_waiting or not self._vocabulary.is_table else None
         return shown, text.stop
 
     # ── columns ──
-    def _deltas(self, rows: DeltaBuilder, silent: list[FinishedWithoutToken]) -> list[tuple[int, Delta]]:
+    def _deltas(self, rows: DeltaBuilder, without_token: list[FinishedWithoutToken]) -> list[tuple[int, Delta]]:
         servers = self._servers[rows.slots]
-        wanted = {row.server for row in silent}
+        due = {row.server for row in without_token}
         if servers.size:
-            wanted.update([int(servers[0])] if (servers == servers[0]).all() else np.unique(servers).tolist())
+            due.update([int(servers[0])] if (servers == servers[0]).all() else np.unique(servers).tolist())
         deltas = []
-        for server in sorted(wanted):
+        for server in sorted(due):
             where = np.flatnonzero(servers == server)
-            its = rows if where.size == servers.size else rows.of(where)
-            columns = self._requests[its.slots], self._samples[its.slots], self._cached[its.slots]
-            deltas.append((server, its.delta(*columns, [row for row in silent if row.server == server])))
+            own_rows = rows if where.size == servers.size else rows.of(where)
+            columns = self._requests[own_rows.slots], self._samples[own_rows.slots], self._cached[own_rows.slots]
+            deltas.append((server, own_rows.delta(*columns, [row for row in without_token if row.server == server])))
         return deltas
+
+
+class DeltaBuilder:
+    """The rows of samples that got an id each, for the columns of a Delta. Texts and ends are added later."""
+
+    def __init__(self, slots: Index, ids: Ints, logprobs: LogprobRows | None) -> None:
+        self.slots = slots
+        self.ids = ids
+        self.logprobs = logprobs
+        self.texts: list[bytes] = []
+        self.ends: dict[int, SampleEnd] = {}
+        self.wrapped: list[int] = []  # rows with log-probabilities in their texts
+
+    def of(self, rows: Index) -> DeltaBuilder:
+        """Returns a builder with these rows only."""
+        selected = DeltaBuilder(
+            self.slots[rows], self.ids[rows], None if self.logprobs is None else self.logprobs.of(rows)
+        )
+        numbers = rows.tolist()
+        if self.texts:
+            selected.texts = [self.texts[row] for row in numbers]
+        if self.ends or self.wrapped:
+            new = {row: number for number, row in enumerate(numbers)}
+            selected.ends = {new[row]: end for row, end in self.ends.items() if row in new}
+            selected.wrapped = [new[row] for row in self.wrapped if row in new]
+        return selected
+
+    def delta(
+        self, requests: Requests, samples: Slots, cached: Ints, without_token: list[FinishedWithoutToken]
+    ) -> Delta:
+        """Builds a Delta of these rows, followed by those that ended without a token."""
+        size = self.slots.size
+        lengths = np.fromiter(map(len, self.texts), np.int32, size)
+        counts = None
+        if without_token:
+            none = np.zeros(len(without_token), np.int32)
+            requests = np.concatenate([requests, np.array([row.request for row in without_token], np.int32)])
+            lengths = np.concatenate([lengths, none])
+            samples = np.concatenate([samples, np.array([row.sample for row in without_token], np.uint16)])
+            counts = np.concatenate([np.ones(size, np.uint16), none.astype(np.uint16)])
+        return Delta(
+            size + len(without_token),
+            np.concatenate([requests, lengths, self.ids]),
+            b"".join(self.texts),
+            counts,
+            samples if samples.any() else None,
+            self._finished(cached, without_token) if self.ends or without_token else None,
+            None if self.logprobs is None else self.logprobs.columns(self.wrapped),
+        )
+
+    def _finished(self, cached: Ints, without_token: list[FinishedWithoutToken]) -> Finished:
+        size, ended = self.slots.size, list(self.ends)
+        reasons = [*(end.reason for end in self.ends.values()), *(row.reason for row in without_token)]
+        stops = (*(end.stop for end in self.ends.values()), *[None] * len(without_token))
+        all_cached = np.concatenate([cached[ended], np.array([row.cached for row in without_token], np.int32)])
+        return Finished(
+            np.array([*ended, *range(size, size + len(without_token))], np.uint16),
+            np.array(reasons, np.uint8),
+            stops if any(stop is not None for stop in stops) else None,
+            all_cached if all_cached.any() else None,
+        )

@@ -1,6 +1,6 @@
-"""Ready-made pieces of an answer: the lines of server-sent events that a server only has to pass on.
+"""Writes the chunks of an answer: lines of server-sent events that the server only passes on.
 
-Leaves to the server what each of them begins with (`ChunkFormat.head`), and how an answer begins and ends.
+The server says what each line begins with (`ChunkFormat.head`), and writes the beginning and the end of an answer.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ MIDDLE = _end(REASONS[None])
 
 
 class ChunkWriter:
-    """Of one sample. Text goes between `front` and `back`, quoted, where nothing else is to be said of it; or between
-    `front` and `told`, which what is said of its log-probabilities follows, and MIDDLE."""
+    """Writes the chunks of one sample. A chunk of text alone is `front`, the escaped text and `back`; with
+    log-probabilities it is `front`, the text, `before_logprobs`, their JSON and MIDDLE."""
 
-    def __init__(self, its: ChunkFormat, sample: int) -> None:
-        """`its.head` has one field at least."""
-        self.is_chat = its.style == Style.CHAT
-        self._start = b'data: %b,"choices":[{"index":%d,' % (its.head, its.first_index + sample)
+    def __init__(self, chunk_format: ChunkFormat, sample: int) -> None:
+        """`chunk_format.head` has one field at least."""
+        self.is_chat = chunk_format.style == Style.CHAT
+        self._start = b'data: %b,"choices":[{"index":%d,' % (chunk_format.head, chunk_format.first_index + sample)
         self.front = self._start + (b'"delta":{"content":"' if self.is_chat else b'"text":"')
-        self.told = (b'"}' if self.is_chat else b'"') + LOGPROBS
-        self.back = self.told + b"null" + MIDDLE
-        self.has_begun = not self.is_chat  # a chat's first piece has the role
-        self.offset = 0  # characters shown, where log-probabilities are told of a completion
+        self.before_logprobs = (b'"}' if self.is_chat else b'"') + LOGPROBS
+        self.back = self.before_logprobs + b"null" + MIDDLE
+        self.has_begun = not self.is_chat  # the first chunk of a chat has the role
+        self.offset = 0  # characters written so far, for the log-probabilities of a completion
 
-    def piece(self, text: str, likely: bytes | None, reason: FinishReason | None) -> bytes:
-        """Empty where there is nothing to say. `likely`: what is said of its log-probabilities."""
-        if not (text or likely or reason):
+    def piece(self, text: str, logprobs: bytes | None, reason: FinishReason | None) -> bytes:
+        """Returns a chunk; empty if there is nothing to write. `logprobs`: the JSON of its log-probabilities."""
+        if not (text or logprobs or reason):
             return b""
         if not self.is_chat:
             body = b'"text":"%b"' % json_escape(text)
         elif not self.has_begun:
             self.has_begun = True
             body = b'"delta":{"role":"assistant","content":"%b"}' % json_escape(text)
-        elif text or likely:
+        elif text or logprobs:
             body = b'"delta":{"content":"%b"}' % json_escape(text)
         else:
             body = b'"delta":{}'
         self.offset += len(text)
-        return self._start + body + LOGPROBS + (likely or b"null") + _end(REASONS[reason])
+        return self._start + body + LOGPROBS + (logprobs or b"null") + _end(REASONS[reason])

@@ -1,21 +1,45 @@
 """The batch: its rows, their block tables and their progress; the same arrays in the core and in its workers.
 
 A `Step` is applied here by the core that has built it and by all its receivers. A steady step costs two additions of
-arrays, whatever the number of requests. The scheduler decides a step, `step_builder` builds it, and `codec.sequence`
-checks that it is the next one.
+arrays, whatever the number of requests; any other one is checked as a `StepDraft` first. The scheduler decides a step,
+`step_builder` builds it, and `codec.sequence` checks that it is the next one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from penstock.engine.protocol.columns import MAX_POSITIONS, NOTHING, Index, Input
-from penstock.engine.protocol.messages import MAX_SLOTS, Ints, SamplingParams, Step
-from penstock.engine.protocol.step_draft import StepDraft
+from penstock.engine.protocol.columns import (
+    FREE,
+    MAX_POSITIONS,
+    NOTHING,
+    PREEMPTED,
+    RUNNING,
+    STATUS,
+    Index,
+    Input,
+    check_column,
+    ragged,
+    rows_of_inputs,
+)
+from penstock.engine.protocol.messages import (
+    MAX_SLOTS,
+    Advances,
+    Appended,
+    Ints,
+    Joined,
+    Resumed,
+    SamplingParams,
+    Slots,
+    Step,
+)
+from penstock.errors import DecodeError
 
 
 class BatchState:
-    """Arrays are by slot; their values for a free slot mean nothing, unless said.
+    """Arrays are by slot; their values for a free slot mean nothing, unless the comment says so.
 
     A row samples in a step if its computed tokens reach its known tokens: then one more token is known, or will be when
     its id is. So all processes that apply the step know which rows sampled, and none computes an unknown token.
@@ -59,14 +83,14 @@ class BatchState:
         return self.table[slot, : self.block_counts[slot]]
 
     def short_of_blocks(self, by: int = 1) -> Index:
-        """Slots that need another block before they can advance by so many tokens."""
+        """Returns the slots that need another block before they can advance by so many tokens."""
         rows = self.rows
         if by <= self._room:
             return rows[:0]
         short: Index = rows[self.computed[rows] + by > self.block_counts[rows] * self.block_size]
         return short
 
-    # ── becoming the next state ──
+    # ── the next state ──
     def apply(self, step: Step, /) -> None:
         """Applies a step. Raises DecodeError, and changes nothing, if it does not fit."""
         if (
@@ -97,3 +121,272 @@ class BatchState:
             draft.append(step.appended)
         draft.advance(step.advances)
         draft.commit()
+
+
+class StepDraft:
+    """The next state, made of the present one and a step. A step that does not fit changes nothing."""
+
+    def __init__(self, now: BatchState) -> None:
+        self._now = now
+        self._status = now.status
+        self._computed = now.computed
+        self._known = now.known
+        self._block_counts = now.block_counts
+        self._ones = now._ones
+        self._counts = now._ones
+        self._room = 0
+        self._rows = now.rows
+        self._sampled = now.sampled
+        self._is_copied = self._has_other_rows = False
+        self._left: list[int] = []
+        self._joined: Joined | None = None
+        self._new_rows: list[tuple[int, Ints, SamplingParams, tuple[Input, ...]]] = []
+        self._writes: list[tuple[tuple[Index, Index], Ints]] = []  # blocks, and where in the table
+
+    def _copy(self) -> None:
+        if not self._is_copied:
+            self._is_copied = True
+            self._status = self._status.copy()
+            self._block_counts = self._block_counts.copy()
+            self._computed = self._computed.copy()
+            self._known = self._known.copy()
+
+    # ── one column after the other ──
+    def leave(self, left: Slots) -> None:
+        slots = self._slots(left, "left", RUNNING, PREEMPTED)
+        self._clear(slots, FREE)
+        self._known[slots] = 0
+        self._left = slots.tolist()
+
+    def preempt(self, preempted: Slots) -> None:
+        self._clear(self._slots(preempted, "preempted", RUNNING), PREEMPTED)
+
+    def _turn(self, slots: Index, status: int) -> None:
+        self._copy()
+        self._status[slots] = status
+        self._has_other_rows = True
+
+    def _clear(self, slots: Index, status: int) -> None:
+        self._turn(slots, status)
+        self._computed[slots] = 0
+        self._block_counts[slots] = 0
+
+    def join(self, joined: Joined) -> None:
+        slots = self._slots(joined.slots, "joined.slots", FREE)
+        size = slots.size
+        check_column(joined.requests, size, "joined.requests")
+        if joined.servers is not None:
+            check_column(joined.servers, size, "joined.servers")
+        lengths = check_column(joined.lengths, size, "joined.lengths")
+        ids = check_column(joined.ids, int(lengths.sum(dtype=np.int64)), "joined.ids")
+        computed = (
+            None
+            if joined.computed is None
+            else check_column(joined.computed, size, "joined.computed", self._now._positions)
+        )
+        parents = [] if joined.parents is None else check_column(joined.parents, size, "joined.parents").tolist()
+        params = self._params(joined, size)
+        inputs = rows_of_inputs(joined.inputs, size)
+        if joined.samples is not None:
+            check_column(joined.samples, size, "joined.samples")
+        self._turn(slots, RUNNING)
+        self._computed[slots] = 0 if computed is None else computed
+        self._give(slots, joined.block_counts, joined.blocks, "joined")
+        ends = np.cumsum(lengths, dtype=np.int64).tolist()
+        own: dict[int, tuple[Ints, tuple[Input, ...]]] = {}
+        begin = 0
+        for row, (slot, end) in enumerate(zip(slots.tolist(), ends, strict=True)):
+            if parents and parents[row] != slot:
+                for what, count in (("lengths", end - begin), ("inputs.counts", len(inputs[row]))):
+                    if count:
+                        raise DecodeError(
+                            f"expected 0 for a row with the prompt of its parent, got {count} at $.joined.{what}[{row}]"
+                        )
+                prompt, row_inputs = self._prompt_of(parents[row], own, row)
+            else:
+                prompt, row_inputs = ids[begin:end].copy(), inputs[row]  # a copy: a view would keep the frame as long
+                prompt.flags.writeable = False
+            own[slot] = prompt, row_inputs
+            begin = end
+            self._new_rows.append((slot, prompt, params[row], row_inputs))
+        self._known[slots] = [prompt.size for _, prompt, _, _ in self._new_rows]
+        self._require_more_known(slots, "joined")
+        self._joined = joined
+
+    def _require_more_known(self, slots: Index, place: str) -> None:
+        """Raises DecodeError unless each slot has tokens left to compute."""
+        computed, known = self._computed[slots], self._known[slots]
+        if (wrong := computed >= known).any():
+            at = int(wrong.argmax())
+            raise DecodeError(
+                f"expected less than the {known[at]} tokens that are known, "
+                f"got {computed[at]} at $.{place}.computed[{at}]"
+            )
+
+    def _prompt_of(
+        self, parent: int, own: dict[int, tuple[Ints, tuple[Input, ...]]], row: int
+    ) -> tuple[Ints, tuple[Input, ...]]:
+        """Returns the parent's prompt and its inputs."""
+        if parent in own:
+            return own[parent]
+        if parent >= self._now.slots or self._now.status[parent] == FREE or parent in self._left:
+            raise DecodeError(f"expected a slot with a prompt, got {parent} at $.joined.parents[{row}]")
+        return self._now.prompts[parent], self._now.inputs[parent]
+
+    def _params(self, joined: Joined, size: int) -> Sequence[SamplingParams]:
+        known = joined.params
+        if joined.params_of is None:
+            if len(known) != size:
+                raise DecodeError(f"expected {size}, got {len(known)} at $.joined.params")
+            return known
+        of = check_column(joined.params_of, size, "joined.params_of")
+        if size and of.max() >= len(known):
+            raise DecodeError(f"expected less than {len(known)}, got {of.max()} at $.joined.params_of")
+        return [known[number] for number in of.tolist()]
+
+    def resume(self, resumed: Resumed) -> None:
+        slots = self._slots(resumed.slots, "resumed.slots", PREEMPTED)
+        computed = (
+            None
+            if resumed.computed is None
+            else check_column(resumed.computed, slots.size, "resumed.computed", self._now._positions)
+        )
+        self._turn(slots, RUNNING)
+        self._computed[slots] = 0 if computed is None else computed
+        self._require_more_known(slots, "resumed")
+        self._give(slots, resumed.block_counts, resumed.blocks, "resumed")
+
+    def append(self, appended: Appended) -> None:
+        slots = self._slots(appended.slots, "appended.slots", RUNNING)
+        self._copy()
+        self._give(slots, appended.counts, appended.blocks, "appended", "counts")
+
+    def _give(self, slots: Index, counts: Ints | None, blocks: Ints, place: str, name: str = "block_counts") -> None:
+        """Appends blocks to these slots; `counts` None: one each."""
+        now = self._now
+        starts = self._block_counts[slots]
+        if counts is None:
+            where = slots, starts.astype(np.intp)
+            total = slots.size
+            after = starts + 1
+        else:
+            check_column(counts, slots.size, f"{place}.{name}")
+            total = int(counts.sum(dtype=np.int64))
+            if total == blocks.size:
+                where = ragged(slots, starts, counts)
+            after = starts + counts
+        check_column(blocks, total, f"{place}.blocks", now.blocks)
+        if slots.size and after.max() > now.max_blocks_per_request:
+            at = int(after.argmax())
+            raise DecodeError(
+                f"expected at most {now.max_blocks_per_request} blocks in all, got {after[at]} at $.{place}.slots[{at}]"
+            )
+        self._block_counts[slots] = after
+        if total:
+            self._writes.append((where, blocks))
+
+    def advance(self, advances: Advances | None) -> None:
+        now = self._now
+        self._count_rows()
+        counts = self._ones
+        if advances is not None:
+            slots = self._slots(advances.slots, "advances.slots", RUNNING)
+            tokens = check_column(advances.counts, slots.size, "advances.counts", now._positions)
+            counts = counts.copy()
+            counts[slots] = tokens
+        self._settle(counts, advances)
+
+    def _count_rows(self) -> None:
+        if self._has_other_rows:
+            self._ones = (self._status == RUNNING).astype(np.int32)
+            self._rows = np.flatnonzero(self._ones)
+
+    def _settle(self, counts: Ints, advances: Advances | None) -> None:
+        """Advances all rows by `counts`. Raises DecodeError if blocks have no room for it, or tokens are not known."""
+        now = self._now
+        after = self._computed + counts
+        room = (self._block_counts * np.int32(now.block_size) - after)[self._rows]
+        self._room = int(np.minimum.reduce(room)) if room.size else 1 << 62
+        if self._room < 0:
+            slot = int(self._rows[room.argmin()])
+            raise DecodeError(
+                f"expected room for {after[slot]} tokens in slot {slot}, got {self._block_counts[slot]} blocks "
+                f"of {now.block_size} at ${_place_of(slot, advances)}"
+            )
+        left = (self._known - after)[self._rows]
+        if left.size and np.minimum.reduce(left) < 0:
+            slot = int(self._rows[left.argmin()])
+            raise DecodeError(
+                f"expected at most the {self._known[slot]} tokens that are known of slot {slot}, got {after[slot]} "
+                f"at ${_place_of(slot, advances)}"
+            )
+        self._sample(after, left)
+        self._computed = after
+        self._counts = counts
+
+    def _sample(self, after: Ints, left: Ints) -> None:
+        """Sets which rows sample: those with none of their known tokens `left` to compute."""
+        done = left == 0
+        if done.all():
+            self._sampled = self._rows
+        else:
+            self._sampled = self._rows[done]
+            if np.maximum.reduce(left) > 1:  # a row will not sample in a steady step
+                self._room = 0
+        if self._known is self._now.known:
+            self._known = self._known.copy()
+        self._known[self._sampled] = after[self._sampled] + 1
+
+    # ── all of it has been checked ──
+    def commit(self) -> None:
+        now = self._now
+        max_blocks = int(np.maximum.reduce(self._block_counts)) if self._writes else 0
+        if max_blocks > now.table.shape[1]:
+            table = np.zeros(
+                (now.slots, min(now.max_blocks_per_request, max(max_blocks, 2 * now.table.shape[1]))), np.int32
+            )
+            used = int(now.block_counts.max())
+            table[:, :used] = now.table[:, :used]
+            now.table = table
+        for where, blocks in self._writes:
+            now.table[where] = blocks
+        now.status, now.computed, now.block_counts = self._status, self._computed, self._block_counts
+        now.known, now.sampled = self._known, self._sampled
+        for slot in self._left:
+            now.prompts[slot], now.params[slot], now.inputs[slot] = NOTHING, None, ()
+        if self._joined is not None:
+            now.requests[self._joined.slots] = self._joined.requests
+            now.servers[self._joined.slots] = 0 if self._joined.servers is None else self._joined.servers
+            now.samples[self._joined.slots] = 0 if self._joined.samples is None else self._joined.samples
+            for slot, prompt, params, inputs in self._new_rows:
+                now.prompts[slot], now.params[slot], now.inputs[slot] = prompt, params, inputs
+        now.rows, now.counts, now._ones, now._room = self._rows, self._counts, self._ones, self._room
+
+    def _slots(self, slots: Slots, place: str, *expected: int) -> Index:
+        """Returns the column as an index. Raises DecodeError unless slots exist, once each, with a `wanted` status."""
+        check_column(slots, slots.size, place, self._now.slots)
+        index = slots.astype(np.intp)
+        status = self._status[index]
+        fits = status == expected[0]
+        for other in expected[1:]:
+            fits |= status == other
+        if not fits.all():
+            at = int(fits.argmin())
+            names = " or ".join(STATUS[number] for number in expected)
+            raise DecodeError(
+                f"expected a slot that is {names}, got {slots[at]}, {STATUS[status[at]]}, at $.{place}[{at}]"
+            )
+        if index.size > 1:
+            is_named = np.zeros(self._now.slots, np.bool_)
+            is_named[index] = True
+            if np.count_nonzero(is_named) < index.size:
+                twice = int(np.bincount(index).argmax())
+                raise DecodeError(f"expected each slot once, got {twice} twice at $.{place}")
+        return index
+
+
+def _place_of(slot: int, advances: Advances | None) -> str:
+    """Returns the path at which a step says how many tokens of this slot it computes."""
+    if advances is None or slot not in advances.slots:
+        return ""
+    return f".advances.counts[{int((advances.slots == slot).argmax())}]"

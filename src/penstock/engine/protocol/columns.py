@@ -25,23 +25,23 @@ NOTHING: Ints = np.zeros(0, np.int32)
 def columns_of_params(params: list[SamplingParams]) -> tuple[tuple[SamplingParams, ...], Slots]:
     """Returns the distinct parameters in the order of their first use, and which of them each row has."""
     numbers: dict[SamplingParams, int] = {}
-    of = np.array([numbers.setdefault(one, len(numbers)) for one in params], np.uint16)
-    return tuple(numbers), of
+    row_numbers = np.array([numbers.setdefault(row_params, len(numbers)) for row_params in params], np.uint16)
+    return tuple(numbers), row_numbers
 
 
 def columns_of_inputs(inputs: list[tuple[Input, ...]]) -> Inputs | None:
     if not any(inputs):
         return None
     return Inputs(
-        counts=np.array([len(one) for one in inputs], np.int32),
-        items=tuple(item for one in inputs for item, _, _ in one),
-        positions=np.array([position for one in inputs for _, position, _ in one], np.int32),
-        lengths=np.array([length for one in inputs for _, _, length in one], np.int32),
+        counts=np.array([len(row) for row in inputs], np.int32),
+        items=tuple(item for row in inputs for item, _, _ in row),
+        positions=np.array([position for row in inputs for _, position, _ in row], np.int32),
+        lengths=np.array([length for row in inputs for _, _, length in row], np.int32),
     )
 
 
 def ragged(rows: Index, starts: Index | Ints, counts: Column) -> tuple[Index, Index]:
-    """Row and column of `counts[i]` neighbours in row `rows[i]` from column `starts[i]`, for all i."""
+    """Returns row and column of `counts[i]` neighbours in row `rows[i]` from column `starts[i]`, for all i."""
     counts = counts.astype(np.intp)
     ends = np.cumsum(counts)
     return np.repeat(rows, counts), np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - counts - starts, counts)
@@ -56,8 +56,8 @@ def check_column(column: Column, size: int, place: str, below: int | None = None
         limit = 1 << 31 if below is None else below
         if np.maximum.reduce(unsigned) >= limit:
             at = int((unsigned >= limit).argmax())
-            wanted = "0 or more" if column[at] < 0 else f"less than {below}"
-            raise DecodeError(f"expected {wanted}, got {column[at]} at $.{place}[{at}]")
+            allowed = "0 or more" if column[at] < 0 else f"less than {below}"
+            raise DecodeError(f"expected {allowed}, got {column[at]} at $.{place}[{at}]")
     return column
 
 
@@ -84,37 +84,39 @@ def rows_of_inputs(inputs: Inputs | None, size: int) -> list[tuple[Input, ...]]:
 class LogprobRows:
     """The log-probabilities of some of the rows of a result."""
 
-    def __init__(self, found: Logprobs, starts: Index, counts: Column, ranks: Ints) -> None:
-        self._found = found
+    def __init__(self, logprobs: Logprobs, starts: Index, counts: Column, ranks: Ints) -> None:
+        self._logprobs = logprobs
         self._starts = starts
         self.counts = counts
         self._ranks = ranks
 
     @classmethod
-    def read(cls, found: Logprobs | None, size: int) -> LogprobRows | None:
-        """Raises DecodeError where they are not of so many rows."""
-        if found is None:
+    def read(cls, logprobs: Logprobs | None, size: int) -> LogprobRows | None:
+        """Raises DecodeError unless the columns have `size` rows. None: there are no log-probabilities."""
+        if logprobs is None:
             return None
-        counts = found.counts
+        counts = logprobs.counts
         if counts is None:
-            counts = np.full(size, found.ids.size // size if size else 0, np.int32)
-        if counts.shape != (size,) or found.ranks.shape != (size,):
-            raise DecodeError(f"expected {size} counts and ranks, got {counts.size}, {found.ranks.size} at $.logprobs")
+            counts = np.full(size, logprobs.ids.size // size if size else 0, np.int32)
+        if counts.shape != (size,) or logprobs.ranks.shape != (size,):
+            raise DecodeError(
+                f"expected {size} counts and ranks, got {counts.size}, {logprobs.ranks.size} at $.logprobs"
+            )
         if size and counts.min() < 0:
             raise DecodeError(f"expected 0 or more, got {counts.min()} at $.logprobs.counts")
         ends = np.cumsum(counts, dtype=np.intp)
         total = int(ends[-1]) if size else 0
-        if found.ids.shape != (total,) or found.values.shape != (total,):
+        if logprobs.ids.shape != (total,) or logprobs.values.shape != (total,):
             raise DecodeError(
-                f"expected {total} ids and values, got {found.ids.size}, {found.values.size} at $.logprobs"
+                f"expected {total} ids and values, got {logprobs.ids.size}, {logprobs.values.size} at $.logprobs"
             )
-        return cls(found, ends - counts, counts, found.ranks)
+        return cls(logprobs, ends - counts, counts, logprobs.ranks)
 
     def of(self, rows: Index) -> LogprobRows:
-        return LogprobRows(self._found, self._starts[rows], self.counts[rows], self._ranks[rows])
+        return LogprobRows(self._logprobs, self._starts[rows], self.counts[rows], self._ranks[rows])
 
     def columns(self, without: list[int]) -> Logprobs | None:
-        """In columns. Of the rows in `without`, none."""
+        """Returns the columns of a message, without entries for the rows in `without`. None: there are no entries."""
         counts = self.counts.astype(np.int32)
         counts[without] = 0
         total = int(counts.sum())
@@ -122,4 +124,4 @@ class LogprobRows:
             return None
         ends = np.cumsum(counts)
         where = np.arange(total) + np.repeat(self._starts - (ends - counts), counts)
-        return Logprobs(self._found.ids[where], self._found.values[where], self._ranks, counts)
+        return Logprobs(self._logprobs.ids[where], self._logprobs.values[where], self._ranks, counts)

@@ -135,7 +135,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level is {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         if self.simulated is None and not self.model:
-            raise ValueError("model is the directory of a model, or simulated says how to do without one")
+            raise ValueError("expected model, a directory, or simulated, got neither")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens is at least max_num_seqs ({self.max_num_seqs}), "

@@ -1,8 +1,7 @@
 """Every message that crosses a boundary of the engine, in the order in which a request meets them.
 
-Columns, not rows: what a message says of many requests stands in arrays of equal length, unless it happens once in a
-request's life. A request has a number of its
-server, and while it is in a core a slot of that core. Leaves to `batch_state` what a step does.
+Fields of many requests are columns: arrays of equal length. Structs by row are for what happens once in a request's
+life. A request is known by its server's number for it, and a sample in a core by its slot. `batch_state` applies steps.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from penstock.codec.sequence import Sequenced
 from penstock.errors import DecodeError
 from penstock.tensor import Handle
 
-Slots = npt.NDArray[np.uint16]  # small numbers, each of one request that a core knows now
+Slots = npt.NDArray[np.uint16]  # each of one sample that a core runs or has preempted
 Ints = npt.NDArray[np.int32]  # token ids, blocks, counts, lengths
-Requests = Ints  # numbers that a server gave, each unique among its open requests
+Requests = Ints  # numbers that a server has given, unique among its open requests
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # one of Ints
-MAX_REQUESTS = 1 << 31  # numbers of a server's requests are less, and begin again
+MAX_REQUESTS = 1 << 31  # numbers of requests are less; after the last one a server begins again at 0
 MAX_SLOTS = 1 << 16
-CONTEXT = 8  # ids of a prompt that a detokenizer is shown, to know how the text goes on
+CONTEXT = 8  # last ids of a prompt, which decide how some tokenizers write the next ones
 
 
 # ── server → core, by the core's inbox ───────────────────────────────────────────────────────────────────────────────
@@ -79,12 +78,14 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
             raise ValueError("expected detokenize with stop strings: they are found in text")
 
     def require_choice(self, eos_ids: Collection[int], vocabulary: int) -> None:
-        """Raises ValueError where not one of the ids that are allowed can be the first token of an answer."""
+        """Raises ValueError unless one of the allowed ids can be the first token of an answer."""
         if self.allowed_token_ids is None:
             return
-        allowed = {one for one in self.allowed_token_ids if 0 <= one < vocabulary}
+        allowed = {token_id for token_id in self.allowed_token_ids if 0 <= token_id < vocabulary}
         if not allowed:
-            raise ValueError(f"expected an id below {vocabulary} at $.allowed_token_ids, as one must be allowed")
+            raise ValueError(
+                f"expected an id below {vocabulary} at $.allowed_token_ids: a request needs an id that it allows"
+            )
         ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)}
         if self.min_tokens and allowed <= ends:
             raise ValueError(
@@ -93,33 +94,33 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
             )
 
 
-_MOST = float(2**31 - 1)
+_MAX_INT = float(2**31 - 1)
 _LIMITS = (
     ("n", 1.0, 16384.0),
     ("temperature", 0.0, 1e6),
     ("top_p", 0.0, 1.0),
-    ("top_k", 0.0, _MOST),
+    ("top_k", 0.0, _MAX_INT),
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("repetition_penalty", 1e-6, 1e6),
-    ("max_tokens", 1.0, _MOST),
-    ("min_tokens", 0.0, _MOST),
-    ("logprobs", 0.0, _MOST),
+    ("max_tokens", 1.0, _MAX_INT),
+    ("min_tokens", 0.0, _MAX_INT),
+    ("logprobs", 0.0, _MAX_INT),
 )
 
 
 class Inputs(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """What stands in prompts instead of text: images, say. The core passes the items on and opens none of them."""
+    """Inputs of prompts other than text, as images. The core passes the items on and opens none of them."""
 
     counts: Ints  # how many belong to each prompt
-    items: tuple[Handle, ...]  # what travels inline keeps the frame that it came in
-    positions: Ints  # where in its prompt each one begins
-    lengths: Ints  # and how many ids stand there for it
+    items: tuple[Handle, ...]  # an inline item keeps the frame alive that it came in
+    positions: Ints  # of each item's first placeholder in its prompt
+    lengths: Ints  # of each item's placeholder, in tokens
 
 
 class Style(enum.IntEnum):
-    """What the chunks of an answer are: finished lines of server-sent events."""
+    """The format of an answer's chunks: complete lines of server-sent events."""
 
     CHAT = 1  # chat.completion.chunk
     COMPLETION = 2  # text_completion
@@ -129,8 +130,8 @@ class ChunkFormat(msgspec.Struct, array_like=True, frozen=True):
     """How an output processor writes the chunks of an answer. The core passes it on."""
 
     style: Style
-    head: bytes  # what each chunk begins with: a JSON object without its last brace
-    first_index: Natural = 0  # of its choices: several requests may be one answer
+    head: bytes  # the beginning of each chunk: a JSON object without its last brace
+    first_index: Natural = 0  # of its choices: one answer may have several requests
 
 
 class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -150,13 +151,13 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
 class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """Requests of a server, or samples of them, that need no more tokens.
 
-    From the server: its clients have gone. From an output processor: a stop string has ended the samples, and it has
-    answered for them; or the server reads too slowly.
+    From the server: its clients have gone. From an output processor: a stop string has ended the samples,
+    and their last chunks have been sent; or the server reads too slowly.
     """
 
     server: Natural
     requests: Requests
-    samples: Slots | None = None  # one of each request; None: all of them
+    samples: Slots | None = None  # index of one sample of each request; None: all samples
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""
@@ -166,7 +167,7 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 # ── core → workers, by broadcast ─────────────────────────────────────────────────────────────────────────────────────
 class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """Requests that join a slot, one row each. A request that left in the same step may have had it."""
+    """Requests that join a slot, one row each. It may be the slot of a request that leaves in the same step."""
 
     slots: Slots
     requests: Requests
@@ -176,22 +177,21 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     block_counts: Ints
     blocks: Ints
     params_of: Slots | None = None  # which of `params` each row has; None: one each
-    computed: Ints | None = None  # how much of each prompt the cache has; None: nothing
-    parents: Slots | None = (
-        None  # the slot with the prompt and inputs of each row (then it brings none), or its own; None: all their own
-    )
+    computed: Ints | None = None  # tokens of each prompt that the cache has; None: 0
+    # Of each row: its own slot, or the slot with the same prompt and inputs, which are not sent again. None: all own.
+    parents: Slots | None = None
     servers: Slots | None = None  # None: all of server 0
     inputs: Inputs | None = None
-    samples: Slots | None = None  # each row's index among its request's `n` samples; None: all the first
+    samples: Slots | None = None  # each row's index among its request's `n` samples; None: all 0
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """Requests that were preempted, and run again with other blocks."""
+    """Preempted requests that run again, with new blocks."""
 
     slots: Slots
     block_counts: Ints
     blocks: Ints
-    computed: Ints | None = None  # what the cache still has; None: nothing
+    computed: Ints | None = None  # tokens that the cache still has; None: 0
 
 
 class Appended(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -210,7 +210,7 @@ class Advances(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Begin(Sequenced, array_like=True, frozen=True, eq=False):
-    """The first message of a core, from which its steps are counted: the batch is empty, and so large."""
+    """The first message of a core: the size of its batch, which is empty. Steps are counted from it."""
 
     slots: Natural
     blocks: Natural
@@ -218,8 +218,8 @@ class Begin(Sequenced, array_like=True, frozen=True, eq=False):
 
 
 class Step(Sequenced, array_like=True, frozen=True, eq=False):
-    """What the ranks do next, as changes of the batch. The fields apply in this order. Rows that run and are not in
-    `advances` compute one token. `BatchState.sampled` tells which rows sample."""
+    """The next step, as changes of the batch, which apply in this order. Rows that run and are not in `advances`
+    compute one token. `BatchState.sampled` has the rows that sample."""
 
     left: Slots | None = None
     preempted: Slots | None = None  # keep slot and prompt, lose their blocks
@@ -230,7 +230,7 @@ class Step(Sequenced, array_like=True, frozen=True, eq=False):
 
 
 class Stop(msgspec.Struct, array_like=True, frozen=True):
-    """No more steps, or tokens, come. From the launcher, by the core's inbox: send none."""
+    """The last message: no more steps, or tokens, come. From the launcher, by the core's inbox: the core is to stop."""
 
     reason: str = ""
 
@@ -255,13 +255,13 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """What a step has sampled. Every step has one, in their order, also when no row sampled."""
+    """The result of a step: sampled ids, and failures. Every step has one, in their order, even if no row sampled."""
 
     leader: int
     number: Natural  # of the step
     ids: Ints  # one for each that samples in this step (`BatchState.sampled`), from the lowest slot to the highest
     logprobs: Logprobs | None = None
-    failed: Slots | None = None  # these samples end without an answer
+    failed: Slots | None = None  # slots of samples that end without an answer
     reasons: Bytes | None = None  # FinishReason of each of them; None: all ERROR
 
     def require_fit(self, sampled: int) -> None:
@@ -269,7 +269,9 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
         if self.ids.shape != (sampled,):
             raise DecodeError(f"expected {sampled} numbers, got a shape of {self.ids.shape} at $.ids")
         if self.reasons is not None and (self.failed is None or self.reasons.shape != self.failed.shape):
-            raise DecodeError(f"expected one for each that failed, got a shape of {self.reasons.shape} at $.reasons")
+            raise DecodeError(
+                f"expected a reason for each failed slot, got a shape of {self.reasons.shape} at $.reasons"
+            )
 
     def failures(self) -> list[tuple[int, FinishReason]]:
         """Returns the slots that failed, with the reasons. Raises DecodeError for an unknown reason."""
@@ -288,14 +290,14 @@ class FinishReason(enum.IntEnum):
     STOP = 1  # an end id or a stop string
     LENGTH = 2
     ABORT = 3
-    ERROR = 4  # its numbers were not numbers
-    MISSING = 5  # what stands in its prompt was not there any more when it was needed: it may be sent again
-    MISFIT = 6  # what stands in its prompt is not what the model takes, or has another length there
+    ERROR = 4  # its logits were not finite
+    MISSING = 5  # an image of its prompt was no longer in the store: the request may be sent again
+    MISFIT = 6  # an image of its prompt does not fit the model or its placeholder
 
 
 # ── core → output processor, by a ring of its own ────────────────────────────────────────────────────────────────────
 class Started(msgspec.Struct, array_like=True, frozen=True):
-    """A sample that has got a slot. It keeps it until it has ended, also while it is preempted."""
+    """A sample that has got a slot, which it keeps until it has ended, also while it is preempted."""
 
     slot: Natural
     request: Number
@@ -304,7 +306,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     chunk_format: ChunkFormat | None = None
     server: Natural = 0
     sample: Natural = 0  # its index among its request's `n` samples
-    cached: Natural = 0  # how much of its prompt the cache had
+    cached: Natural = 0  # tokens of its prompt that the cache had
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True):
@@ -312,14 +314,14 @@ class Ended(msgspec.Struct, array_like=True, frozen=True):
 
     slot: Natural
     reason: FinishReason
-    stop: int | None = None  # the one of its `stop_token_ids` that ended it
+    stop: int | None = None  # the id of its `stop_token_ids` that ended it
 
 
 class Tokens(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """What the result of a step means to the samples of an output processor. Only the core and stop strings end one.
+    """New samples, ids and ends, for the samples of one output processor. Only the core and stop strings end a sample.
 
     The fields apply in this order: aborted, started, ids, ended. So a slot is free when a sample starts in it, and the
-    last token of a sample comes with its end. Nothing comes of a sample after its end.
+    last token of a sample comes with its end. A sample gets nothing after its end.
     """
 
     ids: Ints  # the next token of each of `slots`; or none
@@ -337,11 +339,11 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, eq=False):
     rows: Slots
     reasons: Bytes  # FinishReason
     stops: tuple[int | str | None, ...] | None = None  # the id or string that ended each; None: none of them
-    cached: Ints | None = None  # how much of each prompt the cache had; None: nothing
+    cached: Ints | None = None  # tokens of each prompt that the cache had; None: 0
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """What users get next: one row for each sample that has something new.
+    """The next text and ids of answers: one row for each sample that has something new.
 
     Its columns of numbers lie in one array, as each array costs a microsecond, whatever its length.
     """
@@ -350,7 +352,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
     numbers: Ints  # requests, one a row; lengths of their texts, one a row; ids
     text: bytes  # utf-8 of all rows, one after the other
     counts: Slots | None = None  # of each row's ids; None: one each
-    samples: Slots | None = None  # which of a request's n; None: all the first
+    samples: Slots | None = None  # each row's index among its request's `n` samples; None: all 0
     finished: Finished | None = None
     logprobs: Logprobs | None = None
 

@@ -1,4 +1,4 @@
-"""The number of threads that compute a step on a CPU: measured when a model is loaded.
+"""The number of threads that compute a step on a CPU: measured when a model is loaded. The model runner uses it.
 
 Threads of one product wait for each other, which in a small step takes longer than the product; and a processor that
 they use is one less for the cores and servers.
@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -30,18 +31,11 @@ def share(of: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // of)
 
 
-class CpuThreads:
+class CpuThreads(NamedTuple):
     """The numbers of threads for short and for long steps, the same on all ranks."""
 
-    def __init__(self, short: int, long: int) -> None:
-        self._short, self._long = short, long
-        self.use(1)
-
-    def use(self, tokens: int) -> None:
-        """Sets the number of threads for a step of so many tokens."""
-        threads = self._short if tokens <= SHORT else self._long
-        if threads != torch.get_num_threads():
-            torch.set_num_threads(threads)
+    short: int  # steps of up to SHORT tokens
+    long: int
 
 
 def tune_threads(limit: int, compute: Callable[[int], object], ranks: TPGroup) -> CpuThreads:

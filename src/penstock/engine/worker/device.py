@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from penstock.engine.protocol.batch_state import BatchState
-from penstock.engine.protocol.messages import Bytes, FinishReason, Ints, Logprobs, Slots, Step
+from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, Step
 
 
 @dataclass(frozen=True)
@@ -21,16 +19,7 @@ class SamplerOutput:
 
     ids: Ints  # in the order of `BatchState.sampled`
     logprobs: Logprobs | None = None
-    failed: Slots | None = None
-    reasons: Bytes | None = None  # FinishReason of each failed slot; None: all ERROR
-
-
-def failures(reasons: Mapping[int, FinishReason]) -> tuple[Slots | None, Bytes | None]:
-    """Returns `failed` and `reasons` of a `SamplerOutput`."""
-    if not reasons:
-        return None, None
-    slots = sorted(reasons)
-    return np.array(slots, np.uint16), np.array([reasons[slot] for slot in slots], np.uint8)
+    failed: Mapping[int, FinishReason] = field(default_factory=dict)  # by slot
 
 
 class PendingStep(Protocol):

@@ -21,9 +21,9 @@ from penstock.engine.protocol.config import require_dtype
 from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
-from penstock.engine.worker.cpu_threads import CpuThreads, share, tune_threads
+from penstock.engine.worker.cpu_threads import SHORT, CpuThreads, share, tune_threads
 from penstock.engine.worker.decode_graphs import DecodeGraphs, GraphRecorder
-from penstock.engine.worker.device import SamplerOutput, failures
+from penstock.engine.worker.device import SamplerOutput
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, moved
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
 from penstock.engine.worker.sampler import SampledTokens, Sampler
@@ -102,7 +102,7 @@ class ModelRunner:
         batch = build_batch(schedule)
         if not batch.slots.size:
             return TorchPendingStep(_NO_IDS, schedule.sampled, None, {})
-        self._threads.use(batch.slots.size)
+        use_threads(self._threads, batch.slots.size)
         hidden, failed = self._compute(batch)
         if not batch.last.size:
             return TorchPendingStep(_NO_IDS, schedule.sampled, None, failed)
@@ -220,7 +220,14 @@ class TorchPendingStep:
                 failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
             )
             logprobs = self._chosen.logprobs()
-        return SamplerOutput(self._ids.numpy(), logprobs, *failures(failed))
+        return SamplerOutput(self._ids.numpy(), logprobs, failed)
+
+
+def use_threads(threads: CpuThreads, tokens: int) -> None:
+    """Sets the number of threads for a step of so many tokens."""
+    count = threads.short if tokens <= SHORT else threads.long
+    if count != torch.get_num_threads():
+        torch.set_num_threads(count)
 
 
 def _params_of(schedule: BatchState, slot: int) -> SamplingParams:

@@ -8,20 +8,26 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from penstock.engine.worker import cpu_attention
+from penstock.engine import _native
+from penstock.engine.protocol.columns import Index
+from penstock.engine.protocol.messages import Ints
 from penstock.engine.worker.input_batch import InputBatch, PrefillChunk, moved
 
 NAME = "penstock"  # of this attention in transformers' registry; no mask function has this name, so no mask is built
 MAX_GATHERED = 1 << 16  # positions with keys and values gathered at a time: the copy is short-lived, but large
+CPU_DTYPES = (torch.float32, torch.bfloat16)
+WORTH_A_THREAD = 4_000_000  # products: a third of a millisecond, several times what it takes to wake a thread
 
 
 class KVCacheShape(NamedTuple):
@@ -59,8 +65,8 @@ class KVCache:
             for layer, shape in shapes.items()
         }
         self.on_cpu = None
-        if device.type == "cpu" and dtype in cpu_attention.DTYPES:
-            self.on_cpu = cpu_attention.CpuKVCache(self.layers, block_size)
+        if device.type == "cpu" and dtype in CPU_DTYPES:
+            self.on_cpu = CpuKVCache(self.layers, block_size)
 
     @staticmethod
     def nbytes_of_gathering(shapes: dict[int, KVCacheShape], dtype: torch.dtype) -> int:
@@ -109,7 +115,7 @@ class PagedAttention:
         self._places = moved(batch.places, device)
         self._decodes: dict[int | None, list[tuple[Tensor, Tensor, Tensor]]] = {}  # by window
         self._chunks: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
-        self._rows: dict[int | None, cpu_attention.CpuRows] = {}
+        self._rows: dict[int | None, CpuRows] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: AttentionStyle) -> Tensor:
         """Writes keys and values [tokens, heads, size] to the cache, and attends with the queries to all tokens up to
@@ -122,9 +128,9 @@ class PagedAttention:
         if on_cpu is None:
             for rows, places, mask in self._reach_of_rows(how.window):
                 attended[rows] = attention(query[rows, None], keys[places], values[places], mask[:, None], how)[:, 0]
-        elif self._batch.lengths.size:
+        elif (batch := self._batch).lengths.size:
             if how.window not in self._rows:
-                self._rows[how.window] = cpu_attention.rows_of(self._batch, how.window)
+                self._rows[how.window] = CpuRows(batch.table, batch.firsts(how.window), batch.lengths)
             on_cpu.attend(layer, query, attended, self._rows[how.window], how)
         for number, chunk in enumerate(self._batch.chunks):
             part = slice(chunk.first, chunk.first + chunk.tokens)
@@ -196,6 +202,62 @@ class DecodeAttention:
         return torch.where(is_seen, places, self._own), is_seen
 
 
+# ── decoding on a CPU ────────────────────────────────────────────────────────────────────────────────────────────────
+class CpuRows(NamedTuple):
+    """The rows of a step that compute one token each, with the positions that each attends to."""
+
+    table: Ints  # block table [rows, width]
+    firsts: Index  # first position
+    lengths: Index  # position after the last
+
+    @property
+    def positions(self) -> int:
+        """Returns the number of positions that all rows attend to."""
+        return int((self.lengths - self.firsts).sum())
+
+
+class CpuKVCache:
+    """The KV cache of all layers as arrays: a native kernel reads the keys and values of each row in their blocks.
+
+    Nothing is gathered, padded or masked, which would be most of the cost of a decode step. Chunks of several tokens
+    are products of matrices, as on other devices.
+    """
+
+    def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], block_size: int) -> None:
+        self._layers = {layer: (_numbers(keys), _numbers(values)) for layer, (keys, values) in layers.items()}
+        self._block_size = block_size
+        self._others: ThreadPoolExecutor | None = None
+
+    def attend(self, layer: int, query: Tensor, attended: Tensor, rows: CpuRows, how: AttentionStyle) -> None:
+        """Computes attention for the first rows of `query` [tokens, heads, size], into the first rows of `attended`."""
+        count = rows.lengths.size
+        keys, values = self._layers[layer]
+        sinks = None if how.sinks is None else how.sinks.float().numpy()
+        vectors = (_numbers(query[:count]), keys, values, _numbers(attended[:count]))
+        arguments = (*vectors, *rows, self._block_size, how.scale, how.softcap or 0.0, sinks)
+        threads, parts = torch.get_num_threads(), 1
+        if threads > 1:
+            products = rows.positions * query.shape[1] * (keys.shape[2] + values.shape[2])
+            parts = max(1, min(threads, products // WORTH_A_THREAD))
+        if parts == 1:
+            return _native.paged_attention(*arguments)
+        if self._others is None:
+            self._others = ThreadPoolExecutor(threads - 1, "attention")
+        others = [self._others.submit(_native.paged_attention, *arguments, part, parts) for part in range(1, parts)]
+        _native.paged_attention(*arguments, 0, parts)
+        for other in others:
+            other.result()
+        return None
+
+
+def _numbers(tensor: Tensor) -> npt.NDArray[Any]:
+    """Returns an array of the tensor's own memory; of bfloat16, which NumPy does not know, an array of the bits."""
+    if tensor.dtype == torch.float32:
+        return tensor.numpy()
+    return tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+# ── the products ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def pieces(batch: InputBatch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
     """Yields groups of decode rows of similar length: the rows, the cache places that each row attends to (padded), and
     a mask of the places that are not padding."""

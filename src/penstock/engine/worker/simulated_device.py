@@ -18,7 +18,7 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, Ints, Step
-from penstock.engine.worker.device import SamplerOutput, failures
+from penstock.engine.worker.device import SamplerOutput
 from penstock.tensor import Handle, Lease
 
 Words = npt.NDArray[np.uint64]
@@ -119,12 +119,12 @@ class SimulatedRunner:
             samples = schedule.samples
             for slot in step.joined.slots.tolist():
                 self._keys[slot] = self._rule.key(schedule.prompts[slot], int(samples[slot]))
-        failed = failures(self._open_images(schedule, step) if self._config.opens_images else {})
+        failed = self._open_images(schedule, step) if self._config.opens_images else {}
         now = self._clock()
         tokens = int(schedule.counts.sum())
         if not tokens:  # nothing is computed: requests left, perhaps
             self._is_awaited = self._is_awaited and schedule.rows.size > 0
-            return SimulatedPendingStep(max(now, self._free_at), SamplerOutput(NOTHING, None, *failed), self._clock)
+            return SimulatedPendingStep(max(now, self._free_at), SamplerOutput(NOTHING, None, failed), self._clock)
         if self._is_awaited and now > self._free_at:
             self.idle += now - self._free_at
         self._is_awaited = True
@@ -133,7 +133,7 @@ class SimulatedRunner:
         self.busy += duration
         sampled = schedule.sampled
         ids = self._rule.tokens(self._keys[sampled], schedule.computed[sampled]) if sampled.size else NOTHING
-        return SimulatedPendingStep(self._free_at, SamplerOutput(ids, None, *failed), self._clock)
+        return SimulatedPendingStep(self._free_at, SamplerOutput(ids, None, failed), self._clock)
 
     def _open_images(self, schedule: BatchState, step: Step) -> dict[int, FinishReason]:
         """Opens joining requests' images that the cache does not have whole. Returns the slots that fail, and why."""

@@ -7,19 +7,19 @@ combinations of values.
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import msgspec.inspect
 
-from penstock.engine.protocol.config import SamplingDefaults
 from penstock.engine.protocol.messages import SamplingParams
 from penstock.server.chat.data_urls import LONG, extract_data_urls
 from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_size
 from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
 from penstock.server.errors import ApiError, body_error
 from penstock.server.images.image_prompts import ImageRef
-from penstock.server.request_ids import PATTERN
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -30,9 +30,13 @@ MAX_STOPS = 64
 MAX_CHARACTERS = 1024  # of one of them, and of what a client is called
 MAX_IDS = 1024  # with a bias, or that stop
 MAX_LOGPROBS = 20  # besides the sampled token
-NEUTRAL = SamplingDefaults()
 TOKENS_OF_A_COMPLETION = 16  # by default; a chat may continue up to the model's maximum length
 
+# What a header, a line of a log and JSON hold as it is.
+REQUEST_ID_PATTERN = "^[!-~]{1,128}$"
+
+Defaults: TypeAlias = Mapping[str, Any]  # of sampling parameters, by name: `SamplingDefaults.given`
+NO_DEFAULTS: Defaults = MappingProxyType({})
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Short = Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)]
 Word = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -42,7 +46,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=10**9)]  # as a key; a pattern wou
 NUMBERS = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 Salt = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CHARACTERS)]
-RequestId = Annotated[str, msgspec.Meta(pattern=PATTERN)]
+RequestId = Annotated[str, msgspec.Meta(pattern=REQUEST_ID_PATTERN)]
 # In a message, where a value would change the prompt.
 Unsupported = Annotated[Any, msgspec.Meta(extra_json_schema={"enum": [None, False, 0, "", [], {}]})]
 
@@ -92,13 +96,13 @@ class Sampling(msgspec.Struct, kw_only=True):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def params(self, max_tokens: int | None, logprobs: int | None, defaults: SamplingDefaults) -> SamplingParams:
+    def params(self, max_tokens: int | None, logprobs: int | None, defaults: Defaults) -> SamplingParams:
         """Returns the sampling parameters. Raises ApiError for values that are invalid or not supported."""
         if self.response_format is not None and self.response_format.type != "text":
             message = f"expected 'text', got {self.response_format.type!r} at $.response_format.type"
             raise ApiError(400, message, param="response_format.type")
         kwargs = {name: getattr(self, name) for name in _PASSED_THROUGH if getattr(self, name) is not None}
-        kwargs = {**defaults.given, **kwargs, "max_tokens": max_tokens, "logprobs": logprobs}
+        kwargs = {**defaults, **kwargs, "max_tokens": max_tokens, "logprobs": logprobs}
         if kwargs.get("top_k") == -1:  # as others say it
             kwargs["top_k"] = 0
         for name in ("stop_token_ids", "allowed_token_ids"):
@@ -129,7 +133,7 @@ class CompletionRequest(Sampling, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
 
-    def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
+    def sampling(self, defaults: Defaults = NO_DEFAULTS) -> SamplingParams:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(400, "best_of is not supported: use n", param="best_of")
         return self.params(self.max_tokens or TOKENS_OF_A_COMPLETION, self.logprobs, defaults)
@@ -182,12 +186,12 @@ class ChatRequest(Sampling, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
-    def sampling(self, defaults: SamplingDefaults = NEUTRAL) -> SamplingParams:
+    def sampling(self, defaults: Defaults = NO_DEFAULTS) -> SamplingParams:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "expected logprobs: true with top_logprobs", param="top_logprobs")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if max_tokens is None:
-            max_tokens = defaults.max_tokens
+            max_tokens = defaults.get("max_tokens")
         return self.params(max_tokens, (self.top_logprobs or 0) if self.logprobs else None, defaults)
 
     @property

@@ -23,6 +23,7 @@ from penstock.engine.output.sse_chunks import LEAST_LOGPROB
 from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.server.errors import ApiError, Gone
 from penstock.server.status.counters import ProcessCounters, Served
+from penstock.tensor import Scope as ImageScope
 
 T = TypeVar("T")
 
@@ -149,13 +150,20 @@ class RequestStreams:
     """The streams of one request's prompts, at most `max_open` of them open at a time: other slots are for others."""
 
     def __init__(
-        self, submits: Sequence[Callable[[], Awaitable[OutputStream]]], max_open: int, release: Callable[[], None]
+        self,
+        submits: Sequence[Callable[[], Awaitable[OutputStream]]],
+        max_open: int,
+        scopes: Sequence[ImageScope] = (),
     ) -> None:
-        """`release` releases the images of all prompts, also of those that are never submitted."""
+        """`scopes` hold the images of all prompts, also of those that are never submitted."""
         self.streams: dict[int, OutputStream] = {}  # of the prompts that have been submitted, by their numbers
-        self.release = release
         self._submits = submits
+        self._scopes = scopes
         self._room = asyncio.Semaphore(max_open)
+
+    def release(self) -> None:
+        for scope in self._scopes:
+            scope.release()
 
     async def pieces(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
         """Yields the number of a prompt and a chunk of its answer. Aborts all streams when it ends, however it ends.

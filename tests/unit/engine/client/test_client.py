@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.client.delta_splitter import split_delta
 from penstock.engine.client.router import BEGINNING, SLACK, Router, traces
-from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream
+from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream, split_delta
 from penstock.engine.protocol.messages import Delta, Finished, FinishReason, Logprobs
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from penstock import DecodeError
 from penstock.engine.core.request import Request, RequestRefused
-from penstock.engine.core.request_queue import RequestQueue
-from penstock.engine.core.scheduler import ELDER_EVERY, Scheduler, SchedulerConfig
+from penstock.engine.core.request_queue import OLDEST_EVERY, FairQueue
+from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import PREEMPTED, RUNNING
@@ -142,7 +142,7 @@ def test_never_is_all_of_a_prompt_found_as_its_last_token_must_be_computed() -> 
     one.drain()
     one.submit(submit(2, 12, 1, begin=7))
     one.begin()
-    assert one.schedule.counts.max() == BLOCK_SIZE and one.scheduler.stats.cached_tokens == 8
+    assert one.schedule.counts.max() == BLOCK_SIZE and one.cached_tokens == 8
 
 
 def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last_one() -> None:
@@ -152,7 +152,7 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last_one() -> N
     said = [*one.submits[0, 1].prompt.tolist(), *one.got[0, 1, 0]]
     one.submit(Submit(0, 2, np.array([*said, 5, 6], np.int32), submit(2).params))
     one.begin()
-    assert one.scheduler.stats.cached_tokens == 20  # of 24: the last token sampled was not computed
+    assert one.cached_tokens == 20  # of 24: the last token sampled was not computed
 
 
 def test_what_is_being_computed_is_not_found_before_it_is_done() -> None:
@@ -161,11 +161,11 @@ def test_what_is_being_computed_is_not_found_before_it_is_done() -> None:
     one.begin()
     one.submit(submit(2, 12, begin=7))
     one.begin()
-    assert one.scheduler.stats.cached_tokens == 0
+    assert one.cached_tokens == 0
     one.finish()
     one.submit(submit(3, 12, begin=7))
     one.begin()
-    assert one.scheduler.stats.cached_tokens == 8
+    assert one.cached_tokens == 8
 
 
 def test_another_salt_another_image_or_one_elsewhere_is_another_prefix() -> None:
@@ -183,10 +183,10 @@ def test_another_salt_another_image_or_one_elsewhere_is_another_prefix() -> None
     ):
         one.submit(submit(number, 12, 1, begin=7, **fields))
         one.drain()
-    assert one.scheduler.stats.cached_tokens == 0
+    assert one.cached_tokens == 0
     one.submit(submit(9, 12, 1, begin=7, inputs=image(2, 1, 3)))
     one.drain()
-    assert one.scheduler.stats.cached_tokens == 8
+    assert one.cached_tokens == 8
 
 
 def test_the_prefix_cache_is_asked_once_for_each_sample_that_is_admitted() -> None:
@@ -217,7 +217,7 @@ def test_each_sample_that_gets_a_slot_says_when_its_request_came() -> None:
     one = core(slots=2, blocks=15)
     one.scheduler.submit(patient(1, 16), 70)
     one.scheduler.submit(patient(2, 16, n=2), 80)
-    assert (one.scheduler.open_samples, one.scheduler.running, one.scheduler.admitted_ns) == (3, 0, [])
+    assert (one.scheduler.open_samples, one.schedule.rows.size, one.scheduler.admitted_ns) == (3, 0, [])
     assert one.scheduler.schedule(one.plan)
     assert one.scheduler.admitted_ns == [70, 80]
 
@@ -265,10 +265,10 @@ def test_who_was_preempted_finds_again_what_nobody_needed_meanwhile() -> None:
     one.submit(patient(2, 16))
     while not one.preempted:
         steps(one, 1)
-    had = one.scheduler.stats.cached_tokens
+    had = one.cached_tokens
     while PREEMPTED in one.schedule.status:
         steps(one, 1)
-    assert one.scheduler.stats.cached_tokens > had
+    assert one.cached_tokens > had
     one.drain()
 
 
@@ -298,12 +298,12 @@ def test_a_better_priority_is_sooner() -> None:
 def test_the_worst_priority_is_let_in_while_better_ones_never_cease_to_come() -> None:
     one = core(slots=1)
     one.submit(submit(1, 5, 1, priority=9))
-    for number in range(2, 4 * ELDER_EVERY):
+    for number in range(2, 4 * OLDEST_EVERY):
         one.submit(submit(number, 5, 1, priority=-9))
         steps(one, 1)
         if (0, 1, 0) in one.ended:
             break
-    assert one.ended[0, 1, 0] == "done" and number <= 2 * ELDER_EVERY
+    assert one.ended[0, 1, 0] == "done" and number <= 2 * OLDEST_EVERY
     one.drain()
 
 
@@ -319,7 +319,7 @@ def test_a_client_of_many_requests_does_not_keep_another_waiting() -> None:
 
 
 def test_clients_get_alike_many_tokens_and_not_alike_many_requests() -> None:
-    queue: RequestQueue[Request] = RequestQueue()
+    queue = FairQueue()
     prompt, params = np.ones(4, np.int32), submit(1).params
     for number in range(400):
         queue.push(
@@ -339,7 +339,7 @@ def test_clients_get_alike_many_tokens_and_not_alike_many_requests() -> None:
 
 
 def test_nobody_saves_up_by_staying_away() -> None:
-    queue: RequestQueue[Request] = RequestQueue()
+    queue = FairQueue()
     prompt, params = np.ones(4, np.int32), submit(1).params
 
     def turn(number: int) -> str:
@@ -437,7 +437,7 @@ def test_who_failed_leaves_and_nobody_finds_what_it_computed() -> None:
     one.failing = 0
     one.submit(submit(2, 12, begin=7))
     one.drain()
-    assert one.ended[0, 1, 0] == "failed" and one.scheduler.stats.cached_tokens == 0
+    assert one.ended[0, 1, 0] == "failed" and one.cached_tokens == 0
 
 
 def test_what_can_never_run_is_refused_with_the_numbers() -> None:
@@ -463,7 +463,7 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
     one.submit(submit(1))
     with pytest.raises(RequestRefused, match="is open already") as refused:
         one.scheduler.submit(submit(1))
-    assert refused.value.status == 409 and one.scheduler.waiting == 1
+    assert refused.value.status == 409 and one.scheduler.open_requests == one.scheduler.open_samples == 1
     one.drain()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.core.stop_conditions import BUCKETS, EndedSample, StopConditions
+from penstock.engine.core.stop_conditions import BUCKETS, StopConditions
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
 
 EOS, OTHER_EOS = 2, 7
@@ -17,12 +17,10 @@ def endings(slots: int = 4, max_model_len: int = 100) -> StopConditions:
     return StopConditions(slots, max_model_len, (EOS, OTHER_EOS))
 
 
-def given(of: StopConditions, slots: list[int], ids: list[int]) -> EndedSample:
-    return of.check(np.array(slots, np.intp), np.array(ids, np.int32))
-
-
-def told(ended: EndedSample) -> list[tuple[int, int, int | None]]:
-    return list(zip(ended.rows.tolist(), ended.reasons.tolist(), ended.stops, strict=True))
+def given(of: StopConditions, slots: list[int], ids: list[int]) -> list[tuple[int, int, int | None]]:
+    """The ends, each with the row that it is of."""
+    ended = of.check(np.array(slots, np.intp), np.array(ids, np.int32))
+    return [(slots.index(end.slot), end.reason, end.stop) for end in ended]
 
 
 def when(params: SamplingParams, ids: list[int], prompt_length: int = 10) -> tuple[int, int, int | None] | None:
@@ -30,7 +28,7 @@ def when(params: SamplingParams, ids: list[int], prompt_length: int = 10) -> tup
     one = endings()
     one.join(1, params, prompt_length)
     for count, last in enumerate(ids, 1):
-        for _, reason, stop in told(given(one, [1], [last])):
+        for _, reason, stop in given(one, [1], [last]):
             return count, reason, stop
     return None
 
@@ -76,21 +74,21 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
 def test_what_is_sampled_after_the_end_or_for_nobody_ends_nothing() -> None:
     one = endings()
     one.join(0, SamplingParams(), 10)
-    assert told(given(one, [0, 3], [EOS, EOS])) == [(0, STOP, None)]
-    assert told(given(one, [0, 3], [EOS, EOS])) == []
+    assert given(one, [0, 3], [EOS, EOS]) == [(0, STOP, None)]
+    assert given(one, [0, 3], [EOS, EOS]) == []
     one.join(1, SamplingParams(), 10)
     one.end(1)
-    assert told(given(one, [1], [EOS])) == []
+    assert given(one, [1], [EOS]) == []
 
 
 def test_who_takes_a_slot_has_nothing_of_who_had_it() -> None:
     one = endings()
     one.join(0, SamplingParams(max_tokens=3, stop_token_ids=(9,)), 10)
-    assert told(given(one, [0], [5])) == []
+    assert given(one, [0], [5]) == []
     one.leave(0)
     one.join(0, SamplingParams(max_tokens=3), 10)
-    assert told(given(one, [0], [9])) == [] and told(given(one, [0], [5])) == []
-    assert told(given(one, [0], [5])) == [(0, LENGTH, None)]
+    assert given(one, [0], [9]) == [] and given(one, [0], [5]) == []
+    assert given(one, [0], [5]) == [(0, LENGTH, None)]
 
 
 def test_a_stop_id_is_its_own_slots_alone() -> None:
@@ -98,9 +96,9 @@ def test_a_stop_id_is_its_own_slots_alone() -> None:
     one.join(0, SamplingParams(stop_token_ids=(9,)), 10)
     one.join(2, SamplingParams(stop_token_ids=(9, 10)), 10)
     one.join(3, SamplingParams(), 10)
-    assert told(given(one, [0, 2, 3], [10, 10, 10])) == [(1, STOP, 10)]
+    assert given(one, [0, 2, 3], [10, 10, 10]) == [(1, STOP, 10)]
     one.leave(2)
-    assert told(given(one, [0, 3], [9, 9])) == [(0, STOP, 9)]
+    assert given(one, [0, 3], [9, 9]) == [(0, STOP, 9)]
 
 
 @pytest.mark.parametrize("stop", [9 + BUCKETS, -1, 1 << 40])
@@ -129,7 +127,7 @@ def test_many_slots_together_end_as_each_would_alone(seed: int) -> None:
         slots = sorted(chance.sample(range(32), 20))
         ids = [streams[slot][together.generated[slot]] for slot in slots if together.generated[slot] < 100]
         slots = [slot for slot in slots if together.generated[slot] < 100]
-        for row, reason, stop in told(given(together, slots, ids)):
+        for row, reason, stop in given(together, slots, ids):
             assert slots[row] not in found
             found[slots[row]] = int(together.generated[slots[row]]), reason, stop
     assert len(found) > 16

@@ -63,7 +63,7 @@ def written(text: StopStringFilter, ids: Any, least: int = 0) -> tuple[list[str]
     """What is shown with each id, what is shown at the end, and the stop string."""
     shown = []
     for count, one in enumerate(ids, 1):
-        shown.append(text.take(one, count > least))
+        shown.append(text.add(one, count > least))
         if text.stop is not None:
             return shown, text.stop
     return [*shown, text.end(len(ids) > least)], text.stop
@@ -164,7 +164,7 @@ def test_the_stop_string_that_is_complete_first_wins_and_of_those_the_longest() 
 def test_one_id_may_hold_several_stop_strings_and_more() -> None:
     words = Vocabulary([b"one two three", b" tw"])
     text = StopStringFilter(words.stream((), True), ("three", "two"))
-    assert text.take(0) == "one " and text.stop == "two"
+    assert text.add(0) == "one " and text.stop == "two"
 
 
 def test_a_stop_string_that_is_complete_before_min_tokens_is_text() -> None:

@@ -57,7 +57,7 @@ class Scene:
         asked = SamplingParams(**{"max_tokens": None, **params})
         started = Started(self.slots, request, asked, (), chunk_format, server)
         self.tokens.send(Tokens(np.zeros(0, np.int32), started=(started,)), 1)
-        assert self.output.turn()
+        assert self.output.process_next()
         self.slots += 1
 
     def give(self, *ids: int, **columns: Any) -> None:
@@ -66,7 +66,7 @@ class Scene:
 
     def step(self, *ids: int, **columns: Any) -> None:
         self.give(*ids, **columns)
-        assert self.output.turn()
+        assert self.output.process_next()
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def an_output(tree: Cluster) -> OutputProcessor:
 
 
 def turns(of: OutputProcessor) -> None:
-    while of.turn():
+    while of.process_next():
         pass
 
 
@@ -172,7 +172,7 @@ def test_what_the_core_has_no_room_for_is_kept_and_delays_no_answer() -> None:
         scene.step(*[B] * 8)
         with pytest.raises(WouldBlock):
             scene.inbox.receive_nowait()
-        assert scene.output.turn() and scene.output.turn()  # no message comes, and it tries again
+        assert scene.output.process_next() and scene.output.process_next()  # no message comes, and it tries again
         assert scene.inbox.receive(1).requests.tolist() == list(range(8))
 
 

@@ -109,14 +109,14 @@ def test_each_output_answers_its_share_of_the_requests() -> None:
     for state in engine.states:
         its: list[int] = []
         took.append(its)
-        take = state.take
+        process = state.process
 
-        def taken(tokens: Tokens, its: list[int] = its, take: Any = take) -> Any:
-            answers = take(tokens)
+        def recorded(tokens: Tokens, its: list[int] = its, process: Any = process) -> Any:
+            answers = process(tokens)
             its += [request for _, delta in answers.deltas for request in delta.requests.tolist()]
             return answers
 
-        state.take = taken  # type: ignore[method-assign]
+        state.process = recorded  # type: ignore[method-assign]
     engine.finish()
     assert took == [[0, 2], [1, 3]]
     assert [engine.servers.got[0, request, 0].logprobs for request in range(4)] == [[[A, A + 1]]] * 4
@@ -179,7 +179,7 @@ def test_columns_that_do_not_fit_each_other_are_refused(tokens: Tokens, why: str
     engine.step()
     engine.hear()
     with pytest.raises(DecodeError, match=why):
-        engine.states[0].take(tokens)
+        engine.states[0].process(tokens)
 
 
 # ── ready-made lines ──

@@ -258,14 +258,17 @@ def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
             Step(1, 9, joined=one_joins(lengths=ints(20), ids=np.arange(20, dtype=np.int32), computed=ints(16))),
             r"room for 17 tokens in slot 7, got 1 blocks",
         ),
-        (Step(1, 9, joined=one_joins(parents=slots(0))), r"0 for who has its parent's, got 3 at \$\.joined\.lengths"),
+        (
+            Step(1, 9, joined=one_joins(parents=slots(0))),
+            r"0 for a row with the prompt of its parent, got 3 at \$\.joined\.lengths",
+        ),
         (
             Step(1, 9, joined=one_joins(parents=slots(6), lengths=ints(0), ids=ints())),
             r"expected a slot with a prompt, got 6 at \$\.joined\.parents\[0\]",
         ),
         (
             Step(1, 9, joined=one_joins(parents=slots(0), lengths=ints(0), ids=ints(), inputs=one_input())),
-            r"0 for who has its parent's, got 1 at \$\.joined\.inputs\.counts\[0\]",
+            r"0 for a row with the prompt of its parent, got 1 at \$\.joined\.inputs\.counts\[0\]",
         ),
         (Step(1, 9, joined=one_joins(inputs=one_input(items=()))), r"1 items, got 0 at \$\.joined\.inputs\.items"),
         (Step(1, 9, joined=one_joins(inputs=one_input(positions=ints(-1)))), r"at \$\.joined\.inputs\.positions\[0\]"),

@@ -23,7 +23,7 @@ def test_what_is_said_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "model is the directory of a model"),
+        ({}, "expected model, a directory, or simulated"),
         ({"max_num_seqs": 0, "model": "m"}, "max_num_seqs is between 1 and 65535, not 0"),
         ({"max_num_seqs": 2.5, "model": "m"}, "max_num_seqs is a whole number, not 2.5"),
         ({"max_num_seqs": True, "model": "m"}, "max_num_seqs is a whole number, not True"),

@@ -11,9 +11,14 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
 from penstock.engine import _native  # noqa: E402
-from penstock.engine.worker import cpu_attention  # noqa: E402
-from penstock.engine.worker.cpu_attention import CpuRows  # noqa: E402
-from penstock.engine.worker.paged_attention import AttentionStyle, KVCache, KVCacheShape, attention  # noqa: E402
+from penstock.engine.worker import paged_attention  # noqa: E402
+from penstock.engine.worker.paged_attention import (  # noqa: E402
+    AttentionStyle,
+    CpuRows,
+    KVCache,
+    KVCacheShape,
+    attention,
+)
 
 BLOCK_SIZE, BLOCKS = 4, 40
 
@@ -85,7 +90,7 @@ def test_work_that_is_worth_it_is_divided_and_comes_out_the_same(monkeypatch: py
         attend(*asked)
 
     monkeypatch.setattr(_native, "paged_attention", counted)
-    monkeypatch.setattr(cpu_attention, "WORTH_A_THREAD", 100)
+    monkeypatch.setattr(paged_attention, "WORTH_A_THREAD", 100)
     torch.set_num_threads(3)
     try:
         torch.testing.assert_close(given.ours(how), alone, rtol=0, atol=0)

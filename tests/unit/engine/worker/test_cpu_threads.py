@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'pen
 
 from penstock.engine.worker import cpu_threads  # noqa: E402
 from penstock.engine.worker.cpu_threads import LONG, SHORT, CpuThreads, tune_threads  # noqa: E402
+from penstock.engine.worker.model_runner import use_threads  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 
 
@@ -36,7 +37,7 @@ class Machine:
 
 
 def used(chosen: CpuThreads, tokens: int) -> int:
-    chosen.use(tokens)
+    use_threads(chosen, tokens)
     return int(torch.get_num_threads())
 
 

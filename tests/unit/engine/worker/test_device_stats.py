@@ -9,8 +9,8 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
 from penstock.engine.worker.device import SamplerOutput
-from penstock.engine.worker.device_stats import DeviceStats
 from penstock.engine.worker.simulated_device import SimulatedRunner
+from penstock.engine.worker.worker import DeviceStats
 
 PARAMS = SamplingParams()
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.models import BLOCK_SIZE, WORDS, Asked, Family, ask, device, must_be_greedy
 
 # isort: split
-from penstock.engine.worker import cpu_attention
+from penstock.engine.worker import paged_attention
 from penstock.engine.worker.decode_graphs import GraphRecorder
 from tests.support.ranks import answers_of_threads
 from tests.support.tape import Eager, Tape
@@ -45,14 +45,14 @@ def test_random_lengths_are_answered_as_by_transformers(
 ) -> None:
     """With joins, preemption and prefix hits in between; however the rows that compute one token attend."""
     if kind == "gathered":
-        monkeypatch.setattr(cpu_attention, "DTYPES", ())
+        monkeypatch.setattr(paged_attention, "CPU_DTYPES", ())
     recorder: GraphRecorder | None = {"eager": Eager, "tape": Tape}.get(kind, lambda: None)()
     of = family("llama", max_position_embeddings=MAX_LENGTH)
     limit = {"native": MAX_LENGTH, "tape": 300}.get(kind, 600)
     requests = random_requests(seed, limit)
     told = ask(device(of, blocks=limit // BLOCK_SIZE + 8, recorder=recorder), requests, slots=4, budget=100)
     must_be_greedy(of.path, requests, told.answers)
-    assert told.stats.preemptions > 0 and told.stats.cached_tokens > 0
+    assert told.preemptions > 0 and told.cached_tokens > 0
 
 
 def test_two_ranks_answer_random_lengths_as_transformers_does(family: Callable[..., Family], seed: int) -> None:

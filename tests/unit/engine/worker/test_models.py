@@ -29,7 +29,7 @@ import transformers
 
 from penstock import Missing
 from penstock.engine.protocol.messages import FinishReason
-from penstock.engine.worker import cpu_attention, vision_encoder
+from penstock.engine.worker import paged_attention, vision_encoder
 from penstock.engine.worker.model import load
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.tensor import Handle
@@ -42,8 +42,8 @@ def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[s
     assert len({tuple(answer) for answer in of.answers}) == len(of.answers), "these prompts show nothing"
     told = ask(device(of), of.asked)
     assert told.answers == of.answers
-    assert told.stats.preemptions > 0
-    assert told.stats.cached_tokens > 0
+    assert told.preemptions > 0
+    assert told.cached_tokens > 0
 
 
 @pytest.mark.parametrize("name", families("llama", "gemma2", "mistral"))
@@ -51,7 +51,7 @@ def test_rows_that_are_gathered_answer_alike(
     name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As other devices do it, and types that the native core does not know."""
-    monkeypatch.setattr(cpu_attention, "DTYPES", ())
+    monkeypatch.setattr(paged_attention, "CPU_DTYPES", ())
     of = family(name)
     assert ask(device(of), of.asked).answers == of.answers
 
@@ -59,7 +59,7 @@ def test_rows_that_are_gathered_answer_alike(
 def test_who_has_a_seed_is_answered_alike_alone_and_among_others(family: Callable[[str], Family]) -> None:
     of = family("mistral")
     together = ask(device(of), of.asked, seed=5)
-    assert together.stats.preemptions > 0
+    assert together.preemptions > 0
     assert together.answers != of.answers
     for number in (1, 3, 6):
         alone = ask(device(of), [of.asked[number]], depth=1, seed=5)
@@ -144,7 +144,7 @@ def test_an_image_is_opened_by_no_sample_that_finds_its_blocks(name: str, family
 
     ours = device(of, blocks=64, open_handle=open_handle)
     told = ask(ours, [of.asked[1], of.asked[1]], slots=1)
-    assert told.answers == [of.answers[1]] * 2 and told.stats.cached_tokens > 0
+    assert told.answers == [of.answers[1]] * 2 and told.cached_tokens > 0
     key = of.asked[1].inputs[0][0]
     assert opened == [key] * (2 if name == "qwen2_vl" else 1)  # there, for its shape too
     del ours._images._encoded[key]  # somebody else needed the room
@@ -168,7 +168,7 @@ def test_an_image_without_a_key_is_kept_for_its_request_alone(family: Callable[[
     assert told.answers[0] == told.answers[1] != of.answers[2] and not told.failed
     assert len(opened) == len({id(item) for item in opened}) == 4
     assert ours._images is not None
-    assert told.stats.cached_tokens <= inputs[0][1]  # nobody has found what stands under no key
+    assert told.cached_tokens <= inputs[0][1]  # nobody has found what stands under no key
     for slot in range(2):
         ours._images.leave(slot)
     assert not ours._images._encoded and not ours._images._nbytes

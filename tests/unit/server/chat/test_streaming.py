@@ -76,7 +76,7 @@ def batch_of(*streams: OutputStream, max_open: int = 8) -> RequestStreams:
     async def submitted(stream: OutputStream) -> OutputStream:
         return stream
 
-    return RequestStreams([functools.partial(submitted, stream) for stream in streams], max_open, lambda: None)
+    return RequestStreams([functools.partial(submitted, stream) for stream in streams], max_open)
 
 
 # ── a client that goes ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -191,7 +191,7 @@ async def test_at_most_so_many_prompts_of_a_request_are_open() -> None:
         asyncio.get_running_loop().call_later(0.001, stream.add, OutputChunk(0, b"%d" % number, [1], FinishReason.STOP))
         return stream
 
-    batch = RequestStreams([functools.partial(submit, number) for number in range(20)], 3, lambda: None)
+    batch = RequestStreams([functools.partial(submit, number) for number in range(20)], 3)
     choices = await collect(batch, 20, 1, LatencyRecorder(row(), 0.0))
     assert [choice.of_completion(0, None)["text"] for choice in choices] == [str(number) for number in range(20)]
     assert (most, open_now) == (3, 0)
