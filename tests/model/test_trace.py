@@ -1,8 +1,8 @@
 """An end writes events into its ring while a tracer reads: what it takes for an event was written as one.
 
-    here     native
-    writes   trace.h   TraceRing::add
-    reads    trace.h   TraceReader::read, of the newest event; the ring has two
+here     native
+writes   trace.h   TraceRing::add
+reads    trace.h   TraceReader::read, of the newest event; the ring has two
 """
 
 import pytest
