@@ -1,7 +1,6 @@
 // bindings_trace.cpp: the events of a channel's ends, for a tracer.
-#include "trace.h"
-
 #include "python.h"
+#include "trace.h"
 
 using namespace penstock;
 using namespace penstock::python;

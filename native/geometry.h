@@ -70,7 +70,8 @@ struct Geometry {
         g.data = round_up(at, shape.page);
         g.pool_data = round_up(g.data + shape.lanes * shape.lane_nbytes + shape.raw_nbytes, shape.page);
         g.trace = round_up(g.pool_data + (shape.elsewhere != 0 ? 0 : shape.pool_nbytes), shape.page);
-        g.total = g.trace + (is_channel ? round_up(g.trace_ring(shape.lanes + shape.receivers) - g.trace, shape.page) : 0);
+        g.total =
+            g.trace + (is_channel ? round_up(g.trace_ring(shape.lanes + shape.receivers) - g.trace, shape.page) : 0);
         return g;
     }
     u64 claimed_at_creation() const { return shape.granule_nbytes != 0 ? pool_data : trace; }

@@ -9,7 +9,8 @@
 //   │        │         │            │        │         │ Cursors,  │         │                  │        │
 //   │        │         │            │        │         │ schema    │         │                  │        │
 //   └────────┴─────────┴────────────┴────────┴─────────┴───────────┴─────────┴──────────────────┴────────┘
-//   └──────────────── control: read and written by all ────────────┘└─ data: written by senders ┘└─ of a channel: written
+//   └──────────────── control: read and written by all ────────────┘└─ data: written by senders ┘└─ of a channel:
+//   written
 //                                                                      and takers, mapped          by its ends while
 //                                                                      read-only by others         they are traced
 //
@@ -43,7 +44,7 @@ inline constexpr u64 LINE = 64;
 inline constexpr u32 NAME_NBYTES = 32;
 inline constexpr u64 MAX_SCHEMA_NBYTES = 1 << 20;
 inline constexpr u64 TRACE_EVENTS = 2048;  // in the ring of each end
-inline constexpr u32 GRANULES = 32768;  // a pool that grows claims its pages in at most so many pieces
+inline constexpr u32 GRANULES = 32768;     // a pool that grows claims its pages in at most so many pieces
 
 template <class T>
 using Shared = Atomic<T>;
@@ -89,7 +90,8 @@ struct Header {
     char name[NAME_NBYTES];
     alignas(LINE) Shared<u32> peers_version;  // moved by every join, leave and reap
     Shared<u32> changes;                      // moved whenever an end of the channel comes, goes or dies
-    Shared<u64> traced_until;  // ends write events before this time (ns); raised by tracers, 0 by an end that is past it
+    Shared<u64>
+        traced_until;  // ends write events before this time (ns); raised by tracers, 0 by an end that is past it
 };
 static_assert(sizeof(Header) <= PAGE);
 

@@ -262,16 +262,17 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         view.position = found.end;
         channel_.cursor(found.lane, index_).read.store(found.end, RELAXED);
         source_ = found.lane;
-        if (trace_->is_wanted()) {
-            u64 now = now_ns();
-            trace_->end_wait(slot_->waits, now, NO_INDEX, 0);
-            trace_->add(TraceKind::taken, found.committed_ns, now, found.sequence, found.nbytes, found.lane);
-        }
+        if (trace_->is_wanted()) trace_take(found);
         slot_->waits.records.count();
         slot_->waits.nbytes.count(found.nbytes);
         u64 behind = channel_.lane(found.lane).committed.load(RELAXED) - found.end;
         slot_->waits.furthest_nbytes.raise(behind);
         return keep_or_give_back(found.lane, found.end, found.sequence, is_leased);
+    }
+    [[gnu::noinline]] void trace_take(const Found& found) {
+        u64 now = now_ns();
+        trace_->end_wait(slot_->waits, now, NO_INDEX, 0);
+        trace_->add(TraceKind::taken, found.committed_ns, now, found.sequence, found.nbytes, found.lane);
     }
     u64 keep_or_give_back(u32 lane, u64 end, u64 sequence, bool is_leased) {
         auto& leases = lanes_[lane].leases;

@@ -135,11 +135,8 @@ class Sender {
         lane_->cpu.store(current_cpu(), RELAXED);
         PENSTOCK_POINT("send.written");
         publish(reservation.position + reservation.need);
-        u64 woken = wake();
-        if (trace_->is_wanted()) {
-            trace_->end_wait(lane_->waits, now, in_the_way_, how_it_waits());
-            trace_->add(TraceKind::sent, now, woken != 0 ? now_ns() : now, sequence, reservation.nbytes, 0, woken);
-        }
+        wake();
+        if (trace_->is_wanted()) trace_send(sequence, now, reservation.nbytes);
         if (reservation.is_spilled) {
             channel_.pool.release(reservation.spilled.block, reservation.spilled.generation);
             lane_->spills.count();
@@ -200,9 +197,9 @@ class Sender {
         lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, RELAXED);
         TracedWait traced(*trace_, lane_->waits);
         if (traced.is_traced()) in_the_way_ = slowest_receiver();
-        Woken woken = waits_for_memory_ ? channel_.pool.wait_for_return(returns_seen_, deadline, spinner_, lane_->waits,
-                                                                        is_closing_)
-                                        : wait_for_room(deadline);
+        Woken woken = waits_for_memory_
+                          ? channel_.pool.wait_for_return(returns_seen_, deadline, spinner_, lane_->waits, is_closing_)
+                          : wait_for_room(deadline);
         if (woken != Woken::interrupted) traced.end(woken == Woken::deadline, in_the_way_, how_it_waits());
         return woken;
     }
@@ -320,17 +317,22 @@ class Sender {
         lane_->committed.store(end, order::publish.release);  // the record is written before this
         PENSTOCK_POINT("send.committed");
     }
-    // How many processes it woke.
-    u64 wake() {
+    void wake() {
         if (channel_.is_inbox()) channel_.head.ready.fetch_or(1ull << index_, order::ready.release);
         PENSTOCK_POINT("ready.set");
-        u64 before = lane_->waits.wakes.value();
         u64 in_loops = ring(channel_.head.bell, &lane_->waits.wakes);
         PENSTOCK_POINT("send.rung");
-        u64 woken = lane_->waits.wakes.value() - before;
-        if (__builtin_expect(in_loops == 0, 1)) return woken;
-        channel_.wake_receivers(in_loops);
-        return woken + static_cast<u64>(__builtin_popcountll(in_loops));
+        if (__builtin_expect(in_loops != 0, 0)) {
+            channel_.wake_receivers(in_loops);
+            woken_in_loops_ += static_cast<u64>(__builtin_popcountll(in_loops));
+        }
+    }
+    [[gnu::noinline]] void trace_send(u64 sequence, u64 sent_ns, u64 nbytes) {
+        u64 before = std::exchange(woken_, lane_->waits.wakes.value() + woken_in_loops_);
+        u64 woken = sequence == traced_next_ ? woken_ - before : 0;  // of sends that were not traced, nothing is known
+        traced_next_ = sequence + 1;
+        trace_->end_wait(lane_->waits, sent_ns, in_the_way_, how_it_waits());
+        trace_->add(TraceKind::sent, sent_ns, now_ns(), sequence, nbytes, 0, woken);
     }
     Woken wait_for_room(u64 deadline) {
         const u64 capacity = channel_.g.shape.lane_nbytes;
@@ -443,6 +445,7 @@ class Sender {
     bool is_closed_ = false;
     std::optional<TraceRing> trace_;  // once the lane is known
     u32 in_the_way_ = NO_INDEX;       // while it is traced: the receiver that the last wait was for
+    u64 woken_in_loops_ = 0, woken_ = 0, traced_next_ = 0;
     u64 committed_ = 0;
     u64 least_released_ = 0;
     u32 seen_changes_ = 0;

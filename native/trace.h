@@ -7,8 +7,8 @@
 //   cursor = written + 1   release (order trace)      fence                  acquire (order trace)
 //                                                     cursor again: is the copy older than the ring?
 //
-// A tracer that sees a word of event n sees a cursor of n or more after its fence. While the cursor is n, event n may be
-// half written, where event n - TRACE_EVENTS lay: so that one is missed, too.
+// A tracer that sees a word of event n sees a cursor of n or more after its fence. While the cursor is n, event n may
+// be half written, where event n - TRACE_EVENTS lay: so that one is missed, too.
 #pragma once
 #include <algorithm>
 #include <vector>

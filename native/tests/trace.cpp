@@ -195,10 +195,10 @@ void what_is_no_event_is_counted_and_not_returned() {
     play.reader.extend();
     TraceRing sender(play.segment, 0), receiver(play.segment, 1);
     u64 now = now_ns();
-    sender.add(TraceKind::taken, now, now, 0);            // of a receiver
-    sender.add(static_cast<TraceKind>(77), now, now, 0);  // no kind
-    sender.add(TraceKind::waited, now, now, 0, 0, 2);     // there is no such receiver
-    sender.add(TraceKind::sent, now + 1, now, 0);         // before it began
+    sender.add(TraceKind::taken, now, now, 0);                 // of a receiver
+    sender.add(static_cast<TraceKind>(77), now, now, 0);       // no kind
+    sender.add(TraceKind::waited, now, now, 0, 0, 2);          // there is no such receiver
+    sender.add(TraceKind::sent, now + 1, now, 0);              // before it began
     sender.add(TraceKind::sent, now, now + 1'000'000'000, 0);  // to come
     receiver.add(TraceKind::sent, now, now, 0);
     receiver.add(TraceKind::taken, now, now, 0, 0, 1);  // there is no such lane
