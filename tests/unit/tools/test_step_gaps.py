@@ -10,7 +10,7 @@ import pytest
 from penstock.tools.trace.command import lines_of
 from penstock.tools.trace.step_gaps import DEVICE, GapFinder, StepPart, summary_of
 from penstock.tools.trace.step_series import AnsweredStep, StepSeries
-from penstock.tools.trace.timeline import EndId, EndWait, Timeline
+from penstock.tools.trace.timeline import EndId, EndWait, RecordId, Timeline, TracedRecord
 
 CORE, WORKER, OUTPUT = 1, 2, 3
 STEPS, RESULTS, TOKENS = range(3)
@@ -60,6 +60,14 @@ def test_a_wait_for_another_channel_is_shown_with_the_process_that_it_was_for() 
     parts = GapFinder(timeline(wait(TOKENS_END, CORE, 125, 140, OUTPUT))).parts_of(TWO_STEPS)
     assert (125, 140, "wait for room of ring 'tokens', for output") in causes(parts)
     assert (120, 125, "core") in causes(parts) and (140, 150, "core") in causes(parts)
+
+
+def test_time_in_which_a_send_wakes_receivers_is_shown_as_that() -> None:
+    scene = timeline()
+    sent = TracedRecord(RecordId(RESULTS, 0, 1), EndId(RESULTS, True, 0), WORKER, 100, 165, 8, wakes=1)
+    scene.records[sent.id] = sent
+    parts = GapFinder(scene).parts_of(TWO_STEPS)
+    assert causes(parts)[2:] == [(150, 165, "worker, waking receivers"), (165, 170, "worker"), (170, 300, DEVICE)]
 
 
 def test_a_device_with_a_step_in_its_queue_has_no_gap() -> None:

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.tools.trace.step_series import AnsweredStep, StepSeries
 from penstock.tools.trace.timeline import EndId, EndWait, Timeline
@@ -20,7 +21,7 @@ DEVICE = "device"
 
 @dataclass(frozen=True)
 class StepPart:
-    """A piece of time and its cause: `device`, a process by name, a wake-up of one, or a wait and for which process."""
+    """A piece of time and its cause: `device`, a process by name, its wake-up, or a wait and for which process."""
 
     begin_ns: int
     end_ns: int
@@ -39,27 +40,43 @@ class StepSummary:
     by_cause: dict[str, int]  # the device first, then the largest
 
 
-class ProcessWaits:
-    """The waits of one process, found by time."""
+class Occupation(NamedTuple):
+    """A piece of a process's time in which it computed nothing of its own."""
 
-    def __init__(self, waits: list[EndWait]) -> None:
-        self._waits = waits  # by since_ns
+    since_ns: int
+    until_ns: int
+    cause: str
+    end: EndId | None  # that waited
+
+
+class ProcessTime:
+    """The occupations of one process, found by time."""
+
+    def __init__(self, occupations: list[Occupation]) -> None:
+        self._occupations = sorted(occupations, key=lambda occupation: occupation.since_ns)
         self._latest_ns: list[int] = []  # when the longest of those so far is over
-        for wait in waits:
-            self._latest_ns.append(max(wait.ns, self._latest_ns[-1] if self._latest_ns else 0))
+        for occupation in self._occupations:
+            self._latest_ns.append(max(occupation.until_ns, self._latest_ns[-1] if self._latest_ns else 0))
 
-    def between(self, begin_ns: int, end_ns: int) -> Iterator[EndWait]:
-        for wait in self._waits[bisect_left(self._latest_ns, begin_ns) :]:
-            if wait.since_ns >= end_ns:
+    def between(self, begin_ns: int, end_ns: int) -> Iterator[Occupation]:
+        for occupation in self._occupations[bisect_left(self._latest_ns, begin_ns) :]:
+            if occupation.since_ns >= end_ns:
                 return
-            if wait.ns > begin_ns:
-                yield wait
+            if occupation.until_ns > begin_ns:
+                yield occupation
 
 
 class GapFinder:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._waits = {pid: ProcessWaits(waits) for pid, waits in timeline.waits_by_process().items()}
+        occupations: dict[int, list[Occupation]] = defaultdict(list)
+        for wait in timeline.waits:
+            occupations[wait.pid].append(Occupation(wait.since_ns, wait.ns, self.wait_clause(wait), wait.end))
+        for record in timeline.records.values():
+            if record.wakes:
+                cause = f"{timeline.name(record.pid)}, waking receivers"
+                occupations[record.pid].append(Occupation(record.sent_ns, record.woken_ns, cause, None))
+        self._times = {pid: ProcessTime(pieces) for pid, pieces in occupations.items()}
 
     def parts_of(self, series: StepSeries) -> list[StepPart]:
         """Returns the parts from the first reply of a series to its last, without a hole."""
@@ -79,17 +96,17 @@ class GapFinder:
         yield from self._process(series.worker, sent, end, series.steps_end, step.number)
 
     def _process(self, pid: int, begin: int, end: int, own: EndId | None, number: int) -> Iterator[StepPart]:
-        """Divides time of a process into its waits and the rest. `own`: what it waited for there has been sent."""
+        """Divides time of a process into what occupied it and the rest. `own`: an end for which a record has come."""
         name = self._timeline.name(pid)
-        waits = self._waits.get(pid)
-        for wait in waits.between(begin, end) if waits is not None else ():
-            if wait.ns <= begin:
+        time = self._times.get(pid)
+        for piece in time.between(begin, end) if time is not None else ():
+            if piece.until_ns <= begin:
                 continue
-            if wait.since_ns > begin:
-                yield StepPart(begin, wait.since_ns, name, number)
-            cause = f"wake-up of {name}" if wait.end == own else self.wait_clause(wait)
-            yield StepPart(max(begin, wait.since_ns), min(end, wait.ns), cause, number)
-            begin = min(end, wait.ns)
+            if piece.since_ns > begin:
+                yield StepPart(begin, piece.since_ns, name, number)
+            cause = f"wake-up of {name}" if own is not None and piece.end == own else piece.cause
+            yield StepPart(max(begin, piece.since_ns), min(end, piece.until_ns), cause, number)
+            begin = min(end, piece.until_ns)
         if begin < end:
             yield StepPart(begin, end, name, number)
 

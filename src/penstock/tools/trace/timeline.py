@@ -6,7 +6,6 @@ All times are those of the monotonic clock, in nanoseconds.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -92,12 +91,6 @@ class Timeline:
 
     def title(self, channel: int) -> str:
         return f"{self.channels[channel].kind} '{self.channels[channel].name}'"
-
-    def waits_by_process(self) -> dict[int, list[EndWait]]:
-        waits: dict[int, list[EndWait]] = defaultdict(list)
-        for wait in sorted(self.waits, key=lambda wait: wait.since_ns):
-            waits[wait.pid].append(wait)
-        return waits
 
 
 class Owners:
