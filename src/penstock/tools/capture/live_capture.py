@@ -66,13 +66,14 @@ class LiveChannel:
 
 def channels_of(target: int | Ticket, name: str | None) -> list[LiveChannel]:
     """Returns taps of the channels of a process and its descendants, or of a ticket. Raises MeasureError."""
-    return [LiveChannel(attached) for attached in attached_channels(target, name)]
+    attached, _ = attached_channels(target, name)
+    return [LiveChannel(channel) for channel in attached]
 
 
-def attached_channels(target: int | Ticket, name: str | None) -> list[AttachedChannel]:
+def attached_channels(target: int | Ticket, name: str | None) -> tuple[list[AttachedChannel], list[str]]:
     """Attaches the channels of a process and its descendants, or of a ticket. `name`: None for all.
 
-    Raises MeasureError.
+    Returns them, and why others cannot be attached. Raises MeasureError if none can.
     """
     try:
         snapshot = inspect.look(target)
@@ -89,7 +90,7 @@ def attached_channels(target: int | Ticket, name: str | None) -> list[AttachedCh
         names = ", ".join(sorted({f"'{view['name']}'" for view in channels}))
         raise MeasureError(f"{target} has no channel '{name}' open; there are {names}")
     attached = []
-    reasons = []
+    reasons: list[str] = list(snapshot["unreadable"])
     for view in selected:
         holder = view["held_by"][0]
         pid, fd = holder["pid"], holder["fd"]
@@ -101,7 +102,7 @@ def attached_channels(target: int | Ticket, name: str | None) -> list[AttachedCh
             reasons.append(f"{view['kind']} '{view['name']}': {error}")
     if not attached:
         raise MeasureError("; ".join(reasons))
-    return attached
+    return attached, reasons
 
 
 def entries(watched: list[LiveChannel], seconds: float | None) -> Iterator[CaptureEntry | None]:

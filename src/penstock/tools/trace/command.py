@@ -35,11 +35,12 @@ def run(options: TraceOptions) -> int:
     try:
         with options.output.open("ab"):  # before anything is traced: it can be written
             pass
-        channels = [TracedChannel(attached) for attached in attached_channels(options.target, options.channel)]
+        attached, reasons = attached_channels(options.target, options.channel)
+        channels = [TracedChannel(channel) for channel in attached]
         commands = process_names()
         with interruptible() as is_interrupted:
             time = trace(channels, options.seconds, is_interrupted)
-        report(options, build_timeline(channels, commands, time.ended_ns), time)
+        report(options, build_timeline(channels, commands, time.ended_ns), time, reasons)
     except (MeasureError, PenstockError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
@@ -48,11 +49,11 @@ def run(options: TraceOptions) -> int:
     return 0
 
 
-def report(options: TraceOptions, timeline: Timeline, time: TracedTime) -> None:
+def report(options: TraceOptions, timeline: Timeline, time: TracedTime, not_attached: list[str]) -> None:
     gaps = GapFinder(timeline)
     series = [(found, gaps.parts_of(found)) for found in find_series(timeline)]
     summaries = [summary_of(timeline, found, parts) for found, parts in series if parts]
-    losses = list(losses_of(timeline, time))
+    losses = [*not_attached, *losses_of(timeline, time)]
     about = {"seconds": (time.ended_ns - time.began_ns) / 1e9, "began_ns": time.began_ns, "lacking": losses}
     nbytes = write_trace(options.output, TraceEvents(timeline, time).all(series), about)
     for loss in losses:
@@ -101,6 +102,9 @@ def losses_of(timeline: Timeline, time: TracedTime) -> Iterator[str]:
             yield f"{title}: {counted(channel.missed, 'event')} were overwritten before they were read"
         if channel.corrupt:
             yield f"{title}: {counted(channel.corrupt, 'event')} were no events: a process wrote where it must not"
+        if channel.missed_numbers:
+            numbers = f"the numbers of {counted(channel.missed_numbers, 'record')}"
+            yield f"{title}: {numbers} were overwritten before they were read, and steps of them lack"
         if channel.lapses:
             yield f"{title}: was not traced for a while, {counted(channel.lapses, 'time')}: this process was too slow"
         if lacking := channel.records_without_events():

@@ -36,6 +36,7 @@ OPENED, CLOSED, SENT, TAKEN, WAITED = range(1, 6)
 PAUSE = 0.005  # seconds between two reads; a ring of 2,048 events is full after that at 400,000 a second
 EXTEND_S = 0.25  # seconds between two moves of the time until which ends write; native/trace.h: 2 s ahead
 LOOK_S = 0.2  # seconds between two looks whether the processes live
+MAX_READS = 64  # of 256 records, before the next channel
 MAX_EVENTS = 4_000_000  # 128 MB, and a file of about 1 GB
 
 RAW_LIST = msgspec.msgpack.Decoder(list[msgspec.Raw])
@@ -87,6 +88,7 @@ class TracedChannel:
         self.lanes = len(self.before["senders"])
         self.is_plain = not bytes(attached.segment.schema)
         self.steps: dict[tuple[int, int], StepNumber] = {}  # by lane and sequence
+        self.missed_numbers = 0  # records that were overwritten before their numbers were read
         self.lapses = 0  # times at which tracing had ended by itself, as this process was too slow
         self._segment = attached.segment
         self._reader = _native.TraceReader(attached.segment)
@@ -110,10 +112,14 @@ class TracedChannel:
             self._events[end].append(events)
             nbytes += len(events)
         if self._tap is not None:
-            while entries := self._tap.read(0):
+            for _ in range(MAX_READS):
+                entries = self._tap.read(0)
                 for entry in entries:
+                    self.missed_numbers += entry.missed
                     if entry.frame is not None and (step := self._sequences.read(entry.frame)) is not None:
                         self.steps[entry.lane, entry.sequence] = step
+                if not entries:
+                    break
         return nbytes // EVENT.itemsize
 
     def finish(self) -> None:

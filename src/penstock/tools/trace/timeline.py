@@ -14,6 +14,7 @@ from penstock.tools.trace.live_trace import CLOSED, OPENED, SENT, TAKEN, WAITED,
 
 SLEPT, TIMED_OUT, FOR_MEMORY = 1, 2, 4  # native/layout.h, WAIT_...
 NO_INDEX = 0xFF
+UNKNOWN = 0  # the pid of an event's process, if the event that it opened the end was missed
 
 
 class EndId(NamedTuple):
@@ -110,7 +111,7 @@ class Owners:
 
 def build_timeline(channels: list[TracedChannel], commands: dict[int, str], ended_ns: int) -> Timeline:
     """Joins what these channels have recorded. `commands`: names of processes that are peers of none."""
-    timeline = Timeline(channels, dict(commands))
+    timeline = Timeline(channels, {**commands, UNKNOWN: "unknown process"})
     for channel in channels:
         for view in (channel.before, channel.after):
             timeline.names.update({peer["pid"]: peer["name"] for peer in view["peers"] if peer["name"]})
@@ -145,7 +146,7 @@ class ChannelEvents:
         self._add_deaths(ended_ns)
 
     def _owner(self, end: int, ns: int) -> int:
-        return self._owners[end].at(ns) or 0
+        return self._owners[end].at(ns) or UNKNOWN
 
     def _sender_of(self, lane: int, ns: int) -> int | None:
         return self._owners[lane].at(ns)
@@ -188,7 +189,7 @@ class ChannelEvents:
             if kind == TAKEN:
                 record = self._record(RecordId(self._index, lane, number), since_ns, nbytes)
                 began_ns = ns
-                if wait is not None and wait.since_ns <= record.sent_ns:
+                if wait is not None and not wait.is_timed_out and record.sent_ns <= wait.ns:
                     wait.record, wait.blocker, began_ns = record.id, record.pid, max(wait.ns, record.sent_ns)
                 record.takes.append(RecordTake(self._ends[end], pid, min(began_ns, ns), ns))
                 wait = None

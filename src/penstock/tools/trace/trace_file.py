@@ -138,11 +138,11 @@ class TraceEvents:
         for step in series.answered:
             ends = {
                 "cat": "step",
-                "name": f"step {step.number}",
+                "name": f"step to {worker}",  # one for all: a viewer gives each name a track
                 "pid": series.leader,
                 "id": f"{series.worker}.{step.number}",
             }
-            yield {"ph": "b", **ends, "ts": self._at(step.sent_ns)}
+            yield {"ph": "b", **ends, "ts": self._at(step.sent_ns), "args": {"step": step.number}}
             yield {"ph": "e", **ends, "ts": self._at(step.reply_taken_ns)}
         for part in parts:
             category = "device" if part.cause == "device" else "gap"
