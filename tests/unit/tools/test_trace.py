@@ -19,6 +19,7 @@ import pytest
 import penstock
 from penstock import _native, cli
 from penstock.tools.capture.live_capture import AttachedChannel
+from penstock.tools.trace.command import losses_of
 from penstock.tools.trace.live_trace import EVENT, SequenceReader, StepNumber, TracedChannel, TracedTime
 from penstock.tools.trace.step_series import find_series
 from penstock.tools.trace.timeline import Timeline, build_timeline
@@ -236,6 +237,29 @@ def test_events_that_were_overwritten_are_counted() -> None:
     seen = sum(len(traced.events(end)) for end in (0, 1))
     assert traced.missed and seen + traced.missed == 10_000 and traced.records_without_events() == 0
     assert all(record.takes[0].taken_ns >= record.sent_ns for record in timeline.records.values() if record.takes)
+
+
+def test_a_tracer_that_was_too_slow_says_so() -> None:
+    tracing = Tracing(penstock.Ring(name="steps"))
+    tracing.channels[0].extend()
+    assert tracing.channels[0].lapses == 0
+    time.sleep(2.1)  # longer than ends write for a tracer that says nothing
+    tracing.channels[0].extend()
+    (sentence,) = losses_of(tracing.end(), tracing.time)
+    assert sentence.startswith("ring 'steps': was not traced for a while, 1 time")
+
+
+def test_records_of_an_end_that_cannot_write_events_are_counted() -> None:
+    channel = penstock.Ring()
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
+        tracing = Tracing(channel)
+        for _ in range(3):
+            sender.send(b"")
+            receiver.receive()
+        (traced,) = tracing.end().channels
+        assert traced.records_without_events() == 0
+        traced.before["senders"][0]["records"] -= 2  # as if two more had been counted, and left no event
+        assert traced.records_without_events() == 2
 
 
 # ── the file ─────────────────────────────────────────────────────────────────────────────────────────────────────────
