@@ -36,6 +36,7 @@ inline constexpr Order returns;     // a block's state is `returned` before Pool
 inline constexpr Order fills;       // a block's writer has committed it, or let it go, before StoreHeader.fills moves
 inline constexpr Order granules;    // pages are claimed before their bit is set
 inline constexpr Order tap;         // given back before it is overwritten; copied before the tap looks whether it was
+inline constexpr Order trace;       // an event is written before its cursor passes it, and that before the next one
 inline constexpr Order identity;    // a peer's state changes before what follows from it
 inline constexpr Order epoch;       // a slot's identity is the next peer's before its epoch is
 inline constexpr Order members;     // a peer's identity has changed before Header.peers_version moves

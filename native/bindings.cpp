@@ -107,5 +107,6 @@ NB_MODULE(_native, m) {
     bind_memory(m);
     bind_channel(m);
     bind_store(m);
+    bind_trace(m);
     bind_values(m);
 }

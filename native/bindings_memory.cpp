@@ -152,7 +152,7 @@ void bind_memory(nb::module_& m) {
                      [](const Segment& s) {
                          const Geometry& g = s.geometry();
                          return g.shape.granule_nbytes == 0
-                                    ? g.total
+                                    ? g.trace
                                     : g.pool_data + s.at<PoolHeader>(g.pool)->claimed_nbytes.load(RELAXED);
                      })
         .def_prop_ro("page_nbytes", [](const Segment& s) { return s.geometry().shape.page; })

@@ -143,16 +143,9 @@ inline Error Sender::timeout(u64 waited_ns) {
         full.text = format("no room for a record within %s: ", in_seconds(waited_ns).c_str()) + full.text;
         return full;
     }
-    u64 least = NEVER;
-    u32 slowest = 0;
-    for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
-        Cursor& cursor = channel_.cursor(index_, r);
-        if (mode_of(cursor.mode.load(RELAXED)) != CursorMode::counted || cursor.released.load(RELAXED) >= least)
-            continue;
-        least = cursor.released.load(RELAXED);
-        slowest = r;
-    }
-    if (least == NEVER) return Error(Fault::timeout, format("'%s' has no receiver", name()));
+    u32 slowest = slowest_receiver();
+    if (slowest == NO_INDEX) return Error(Fault::timeout, format("'%s' has no receiver", name()));
+    u64 least = channel_.cursor(index_, slowest).released.load(RELAXED);
     if (least_kept() < least) {
         End keeper = end_of(lane_->keeper.load(RELAXED));
         return Error(

@@ -9,7 +9,7 @@ struct Geometry {
     Shape shape{};
     u64 peers = 0, pool = 0, entries = 0, blocks = 0, block_stride = 0, grants = 0, grants_stride = 0, store = 0,
         channel = 0, lanes = 0, receivers = 0;
-    u64 cursors = 0, schema = 0, data = 0, pool_data = 0, total = 0;
+    u64 cursors = 0, schema = 0, data = 0, pool_data = 0, trace = 0, total = 0;
 
     static Geometry of(const Shape& shape) {
         auto refuse = [](const char* what) {
@@ -69,10 +69,18 @@ struct Geometry {
         if (has_schema) g.schema = lay(shape.schema_nbytes);
         g.data = round_up(at, shape.page);
         g.pool_data = round_up(g.data + shape.lanes * shape.lane_nbytes + shape.raw_nbytes, shape.page);
-        g.total = round_up(g.pool_data + (shape.elsewhere != 0 ? 0 : shape.pool_nbytes), shape.page);
+        g.trace = round_up(g.pool_data + (shape.elsewhere != 0 ? 0 : shape.pool_nbytes), shape.page);
+        g.total =
+            g.trace + (is_channel ? round_up(g.trace_ring(shape.lanes + shape.receivers) - g.trace, shape.page) : 0);
         return g;
     }
-    u64 claimed_at_creation() const { return shape.granule_nbytes != 0 ? pool_data : total; }
+    u64 claimed_at_creation() const { return shape.granule_nbytes != 0 ? pool_data : trace; }
+    // Of an end: the lanes' senders first, then the receivers.
+    u64 trace_cursor(u32 end) const { return trace + end * sizeof(TraceCursor); }
+    u64 trace_ring(u32 end) const {
+        u64 cursors = round_up((shape.lanes + shape.receivers) * sizeof(TraceCursor), PAGE);
+        return trace + cursors + end * TRACE_EVENTS * sizeof(TraceEvent);
+    }
 };
 
 }  // namespace penstock

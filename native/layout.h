@@ -1,16 +1,18 @@
 // layout.h: every byte that processes share, drawn once. Nothing here waits, maps or allocates.
 //
 //   a segment (one anonymous file)
-//   0        4096      ...                                          data_offset                       total
-//   ┌────────┬─────────┬────────────┬────────┬─────────┬───────────┬─────────┬─────────────────────────┐
-//   │ Header │ Peers   │ PoolHeader │ Blocks │ Channel │ Lanes     │ rings   │ pool bytes              │
-//   │        │ × peers │ + entries  │ + rows │ Header  │ Receivers │ × lanes │ (lent out as blocks)    │
-//   │        │         │            │ Store  │         │           │         │                         │
-//   │        │         │            │        │         │ Cursors,  │         │                         │
-//   │        │         │            │        │         │ schema    │         │                         │
-//   └────────┴─────────┴────────────┴────────┴─────────┴───────────┴─────────┴─────────────────────────┘
-//   └──────────────── control: read and written by all ────────────┘└─ data: written by senders and ────┘
-//                                                                      takers, mapped read-only by others
+//   0        4096      ...                                          data_offset                 trace    total
+//   ┌────────┬─────────┬────────────┬────────┬─────────┬───────────┬─────────┬──────────────────┬────────┐
+//   │ Header │ Peers   │ PoolHeader │ Blocks │ Channel │ Lanes     │ rings   │ pool bytes       │ events │
+//   │        │ × peers │ + entries  │ + rows │ Header  │ Receivers │ × lanes │ (lent out as     │ × ends │
+//   │        │         │            │ Store  │         │           │         │ blocks)          │        │
+//   │        │         │            │        │         │ Cursors,  │         │                  │        │
+//   │        │         │            │        │         │ schema    │         │                  │        │
+//   └────────┴─────────┴────────────┴────────┴─────────┴───────────┴─────────┴──────────────────┴────────┘
+//   └──────────────── control: read and written by all ────────────┘└─ data: written by senders ┘└─ of a channel:
+//   written
+//                                                                      and takers, mapped          by its ends while
+//                                                                      read-only by others         they are traced
 //
 // MUST: a reader of a number copies it once, checks the copy, and uses the copy (no double fetch).
 // MUST: a field has one writer, or is changed by compare-and-swap, or under the lock that its comment names.
@@ -31,7 +33,7 @@ using i32 = std::int32_t;
 using i64 = std::int64_t;
 
 inline constexpr u64 MAGIC = 0x4b434f54534e4550;  // "PENSTOCK", little endian
-inline constexpr u32 LAYOUT_VERSION = 5;
+inline constexpr u32 LAYOUT_VERSION = 6;
 inline constexpr u64 PAGE = 4096;
 inline constexpr u32 MAX_PEERS = 128;
 inline constexpr u32 MAX_LANES = 64;      // one bit each in a u64
@@ -41,7 +43,8 @@ inline constexpr u64 MAX_NBYTES = 1ull << 44;  // 16 TiB: keeps every sum of two
 inline constexpr u64 LINE = 64;
 inline constexpr u32 NAME_NBYTES = 32;
 inline constexpr u64 MAX_SCHEMA_NBYTES = 1 << 20;
-inline constexpr u32 GRANULES = 32768;  // a pool that grows claims its pages in at most so many pieces
+inline constexpr u64 TRACE_EVENTS = 2048;  // in the ring of each end
+inline constexpr u32 GRANULES = 32768;     // a pool that grows claims its pages in at most so many pieces
 
 template <class T>
 using Shared = Atomic<T>;
@@ -87,6 +90,8 @@ struct Header {
     char name[NAME_NBYTES];
     alignas(LINE) Shared<u32> peers_version;  // moved by every join, leave and reap
     Shared<u32> changes;                      // moved whenever an end of the channel comes, goes or dies
+    Shared<u64>
+        traced_until;  // ends write events before this time (ns); raised by tracers, 0 by an end that is past it
 };
 static_assert(sizeof(Header) <= PAGE);
 
@@ -289,6 +294,30 @@ struct alignas(LINE) ChannelHeader {
     alignas(LINE) Shared<u64> ready;  // inbox: lanes that may have something to read
 };
 
+// ── trace ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+// What an end has done, in a ring of its own: those of the lanes' senders first, then those of the receivers. A cursor
+// for each end comes first. No page of this part is claimed before a tracer does so.
+enum class TraceKind : u8 { opened = 1, closed = 2, sent = 3, taken = 4, waited = 5 };
+inline constexpr u8 WAIT_SLEPT = 1, WAIT_TIMED_OUT = 2, WAIT_FOR_MEMORY = 4;  // TraceEvent.how
+inline constexpr u8 NO_INDEX = 0xff;
+
+struct TraceEvent {
+    u64 since_ns;  // sent, taken: when the record was committed; waited: when the wait began
+    u64 ns;        // when it was over: sent: when the wake-ups had been given
+    u64 number;    // sent, taken: of the record in its lane; opened: the pid
+    u32 nbytes;    // of the record; 4 GiB - 1 and more are that
+    TraceKind kind;
+    u8 how;    // sent: processes woken, up to 255; waited: WAIT_...
+    u8 index;  // taken: the lane; waited: of a sender: the receiver in its way, or NO_INDEX
+    u8 unused;
+};
+static_assert(sizeof(TraceEvent) == 32);
+inline constexpr u64 TRACE_WORDS = sizeof(TraceEvent) / sizeof(u64);
+
+struct alignas(LINE) TraceCursor {
+    Shared<u64> written;  // events so far
+};
+
 inline constexpr u32 layout_fingerprint() {
     u32 h = 2166136261u;
     const u64 sizes[] = {LAYOUT_VERSION,
@@ -307,8 +336,12 @@ inline constexpr u32 layout_fingerprint() {
                          sizeof(ReceiverSlot),
                          sizeof(Cursor),
                          sizeof(ChannelHeader),
+                         sizeof(TraceEvent),
+                         sizeof(TraceCursor),
+                         TRACE_EVENTS,
                          offsetof(Header, shape),
                          offsetof(Header, peers_version),
+                         offsetof(Header, traced_until),
                          offsetof(Lane, word),
                          offsetof(PoolHeader, granules)};
     for (u64 s : sizes) h = (h ^ static_cast<u32>(s)) * 16777619u;

@@ -23,7 +23,7 @@ inline void Pool::claim(const Extent& extent, u64 nbytes) {
         while (until <= last && (head_.granules[until / 64].load(order::granules.acquire) >> (until % 64) & 1) == 0)
             ++until;
         try {
-            u64 end = std::min(until * granule, round_up(geometry_.total - geometry_.pool_data, PAGE));
+            u64 end = std::min(until * granule, geometry_.trace - geometry_.pool_data);
             claim_pages(attachment_.segment().fd(), geometry_.pool_data + i * granule, end - i * granule,
                         "growing a pool");
         } catch (...) {

@@ -23,6 +23,7 @@ namespace nb = nanobind;
 void bind_memory(nb::module_& m);
 void bind_channel(nb::module_& m);
 void bind_store(nb::module_& m);
+void bind_trace(nb::module_& m);
 void bind_values(nb::module_& m);
 
 // What another process wrote may be anything.

@@ -1,6 +1,9 @@
 // receiver.h: the end that reads. It copies a record out, or leases it where it lies.
 #pragma once
+#include <optional>
+
 #include "channel.h"
+#include "trace.h"
 
 namespace penstock {
 
@@ -9,6 +12,7 @@ struct Found {
     u32 lane = 0;
     u64 end = 0;
     u64 sequence = 0;
+    u64 committed_ns = 0;
     const u8* at = nullptr;
     u64 nbytes = 0;
     bool is_spilled = false;
@@ -44,6 +48,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         }
         PENSTOCK_POINT("receiver.claimed");
         slot_ = &channel_.receiver(index_);
+        trace_.emplace(channel_.segment, channel_.g.shape.lanes + index_);
+        trace_->mark(TraceKind::opened);
         lanes_.resize(channel_.g.shape.lanes);
         u64 ready = 0;
         for (u32 i = 0; i < channel_.g.shape.lanes; ++i) {
@@ -125,9 +131,12 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         for (u32 i = 0; i < channel_.g.shape.lanes;
              ++i)  // all is read: a sender that wanted more room than that has it now
             if (channel_.lane(i).room.parked.load(RELAXED) != 0) channel_.ring_room(i, &slot_->waits.wakes);
-        return penstock::wait(
+        TracedWait traced(*trace_, slot_->waits);
+        Woken woken = penstock::wait(
             channel_.head.bell, 1ull << index_, deadline, spinner_, slot_->waits, &channel_.lane(last_lane_).cpu,
             [this] { return is_awaited(); }, [this](u64 parked) { hand_on(parked); });
+        if (woken != Woken::interrupted) traced.end(woken == Woken::deadline);
+        return woken;
     }
     bool arm() {
         require_open();
@@ -144,7 +153,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     }
     void disarm(bool is_over) {
         channel_.head.bell.parked_async.fetch_and(~(1ull << index_), order::bell.seq_cst);
-        if (is_over) slot_->waits.since_ns.store(0, RELAXED);
+        if (!is_over) return;
+        if (trace_->is_wanted()) trace_->end_wait(slot_->waits, now_ns(), NO_INDEX, WAIT_TIMED_OUT);
+        slot_->waits.since_ns.store(0, RELAXED);
     }
 
     Error timeout(u64 waited_ns);  // describe.h: says which sender has been silent for longest
@@ -161,6 +172,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         if (is_closed_) return;
         PENSTOCK_POINT("close.begun");
         is_closed_ = true;
+        trace_->mark(TraceKind::closed);
         if (!is_any_leased()) let_go();
     }
 
@@ -219,6 +231,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             PENSTOCK_POINT("receive.found");
             out.lane = i;
             out.sequence = record.sequence;
+            out.committed_ns = record.committed_ns;
             out.end = view.position + need;
             out.at = channel_.by->segment().read_at(channel_.ring_offset(i, view.position)) + sizeof(Record);
             out.nbytes = record.length;
@@ -249,11 +262,17 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         view.position = found.end;
         channel_.cursor(found.lane, index_).read.store(found.end, RELAXED);
         source_ = found.lane;
+        if (trace_->is_wanted()) trace_take(found);
         slot_->waits.records.count();
         slot_->waits.nbytes.count(found.nbytes);
         u64 behind = channel_.lane(found.lane).committed.load(RELAXED) - found.end;
         slot_->waits.furthest_nbytes.raise(behind);
         return keep_or_give_back(found.lane, found.end, found.sequence, is_leased);
+    }
+    [[gnu::noinline]] void trace_take(const Found& found) {
+        u64 now = now_ns();
+        trace_->end_wait(slot_->waits, now, NO_INDEX, 0);
+        trace_->add(TraceKind::taken, found.committed_ns, now, found.sequence, found.nbytes, found.lane);
     }
     u64 keep_or_give_back(u32 lane, u64 end, u64 sequence, bool is_leased) {
         auto& leases = lanes_[lane].leases;
@@ -413,6 +432,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     u32 index_ = 0;
     u32 epoch_ = 0;
     Spinner spinner_;
+    std::optional<TraceRing> trace_;  // once the index is known
     EndMutex mutex_;
     std::mutex leases_mutex_;
     Atomic<bool> is_closing_{false};

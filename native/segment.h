@@ -156,7 +156,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
                 shape.page = options.huge_nbytes;
                 Geometry g = Geometry::of(shape);
                 if (::ftruncate(fd, static_cast<off_t>(g.total)) != 0 ||
-                    ::fallocate(fd, 0, 0, static_cast<off_t>(g.total)) != 0) {
+                    ::fallocate(fd, 0, 0, static_cast<off_t>(g.trace)) != 0) {
                     ::close(fd);
                     fd = -1;
                 }
@@ -323,6 +323,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
         if (reserved_ != nullptr) ::munmap(reserved_, reserved_nbytes_);
         if (read_ != nullptr) ::munmap(read_, data_nbytes());
         if (u8* mapped = write_.load(RELAXED)) ::munmap(mapped, data_nbytes());
+        if (u8* mapped = trace_.load(RELAXED)) ::munmap(mapped, trace_nbytes());
         ::close(fd_);
     }
 
@@ -346,7 +347,8 @@ class Segment : public std::enable_shared_from_this<Segment> {
         return reinterpret_cast<T*>(control_ + offset);
     }
     Header& header() const { return *at<Header>(0); }
-    u64 data_nbytes() const { return geometry_.total - geometry_.data; }
+    u64 data_nbytes() const { return geometry_.trace - geometry_.data; }
+    u64 trace_nbytes() const { return geometry_.total - geometry_.trace; }
 
     // Offsets are in the file. The read mapping cannot be written through, by anybody in this process.
     const u8* read_at(u64 offset) const { return read_ + (offset - geometry_.data); }
@@ -354,6 +356,19 @@ class Segment : public std::enable_shared_from_this<Segment> {
         u8* mapped = write_.load(order::mapping.acquire);
         if (mapped == nullptr) mapped = map_for_writing();
         return mapped + (offset - geometry_.data);
+    }
+
+    // The part for events, mapped when it is first asked for; null: it cannot be mapped.
+    u8* trace_mapping() {
+        u8* mapped = trace_.load(order::mapping.acquire);
+        if (mapped != nullptr) return mapped;
+        void* made = ::mmap(nullptr, trace_nbytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_,
+                            static_cast<off_t>(geometry_.trace));
+        if (made == MAP_FAILED) return nullptr;
+        if (trace_.compare_exchange_strong(mapped, static_cast<u8*>(made), order::mapping.acq_rel))
+            return static_cast<u8*>(made);
+        ::munmap(made, trace_nbytes());
+        return mapped;
     }
 
     // Puts the pages of these bytes into the writable mapping, where they are not yet: a put into 64 MiB of which this
@@ -462,6 +477,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
     u8* control_ = nullptr;
     u8* read_ = nullptr;
     Atomic<u8*> write_{nullptr};
+    Atomic<u8*> trace_{nullptr};
     std::unique_ptr<Atomic<u64>[]> populated_;  // a bit per piece of the data; null: as a whole, when it is mapped
 };
 

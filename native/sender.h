@@ -1,7 +1,10 @@
 // sender.h: the end that writes. One sender per lane, so committing is one store, and a sender that dies wedges no
 // other.
 #pragma once
+#include <optional>
+
 #include "channel.h"
+#include "trace.h"
 
 namespace penstock {
 
@@ -46,6 +49,8 @@ class Sender {
                         format("sender %u of '%s' is taken%s: %s", i, name(), how, channel_.describe(end).c_str()));
         }
         lane_ = &channel_.lane(index_);
+        trace_.emplace(channel_.segment, index_);
+        trace_->mark(TraceKind::opened);
         lane_->ended.store(before, RELAXED);
         committed_ = lane_->committed.load(order::publish.acquire);
         // Receivers may have asked a sender that died before it had let them in.
@@ -131,6 +136,7 @@ class Sender {
         PENSTOCK_POINT("send.written");
         publish(reservation.position + reservation.need);
         wake();
+        if (trace_->is_wanted()) trace_send(sequence, now, reservation.nbytes);
         if (reservation.is_spilled) {
             channel_.pool.release(reservation.spilled.block, reservation.spilled.generation);
             lane_->spills.count();
@@ -189,14 +195,13 @@ class Sender {
     // After a try that found no room: sleeps until another try may succeed.
     Woken wait(u64 deadline) {
         lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, RELAXED);
-        if (waits_for_memory_)
-            return channel_.pool.wait_for_return(returns_seen_, deadline, spinner_, lane_->waits, is_closing_);
-        const u64 capacity = channel_.g.shape.lane_nbytes;
-        u64 enough =
-            std::max(reservation_.skip + reservation_.need, std::min(capacity / 4, committed_ - least_released_));
-        lane_->room.wanted.store(committed_ + enough - capacity, RELAXED);
-        return penstock::wait(lane_->room, 1, deadline, spinner_, lane_->waits, nullptr,
-                              [this] { return is_awaited(); });
+        TracedWait traced(*trace_, lane_->waits);
+        if (traced.is_traced()) in_the_way_ = slowest_receiver();
+        Woken woken = waits_for_memory_
+                          ? channel_.pool.wait_for_return(returns_seen_, deadline, spinner_, lane_->waits, is_closing_)
+                          : wait_for_room(deadline);
+        if (woken != Woken::interrupted) traced.end(woken == Woken::deadline, in_the_way_, how_it_waits());
+        return woken;
     }
     // The same for an event loop: says that this end waits; true: no need to, try again.
     bool arm() {
@@ -204,6 +209,7 @@ class Sender {
         if (is_locked_out()) return true;
         lane_->waits_for_memory.store(waits_for_memory_ ? 1 : 0, RELAXED);
         if (lane_->waits.since_ns.load(RELAXED) == 0) lane_->waits.since_ns.store(now_ns(), RELAXED);
+        if (trace_->is_wanted()) in_the_way_ = slowest_receiver();
         if (waits_for_memory_) {
             channel_.pool.header().memory.parked_async.fetch_or(1ull << (channel_.by->slot() % 64),
                                                                 order::bell.seq_cst);
@@ -217,7 +223,9 @@ class Sender {
     }
     void disarm(bool is_over) {
         lane_->room.parked_async.fetch_and(~1ull, order::bell.seq_cst);
-        if (is_over) lane_->waits.since_ns.store(0, RELAXED);
+        if (!is_over) return;
+        if (trace_->is_wanted()) trace_->end_wait(lane_->waits, now_ns(), in_the_way_, how_it_waits() | WAIT_TIMED_OUT);
+        lane_->waits.since_ns.store(0, RELAXED);
     }
 
     Error timeout(u64 waited_ns);  // describe.h: says which receiver is in the way. Called when a deadline has passed.
@@ -238,6 +246,7 @@ class Sender {
         PENSTOCK_POINT("close.begun");
         abort();
         is_closed_ = true;
+        trace_->mark(TraceKind::closed);
         if (is_reserved_ && !reservation_.is_spilled) keep_room();
         u64 seen = word(EndState::live);
         lane_->word.compare_exchange_strong(seen, word(EndState::closed), order::end.acq_rel);
@@ -313,7 +322,38 @@ class Sender {
         PENSTOCK_POINT("ready.set");
         u64 in_loops = ring(channel_.head.bell, &lane_->waits.wakes);
         PENSTOCK_POINT("send.rung");
-        if (__builtin_expect(in_loops != 0, 0)) channel_.wake_receivers(in_loops);
+        if (__builtin_expect(in_loops != 0, 0)) {
+            channel_.wake_receivers(in_loops);
+            woken_in_loops_ += static_cast<u64>(__builtin_popcountll(in_loops));
+        }
+    }
+    [[gnu::noinline]] void trace_send(u64 sequence, u64 sent_ns, u64 nbytes) {
+        u64 before = std::exchange(woken_, lane_->waits.wakes.value() + woken_in_loops_);
+        u64 woken = sequence == traced_next_ ? woken_ - before : 0;  // of sends that were not traced, nothing is known
+        traced_next_ = sequence + 1;
+        trace_->end_wait(lane_->waits, sent_ns, in_the_way_, how_it_waits());
+        trace_->add(TraceKind::sent, sent_ns, now_ns(), sequence, nbytes, 0, woken);
+    }
+    Woken wait_for_room(u64 deadline) {
+        const u64 capacity = channel_.g.shape.lane_nbytes;
+        u64 enough =
+            std::max(reservation_.skip + reservation_.need, std::min(capacity / 4, committed_ - least_released_));
+        lane_->room.wanted.store(committed_ + enough - capacity, RELAXED);
+        return penstock::wait(lane_->room, 1, deadline, spinner_, lane_->waits, nullptr,
+                              [this] { return is_awaited(); });
+    }
+    u32 how_it_waits() const { return lane_->waits_for_memory.load(RELAXED) != 0 ? WAIT_FOR_MEMORY : 0; }
+    // Of the counted receivers, the one that has released least; NO_INDEX: none is counted.
+    u32 slowest_receiver() const {
+        u64 least = NEVER;
+        u32 slowest = NO_INDEX;
+        for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
+            Cursor& cursor = channel_.cursor(index_, r);
+            if (mode_of(cursor.mode.load(RELAXED)) != CursorMode::counted) continue;
+            u64 released = cursor.released.load(RELAXED);
+            if (released < least) least = released, slowest = r;
+        }
+        return slowest;
     }
     bool has_room() {
         const u64 capacity = channel_.g.shape.lane_nbytes, end = reservation_.position + reservation_.need;
@@ -403,6 +443,9 @@ class Sender {
     EndMutex mutex_;
     Atomic<bool> is_closing_{false};
     bool is_closed_ = false;
+    std::optional<TraceRing> trace_;  // once the lane is known
+    u32 in_the_way_ = NO_INDEX;       // while it is traced: the receiver that the last wait was for
+    u64 woken_in_loops_ = 0, woken_ = 0, traced_next_ = 0;
     u64 committed_ = 0;
     u64 least_released_ = 0;
     u32 seen_changes_ = 0;

@@ -126,7 +126,7 @@ inline Node take(int fd) {
     out.set("name", by->segment().name())
         .set("kind", g.shape.kind == 3 && g.shape.style <= 3 ? styles[g.shape.style] : kinds[g.shape.kind]);
     out.set("nonce", format("%016llx", static_cast<unsigned long long>(by->segment().nonce())));
-    out.set("nbytes", g.total)
+    out.set("nbytes", g.trace)
         .set("page_nbytes", g.shape.page)
         .set("age_ns", now - header.created_ns)
         .set("max_peers", g.shape.max_peers);
@@ -164,9 +164,9 @@ inline Node take(int fd) {
         pools.push_back(std::move(node));
         out.lists.emplace_back("pool", std::move(pools));
         if (g.shape.buckets != 0) out.lists.emplace_back("store", std::vector<Node>{store(*by)});
-        out.set("claimed_nbytes", g.shape.granule_nbytes == 0 ? g.total : g.pool_data + s.claimed_nbytes);
+        out.set("claimed_nbytes", g.shape.granule_nbytes == 0 ? g.trace : g.pool_data + s.claimed_nbytes);
     } else {
-        out.set("claimed_nbytes", g.total);
+        out.set("claimed_nbytes", g.trace);
     }
     if (g.channel != 0) {
         Channel channel(by);

@@ -24,7 +24,7 @@ LAYERS = [
     {"tools.format", "tools.tables", "tools.inspect"},
     {"engine"},
     {"server"},
-    {"tools", "tools.bar_chart", "tools.capture", "tools.doctor", "tools.load", "tools.top"},
+    {"tools", "tools.bar_chart", "tools.capture", "tools.doctor", "tools.load", "tools.top", "tools.trace"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

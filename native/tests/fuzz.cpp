@@ -8,6 +8,7 @@
 #include "snapshot.h"
 #include "tap.h"
 #include "testing.h"
+#include "trace.h"
 
 using namespace testing;
 
@@ -40,6 +41,7 @@ struct World {
     void restore() {
         std::memcpy(segment->at<u8>(0), control.data(), control.size());
         if (!data.empty()) std::memcpy(segment->write_at(segment->geometry().data), data.data(), data.size());
+        if (segment->trace_nbytes() != 0) std::memset(segment->trace_mapping(), 0, segment->trace_nbytes());
     }
     const Shape& shape() const { return segment->geometry().shape; }
 };
@@ -75,8 +77,8 @@ void store(u8* at, u64 nbytes, u64 value) {  // as one store where it can be: a 
 void mutate(Random& random, World& world) {
     const Geometry& g = world.segment->geometry();
     u64 from = offsetof(Header, peers_version), to = g.data;  // what is before it: adopt_anything
-    bool is_control = true;
-    switch (random.below(12)) {  // every structure as often as any other, however small it is
+    bool is_control = true, is_trace = false;
+    switch (random.below(13)) {  // every structure as often as any other, however small it is
         case 0: to = sizeof(Header); break;
         case 1: from = g.peers, to = g.peers + g.shape.max_peers * sizeof(PeerSlot); break;
         case 2: from = g.pool, to = g.pool + offsetof(PoolHeader, granules); break;
@@ -91,13 +93,17 @@ void mutate(Random& random, World& world) {
             }
             break;
         case 8:
-            if (g.total > g.data) is_control = false, from = g.data, to = g.total;
+            if (g.trace > g.data) is_control = false, from = g.data, to = g.trace;
             break;
         case 9:
             if (g.store != 0) from = g.store, to = g.store + sizeof(StoreHeader) + 4ull * g.shape.buckets;
             break;
         case 10:
             if (g.grants_stride != 0) from = g.grants, to = g.grants + g.grants_stride * g.shape.max_blocks;
+            break;
+        case 11:  // the cursors as often as the events
+            is_trace = g.total > g.trace;
+            if (is_trace) from = g.trace, to = random.one_in(2) ? g.trace_ring(0) : g.total;
             break;
         default: break;
     }
@@ -106,7 +112,9 @@ void mutate(Random& random, World& world) {
     if (!is_control && g.shape.lanes != 0 && random.one_in(2))  // a record's header, rather than what it carries
         at =
             from + random.below(std::min<u64>(to - from, 1024) / RECORD_ALIGN) * RECORD_ALIGN + random.below(4) * width;
-    u8* target = is_control ? world.segment->at<u8>(at) : world.segment->write_at(at);
+    u8* target = is_trace     ? world.segment->trace_mapping() + (at - g.trace)
+                 : is_control ? world.segment->at<u8>(at)
+                              : world.segment->write_at(at);
     u64 before = 0;
     std::memcpy(&before, target, width);
     store(target, width, any_value(random, g.shape, before));
@@ -215,6 +223,7 @@ struct Ends {
     };
     std::vector<Held> held;
     std::vector<std::unique_ptr<Tap>> taps;
+    std::vector<std::unique_ptr<TraceReader>> tracers;
 };
 void give_back(Ends::Held& held) {
     if (held.receiver)
@@ -260,6 +269,19 @@ void look(Tap& tap, Random& random) {
         tap.copy(seen, seen.is_gone || random.one_in(8) ? nullptr : bytes.data());
     }
     tap.missed();
+}
+void trace(Ends& ends, const std::shared_ptr<Segment>& segment, Random& random) {
+    if (ends.tracers.size() < 2) ends.tracers.push_back(std::make_unique<TraceReader>(segment));
+    TraceReader& reader = *ends.tracers[random.below(ends.tracers.size())];
+    reader.extend();
+    static std::vector<TraceEvent> events(TRACE_EVENTS);
+    for (u32 end = 0; end < reader.ends(); ++end) {
+        u64 many = reader.read(end, events.data());
+        REQUIRE(many <= TRACE_EVENTS, "%" PRIu64 " events", many);
+        for (u64 i = 0; i < many; ++i)
+            REQUIRE(events[i].since_ns <= events[i].ns && events[i].kind <= TraceKind::waited, "no event");
+    }
+    reader.missed();
 }
 Extent any_extent(Random& random, const Ends& ends, const Shape& shape) {
     Extent extent{static_cast<u32>(random.below(shape.max_blocks)), static_cast<u32>(random.below(4)),
@@ -411,7 +433,8 @@ void call_store(World& world, Ends& ends, Random& random) {
 void call_channel(World& world, Ends& ends, Random& random) {
     Sender* sender = any(random, ends.senders);
     Receiver* receiver = any(random, ends.receivers);
-    switch (random.below(14)) {
+    switch (random.below(15)) {
+        case 14: expect_error_or_value("TraceReader", [&] { trace(ends, world.segment, random); }); break;
         case 0:
         case 1:
         case 2:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from typing_extensions import Buffer
 
 
-LAYOUT_VERSION: int = 5
+LAYOUT_VERSION: int = 6
 
-LAYOUT_FINGERPRINT: int = 1599561880
+LAYOUT_FINGERPRINT: int = 1075684051
 
 MAX_PEERS: int = 128
 
@@ -426,6 +426,45 @@ class Store:
     def clear(self) -> int: ...
 
     def stats(self) -> dict: ...
+
+class TraceReader:
+    """
+    Reads the events that the ends of a channel write while they are traced: what was sent, taken and waited for, and when. It joins nothing, and no process waits for it.
+
+    Examples:
+        >>> ring = Ring()
+        >>> reader = TraceReader(ring._segment)
+        >>> reader.extend()
+        False
+        >>> ring.open_sender().send(b'step')
+        >>> [(end, len(events) // TRACE_EVENT_NBYTES) for end, events in reader.read()]
+        [(0, 3)]
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        """
+        Claims the memory of the events. Raises MemoryExhausted, and ValueError for a segment that is not a channel, or is mapped for reading only.
+        """
+
+    def extend(self) -> bool:
+        """
+        Has the ends write events until two seconds from now. Returns False if they did not until now: events may lack, but at the first call.
+        """
+
+    def read(self) -> list[tuple[int, bytes]]:
+        """
+        The events since the last call, in order, of each end that has any: the senders first, then the receivers. Never blocks.
+        """
+
+    @property
+    def missed(self) -> int:
+        """Events that were overwritten before they were read."""
+
+    @property
+    def corrupt(self) -> int:
+        """Events that no end has written like that."""
+
+TRACE_EVENT_NBYTES: int = 32
 
 def use_kinds(kinds: list[tuple[int, Any, Any]], numpy_of: Callable[[int], Any], torch_of: Callable[[Any, int], Any]) -> None:
     """

@@ -178,6 +178,18 @@ def read_tap(own: Own, numbers: list[int]) -> None:
             must_be(frame, number)
 
 
+def begin_trace(own: Own) -> None:
+    """As `penstock trace` does."""
+    own.tracer = None
+    own.tracer = _native.TraceReader(own.channel._segment)
+    own.tracer.extend()
+
+
+def read_trace(own: Own) -> None:
+    own.tracer.extend()
+    own.tracer.read()
+
+
 def verify(own: Own) -> None:
     for held, number in own.held:
         must_be(held, number)
@@ -510,6 +522,24 @@ def watched(stage: Stage) -> None:
     outsider.do(read_tap, [0, 1])
     for number in range(2):
         other.do(receive, number, within=PROMPTLY)
+
+
+@scene
+def traced(stage: Stage) -> None:
+    """An end that cannot map the part for events goes on without them."""
+    maker, ticket = opened(stage)
+    other, outsider = stage.actor("receiver"), stage.actor("outsider")
+    maker.do(become_sender)
+    other.do(attach, ticket)
+    other.do(become_receiver)
+    outsider.do(attach, ticket)
+    outsider.do(begin_trace)
+    for number, nbytes in enumerate((SHORT, LONG)):
+        waiting = other.start(receive, number)
+        waiting.settle()
+        maker.do(send, number, nbytes)
+        waiting.result(PROMPTLY)
+        outsider.do(read_trace)
 
 
 # ── scenes: pools, segments, stores ──────────────────────────────────────────────────────────────────────────────────

@@ -25,6 +25,7 @@ from tests.model import orders, test_bell, test_blocks, test_lock, test_ready, t
 from tests.model.explorer import ACQUIRE, RELEASE, Process, Step, View, cas, exchange, fence, load, must, store
 from tests.model.orders import ORDERS, Order
 from tests.model.scene import ASLEEP, Scene
+from tests.model.test_trace import traced
 from tests.test_orders import declared
 
 DESIGN = Path(__file__).parent.parent.parent / "DESIGN.md"
@@ -150,6 +151,8 @@ CASES: dict[tuple[str, str], Case] = {
     ("block", "acquire"): ("blocks.opening_what_is_gone", opened, "what is gone was opened"),
     ("tap", "release"): ("orders.tapped", tapped, "is taken for the record"),
     ("tap", "acquire"): ("orders.tapped", tapped, "is taken for the record"),
+    ("trace", "release"): ("trace.traced", traced, "is taken for another"),
+    ("trace", "acquire"): ("trace.traced", traced, "is taken for another"),
     ("returns", "release"): ("orders.announced", partial(announced, orders.returns), NOT_THERE),
     ("returns", "acquire"): ("bell.memory_bell", partial(test_bell.memory_bell, (1,)), ASLEEP),
     ("epoch", "release"): ("orders.announced", partial(announced, orders.epoch), NOT_THERE),

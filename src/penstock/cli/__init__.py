@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 import penstock
-from penstock.cli import bench, doctor, generate, inspect, measure, serve, top
+from penstock.cli import bench, doctor, generate, inspect, measure, serve, top, trace
 from penstock.cli.argument_parser import ArgumentParser
 
-COMMANDS = (inspect, measure, generate, serve, top, bench, doctor)
+COMMANDS = (inspect, trace, measure, generate, serve, top, bench, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from penstock import _native
 from penstock.errors import CorruptRecord, PenstockError
@@ -21,12 +22,29 @@ AT_ONCE = 256  # records of one channel that are read before the next channel
 MIN_PAUSE, MAX_PAUSE = 0.0005, 0.02  # seconds between two reads of idle channels
 
 
+class AttachedChannel(NamedTuple):
+    """A channel of a running process, attached without joining it."""
+
+    segment: _native.Segment
+    view: inspect.Json  # of its segment, as `inspect` shows it
+
+    @property
+    def kind(self) -> str:
+        return str(self.view["kind"])
+
+    @property
+    def pids(self) -> list[int]:
+        """Returns the processes that have it open."""
+        return [holder["pid"] for holder in self.view["held_by"]]
+
+
 class LiveChannel:
     """The tap of one channel."""
 
-    def __init__(self, segment: _native.Segment, kind: str, pids: list[int]) -> None:
-        self.source = CapturedChannel(segment.name, kind, bytes(segment.schema))
-        self.pids = pids  # of the processes that have it open
+    def __init__(self, attached: AttachedChannel) -> None:
+        segment = attached.segment
+        self.source = CapturedChannel(segment.name, attached.kind, bytes(segment.schema))
+        self.pids = attached.pids
         self._tap = _native.Tap(segment)
         self._missed = 0
         self.corrupt = ""  # the error of the last corrupt record
@@ -47,55 +65,44 @@ class LiveChannel:
 
 
 def channels_of(target: int | Ticket, name: str | None) -> list[LiveChannel]:
-    """Opens the channels of a process and its descendants, or of a ticket. `name`: None for all.
+    """Returns taps of the channels of a process and its descendants, or of a ticket. Raises MeasureError."""
+    attached, _ = attached_channels(target, name)
+    return [LiveChannel(channel) for channel in attached]
 
-    Raises MeasureError.
+
+def attached_channels(target: int | Ticket, name: str | None) -> tuple[list[AttachedChannel], list[str]]:
+    """Attaches the channels of a process and its descendants, or of a ticket. `name`: None for all.
+
+    Returns them, and why others cannot be attached. Raises MeasureError if none can.
     """
     try:
         snapshot = inspect.look(target)
     except inspect.NotFound as error:
         raise MeasureError(str(error)) from None
     starts = {pid: process.start for pid, process in inspect.all_processes().items()}
-    target_channels = [
-        segment_view
-        for segment_view in snapshot["segments"]
-        if segment_view["asked"] and segment_view["kind"] in CHANNELS
-    ]
-    if not target_channels:
-        others = ", ".join(
-            sorted(
-                {
-                    f"{segment_view['kind']} '{segment_view['name']}'"
-                    for segment_view in snapshot["segments"]
-                    if segment_view["asked"]
-                }
-            )
-        )
+    segments = [view for view in snapshot["segments"] if view["asked"]]
+    channels = [view for view in segments if view["kind"] in CHANNELS]
+    if not channels:
+        others = ", ".join(sorted({f"{view['kind']} '{view['name']}'" for view in segments}))
         raise MeasureError(f"{target} has no channel open, only {others}")
-    selected = [segment_view for segment_view in target_channels if name in (None, segment_view["name"])]
+    selected = [view for view in channels if name in (None, view["name"])]
     if not selected:
-        names = ", ".join(sorted({f"'{segment_view['name']}'" for segment_view in target_channels}))
+        names = ", ".join(sorted({f"'{view['name']}'" for view in channels}))
         raise MeasureError(f"{target} has no channel '{name}' open; there are {names}")
-    watched = []
-    reasons = []
-    for segment_view in selected:
-        holder = segment_view["held_by"][0]
+    attached = []
+    reasons: list[str] = list(snapshot["unreadable"])
+    for view in selected:
+        holder = view["held_by"][0]
+        pid, fd = holder["pid"], holder["fd"]
         try:
-            ticket = Ticket(
-                holder["pid"],
-                starts.get(holder["pid"], 0),
-                holder["fd"],
-                segment_view["inode"],
-                int(segment_view["nonce"], 16),
-            )
-            pids = [each["pid"] for each in segment_view["held_by"]]
+            ticket = Ticket(pid, starts.get(pid, 0), fd, view["inode"], int(view["nonce"], 16))
             with attached_segment(ticket) as segment:
-                watched.append(LiveChannel(segment, segment_view["kind"], pids))
+                attached.append(AttachedChannel(segment, view))
         except (OSError, PenstockError) as error:
-            reasons.append(f"{segment_view['kind']} '{segment_view['name']}': {error}")
-    if not watched:
+            reasons.append(f"{view['kind']} '{view['name']}': {error}")
+    if not attached:
         raise MeasureError("; ".join(reasons))
-    return watched
+    return attached, reasons
 
 
 def entries(watched: list[LiveChannel], seconds: float | None) -> Iterator[CaptureEntry | None]:

@@ -1,0 +1,72 @@
+"""A trace of a live server under load: a file that Perfetto can show, in which each step has its reply."""
+
+import contextlib
+import itertools
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httptools")
+
+from penstock import cli
+from tests.support.command import serving
+
+
+def complete(port: int, tokens: int) -> None:
+    body = json.dumps({"prompt": "hello", "max_tokens": tokens}).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        assert response.status == 200
+
+
+@contextlib.contextmanager
+def load(port: int) -> Iterator[None]:
+    """One client, which sends its next request when it has the answer: between two of them the engine waits."""
+    is_over = threading.Event()
+
+    def send() -> None:
+        while not is_over.is_set():
+            complete(port, 30)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_live_server_is_traced_with_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    with serving("--device-model", "simulated") as (launcher, port), load(port):
+        assert cli.main(["trace", str(launcher.pid), "--seconds", "1.5", "-o", str(path), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["lacking"] == []
+    (steps,) = summary["steps"]
+    assert steps["steps"] > 20
+    assert (steps["leader"], steps["worker"]) == ("core 0.0 #1", "worker 0.0 #1")
+    assert sum(steps["by_cause"].values()) == steps["total_ns"]
+    assert steps["by_cause"]["device"] > 0 and steps["by_cause"]["core 0.0 #1"] > 0
+    assert steps["by_cause"]["wait for records of inbox 'inbox 0', for server 0.0 #1"] > 0
+    check(json.loads(path.read_text())["traceEvents"], steps["steps"])
+
+
+def check(events: list[dict[str, Any]], steps: int) -> None:
+    assert {event.get("cat") for event in events} >= {"send", "take", "wait", "record", "step", "device"}
+    processes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes >= {"core 0.0 #1", "worker 0.0 #1", "output 0.0 #1", "server 0.0 #1"}
+    begins = {event["id"]: event["ts"] for event in events if event["ph"] == "b"}
+    ends = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
+    assert begins.keys() == ends.keys() and len(begins) == steps + 1
+    assert all(begins[id] < ends[id] for id in begins)
+    sends = {event["id"]: event["ts"] for event in events if event["ph"] == "s"}
+    takes = [event for event in events if event["ph"] == "f"]
+    assert len(takes) == len(sends) > steps
+    device = sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == "device")
+    assert all(end <= begin + 0.0015 for (_, end), (begin, _) in itertools.pairwise(device))
