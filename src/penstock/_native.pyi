@@ -91,6 +91,11 @@ class Segment:
     @property
     def claimed_nbytes(self) -> int: ...
 
+    def claim_all(self) -> None:
+        """
+        Claims all pages of a pool that grows, as registering them with a device would.
+        """
+
     @property
     def page_nbytes(self) -> int: ...
 
@@ -432,9 +437,9 @@ class Store:
     def is_ours(self) -> bool:
         """Not of the process before a fork()."""
 
-    def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]:
+    def begin(self, key: bytes | None, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]:
         """
-        True and a writable lease, to be written and committed; or False and a lease of what is there. Waits while somebody else writes it, or for room.
+        True and a writable lease, to be written and committed; or False and a lease of what is there. Waits while somebody else writes it, or for room. Without a key: a block that is neither committed nor abandoned.
         """
 
     def commit(self, lease: BlockLease) -> bool:
@@ -445,11 +450,6 @@ class Store:
     def abandon(self, lease: BlockLease) -> None:
         """
         Somebody else may write it. So it is, too, when the lease goes without a commit.
-        """
-
-    def make_room(self, nbytes: int) -> bool:
-        """
-        Gives up kept blocks that nobody holds, so that one of `nbytes` fits. False: there is no such place.
         """
 
     def evict(self, key: bytes) -> bool: ...
