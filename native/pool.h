@@ -8,6 +8,7 @@
 // taken extents in the order of their offsets; grant_units) is rebuilt by the peer that takes over the lock of a dead
 // holder. Releasing needs no lock of the pool, so giving memory back waits for no allocation.
 #pragma once
+#include "granules.h"
 #include "watcher.h"
 
 namespace penstock {
@@ -61,8 +62,9 @@ class Pool {
     // A live block of which this peer holds one lease. False: there is no room now. Throws MemoryExhausted when there
     // can never be, or when the machine has no memory for a pool that grows.
     // deadline: for the lock alone, here and below.
+    // limit: only below it, in the pool's bytes.
     // claims: its pages, in a pool that grows.
-    bool try_take(u64 nbytes, Extent& out, u64 deadline = NEVER, bool claims = true) {
+    bool try_take(u64 nbytes, Extent& out, u64 deadline = NEVER, u64 limit = NEVER, bool claims = true) {
         attachment_.refresh();
         attachment_.finish_put_off();
         u64 extent = round_up(std::max<u64>(nbytes, 1), LINE);
@@ -83,7 +85,7 @@ class Pool {
                 rebuild();
                 return false;
             }
-            u64 gap = end - at;
+            u64 gap = std::min(end, limit) > at ? std::min(end, limit) - at : 0;
             if (gap >= extent && gap < best) {
                 best = gap;
                 best_offset = at;
@@ -97,9 +99,9 @@ class Pool {
         }
         u32 index = best == NEVER || count >= geometry_.shape.max_blocks ? NONE : free_block();
         if (index == NONE) return false;
-        // Small ones from the low end of a gap, large ones from the high end: they do not cut each other's room. A pool
-        // that grows fills from below, so that it claims as little as it can.
-        if (geometry_.shape.granule_nbytes == 0 && extent >= this->nbytes() / SMALL) best_offset += best - extent;
+        // Small ones from the low end of a gap, large ones from the high end: they do not cut each other's room. A gap
+        // that is not all claimed is filled from below, so that a pool claims as little as it can.
+        if (extent >= this->nbytes() / SMALL && is_claimed(best_offset, best)) best_offset += best - extent;
         Block& block = this->block(index);
         u32 generation = block.generation.load(RELAXED) + 1;
         block.generation.store(generation, RELAXED);
@@ -149,35 +151,21 @@ class Pool {
     }
     // Has [offset, offset + nbytes) its pages? Within bounds; not to be relied on for what is not held.
     bool is_claimed(u64 offset, u64 nbytes) const;  // pool_pages.h
+    // So many bytes from the pool's start have their pages: the limit where the machine has no more memory.
+    u64 claimed_from_start() const;  // pool_pages.h
+    bool is_growing() const { return claimed_from_start() < nbytes(); }
     u32 returns() const { return head_.returns.load(order::returns.acquire); }
 
     // ── leases and grants ──
     // One more lease for this peer, by a reference that another peer sent. Throws StaleRef unless it names a live block
     // of this generation and lies within it. A grant made to us is used up first.
-    void open(const Extent& ref) {
-        attachment_.refresh();
-        Held guard(*this, checked(ref));
-        require(ref);
-        Shared<u32>& own = held(ref.block)[attachment_.slot()];
-        if (geometry_.shape.has_grants != 0) {
-            for (u32 from = 0; from < geometry_.shape.max_peers; ++from) {
-                Shared<u16>& grant = grants(ref.block, from)[attachment_.slot()];
-                u16 many = grant.load(RELAXED);
-                if (many == 0) continue;
-                own.store(own.load(RELAXED) + 1, RELAXED);
-                PENSTOCK_POINT("open.half");
-                grant.store(static_cast<u16>(many - 1), RELAXED);
-                Shared<u32>& units = block(ref.block).grant_units;
-                units.store(units.load(RELAXED) - 1, RELAXED);
-                return;
-            }
-        }
-        own.store(own.load(RELAXED) + 1, RELAXED);
-    }
+    void open(const Extent& ref);  // pool_grants.h
     // The same for the store, which has looked: under its lock, so nothing else may be done on the way.
-    void open_kept(const Extent& ref, u64 deadline) {
+    // uses_grant: a grant made to us is used up, if there is one.
+    void open_kept(const Extent& ref, u64 deadline, bool uses_grant) {
         Held guard(*this, ref.block, deadline);
         require(ref);
+        if (uses_grant && use_grant(ref.block)) return;
         Shared<u32>& own = held(ref.block)[attachment_.slot()];
         own.store(own.load(RELAXED) + 1, RELAXED);
     }
@@ -226,47 +214,13 @@ class Pool {
     }
     // Lets `to` open the block later, whatever happens to our lease meanwhile. The grant ends with the first open by
     // `to`, and with the death or leaving of either side. We must hold a lease or an unused grant ourselves.
-    void grant(const Extent& ref, u32 to) {
-        attachment_.refresh();
-        Held guard(*this, checked(ref));
-        require(ref);
-        if (geometry_.shape.has_grants == 0)
-            throw Error(Fault::value, "this pool belongs to a channel: only the channel grants its blocks");
-        if (!attachment_.is_live(to))
-            throw Error(Fault::peer_died,
-                        format("no grant to %s", to < geometry_.shape.max_peers ? attachment_.describe(to).c_str()
-                                                                                : "a peer that does not exist"));
-        if (!has_right(ref.block, attachment_.slot()))
-            throw stale(ref, "is not held by this peer, which so has nothing to share");
-        Shared<u16>& many = grants(ref.block, attachment_.slot())[to];
-        if (many.load(RELAXED) == 0xffff)
-            throw Error(Fault::memory_exhausted, format("65535 grants of block %u to %s are unused", ref.block,
-                                                        attachment_.describe(to).c_str()))
-                .with("asked", 1)
-                .with("free", 0);
-        Shared<u32>& units = block(ref.block).grant_units;
-        units.store(units.load(RELAXED) + 1,
-                    RELAXED);  // derived: may be too high, never too low
-        PENSTOCK_POINT("share.half");
-        many.store(static_cast<u16>(many.load(RELAXED) + 1), RELAXED);
-    }
+    void grant(const Extent& ref, u32 to) { grant_all(ref, {to}); }
+    // The same for each of `to`, or, where one cannot be granted it, for none. Returns the number of grants.
+    u32 grant_all(const Extent& ref, const std::vector<u32>& to, bool passes_over_dead = false);  // pool_grants.h
+    // The same for every other peer that is live.
+    u32 grant_all(const Extent& ref);
     // Takes unused grants of ours back (a message that could not be sent after all). Returns whether there was one.
-    bool revoke(const Extent& ref, u32 to) {
-        bool is_last = false;
-        {
-            Held guard(*this, checked(ref));
-            require(ref);
-            if (geometry_.shape.has_grants == 0 || to >= geometry_.shape.max_peers) return false;
-            Shared<u16>& many = grants(ref.block, attachment_.slot())[to];
-            if (many.load(RELAXED) == 0) return false;
-            many.store(static_cast<u16>(many.load(RELAXED) - 1), RELAXED);
-            Shared<u32>& units = block(ref.block).grant_units;
-            units.store(units.load(RELAXED) - 1, RELAXED);
-            is_last = return_if_last(ref.block);
-        }
-        if (is_last) announce_return();
-        return true;
-    }
+    bool revoke(const Extent& ref, u32 to);
     // For a channel's sender: the receivers in `mask` will open the block through the record at `position`. Our own
     // lease keeps it alive until the record is committed; a death before that is seen by position >= committed.
     template <class Mask>
@@ -400,12 +354,11 @@ class Pool {
             throw stale(ref, "lies outside its block");
     }
     Error stale(const Extent& ref, const char* why, u32 found = 0) const;  // describe.h
-    bool has_right(u32 index, u32 slot) const {
-        if (held(index)[slot].load(RELAXED) != 0) return true;
-        for (u32 from = 0; from < geometry_.shape.max_peers; ++from)
-            if (grants(index, from)[slot].load(RELAXED) != 0) return true;
-        return false;
-    }
+    bool has_right(u32 index, u32 slot) const;  // pool_grants.h, as are these; LOCK block is held
+    bool use_grant(u32 index);                  // a grant made to us becomes a lease. False: there is none
+    void require_right(const Extent& ref);      // ours, to grant the block
+    void add_grant(const Extent& ref, u32 to);  // throws MemoryExhausted
+    void take_grant_back(u32 index, u32 to);
     // Whether others may now have its room: it is returned, or it is kept, and may be evicted.
     bool return_if_last(u32 index) {  // LOCK block is held, the state is live
         Block& block = this->block(index);
@@ -482,4 +435,5 @@ class Pool {
 
 }  // namespace penstock
 
+#include "pool_grants.h"
 #include "pool_pages.h"

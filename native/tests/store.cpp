@@ -18,6 +18,7 @@ constexpr u64 WATCHDOG_NS = 60'000'000'000;
 Shape store_shape(u32 buckets) {
     Shape shape = pool_shape(NBYTES, BLOCKS);
     shape.buckets = buckets;
+    if (buckets > 1) shape.granule_nbytes = 16 << 10;  // it claims its pages as it fills
     return shape;
 }
 Key key_of(u64 name) {
@@ -134,6 +135,7 @@ void trade(const std::shared_ptr<Attachment>& by, u64 seed, u64 operations, Tall
 
 // No key twice, and everything that is kept can be found.
 void require_sound(Attachment& by) {
+    REQUIRE(Granules(by.segment()).are_claimed(0, by.segment().geometry().shape.pool_nbytes), "it has never been full");
     Store store(by);
     auto items = store.stats().items;
     for (size_t i = 0; i < items.size(); ++i) {

@@ -91,6 +91,11 @@ class Segment:
     @property
     def claimed_nbytes(self) -> int: ...
 
+    def claim_all(self) -> None:
+        """
+        Claims all pages of a pool that grows, as registering them with a device would.
+        """
+
     @property
     def page_nbytes(self) -> int: ...
 
@@ -145,6 +150,32 @@ class BlockLease:
 
     def __exit__(self, *args) -> None: ...
 
+    def copy_into(self, buffer: Buffer, start: int = 0, nbytes: int | None = None) -> int:
+        """
+        Copies bytes of the lease into a writable buffer. A long copy lets other threads run Python.
+
+        Args:
+            buffer: contiguous, at least as long as what is copied.
+            start: of the first byte to be copied.
+            nbytes: to be copied; None: all from `start`.
+
+        Returns:
+            The number of bytes copied.
+
+        Raises:
+            ClosedError: the lease has been released.
+            ValueError: the lease, or the buffer, is shorter.
+            BufferError: the buffer is read-only.
+
+        Examples:
+            >>> pool = Pool.create(1 << 20)
+            >>> with pool.take(5) as lease:
+            ...     memoryview(lease)[:] = b'hello'
+            ...     part = bytearray(3)
+            ...     lease.copy_into(part, start=1, nbytes=3), bytes(part)
+            (3, b'ell')
+        """
+
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -184,6 +215,11 @@ class Attachment:
     def open(self, segment: int, block: int, generation: int, offset: int, nbytes: int) -> BlockLease: ...
 
     def grant(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: int) -> None: ...
+
+    def grant_all(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: list[int] | None) -> int:
+        """
+        To each of these peers, or to none; None: to every other peer that is live. Returns the number of grants.
+        """
 
     def revoke(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: int) -> bool: ...
 
@@ -395,15 +431,15 @@ class Store:
 
     def get(self, key: bytes) -> BlockLease | None: ...
 
-    def get_value(self, key: bytes) -> Lease | None: ...
+    def get_value(self, key: bytes, uses_grant: bool = False) -> Lease | None: ...
 
     @property
     def is_ours(self) -> bool:
         """Not of the process before a fork()."""
 
-    def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]:
+    def begin(self, key: bytes | None, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]:
         """
-        Returns True and a writable lease, to be written and committed; or False and a lease of the value that is there. Waits while another process writes it, or for room.
+        True and a writable lease, to be written and committed; or False and a lease of what is there. Waits while somebody else writes it, or for room. Without a key: a block that is neither committed nor abandoned.
         """
 
     def commit(self, lease: BlockLease) -> bool:
@@ -416,10 +452,7 @@ class Store:
         Lets another process write the value, as the end of a lease without a commit does.
         """
 
-    def make_room(self, nbytes: int) -> bool:
-        """
-        Evicts kept blocks that no peer holds, until one of `nbytes` fits. Returns False if there are too few.
-        """
+    def evict(self, key: bytes) -> bool: ...
 
     def remove(self, key: bytes) -> bool: ...
 

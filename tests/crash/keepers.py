@@ -27,6 +27,7 @@ POINTS = {
 KEYS = 60
 NBYTES = 1 << 20
 SHAPE = {"kind": 2, "max_peers": 16, "max_blocks": 64, "has_grants": 1, "pool_nbytes": NBYTES, "buckets": 16}
+SHAPE |= {"granule_nbytes": 16 << 10}  # it claims its pages as it fills
 
 
 def key(name: int) -> bytes:
