@@ -151,6 +151,7 @@ class Store(Shareable):
             "has_grants": 1,
             "pool_nbytes": pool_nbytes,
             "granule_nbytes": 0 if prefault or huge_pages or pool_nbytes <= granule else granule,
+            "buckets": 1 << max_items.bit_length(),
         }
         options = placement(huge_pages, numa_node, numa_required)
         self._use(_native.Segment.create(short(name), shape, **options), peer_name)
