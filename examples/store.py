@@ -21,7 +21,7 @@ def reader(store, key):
 
 def main():
     image = np.random.default_rng(0).integers(0, 256, (448, 448, 3), np.uint8)
-    store = penstock.Store(64 << 20)  # claimed now, or MemoryExhausted now
+    store = penstock.Store(64 << 20)  # pages are claimed as values fill it; all of them now with prefault=True
 
     key = penstock.content_key(image, "divide by 255")  # 32 bytes: of the image, and of how it is processed
     try:

@@ -16,16 +16,7 @@ from penstock.errors import LayoutMismatch, Missing
 from penstock.installing import how_to_install
 from penstock.memory import Peer, Pool, PoolStats, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
-from penstock.memory.segment import (
-    GRANULE_NBYTES,
-    Shareable,
-    attached_segment,
-    fitting,
-    granule_nbytes,
-    placement,
-    short,
-    within,
-)
+from penstock.memory.segment import Shareable, attached_segment, fitting, granule_nbytes, placement, short, within
 from penstock.tensor.lease import Loan, block_nbytes
 from penstock.tensor.source import source
 from penstock.tensor.tree import Plan, plan
@@ -152,14 +143,14 @@ class Store(Shareable):
     ) -> None:
         within("max_items", max_items, 1, _native.MAX_BLOCKS)
         pool_nbytes = -(-fitting(nbytes, "a store") // BLOCK_ALIGN) * BLOCK_ALIGN
+        granule = granule_nbytes(pool_nbytes)  # huge pages are claimed whole, and what is no larger than a granule
         shape = {
             "kind": 2,
             "max_peers": within("max_peers", max_peers, 1, _native.MAX_PEERS),
             "max_blocks": max_items,
             "has_grants": 1,
             "pool_nbytes": pool_nbytes,
-            # Huge pages are claimed whole, and so is what is no larger than one granule.
-            "granule_nbytes": 0 if prefault or huge_pages or pool_nbytes <= GRANULE_NBYTES else granule_nbytes(pool_nbytes),
+            "granule_nbytes": 0 if prefault or huge_pages or pool_nbytes <= granule else granule,
             "buckets": 1 << max_items.bit_length(),
         }
         options = placement(huge_pages, numa_node, numa_required)
@@ -254,7 +245,9 @@ class Store(Shareable):
             penstock.errors.Missing: 'store' keeps nothing under 0000000000000000…
         """
         kept = self._kept
-        lease = (kept if kept is not None and kept.is_ours else self._keeper).get_value(key)
+        return self._present((kept if kept is not None and kept.is_ours else self._keeper).get_value(key), key)
+
+    def _present(self, lease: _native.Lease | None, key: bytes) -> _native.Lease:
         if lease is None:
             raise Missing(f"'{self.name}' keeps nothing under {key.hex()[:16]}…")
         return lease
@@ -275,21 +268,16 @@ class Store(Shareable):
             >>> store.open(bytes(32)).value()
             b'text'
         """
-        lease = self._keeper.get_value(key, True)
-        if lease is None:
-            raise Missing(f"'{self.name}' keeps nothing under {key.hex()[:16]}…")
-        return lease
+        return self._present(self._keeper.get_value(key, True), key)
 
     def grant_all(self, lease: _native.Lease, to: Iterable[Peer | int] | None = None) -> int:
         """Lets other processes open the value once more each, also when this process holds it no longer: by its key
         (`open`) or its handle. It is not evicted before. A grant ends with its use, or with either process.
+        Returns the number of grants.
 
         Args:
             lease: of a value in this store.
             to: peers, or their indices; None: all that are attached now, but this process.
-
-        Returns:
-            The number of grants.
 
         Raises:
             PeerDied: one of `to` is not attached any more; then none is granted.
@@ -356,13 +344,8 @@ class Store(Shareable):
             key: 32 bytes, as of `content_key`.
 
         Examples:
-            >>> store = Store(1 << 20)
-            >>> lease = store.put(b"text", key=bytes(32))
-            >>> store.evict(bytes(32))
+            >>> Store(1 << 20).evict(bytes(32))
             False
-            >>> lease.release()
-            >>> store.evict(bytes(32))
-            True
         """
         return self._keeper.evict(key)
 

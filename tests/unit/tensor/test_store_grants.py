@@ -1,4 +1,4 @@
-"""Values that other processes may open once more although their writer holds them no longer; and keys given up alone."""
+"""Values that other processes may open once more although their writer holds them no longer; keys given up alone."""
 
 from __future__ import annotations
 

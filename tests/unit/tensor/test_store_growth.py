@@ -1,4 +1,4 @@
-"""A store claims its pages as values fill it: what is claimed when, what a lack of memory does, and deaths meanwhile."""
+"""A store claims its pages as values fill it: what is claimed when, what a lack of memory does, deaths meanwhile."""
 
 from __future__ import annotations
 
@@ -159,7 +159,8 @@ def test_a_lack_of_memory_is_an_error_of_the_put_and_the_store_goes_on_with_what
             while True:
                 held.append(put(len(held)))
         except penstock.MemoryExhausted as error:
-            say("more memory for 'store'" in str(error), "of which 24.0 MiB stay for others" in str(error), 4 < len(held) < 40)
+            text = str(error)
+            say("more memory for 'store'" in text, "of which 24.0 MiB stay for others" in text, 4 < len(held) < 40)
         count = len(held)
         began = time.monotonic()
         try:
