@@ -20,7 +20,7 @@ from tests.support.vllm_server import START, VllmServer, serving
 
 PROMPTS = ["hello", "The quick brown fox", "a" * 60, "import os\nprint(", "0, 1, 2, 3,"]
 INSIDE = Path(__file__).parent / "inside"
-# What ends the server is vLLM's own monitor; on a machine with other work, the same end takes a few seconds more or less.
+# What ends the server is vLLM's own monitor; with other work on the machine the same end takes seconds more or less.
 SLACK, FACTOR = 3.0, 1.5
 
 pytestmark = pytest.mark.timeout(3 * START)

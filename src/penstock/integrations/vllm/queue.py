@@ -54,6 +54,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
     _death = ""
     _steps: Any = None
     _shown: list[weakref.ref[Any]]  # records of which a reader still has views
+    _max_views: int  # such records, before a reader gets copies
 
     def __init__(
         self,
