@@ -109,6 +109,6 @@ def test_llm_answers_the_same_with_workers_that_are(method: str, site: Path, mod
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START)
         found = re.search(r"^ANSWERS (.*)$", done.stdout, re.MULTILINE)
         assert found is not None, done.stdout[-3000:] + done.stderr[-6000:]
-        assert ("penstock replaces of vLLM: queue" in done.stdout + done.stderr) == (parts != "0")
+        assert ("penstock carries a queue of vLLM to 2 local readers" in done.stdout + done.stderr) == (parts != "0")
         answers.append(json.loads(found[1]))
     assert answers[0] == answers[1]
