@@ -103,7 +103,7 @@ def test_a_server_whose_worker_is_killed_ends_no_later_than_vllm_does(both: tupl
 def test_llm_answers_the_same_with_workers_that_are(method: str, site: Path, model: Path) -> None:
     answers: list[Any] = []
     for parts in ("0", "queue"):
-        variables = {"VLLM_WORKER_MULTIPROCESSING_METHOD": method, "PENSTOCK_VLLM": parts, "PENSTOCK_VLLM_STRICT": "1"}
+        variables = {"VLLM_WORKER_MULTIPROC_METHOD": method, "PENSTOCK_VLLM": parts, "PENSTOCK_VLLM_STRICT": "1"}
         command = [peer.python_of_vllm(), str(INSIDE / "offline.py"), str(model), json.dumps(PROMPTS)]
         environment = peer.environment(site, **variables)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START)
