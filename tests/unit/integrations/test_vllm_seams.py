@@ -1,0 +1,79 @@
+"""What the integration relies on in vLLM, compared with modules that have it, or differ in one name."""
+
+import dataclasses
+import sys
+import types
+
+import pytest
+
+from penstock.integrations.vllm import seams
+from penstock.integrations.vllm.seams import Exists, Fields, Methods, Signature, misfit
+
+
+class Queue:
+    def __init__(self, readers: int, arena: bool = False) -> None: ...
+    def put(self, value: object, timeout: float | None = None) -> None: ...
+    def get(self) -> None: ...
+
+
+@dataclasses.dataclass
+class Handle:
+    ranks: list[int]
+    arena: str = ""
+
+
+FITTING = (
+    Exists("stand_in:INTERVAL"),
+    Methods("stand_in:Queue", frozenset({"put", "get"})),
+    Signature("stand_in:Queue.__init__", ("self", "readers"), optional=("arena",)),
+    Signature("stand_in:Queue.put", ("self", "value", "timeout")),
+    Fields("stand_in:Handle", ("ranks",), optional=("arena",)),
+)
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("stand_in")
+    vars(module).update(INTERVAL=60, Queue=Queue, Handle=Handle)
+    monkeypatch.setitem(sys.modules, "stand_in", module)
+    return module
+
+
+def test_seams_fit_where_names_signatures_and_fields_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(seams.SEAMS, "queue", FITTING)
+    assert misfit("queue") is None
+
+
+@pytest.mark.parametrize(
+    ("seam", "sentence"),
+    [
+        (Exists("stand_in:OTHER"), "this vLLM has no stand_in:OTHER"),
+        (Exists("stand_in:Queue.peek"), "this vLLM has no stand_in:Queue.peek"),
+        (Methods("stand_in:Queue", frozenset({"put", "get", "recv"})), "in this vLLM stand_in:Queue lacks recv"),
+        (Methods("stand_in:Queue", frozenset({"put"})), "in this vLLM stand_in:Queue also has get"),
+        (
+            Signature("stand_in:Queue.__init__", ("self", "readers")),
+            "in this vLLM stand_in:Queue.__init__ takes (self, readers, arena), not (self, readers)",
+        ),
+        (
+            Signature("stand_in:Queue.put", ("self", "timeout", "value")),
+            "in this vLLM stand_in:Queue.put takes (self, value, timeout), not (self, timeout, value)",
+        ),
+        (
+            Fields("stand_in:Handle", ("ranks",)),
+            "in this vLLM stand_in:Handle has the fields (ranks, arena), not (ranks)",
+        ),
+        (Fields("stand_in:Queue", ("ranks",)), "in this vLLM stand_in:Queue is no dataclass"),
+    ],
+)
+def test_seams_say_which_name_differs(seam: seams.Seam, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(seams.SEAMS, "queue", (*FITTING, seam))
+    assert misfit("queue") == sentence
+
+
+def test_seams_name_the_attribute_that_a_vllm_lacks(
+    stand_in: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(seams.SEAMS, "queue", FITTING)
+    del stand_in.INTERVAL
+    assert misfit("queue") == "this vLLM has no stand_in:INTERVAL"
