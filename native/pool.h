@@ -267,6 +267,13 @@ class Pool {
         if (is_last) announce_return();
         return true;
     }
+    // Grants of ours that `to` has not used.
+    u32 unused_grants(const Extent& ref, u32 to) {
+        Held guard(*this, checked(ref));
+        require(ref);
+        if (geometry_.shape.has_grants == 0 || to >= geometry_.shape.max_peers) return 0;
+        return grants(ref.block, attachment_.slot())[to].load(RELAXED);
+    }
     // For a channel's sender: the receivers in `mask` will open the block through the record at `position`. Our own
     // lease keeps it alive until the record is committed; a death before that is seen by position >= committed.
     template <class Mask>
