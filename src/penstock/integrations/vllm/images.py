@@ -122,7 +122,7 @@ class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
         if nbytes > self.max_object_size:
             fall_back(PART, f"a value exceeds max object size ({self.max_object_size} bytes), and travels by itself")
             raise ValueError(f"a value of {nbytes} bytes exceeds max object size ({self.max_object_size} bytes)")
-        self._cleared = [cleared for cleared in self._cleared if not self._evict(cleared)]
+        self._cleared = [cleared for cleared in self._cleared if not self._is_gone(cleared)]
         address, monotonic_id = self._next_address, self._next_id
         try:
             lease = self.store.put(tree, key=KEY.pack(monotonic_id, address), timeout=0)
@@ -158,15 +158,14 @@ class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
         self._pinned.clear()
 
     def free_unused(self) -> None:
-        """Gives up the oldest values until there is room for two of the largest size, as vLLM does."""
-        wanted = 2 * self.max_object_size
+        """Gives up the oldest values, as many as two of the largest size, as vLLM does."""
+        freed = 0
         for key, (address, monotonic_id) in list(self.key_index.items()):
-            pool = self.store.stats().pool
-            if pool.nbytes - pool.taken_nbytes >= wanted:
+            if freed >= 2 * self.max_object_size:
                 return
-            is_wanted = key in self._pinned or monotonic_id in self._unread
-            if not is_wanted and self._evict(KEY.pack(monotonic_id, address)):
-                self._forget(key)
+            if key not in self._pinned and monotonic_id not in self._unread:
+                freed += self._evict(KEY.pack(monotonic_id, address))
+                self.is_cached(key)  # forgets it, if it has gone
 
     def clear(self) -> None:
         if not self.is_writer:
@@ -203,16 +202,25 @@ class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
                 pass
         return count
 
-    def _evict(self, key: bytes) -> bool:
-        """Gives a value up, unless a reader has yet to open it. Returns whether it is gone."""
+    def _evict(self, key: bytes) -> int:
+        """Gives a value up, unless a reader has yet to open it. Returns the number of its bytes that are free again."""
         try:
             with self.store.get(key) as lease:
                 if any(self.store.pool.unused_grants(lease.ref, reader) for reader in self._readers()):
-                    return False
+                    return 0
+                nbytes = lease.nbytes
+        except Missing:
+            return 0
+        self.store.remove(key)
+        return nbytes
+
+    def _is_gone(self, key: bytes) -> bool:
+        self._evict(key)
+        try:
+            self.store.get(key).release()
         except Missing:
             return True
-        self.store.remove(key)
-        return True
+        return False
 
     def _find(self, key: str) -> Lease | None:
         """Returns a lease of the current value of a key; None, and the key is forgotten, if it was evicted."""
