@@ -81,29 +81,35 @@ def attached(ticket: str) -> Store:
     return store
 
 
-def replace(settings: Settings) -> None:
-    """Binds our sender over vLLM's, and lets a model have more than one worker with it."""
-    global tensor_nbytes, has_views
-    if theirs.TensorIpcSender is TensorIpcSender:
-        return  # vLLM loads its plugins more than once
-    tensor_nbytes, has_views = settings.tensor_mb << 20, are_views_safe(settings)
+def let_models_have_several_workers() -> None:
+    """vLLM refuses tensor IPC with several workers or engines, as its queue has one reader. Ours may have any number.
+
+    Tensors of a device go through vLLM's queue: for models whose processor runs on one, vLLM's check stays. So it does
+    where vLLM checks elsewhere.
+    """
     verify = ModelConfig.verify_with_parallel_config
 
     def verify_with_parallel_config(self: ModelConfig, parallel_config: ParallelConfig) -> None:
-        """vLLM refuses tensor IPC with several workers or engines, as its queue has one reader: ours may have any."""
         config = self.multimodal_config
-        if (
-            config is None
-            or config.mm_tensor_ipc != ELSEWHERE
-            or config.get_mm_processor_device_type() not in (None, "cpu")
-        ):
-            return verify(self, parallel_config)  # type: ignore[no-any-return]
+        is_ours = config is not None and config.mm_tensor_ipc == ELSEWHERE
+        if not is_ours or config.get_mm_processor_device_type() not in (None, "cpu"):
+            verify(self, parallel_config)
+            return
         config.mm_tensor_ipc = IN_PLACE
         try:
-            return verify(self, parallel_config)  # type: ignore[no-any-return]
+            verify(self, parallel_config)
         finally:
             config.mm_tensor_ipc = ELSEWHERE
 
     ModelConfig.verify_with_parallel_config = verify_with_parallel_config
+
+
+def replace(settings: Settings) -> None:
+    """Binds our sender over vLLM's, and our receiving in vLLM's receiver."""
+    global tensor_nbytes, has_views
+    if theirs.TensorIpcSender is TensorIpcSender:
+        return  # vLLM loads its plugins more than once
+    tensor_nbytes, has_views = settings.tensor_mb << 20, are_views_safe(settings)
+    let_models_have_several_workers()
     rebind(TheirSender, TensorIpcSender)
     TheirReceiver.__call__ = receive
