@@ -10,7 +10,6 @@ using namespace nb::literals;
 
 namespace {
 
-constexpr u64 LONG_COPY = 64 * 1024;  // from here on a copy lets go of the interpreter: taking it back costs less
 
 // However a call ends, its end waits no longer. (wait() keeps the time over an interruption.)
 struct Waited {

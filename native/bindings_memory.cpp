@@ -29,6 +29,68 @@ PyType_Slot lease_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(lease_get
                              {Py_bf_releasebuffer, reinterpret_cast<void*>(lease_releasebuffer)},
                              {0, nullptr}};
 
+// ── a copy out of a lease ──
+constexpr const char* COPY_INTO =
+    R"(Copies bytes of the lease into a writable buffer. A long copy lets other threads run Python.
+
+Args:
+    buffer: contiguous, at least as long as what is copied.
+    start: of the first byte to be copied.
+    nbytes: to be copied; None: all from `start`.
+
+Returns:
+    The number of bytes copied.
+
+Raises:
+    ClosedError: the lease has been released.
+    ValueError: the lease, or the buffer, is shorter.
+    BufferError: the buffer is read-only.
+
+Examples:
+    >>> pool = Pool.create(1 << 20)
+    >>> with pool.take(5) as lease:
+    ...     memoryview(lease)[:] = b'hello'
+    ...     part = bytearray(3)
+    ...     lease.copy_into(part, start=1, nbytes=3), bytes(part)
+    (3, b'ell')
+)";
+struct Exported {  // what is copied from, and to: neither goes while it is
+    Lease& lease;
+    Py_buffer to{};
+    Exported(Lease& from, nb::handle buffer) : lease(from) {
+        if (PyObject_GetBuffer(buffer.ptr(), &to, PyBUF_WRITABLE) != 0) throw nb::python_error();
+        ++lease.exports;
+    }
+    Exported(const Exported&) = delete;
+    Exported& operator=(const Exported&) = delete;
+    ~Exported() {
+        --lease.exports;
+        PyBuffer_Release(&to);
+    }
+};
+u64 copy_into(Lease& lease, nb::handle buffer, u64 start, std::optional<u64> nbytes) {
+    lease.require();
+    if (lease.at == nullptr) throw Error(Fault::value, "the bytes of this pool do not lie in host memory");
+    u64 length = lease.extent.nbytes, many = nbytes.value_or(length - std::min(start, length));
+    if (start > length || many > length - start)
+        throw Error(Fault::value,
+                    format("expected at most %s from byte %s of a lease of %s, not %s",
+                           counted(length - std::min(start, length), "byte").c_str(), std::to_string(start).c_str(),
+                           counted(length, "byte").c_str(), std::to_string(many).c_str()));
+    Exported exported(lease, buffer);
+    lease.require();  // the buffer's own code may have released it
+    if (static_cast<u64>(exported.to.len) < many)
+        throw Error(Fault::value, format("expected a buffer of at least %s, got one of %s",
+                                         counted(many, "byte").c_str(), std::to_string(exported.to.len).c_str()));
+    if (many < LONG_COPY) {
+        std::memcpy(exported.to.buf, lease.at + start, many);
+    } else {
+        GilRelease released;
+        std::memcpy(exported.to.buf, lease.at + start, many);
+    }
+    return many;
+}
+
 // ── a segment's own bytes ──
 struct Bytes {
     std::shared_ptr<Segment> segment;
@@ -192,6 +254,10 @@ void bind_memory(nb::module_& m) {
                  if (!is_failing || (lease.exports == 0 && !lease.is_shown))
                      lease.release();  // else: with the last view, after the traceback
              })
+        .def("copy_into", &copy_into, "buffer"_a, "start"_a = 0, "nbytes"_a = nb::none(),
+             nb::sig("def copy_into(self, buffer: typing_extensions.Buffer, start: int = 0, nbytes: int | None = None) "
+                     "-> int"),
+             COPY_INTO)
         .def("__len__", [](const Lease& lease) { return lease.extent.nbytes; })
         .def_prop_ro("nbytes", [](const Lease& lease) { return lease.extent.nbytes; })
         .def_prop_ro("is_writable", [](const Lease& lease) { return lease.is_writable; })
@@ -288,6 +354,22 @@ void bind_memory(nb::module_& m) {
                 Pool(by).grant({block, generation, offset, nbytes}, to);
             },
             "segment"_a, "block"_a, "generation"_a, "offset"_a, "nbytes"_a, "to"_a)
+        .def(
+            "grant_all",
+            [](Attachment& by, u64 segment, u32 block, u32 generation, u64 offset, u64 nbytes, nb::handle to) {
+                by.require_ours();
+                if (segment != by.segment().nonce())
+                    throw Error(Fault::stale_ref, "the reference is to another segment");
+                Extent ref{block, generation, offset, nbytes};
+                if (to.is_none()) return Pool(by).grant_all(ref);
+                std::vector<u32> peers;
+                for (nb::handle peer : to) peers.push_back(nb::cast<u32>(peer));
+                return Pool(by).grant_all(ref, peers);
+            },
+            "segment"_a, "block"_a, "generation"_a, "offset"_a, "nbytes"_a, "to"_a.none(),
+            nb::sig("def grant_all(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: "
+                    "list[int] | None) -> int"),
+            "To each of these peers, or to none; None: to every other peer that is live. Returns the number of grants.")
         .def(
             "revoke",
             [](Attachment& by, u64 segment, u32 block, u32 generation, u64 offset, u64 nbytes, u32 to) {

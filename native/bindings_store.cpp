@@ -151,12 +151,13 @@ void penstock::python::bind_store(nb::module_& m) {
             "key"_a.none(), nb::sig("def get(self, key: bytes) -> BlockLease | None"))
         .def(
             "get_value",
-            [](Keeper& keeper, nb::handle key) -> nb::object {
+            [](Keeper& keeper, nb::handle key, bool uses_grant) -> nb::object {
                 Extent extent;
-                if (!keeper.store().get(key_of(key), extent)) return nb::none();
+                if (!keeper.store().get(key_of(key), extent, uses_grant)) return nb::none();
                 return make_stored(make_lease(keeper.by, extent, false));
             },
-            "key"_a.none(), nb::sig("def get_value(self, key: bytes) -> Lease | None"))
+            "key"_a.none(), "uses_grant"_a = false,
+            nb::sig("def get_value(self, key: bytes, uses_grant: bool = False) -> Lease | None"))
         .def_prop_ro(
             "is_ours", [](const Keeper& keeper) { return keeper.by->is_ours(); }, "Not of the process before a fork().")
         .def("begin", &begin, "key"_a.none(), "nbytes"_a, "timeout"_a.none() = nb::none(),
@@ -179,6 +180,9 @@ void penstock::python::bind_store(nb::module_& m) {
         .def(
             "make_room", [](Keeper& keeper, u64 nbytes) { return keeper.store().make_room(nbytes); }, "nbytes"_a,
             "Gives up kept blocks that nobody holds, so that one of `nbytes` fits. False: there is no such place.")
+        .def(
+            "evict", [](Keeper& keeper, nb::handle key) { return keeper.store().evict_key(key_of(key)); },
+            "key"_a.none(), nb::sig("def evict(self, key: bytes) -> bool"))
         .def(
             "remove",
             [](Keeper& keeper, nb::handle bytes) {

@@ -154,30 +154,13 @@ class Pool {
     // ── leases and grants ──
     // One more lease for this peer, by a reference that another peer sent. Throws StaleRef unless it names a live block
     // of this generation and lies within it. A grant made to us is used up first.
-    void open(const Extent& ref) {
-        attachment_.refresh();
-        Held guard(*this, checked(ref));
-        require(ref);
-        Shared<u32>& own = held(ref.block)[attachment_.slot()];
-        if (geometry_.shape.has_grants != 0) {
-            for (u32 from = 0; from < geometry_.shape.max_peers; ++from) {
-                Shared<u16>& grant = grants(ref.block, from)[attachment_.slot()];
-                u16 many = grant.load(RELAXED);
-                if (many == 0) continue;
-                own.store(own.load(RELAXED) + 1, RELAXED);
-                PENSTOCK_POINT("open.half");
-                grant.store(static_cast<u16>(many - 1), RELAXED);
-                Shared<u32>& units = block(ref.block).grant_units;
-                units.store(units.load(RELAXED) - 1, RELAXED);
-                return;
-            }
-        }
-        own.store(own.load(RELAXED) + 1, RELAXED);
-    }
+    void open(const Extent& ref);  // pool_grants.h
     // The same for the store, which has looked: under its lock, so nothing else may be done on the way.
-    void open_kept(const Extent& ref, u64 deadline) {
+    // uses_grant: a grant made to us is used up, if there is one.
+    void open_kept(const Extent& ref, u64 deadline, bool uses_grant) {
         Held guard(*this, ref.block, deadline);
         require(ref);
+        if (uses_grant && use_grant(ref.block)) return;
         Shared<u32>& own = held(ref.block)[attachment_.slot()];
         own.store(own.load(RELAXED) + 1, RELAXED);
     }
@@ -226,54 +209,15 @@ class Pool {
     }
     // Lets `to` open the block later, whatever happens to our lease meanwhile. The grant ends with the first open by
     // `to`, and with the death or leaving of either side. We must hold a lease or an unused grant ourselves.
-    void grant(const Extent& ref, u32 to) {
-        attachment_.refresh();
-        Held guard(*this, checked(ref));
-        require(ref);
-        if (geometry_.shape.has_grants == 0)
-            throw Error(Fault::value, "this pool belongs to a channel: only the channel grants its blocks");
-        if (!attachment_.is_live(to))
-            throw Error(Fault::peer_died,
-                        format("no grant to %s", to < geometry_.shape.max_peers ? attachment_.describe(to).c_str()
-                                                                                : "a peer that does not exist"));
-        if (!has_right(ref.block, attachment_.slot()))
-            throw stale(ref, "is not held by this peer, which so has nothing to share");
-        Shared<u16>& many = grants(ref.block, attachment_.slot())[to];
-        if (many.load(RELAXED) == 0xffff)
-            throw Error(Fault::memory_exhausted, format("65535 grants of block %u to %s are unused", ref.block,
-                                                        attachment_.describe(to).c_str()))
-                .with("asked", 1)
-                .with("free", 0);
-        Shared<u32>& units = block(ref.block).grant_units;
-        units.store(units.load(RELAXED) + 1,
-                    RELAXED);  // derived: may be too high, never too low
-        PENSTOCK_POINT("share.half");
-        many.store(static_cast<u16>(many.load(RELAXED) + 1), RELAXED);
-    }
+    void grant(const Extent& ref, u32 to) { grant_all(ref, {to}); }
+    // The same for each of `to`, or, where one cannot be granted it, for none. Returns the number of grants.
+    u32 grant_all(const Extent& ref, const std::vector<u32>& to, bool passes_over_dead = false);  // pool_grants.h
+    // The same for every other peer that is live.
+    u32 grant_all(const Extent& ref);
     // Takes unused grants of ours back (a message that could not be sent after all). Returns whether there was one.
-    bool revoke(const Extent& ref, u32 to) {
-        bool is_last = false;
-        {
-            Held guard(*this, checked(ref));
-            require(ref);
-            if (geometry_.shape.has_grants == 0 || to >= geometry_.shape.max_peers) return false;
-            Shared<u16>& many = grants(ref.block, attachment_.slot())[to];
-            if (many.load(RELAXED) == 0) return false;
-            many.store(static_cast<u16>(many.load(RELAXED) - 1), RELAXED);
-            Shared<u32>& units = block(ref.block).grant_units;
-            units.store(units.load(RELAXED) - 1, RELAXED);
-            is_last = return_if_last(ref.block);
-        }
-        if (is_last) announce_return();
-        return true;
-    }
+    bool revoke(const Extent& ref, u32 to);
     // Grants of ours that `to` has not used.
-    u32 unused_grants(const Extent& ref, u32 to) {
-        Held guard(*this, checked(ref));
-        require(ref);
-        if (geometry_.shape.has_grants == 0 || to >= geometry_.shape.max_peers) return 0;
-        return grants(ref.block, attachment_.slot())[to].load(RELAXED);
-    }
+    u32 unused_grants(const Extent& ref, u32 to);
     // For a channel's sender: the receivers in `mask` will open the block through the record at `position`. Our own
     // lease keeps it alive until the record is committed; a death before that is seen by position >= committed.
     template <class Mask>
@@ -407,12 +351,11 @@ class Pool {
             throw stale(ref, "lies outside its block");
     }
     Error stale(const Extent& ref, const char* why, u32 found = 0) const;  // describe.h
-    bool has_right(u32 index, u32 slot) const {
-        if (held(index)[slot].load(RELAXED) != 0) return true;
-        for (u32 from = 0; from < geometry_.shape.max_peers; ++from)
-            if (grants(index, from)[slot].load(RELAXED) != 0) return true;
-        return false;
-    }
+    bool has_right(u32 index, u32 slot) const;  // pool_grants.h, as are these; LOCK block is held
+    bool use_grant(u32 index);                  // a grant made to us becomes a lease. False: there is none
+    void require_right(const Extent& ref);      // ours, to grant the block
+    void add_grant(const Extent& ref, u32 to);  // throws MemoryExhausted
+    void take_grant_back(u32 index, u32 to);
     // Whether others may now have its room: it is returned, or it is kept, and may be evicted.
     bool return_if_last(u32 index) {  // LOCK block is held, the state is live
         Block& block = this->block(index);
@@ -489,4 +432,5 @@ class Pool {
 
 }  // namespace penstock
 
+#include "pool_grants.h"
 #include "pool_pages.h"

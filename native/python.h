@@ -2,6 +2,7 @@
 // of the interpreter before every wait and every long copy.
 #pragma once
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
@@ -24,6 +25,8 @@ void bind_memory(nb::module_& m);
 void bind_channel(nb::module_& m);
 void bind_store(nb::module_& m);
 void bind_values(nb::module_& m);
+
+constexpr u64 LONG_COPY = 64 * 1024;  // from here on a copy lets go of the interpreter: taking it back costs less
 
 // What another process wrote may be anything.
 inline nb::object text_of(const std::string& text) {

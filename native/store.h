@@ -44,7 +44,8 @@ class Store {
     StoreHeader& header() const { return head_; }
 
     // A lease of what is kept under this key. False: nothing is, or it is not written yet.
-    bool get(const Key& key, Extent& out) {
+    // uses_grant: a grant of the value to this peer is used up, if there is one.
+    bool get(const Key& key, Extent& out, bool uses_grant = false) {
         attachment_.refresh();
         return locked(NEVER, [&] {
             u32 index = find(key);
@@ -52,7 +53,7 @@ class Store {
                 head_.misses.add();
                 return false;
             }
-            use(index, out);
+            use(index, out, uses_grant);
             head_.hits.add();
             return true;
         });
@@ -134,6 +135,15 @@ class Store {
     bool make_room(u64 nbytes) {
         attachment_.refresh();
         return evict(nbytes);
+    }
+    // Gives one key up that no peer holds or was granted. False: it is held, or being written, or not there.
+    bool evict_key(const Key& key) {
+        attachment_.refresh();
+        return locked(NEVER, [&] {
+            u32 index = find(key);
+            if (index == NONE || !may_go(index, pool_.block(index).generation.load(RELAXED))) return false;
+            return give_up_unheld(index, pool_.block(index).extent.load(RELAXED));
+        });
     }
     // Takes one key out, or, without one, all: what is held goes with its last lease.
     u64 remove(const Key* key) {
@@ -311,10 +321,10 @@ class Store {
         for (u32 index = 0; index < geometry_.shape.max_blocks; ++index)
             if (is_live(index) && kept(index) != Kept::none) link(index);
     }
-    void use(u32 index, Extent& out) {
+    void use(u32 index, Extent& out, bool uses_grant = false) {
         Block& block = pool_.block(index);
         out = {index, block.generation.load(RELAXED), block.offset.load(RELAXED), block.nbytes.load(RELAXED)};
-        unless_busy(index, [&] { pool_.open_kept(out, 0); });
+        unless_busy(index, [&] { pool_.open_kept(out, 0, uses_grant); });
         PENSTOCK_POINT("store.opened");
         block.used_ns.store(now_ns(), RELAXED);
         block.hits.store(block.hits.load(RELAXED) + 1, RELAXED);
@@ -396,12 +406,16 @@ class Store {
         return locked(deadline, [&] {
             for (size_t i = best_first; i < best_end; ++i) {
                 if (!may_go(items[i].index, items[i].generation)) continue;
-                if (!let_go(items[i].index, true)) continue;  // another peer has opened it by its reference
-                head_.evictions.add();
-                head_.evicted_nbytes.add(items[i].end - items[i].offset);
+                give_up_unheld(items[i].index, items[i].end - items[i].offset);
             }
             return true;
         });
+    }
+    bool give_up_unheld(u32 index, u64 extent) {
+        if (!let_go(index, true)) return false;  // another peer has opened it by its reference
+        head_.evictions.add();
+        head_.evicted_nbytes.add(extent);
+        return true;
     }
     bool may_go(u32 index, u32 generation) const {
         return is_live(index) && pool_.block(index).generation.load(RELAXED) == generation &&

@@ -145,6 +145,32 @@ class BlockLease:
 
     def __exit__(self, *args) -> None: ...
 
+    def copy_into(self, buffer: Buffer, start: int = 0, nbytes: int | None = None) -> int:
+        """
+        Copies bytes of the lease into a writable buffer. A long copy lets other threads run Python.
+
+        Args:
+            buffer: contiguous, at least as long as what is copied.
+            start: of the first byte to be copied.
+            nbytes: to be copied; None: all from `start`.
+
+        Returns:
+            The number of bytes copied.
+
+        Raises:
+            ClosedError: the lease has been released.
+            ValueError: the lease, or the buffer, is shorter.
+            BufferError: the buffer is read-only.
+
+        Examples:
+            >>> pool = Pool.create(1 << 20)
+            >>> with pool.take(5) as lease:
+            ...     memoryview(lease)[:] = b'hello'
+            ...     part = bytearray(3)
+            ...     lease.copy_into(part, start=1, nbytes=3), bytes(part)
+            (3, b'ell')
+        """
+
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
@@ -185,7 +211,14 @@ class Attachment:
 
     def grant(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: int) -> None: ...
 
+    def grant_all(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: list[int] | None) -> int:
+        """
+        To each of these peers, or to none; None: to every other peer that is live. Returns the number of grants.
+        """
+
     def revoke(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: int) -> bool: ...
+
+    def unused_grants(self, segment: int, block: int, generation: int, offset: int, nbytes: int, to: int) -> int: ...
 
     def stats(self) -> dict: ...
 
@@ -395,7 +428,7 @@ class Store:
 
     def get(self, key: bytes) -> BlockLease | None: ...
 
-    def get_value(self, key: bytes) -> Lease | None: ...
+    def get_value(self, key: bytes, uses_grant: bool = False) -> Lease | None: ...
 
     @property
     def is_ours(self) -> bool:
@@ -420,6 +453,8 @@ class Store:
         """
         Gives up kept blocks that nobody holds, so that one of `nbytes` fits. False: there is no such place.
         """
+
+    def evict(self, key: bytes) -> bool: ...
 
     def remove(self, key: bytes) -> bool: ...
 

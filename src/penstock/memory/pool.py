@@ -149,17 +149,10 @@ class Pool(Shareable):
         self.grant_all(ref, to)
         return ref
 
-    def grant_all(self, ref: Ref, to: Iterable[Peer | int]) -> None:
-        """Each peer in `to` may open it once, or, where one cannot be granted it, none."""
-        granted: list[Peer | int] = []
-        try:
-            for peer in to:
-                self.grant(ref, peer)
-                granted.append(peer)
-        except BaseException:
-            for peer in granted:
-                self.revoke(ref, peer)
-            raise
+    def grant_all(self, ref: Ref, to: Iterable[Peer | int] | None = None) -> int:
+        """Each peer in `to` may open it once, or, where one cannot be granted it, none. None: every other process that
+        is attached now. Returns the number of grants."""
+        return self._checked(self.place.grant_all, ref, None if to is None else [self._index_of(peer) for peer in to])
 
     def grant(self, ref: Ref, to: Peer | int) -> None:
         """Passes a reference on: `to` may open it once. For one that holds it, or was granted it without opening it."""
@@ -189,7 +182,7 @@ class Pool(Shareable):
         except (TypeError, AttributeError):
             raise self._no_reference(ref) from None
 
-    def _checked(self, call: Callable[..., _T], ref: Ref, *more: int) -> _T:
+    def _checked(self, call: Callable[..., _T], ref: Ref, *more: Any) -> _T:
         try:
             return call(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes, *more)
         except (TypeError, AttributeError):

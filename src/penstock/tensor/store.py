@@ -6,6 +6,7 @@ The native core decides which peer writes a key, which peers wait for it, what i
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
@@ -14,7 +15,7 @@ import numpy as np
 from penstock import _native
 from penstock.errors import LayoutMismatch, MemoryExhausted, Missing
 from penstock.installing import how_to_install
-from penstock.memory import Peer, Pool, PoolStats, Ticket
+from penstock.memory import Peer, Pool, PoolStats, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import Shareable, attached_segment, fitting, placement, short, within
 from penstock.tensor.lease import Loan, block_nbytes
@@ -246,6 +247,61 @@ class Store(Shareable):
             raise Missing(f"'{self.name}' keeps nothing under {key.hex()[:16]}…")
         return lease
 
+    def open(self, key: bytes) -> _native.Lease:
+        """Returns a lease of the value kept under the key, and uses up one grant of the value to this process, if there
+        is one. `get` uses none, so it can be used to look.
+
+        Args:
+            key: 32 bytes, as of `content_key`.
+
+        Raises:
+            Missing: there is none. A value that was granted to this process is there, unless it was removed.
+
+        Examples:
+            >>> store = Store(1 << 20)
+            >>> store.put(b"text", key=bytes(32)).release()
+            >>> store.open(bytes(32)).value()
+            b'text'
+        """
+        lease = self._keeper.get_value(key, True)
+        if lease is None:
+            raise Missing(f"'{self.name}' keeps nothing under {key.hex()[:16]}…")
+        return lease
+
+    def grant_all(self, lease: _native.Lease, to: Iterable[Peer | int] | None = None) -> int:
+        """Lets other processes open the value once more each, also when this process holds it no longer: by its key
+        (`open`) or its handle. It is not evicted before. A grant ends with its use, or with either process.
+
+        Args:
+            lease: of a value in this store.
+            to: peers, or their indices; None: all that are attached now, but this process.
+
+        Returns:
+            The number of grants.
+
+        Raises:
+            PeerDied: one of `to` is not attached any more; then none is granted.
+            ClosedError: the lease has been released.
+
+        Examples:
+            >>> store = Store(1 << 20)
+            >>> worker = Store.attach(str(store.ticket))
+            >>> index = worker.pool.join("worker").index
+            >>> with store.put(b"text", key=bytes(32)) as lease:
+            ...     store.grant_all(lease)
+            1
+            >>> store.evict(bytes(32))
+            False
+            >>> worker.open(bytes(32)).release()
+            >>> store.evict(bytes(32))
+            True
+        """
+        lease.hold().release()  # raises if it has been released
+        ref = lease.ref
+        if not isinstance(ref, Ref):
+            raise ValueError("a value that travels inline needs no grant")
+        return self.pool.grant_all(ref, to)
+
     @overload
     def loan(self, key: None, layout: Any, *, timeout: float | None = PUT_TIMEOUT) -> Loan: ...
     @overload
@@ -303,6 +359,24 @@ class Store(Shareable):
                 pass
 
     # ── what goes ──
+    def evict(self, key: bytes) -> bool:
+        """Keeps the key no longer if no process holds the value, nor has a grant of it. Returns whether it was given
+        up: False if it is held, granted, still being written, or not there.
+
+        Args:
+            key: 32 bytes, as of `content_key`.
+
+        Examples:
+            >>> store = Store(1 << 20)
+            >>> lease = store.put(b"text", key=bytes(32))
+            >>> store.evict(bytes(32))
+            False
+            >>> lease.release()
+            >>> store.evict(bytes(32))
+            True
+        """
+        return self._keeper.evict(key)
+
     def remove(self, key: bytes) -> bool:
         """Keeps the key no longer; holders of the value keep theirs. Returns whether the key was there.
 

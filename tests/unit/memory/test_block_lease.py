@@ -1,14 +1,17 @@
 """A lease of a block: the right to touch it, and the object that exports it; it is free with the last view of all."""
 
 import gc
+import threading
+import time
 import weakref
 
 import numpy as np
 import pytest
 
+import penstock
 from penstock import ClosedError
 from penstock.lowlevel import BlockLease, Pool
-from tests.support.processes import DYING, program
+from tests.support.processes import DYING, program, thread
 
 
 def new_pool() -> Pool:
@@ -261,3 +264,82 @@ def test_a_lease_cannot_be_made_or_pickled_by_others() -> None:
     for copier in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError):
             copier(pool.take(1))
+
+
+# ── copy_into ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_copy_into_copies_the_bytes_that_are_asked_for() -> None:
+    pool = Pool.create(1 << 20)
+    with pool.take(200_000) as lease:
+        content = bytes(i * 7 % 251 for i in range(200_000))
+        memoryview(lease)[:] = content
+        for start, nbytes in ((0, None), (3, None), (1, 70_000), (199_999, 1), (200_000, None), (200_000, 0), (5, 0)):
+            buffer = bytearray(b"?" * 200_001)
+            end = 200_000 if nbytes is None else start + nbytes
+            assert lease.copy_into(buffer, start, nbytes) == end - start
+            assert buffer == content[start:end] + b"?" * (200_001 - (end - start))
+        array = np.zeros(200_000, np.uint8)
+        assert lease.copy_into(memoryview(array)) == 200_000
+        assert array.tobytes() == content
+
+
+def test_copy_into_refuses_what_does_not_fit_and_copies_nothing() -> None:
+    lease = new_pool().take(16)
+    memoryview(lease)[:] = b"0123456789abcdef"
+    short = bytearray(b"?" * 15)
+    with pytest.raises(ValueError, match="expected a buffer of at least 16 bytes, got one of 15"):
+        lease.copy_into(short)
+    for start, nbytes in ((17, None), (0, 17), (16, 1), (2**63, 2**63)):
+        with pytest.raises(ValueError, match="of a lease of 16 bytes"):
+            lease.copy_into(short, start, nbytes)
+    with pytest.raises(BufferError):
+        lease.copy_into(b"?" * 16)
+    with pytest.raises(ValueError, match="contiguous"):
+        lease.copy_into(np.zeros((4, 8), np.uint8)[:, ::2])
+    with pytest.raises(TypeError):
+        lease.copy_into("?" * 16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        lease.copy_into(short, -1)
+    assert short == b"?" * 15
+    lease.release()  # no refusal has left an export
+    with pytest.raises(ClosedError):
+        lease.copy_into(bytearray(16))
+
+
+def test_copy_into_of_a_record_copies_what_was_sent() -> None:
+    for nbytes in (1000, 1 << 20):
+        with penstock.Ring() as ring, ring.open_sender() as sender, ring.open_receiver() as receiver:
+            content = bytes(i * 7 % 251 for i in range(nbytes))
+            sender.send(content)
+            with receiver.receive_view(timeout=5) as lease:
+                part = bytearray(nbytes - 10)
+                assert lease.copy_into(part, start=10) == nbytes - 10
+                assert part == content[10:]
+
+
+def test_copy_into_lets_other_threads_run_python_and_keeps_the_lease_from_them() -> None:
+    pool = Pool.create(256 << 20)
+    buffer = bytearray(256 << 20)
+
+    def copied() -> bool:
+        """False: the other thread has released the lease before the copy began."""
+        lease, begins, outcome = pool.take(256 << 20), threading.Event(), "released"
+
+        def release() -> None:
+            nonlocal outcome
+            begins.wait()
+            time.sleep(0.01)
+            try:
+                lease.release()
+            except BufferError as error:
+                outcome = str(error)
+
+        memoryview(lease)[-5:] = b"there"
+        with thread(release):
+            begins.set()
+            try:
+                lease.copy_into(buffer)
+            except ClosedError:
+                return False
+        return outcome == "the lease has 1 views: drop them first" and buffer[-5:] == b"there"
+
+    assert any(copied() for _ in range(5))
