@@ -13,18 +13,18 @@ from __future__ import annotations
 import os
 import secrets
 import struct
+from collections.abc import Callable
 from multiprocessing.synchronize import Lock
 from typing import Any, cast
 
 from vllm.distributed.device_communicators import shm_object_storage as theirs
 from vllm.multimodal.cache import shm
 
-from penstock import Handle, Lease, MemoryExhausted, Missing, PeerDied
+from penstock import Lease, MemoryExhausted, Missing
 from penstock.integrations.vllm import image_caches
 from penstock.integrations.vllm.image_values import ImageValues, are_views_safe
 from penstock.integrations.vllm.settings import Settings, fall_back
 from penstock.integrations.vllm.signed_store import SignedStore
-from penstock.lowlevel import Ref
 
 PART = "images"
 VARIABLE = "PENSTOCK_STORE_{name}"  # of the environment; the name is that which vLLM gives its ring buffer
@@ -160,12 +160,18 @@ class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
     def free_unused(self) -> None:
         """Gives up the oldest values, as many as two of the largest size, as vLLM does."""
         freed = 0
-        for key, (address, monotonic_id) in list(self.key_index.items()):
+        for key in list(self.key_index):
             if freed >= 2 * self.max_object_size:
                 return
-            if key not in self._pinned and monotonic_id not in self._unread:
-                freed += self._evict(KEY.pack(monotonic_id, address))
-                self.is_cached(key)  # forgets it, if it has gone
+            lease = self._find(key)
+            if lease is None:
+                continue
+            nbytes = lease.nbytes
+            lease.release()
+            address, monotonic_id = self.key_index[key]
+            if self.store.evict(KEY.pack(monotonic_id, address)):
+                self._forget(key)
+                freed += nbytes
 
     def clear(self) -> None:
         if not self.is_writer:
@@ -180,42 +186,15 @@ class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
     def _issue(self, monotonic_id: int, lease: Lease) -> None:
         """Lets each reader open the value once more. The lease is taken over."""
         self.increment_writer_flag(monotonic_id)
-        missing = self.n_readers - self._grant(lease.ref)
+        missing = self.n_readers - self.store.grant_all(lease)
         if missing <= 0:
             lease.release()
             return
         held, waiting = self._unread.get(monotonic_id, (lease, 0))
         self._unread[monotonic_id] = (held, waiting + missing)
 
-    def _readers(self) -> list[int]:
-        """The places of the attached readers: every process but this one."""
-        own = self.store.pool.place.slot
-        return [peer.index for peer in self.store.peers() if peer.index != own and peer.state == "live"]
-
-    def _grant(self, ref: Ref) -> int:
-        count = 0
-        for reader in self._readers():
-            try:
-                self.store.pool.grant(ref, reader)
-                count += 1
-            except PeerDied:
-                pass
-        return count
-
-    def _evict(self, key: bytes) -> int:
-        """Gives a value up, unless a reader has yet to open it. Returns the number of its bytes that are free again."""
-        try:
-            with self.store.get(key) as lease:
-                if any(self.store.pool.unused_grants(lease.ref, reader) for reader in self._readers()):
-                    return 0
-                nbytes = lease.nbytes
-        except Missing:
-            return 0
-        self.store.remove(key)
-        return nbytes
-
     def _is_gone(self, key: bytes) -> bool:
-        self._evict(key)
+        self.store.evict(key)
         try:
             self.store.get(key).release()
         except Missing:
@@ -248,7 +227,8 @@ class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
     def get(self, address: int, monotonic_id: int, signature: list[int] | None = None, key: str | None = None) -> Any:
         if not self.is_writer:
             self.verify_signature(key, address, monotonic_id, signature)
-        with self._open(address, monotonic_id) as lease:
+        # A reader uses up one of its grants. The writer has none, and only looks.
+        with self._opened(address, monotonic_id, self.store.get if self.is_writer else self.store.open) as lease:
             if self.is_writer:
                 self._read_in_place(monotonic_id)
             return self._values.decode(lease.value())
@@ -260,19 +240,11 @@ class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
                 self._pinned[key] = lease
             return
         self.verify_signature(key, address, monotonic_id, signature)
-        self._look(address, monotonic_id).release()
+        self._opened(address, monotonic_id, self.store.get).release()
 
-    def _open(self, address: int, monotonic_id: int) -> Lease:
-        """Returns a lease of the value. A reader uses up one grant by it."""
-        found = self._look(address, monotonic_id)
-        if self.is_writer:
-            return found
-        with found:
-            return Handle(None, found.ref).open(self.store)
-
-    def _look(self, address: int, monotonic_id: int) -> Lease:
+    def _opened(self, address: int, monotonic_id: int, how: Callable[[bytes], Lease]) -> Lease:
         try:
-            return self.store.get(KEY.pack(monotonic_id, address))
+            return how(KEY.pack(monotonic_id, address))
         except (Missing, struct.error):
             raise ValueError(f"the value of '{address}:{monotonic_id}' has been modified or is invalid") from None
 
