@@ -68,5 +68,12 @@ def environment(site: Path, **variables: str) -> Mapping[str, str]:
     return {**inherited, **ENVIRONMENT, "PYTHONPATH": str(site), **variables}
 
 
+def write_model(python: str, name: str, folder: Path) -> Path:
+    """Writes the tiny models into the folder, with that interpreter, and returns the path of this one."""
+    command = [python, str(ROOT / "tests" / "support" / "tiny_models.py"), str(folder)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    return folder / name
+
+
 if __name__ == "__main__":  # for a look by hand: python -m tests.support.peer FOLDER
     print(write_site(Path(sys.argv[1])))
