@@ -11,7 +11,7 @@ from tests.support import peer
 INSIDE = Path(__file__).parent / "inside"
 
 
-@pytest.mark.parametrize("name", ["image_caches.py", "tensors.py"])
+@pytest.mark.parametrize("name", ["image_caches.py", "image_storage.py", "tensors.py"])
 def test_inside_vllm(name: str, tmp_path: Path) -> None:
     python = peer.python_of_vllm()
     shutil.copy(INSIDE / name, tmp_path)  # away from our conftest.py, which needs more than vLLM brings
