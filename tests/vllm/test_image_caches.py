@@ -10,6 +10,8 @@ from tests.support import peer
 
 INSIDE = Path(__file__).parent / "inside"
 
+pytestmark = pytest.mark.timeout(660)
+
 
 @pytest.mark.parametrize("name", ["image_caches.py", "image_storage.py", "tensors.py"])
 def test_inside_vllm(name: str, tmp_path: Path) -> None:

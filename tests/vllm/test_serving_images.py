@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock import Store
-from penstock.integrations.vllm.image_caches import VARIABLE
+from penstock.integrations.vllm.signed_store import SHARED_IMAGES
 from tests.support import peer
 from tests.support.tiny_models import QWEN2_VL
 from tests.support.vllm_server import VllmServer, image, serving, text
@@ -29,7 +29,7 @@ CONTENTS = [
 ]
 OURS = re.compile(r"/dev/shm/.*penstock")
 
-pytestmark = [pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 
 def shared_store(server: VllmServer) -> Store | None:
@@ -38,7 +38,7 @@ def shared_store(server: VllmServer) -> Store | None:
         variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
         for variable in variables:
             name, _, value = variable.partition("=")
-            if name == VARIABLE:
+            if name == SHARED_IMAGES:
                 return Store.attach(value.partition("/")[0])
     return None
 

@@ -19,6 +19,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from penstock.integrations.vllm import image_caches, settings
 from penstock.integrations.vllm.image_caches import SharedCoreCache, SharedSenderCache, SharedWorkerCache, share_store
 from penstock.integrations.vllm.issues import Issues
+from penstock.integrations.vllm.signed_store import SHARED_IMAGES
 
 MIB = 1 << 20
 
@@ -51,16 +52,16 @@ CONFIG = SimpleNamespace(model_config=model_config(), parallel_config=parallel_c
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.delenv(image_caches.VARIABLE, raising=False)
+    monkeypatch.delenv(SHARED_IMAGES, raising=False)
     monkeypatch.setattr(settings, "fall_backs", type(settings.fall_backs)())
     yield
-    os.environ.pop(image_caches.VARIABLE, None)
+    os.environ.pop(SHARED_IMAGES, None)
     image_caches.shared = None
 
 
 def share() -> None:
     share_store(CONFIG.model_config, CONFIG.parallel_config)
-    assert image_caches.VARIABLE in os.environ
+    assert SHARED_IMAGES in os.environ
 
 
 def image(value: int, nbytes: int = MIB) -> MultiModalKwargsItem:
@@ -246,7 +247,7 @@ def test_a_store_is_shared_where_vllm_has_a_cache_of_each_process(
     servers: int, more: dict[str, Any], is_shared: bool
 ) -> None:
     share_store(model_config(), parallel_config(servers, **more))
-    assert (image_caches.VARIABLE in os.environ) == is_shared
+    assert (SHARED_IMAGES in os.environ) == is_shared
     assert bool(settings.fall_backs) == (not is_shared and (servers > 1))
 
 

@@ -43,14 +43,14 @@ from penstock import Handle, Lease, Loan, MemoryExhausted, Missing, Timeout
 from penstock.integrations.vllm.image_values import ImageValues
 from penstock.integrations.vllm.issues import Issues
 from penstock.integrations.vllm.settings import fall_back
-from penstock.integrations.vllm.signed_store import SignedStore, ticket_of
+from penstock.integrations.vllm.signed_store import SHARED_IMAGES, SignedStore, ticket_of
 from penstock.lowlevel import Ref
 
 PART = "images"
-VARIABLE = "PENSTOCK_STORE_VLLM_IMAGES"  # of the environment: which store the processes of this server share
 CORE = "vllm engine core"  # the name of each core among the store's peers
 MAX_ITEMS = 2048
 MAX_PEERS = 64
+SPARE_PEERS = 4  # a core that starts again attaches before the place of its predecessor is free
 PUT_TIMEOUT = 1.0  # seconds to wait while another API server writes the same image
 REFERENCE, SIGNATURE = "address", "signature"  # fields of an item: by "address" vLLM's scheduler knows it and keeps it
 
@@ -69,7 +69,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         super().__init__()
         mm_config = vllm_config.model_config.get_multimodal_config()
         self.max_nbytes = mm_config.mm_shm_cache_max_object_size_mb * MiB_bytes
-        self.signed = SignedStore.attach(VARIABLE, peer_name=f"vllm api server {os.getpid()}")
+        self.signed = SignedStore.attach(SHARED_IMAGES, peer_name=f"vllm api server {os.getpid()}")
         self.store = self.signed.store
         self.issues = Issues(self.store, CORE)
         self._values = ImageValues(has_views=False)
@@ -226,7 +226,7 @@ class SharedCoreCache(BaseMultiModalReceiverCache):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.signed = SignedStore.attach(VARIABLE, peer_name=CORE)
+        self.signed = SignedStore.attach(SHARED_IMAGES, peer_name=CORE)
 
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
         if mm_item is None or REFERENCE not in mm_item:
@@ -251,7 +251,7 @@ class SharedWorkerCache(BaseMultiModalReceiverCache):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self.signed = SignedStore.attach(VARIABLE, peer_name="vllm worker")
+        self.signed = SignedStore.attach(SHARED_IMAGES, peer_name="vllm worker")
         self._values = ImageValues(has_views=has_views)
 
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
@@ -276,17 +276,17 @@ def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> N
     """
     global shared
     mm_config = model_config.multimodal_config
-    ticket = ticket_of(VARIABLE)
+    ticket = ticket_of(SHARED_IMAGES)
     if mm_config is None or (ticket is not None and ticket.pid == os.getppid()):
         return
-    os.environ.pop(VARIABLE, None)
+    os.environ.pop(SHARED_IMAGES, None)
     shared = None
     servers, engines = parallel_config._api_process_count, parallel_config.data_parallel_size
     is_several = servers > 1 or (engines > 1 and not parallel_config.data_parallel_external_lb)
     if mm_config.mm_processor_cache_type != "shm" or mm_config.mm_processor_cache_gb <= 0 or not is_several:
         return
     local = parallel_config.data_parallel_size_local
-    peers = 1 + servers + local * (1 + parallel_config.world_size)
+    peers = 1 + servers + local * (1 + parallel_config.world_size) + SPARE_PEERS
     is_ray = "ray" in (parallel_config.data_parallel_backend, parallel_config.distributed_executor_backend)
     is_elsewhere = parallel_config.nnodes > 1 or (local < engines and not parallel_config.local_engines_only)
     if is_ray or is_elsewhere:
@@ -296,7 +296,7 @@ def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> N
     else:
         try:
             shared = SignedStore.create(
-                VARIABLE,
+                SHARED_IMAGES,
                 int(mm_config.mm_processor_cache_gb * GiB_bytes),
                 name="vllm images",
                 peer_name="vllm",
@@ -308,7 +308,7 @@ def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> N
 
 
 def is_shared(vllm_config: VllmConfig) -> bool:
-    return VARIABLE in os.environ and vllm_config.model_config.supports_multimodal_inputs
+    return SHARED_IMAGES in os.environ and vllm_config.model_config.supports_multimodal_inputs
 
 
 def replace(views: bool) -> None:

@@ -16,6 +16,7 @@ from penstock import Handle, Lease, PenstockError, Store
 from penstock.lowlevel import Ref, Ticket
 
 SECRET_NBYTES = 32
+SHARED_IMAGES = "PENSTOCK_STORE_VLLM_IMAGES"  # the variable of the store that all processes of one server share
 
 
 def ticket_of(variable: str) -> Ticket | None:
