@@ -10,7 +10,6 @@ using namespace nb::literals;
 
 namespace {
 
-
 // However a call ends, its end waits no longer. (wait() keeps the time over an interruption.)
 struct Waited {
     Waits& waits;

@@ -217,6 +217,14 @@ void bind_memory(nb::module_& m) {
                                     ? g.total
                                     : g.pool_data + s.at<PoolHeader>(g.pool)->claimed_nbytes.load(RELAXED);
                      })
+        .def(
+            "claim_all",
+            [](const std::shared_ptr<Segment>& s) {
+                GilRelease released;
+                const Geometry& g = s->geometry();
+                if (g.pool != 0 && g.shape.elsewhere == 0) Granules(*s).claim(0, g.shape.pool_nbytes);
+            },
+            "Claims all pages of a pool that grows, as registering them with a device would.")
         .def_prop_ro("page_nbytes", [](const Segment& s) { return s.geometry().shape.page; })
         .def_prop_ro("fallback", &Segment::fallback)
         .def_prop_ro("pool_nbytes", [](const Segment& s) { return s.geometry().shape.pool_nbytes; })

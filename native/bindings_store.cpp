@@ -46,30 +46,53 @@ struct Keeper {
     }
 };
 
+// bytes: None: a block without a key, which is neither committed nor abandoned.
 nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout) {
-    Key key = key_of(bytes);
+    constexpr u64 LOOK_AGAIN_NS = 50'000'000;  // memory of the machine comes back, and nothing says so
+    bool has_key = !bytes.is_none();
+    Key key = has_key ? key_of(bytes) : Key{};
     Store store = keeper.store();
     u64 deadline = deadline_of(timeout), started = now_ns();
+    struct Waiting {  // for room, seen from outside
+        Shared<u64>& since;
+        bool is_set = false;
+        void set() {
+            if (!std::exchange(is_set, true)) since.store(now_ns(), RELAXED);
+        }
+        ~Waiting() {
+            if (is_set) since.store(0, RELAXED);
+        }
+    } waiting{keeper.by->peer(keeper.by->slot()).take_since_ns};
     Spinner spinner(Latency::eco);
     Waits waits{};
     Atomic<bool> never{false};
     if (nbytes > MAX_NBYTES) nbytes = MAX_NBYTES;
     Extent extent;
     u32 seen = 0, returns = 0;
-    Store::Begun begun = Store::Begun::wait;
+    Store::Begun begun = Store::Begun::fill;
     bool is_full = false;
     auto attempt = [&] {
         returns = store.pool().returns();
         is_full = false;
         try {
-            begun = store.begin(key, nbytes, extent, seen, deadline);
+            if (has_key)
+                begun = store.begin(key, nbytes, extent, seen, deadline);
+            else
+                store.take(nbytes, extent, deadline);
         } catch (const Error& error) {
             if (error.fault != Fault::memory_exhausted || now_ns() >= deadline || nbytes > store.pool().nbytes()) throw;
             is_full = true;
+            waiting.set();
         }
         return is_full || begun == Store::Begun::wait;
     };
-    bool must_wait = attempt();
+    bool must_wait;
+    if (nbytes < LONG_COPY) {
+        must_wait = attempt();
+    } else {  // pages may be claimed
+        GilRelease released;
+        must_wait = attempt();
+    }
     while (must_wait) {
         if (now_ns() >= deadline && !is_full)  // when full, the next attempt throws and names the holders
             throw Error(Fault::timeout, format("what '%s' keeps under this key is being written by %s for %s",
@@ -80,7 +103,8 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
             // Woken whenever anything is written or comes back: only for what was waited for is the interpreter asked.
             GilRelease released;
             do {
-                woken = is_full ? store.pool().wait_for_return(returns, deadline, spinner, waits, never)
+                u64 until = store.pool().is_growing() ? std::min(deadline, now_ns() + LOOK_AGAIN_NS) : deadline;
+                woken = is_full ? store.pool().wait_for_return(returns, until, spinner, waits, never)
                                 : store.wait_for_fill(seen, deadline, spinner, waits);
                 must_wait = attempt();
             } while (must_wait && woken == Woken::ready && now_ns() < deadline);
@@ -89,7 +113,7 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
         if (woken == Woken::interrupted && must_wait) check_signals();
     }
     bool is_new = begun == Store::Begun::fill;
-    nb::object lease = make_lease(keeper.by, extent, is_new, is_new);
+    nb::object lease = make_lease(keeper.by, extent, is_new, is_new && has_key);
     return nb::make_tuple(is_new, lease);
 }
 
@@ -161,11 +185,11 @@ void penstock::python::bind_store(nb::module_& m) {
         .def_prop_ro(
             "is_ours", [](const Keeper& keeper) { return keeper.by->is_ours(); }, "Not of the process before a fork().")
         .def("begin", &begin, "key"_a.none(), "nbytes"_a, "timeout"_a.none() = nb::none(),
-             nb::sig(
-                 "def begin(self, key: bytes, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]"),
+             nb::sig("def begin(self, key: bytes | None, nbytes: int, timeout: float | None = None) -> tuple[bool, "
+                     "BlockLease]"),
              "True and a writable lease, to be written and committed; or False and a lease of what is there. Waits "
              "while "
-             "somebody else writes it, or for room.")
+             "somebody else writes it, or for room. Without a key: a block that is neither committed nor abandoned.")
         .def(
             "commit", &commit, "lease"_a,
             "What was written is there for everybody, and the lease is for reading from now on: it must have no views. "
@@ -177,9 +201,6 @@ void penstock::python::bind_store(nb::module_& m) {
                 lease.is_filling = false;
             },
             "lease"_a, "Somebody else may write it. So it is, too, when the lease goes without a commit.")
-        .def(
-            "make_room", [](Keeper& keeper, u64 nbytes) { return keeper.store().make_room(nbytes); }, "nbytes"_a,
-            "Gives up kept blocks that nobody holds, so that one of `nbytes` fits. False: there is no such place.")
         .def(
             "evict", [](Keeper& keeper, nb::handle key) { return keeper.store().evict_key(key_of(key)); },
             "key"_a.none(), nb::sig("def evict(self, key: bytes) -> bool"))

@@ -8,6 +8,7 @@
 // taken extents in the order of their offsets; grant_units) is rebuilt by the peer that takes over the lock of a dead
 // holder. Releasing needs no lock of the pool, so giving memory back waits for no allocation.
 #pragma once
+#include "granules.h"
 #include "watcher.h"
 
 namespace penstock {
@@ -61,8 +62,9 @@ class Pool {
     // A live block of which this peer holds one lease. False: there is no room now. Throws MemoryExhausted when there
     // can never be, or when the machine has no memory for a pool that grows.
     // deadline: for the lock alone, here and below.
+    // limit: only below it, in the pool's bytes.
     // claims: its pages, in a pool that grows.
-    bool try_take(u64 nbytes, Extent& out, u64 deadline = NEVER, bool claims = true) {
+    bool try_take(u64 nbytes, Extent& out, u64 deadline = NEVER, u64 limit = NEVER, bool claims = true) {
         attachment_.refresh();
         attachment_.finish_put_off();
         u64 extent = round_up(std::max<u64>(nbytes, 1), LINE);
@@ -83,7 +85,7 @@ class Pool {
                 rebuild();
                 return false;
             }
-            u64 gap = end - at;
+            u64 gap = std::min(end, limit) > at ? std::min(end, limit) - at : 0;
             if (gap >= extent && gap < best) {
                 best = gap;
                 best_offset = at;
@@ -97,9 +99,9 @@ class Pool {
         }
         u32 index = best == NEVER || count >= geometry_.shape.max_blocks ? NONE : free_block();
         if (index == NONE) return false;
-        // Small ones from the low end of a gap, large ones from the high end: they do not cut each other's room. A pool
-        // that grows fills from below, so that it claims as little as it can.
-        if (geometry_.shape.granule_nbytes == 0 && extent >= this->nbytes() / SMALL) best_offset += best - extent;
+        // Small ones from the low end of a gap, large ones from the high end: they do not cut each other's room. A gap
+        // that is not all claimed is filled from below, so that a pool claims as little as it can.
+        if (extent >= this->nbytes() / SMALL && is_claimed(best_offset, best)) best_offset += best - extent;
         Block& block = this->block(index);
         u32 generation = block.generation.load(RELAXED) + 1;
         block.generation.store(generation, RELAXED);
@@ -149,6 +151,9 @@ class Pool {
     }
     // Has [offset, offset + nbytes) its pages? Within bounds; not to be relied on for what is not held.
     bool is_claimed(u64 offset, u64 nbytes) const;  // pool_pages.h
+    // So many bytes from the pool's start have their pages: the limit where the machine has no more memory.
+    u64 claimed_from_start() const;  // pool_pages.h
+    bool is_growing() const { return claimed_from_start() < nbytes(); }
     u32 returns() const { return head_.returns.load(order::returns.acquire); }
 
     // ── leases and grants ──

@@ -1,43 +1,20 @@
-// pool_pages.h: which pages of a pool that grows are claimed: a bit for each granule. Part of pool.h.
+// pool_pages.h: pages of a pool that grows: claimed for a block, given back to the machine. Part of pool.h.
 #pragma once
 #include "pool.h"
 
 namespace penstock {
 
 inline bool Pool::is_claimed(u64 offset, u64 nbytes) const {
-    if (geometry_.shape.granule_nbytes == 0 || nbytes == 0) return true;
-    u64 last = (offset + nbytes - 1) / geometry_.shape.granule_nbytes;
-    for (u64 i = offset / geometry_.shape.granule_nbytes; i <= last; ++i)
-        if ((head_.granules[i / 64].load(order::granules.acquire) >> (i % 64) & 1) == 0) return false;
-    return true;
+    return Granules(attachment_.segment()).are_claimed(offset, nbytes);
 }
-// Two takers may claim the same piece at once: claiming is idempotent, and a piece is only ever given back by
-// a peer that has taken all of it as a block.
+inline u64 Pool::claimed_from_start() const { return Granules(attachment_.segment()).claimed_from_start(); }
 inline void Pool::claim(const Extent& extent, u64 nbytes) {
-    u64 granule = geometry_.shape.granule_nbytes;
-    if (granule == 0) return;
-    u64 first = extent.offset / granule, last = (extent.offset + nbytes - 1) / granule;
-    for (u64 i = first; i <= last; ++i) {
-        if ((head_.granules[i / 64].load(order::granules.acquire) >> (i % 64) & 1) != 0) continue;
-        u64 until = i + 1;
-        while (until <= last && (head_.granules[until / 64].load(order::granules.acquire) >> (until % 64) & 1) == 0)
-            ++until;
-        try {
-            u64 end = std::min(until * granule, round_up(geometry_.total - geometry_.pool_data, PAGE));
-            claim_pages(attachment_.segment().fd(), geometry_.pool_data + i * granule, end - i * granule,
-                        "growing a pool");
-        } catch (...) {
-            head_.exhaustions.add();
-            release(extent.block, extent.generation);
-            throw;
-        }
-        PENSTOCK_POINT("pool.claiming");
-        for (; i < until; ++i) {
-            u64 bit = 1ull << (i % 64);
-            if ((head_.granules[i / 64].fetch_or(bit, order::granules.acq_rel) & bit) == 0)
-                head_.claimed_nbytes.fetch_add(granule, RELAXED);
-        }
-        --i;
+    try {
+        Granules(attachment_.segment()).claim(extent.offset, nbytes);
+    } catch (...) {
+        head_.exhaustions.add();
+        release(extent.block, extent.generation);
+        throw;
     }
 }
 // Gives the machine back the pages of what is free in a pool that grows, beyond `keep`. Taken as a block meanwhile,
@@ -45,18 +22,18 @@ inline void Pool::claim(const Extent& extent, u64 nbytes) {
 inline u64 Pool::trim(u64 keep) {
     if (geometry_.shape.granule_nbytes == 0) return 0;
     u64 punched = 0, granule = geometry_.shape.granule_nbytes;
+    Granules granules(attachment_.segment());
     int failed = 0;
     while (head_.claimed_nbytes.load(RELAXED) > keep) {
         Extent whole;
         u64 largest = stats().largest_free_nbytes / LINE * LINE;
         if (largest < 2 * granule) break;
         bool was_claimed = false;
-        if (!try_take(largest, whole, NEVER, false)) break;
+        if (!try_take(largest, whole, NEVER, NEVER, false)) break;
         u64 from = std::max(round_up(whole.offset, granule), round_up(keep, granule)),
             to = (whole.offset + largest) / granule;
         for (u64 i = from / granule; i < to; ++i) {
-            u64 bit = 1ull << (i % 64);
-            if ((head_.granules[i / 64].fetch_and(~bit, order::granules.acq_rel) & bit) == 0) continue;
+            if (!granules.forget(i)) continue;
             do
                 failed =
                     ::fallocate(attachment_.segment().fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
@@ -65,7 +42,7 @@ inline u64 Pool::trim(u64 keep) {
                         : 0;
             while (failed == EINTR);
             if (failed != 0) {
-                head_.granules[i / 64].fetch_or(bit, order::granules.acq_rel);
+                granules.restore(i);
                 break;
             }
             head_.claimed_nbytes.fetch_sub(granule, RELAXED);

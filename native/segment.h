@@ -90,18 +90,21 @@ inline Available memory_available() {
     return least;
 }
 
-inline void require_memory(u64 nbytes, const char* what) {
+// spared: bytes that stay for others.
+inline void require_memory(u64 nbytes, const char* what, u64 spared) {
     Available available = memory_available();
-    if (nbytes <= available.nbytes) return;
-    throw Error(Fault::memory_exhausted, format("%s of %s does not fit: %s has %s left", what, in_units(nbytes).c_str(),
-                                                available.owner, in_units(available.nbytes).c_str()))
+    if (nbytes <= available.nbytes && spared <= available.nbytes - nbytes) return;
+    std::string stays = spared != 0 ? format(", of which %s stay for others", in_units(spared).c_str()) : std::string();
+    throw Error(Fault::memory_exhausted,
+                format("%s of %s does not fit: %s has %s left%s", what, in_units(nbytes).c_str(), available.owner,
+                       in_units(available.nbytes).c_str(), stays.c_str()))
         .with("asked", static_cast<i64>(nbytes))
         .with("free", static_cast<i64>(available.nbytes));
 }
 
 // Gives [offset, offset + nbytes) of the file its pages, or says why not; never a SIGBUS later.
-inline void claim_pages(int fd, u64 offset, u64 nbytes, const char* what) {
-    require_memory(nbytes, what);
+inline void claim_pages(int fd, u64 offset, u64 nbytes, const char* what, u64 spared = 0) {
+    require_memory(nbytes, what, spared);
     int failed;
     do failed = ::fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(nbytes)) != 0 ? errno : 0;
     while (failed == EINTR);
@@ -357,7 +360,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
     }
 
     // Puts the pages of these bytes into the writable mapping, where they are not yet: a put into 64 MiB of which this
-    // process has written nothing took 20 ms for all of them at once. Of what was claimed at creation only.
+    // process has written nothing took 20 ms for all of them at once. Of what is claimed only.
     bool is_populated(u64 offset, u64 nbytes) const {
         if (populated_ == nullptr || nbytes == 0) return true;
         u64 last = (offset + nbytes - 1 - geometry_.data) / PIECE;
@@ -418,10 +421,11 @@ class Segment : public std::enable_shared_from_this<Segment> {
             if (claimed != 0) ::madvise(read_, claimed, MADV_POPULATE_READ);
         }
         prefault_ = prefault;
-        // What is written block by block and was claimed as a whole: in pieces, when they are first lent out.
-        bool is_whole =
-            geometry_.shape.kind == static_cast<u32>(SegmentKind::pool) && geometry_.shape.granule_nbytes == 0;
-        if (prefault && is_whole && data_nbytes() > PIECE)
+        // What is written block by block: in pieces, when they are first lent out. A piece lies within one granule.
+        u64 granule = geometry_.shape.granule_nbytes;
+        bool is_by_piece = geometry_.shape.kind == static_cast<u32>(SegmentKind::pool) &&
+                           (granule == 0 || (granule >= PIECE && geometry_.pool_data == geometry_.data));
+        if (prefault && is_by_piece && data_nbytes() > PIECE)
             populated_ = std::make_unique<Atomic<u64>[]>(data_nbytes() / PIECE / 64 + 1);
     }
     u8* map_for_writing() {

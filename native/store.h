@@ -8,6 +8,8 @@
 // is kept is not returned with its last lease; one that is evicted is returned at once, for only blocks that are not
 // held are evicted. LOCK store is taken before LOCK block, never while LOCK pool is held.
 #pragma once
+#include <optional>
+
 #include "pool.h"
 
 namespace penstock {
@@ -65,16 +67,11 @@ class Store {
     // deadline: for locks.
     Begun begin(const Key& key, u64 nbytes, Extent& out, u32& seen, u64 deadline = NEVER) {
         attachment_.refresh();
-        bool is_full = false;
-        for (int attempts = 0;; ++attempts) {
-            Begun found;
-            if (locked(deadline, [&] { return look(key, out, seen, found); })) return found;
-            if (is_full) throw pool_.exhausted(nbytes);  // and it did not come meanwhile, with what was in the way
-            if (pool_.try_take(nbytes, out, deadline)) break;
-            is_full = attempts >= MAX_ATTEMPTS || !evict(nbytes, deadline);
-        }
+        Begun found;
+        auto is_there = [&] { return locked(deadline, [&] { return look(key, out, seen, found); }); };
+        if (!take(nbytes, out, deadline, is_there)) return found;
         PENSTOCK_POINT("store.taken");
-        Begun found = Begun::fill;
+        found = Begun::fill;
         Extent ours = out;
         try {
             bool is_there = locked(deadline, [&] {
@@ -131,10 +128,10 @@ class Store {
         pool_.release(extent.block, extent.generation);
         announce_fill();
     }
-    // For a block without a key: what is kept gives way to it. False: what is in the way is held.
-    bool make_room(u64 nbytes) {
+    // A block without a key, for which what is kept gives way. Throws MemoryExhausted where that is held.
+    void take(u64 nbytes, Extent& out, u64 deadline = NEVER) {
         attachment_.refresh();
-        return evict(nbytes);
+        take(nbytes, out, deadline, [] { return false; });
     }
     // Gives one key up that no peer holds or was granted. False: it is held, or being written, or not there.
     bool evict_key(const Key& key) {
@@ -218,6 +215,33 @@ class Store {
     }
 
    private:
+    // A block, for which what is kept gives way. False: is_there() said so first. Where the machine has no memory for
+    // more pages, the room is made among those that are claimed, and the next take tries to claim more again.
+    template <class IsThere>
+    bool take(u64 nbytes, Extent& out, u64 deadline, IsThere&& is_there) {
+        bool is_full = false;
+        u64 limit = NEVER;
+        std::optional<Error> shortage;
+        for (int attempts = 0;; ++attempts) {
+            if (is_there()) return false;
+            if (is_full) {  // after a last look, for it may have come
+                if (shortage) throw *shortage;
+                pool_.header().exhaustions.add();
+                throw pool_.exhausted(nbytes);
+            }
+            try {
+                if (pool_.try_take(nbytes, out, deadline, limit)) return true;
+            } catch (const Error& error) {
+                if (error.fault != Fault::memory_exhausted || limit != NEVER) throw;
+                shortage = error;
+                limit = pool_.claimed_from_start();
+                if (round_up(std::max<u64>(nbytes, 1), LINE) > limit) throw;
+                continue;
+            }
+            is_full = attempts >= MAX_ATTEMPTS || !evict(nbytes, deadline, limit);
+        }
+    }
+
     static constexpr u32 NONE = ~0u;
     static constexpr size_t AHEAD = 6;       // blocks; looking at many is waiting for memory, and little else
     static constexpr int MAX_ATTEMPTS = 64;  // others may take what was made free; then it is really full
@@ -365,13 +389,14 @@ class Store {
     // Looking at all of them takes as long as there are many, so no peer is kept out meanwhile: what was chosen is
     // looked at again under the lock, and what has become something else since then stays.
     // A block that is locked, perhaps by a stopped peer, is passed over where there is another way.
-    bool evict(u64 nbytes, u64 deadline = NEVER, bool passes_over = true) {
+    // limit: the room is to lie below it.
+    bool evict(u64 nbytes, u64 deadline, u64 limit, bool passes_over = true) {
         u64 need = round_up(std::max<u64>(nbytes, 1), LINE);
         bool has_passed = false;
         std::vector<Item> items = by_offset(deadline, passes_over, has_passed);
         auto room = [&](size_t first, size_t end) {  // were [first, end) gone
             u64 low = first == 0 ? 0 : items[first - 1].end,
-                high = end < items.size() ? items[end].offset : pool_.nbytes();
+                high = std::min(end < items.size() ? items[end].offset : pool_.nbytes(), limit);
             return high > low ? high - low : 0;
         };
         size_t best_first = 0, best_end = 0;
@@ -401,7 +426,7 @@ class Store {
                 if (room(first, at + 1) >= need) consider(first, at + 1, worth);
             }
         }
-        if (best_first == best_end) return has_passed && evict(nbytes, deadline, false);
+        if (best_first == best_end) return has_passed && evict(nbytes, deadline, limit, false);
         PENSTOCK_POINT("store.chosen");
         return locked(deadline, [&] {
             for (size_t i = best_first; i < best_end; ++i) {

@@ -427,7 +427,7 @@ OF_THE_STORE = ["get", "get of no key", "commit", "abandon", "remove", "clear"]
     ("point", "what"),
     [("block.locked", what) for what in OF_A_BLOCK]
     + [("store.locked", what) for what in OF_THE_STORE]
-    + [("pool.locked", "make_room"), ("pool.locked", "take")],
+    + [("pool.locked", "begin of no key"), ("pool.locked", "take")],
 )
 def test_what_has_no_deadline_ends_when_a_stopped_peer_has_held_a_lock_for_two_seconds(
     zygote: Zygote, point: str, what: str
@@ -445,7 +445,7 @@ def test_what_has_no_deadline_ends_when_a_stopped_peer_has_held_a_lock_for_two_s
             "abandon": lambda: shelf.store.abandon(shelf.filling),
             "remove": lambda: shelf.store.remove(shelf.key(1)),
             "clear": shelf.store.clear,
-            "make_room": lambda: shelf.store.make_room(900_000),
+            "begin of no key": lambda: shelf.store.begin(None, 900_000, None),
             "take": lambda: shelf.by.take(100, None),
         }[what]
         began = time.monotonic()

@@ -15,15 +15,13 @@ from penstock import _native
 from penstock.channel.aio import AsyncByteReceiver, AsyncByteSender
 from penstock.errors import ClosedError, Timeout
 from penstock.memory.peers import Peer
-from penstock.memory.segment import Shareable, fitting, placement, short, within
+from penstock.memory.segment import Shareable, fitting, granule_nbytes, placement, short, within
 
 Latency = Literal["eco", "auto", "spin"]
 OnDeath = Literal["raise", "ignore"]
 
 LANE_NBYTES = 1 << 20  # bench/channels: streaming gains nothing from more, and 2.6 KB records then wait 400 deep
 INLINE_LIMIT = 64 << 10  # longer records go to the pool: from here on a view without a copy beats the ring
-GRANULE_NBYTES = 1 << 20  # the pool claims pages in such pieces as it first needs them, and keeps them
-GRANULES = 32768
 SPILL_BLOCKS = 256  # records longer than INLINE_LIMIT that may be under way or held at once
 MAX_POLL_S = 0.02  # between two looks at the receivers that are still missing
 
@@ -166,9 +164,6 @@ def create_segment(
     if spill_nbytes is None:
         spill_nbytes = _spill_nbytes()
     fitting(spill_nbytes, "a channel's pool")
-    granule = GRANULE_NBYTES
-    while spill_nbytes > granule * GRANULES:
-        granule *= 2
     fields = {
         "kind": 3,
         "style": shape,
@@ -183,7 +178,7 @@ def create_segment(
         "inline_limit": inline_limit,
         "pool_nbytes": -(-spill_nbytes // 64) * 64,
         # Huge pages are claimed whole: such a pool does not grow.
-        "granule_nbytes": granule if not huge_pages else 0,
+        "granule_nbytes": 0 if huge_pages else granule_nbytes(spill_nbytes),
     }
     return _native.Segment.create(
         short(name), fields, prefault=prefault, schema=schema, **placement(huge_pages, numa_node, numa_required)

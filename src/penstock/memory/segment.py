@@ -19,6 +19,8 @@ from penstock.errors import LayoutMismatch, MemoryExhausted
 HUGE_NBYTES = 2 << 20
 MAX_NBYTES = 1 << 44  # of any segment; native/layout.h
 NAME_NBYTES = 31
+GRANULE_NBYTES = 1 << 20  # a pool that grows claims pages in such pieces as it first needs them, and keeps them
+GRANULES = 32768  # of a pool at most; native/layout.h
 
 _T = TypeVar("_T", bound="Shareable")
 
@@ -74,6 +76,14 @@ def fitting(nbytes: int, what: str) -> int:
         error.asked, error.free = nbytes, available
         raise error
     return nbytes
+
+
+def granule_nbytes(pool_nbytes: int) -> int:
+    """Returns the size of the pieces in which a pool that grows claims its pages."""
+    granule = GRANULE_NBYTES
+    while pool_nbytes > granule * GRANULES:
+        granule *= 2
+    return granule
 
 
 def short(name: str) -> str:

@@ -5,7 +5,6 @@ The native core decides which peer writes a key, which peers wait for it, what i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, overload
 
@@ -13,11 +12,20 @@ import msgspec
 import numpy as np
 
 from penstock import _native
-from penstock.errors import LayoutMismatch, MemoryExhausted, Missing
+from penstock.errors import LayoutMismatch, Missing
 from penstock.installing import how_to_install
 from penstock.memory import Peer, Pool, PoolStats, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
-from penstock.memory.segment import Shareable, attached_segment, fitting, placement, short, within
+from penstock.memory.segment import (
+    GRANULE_NBYTES,
+    Shareable,
+    attached_segment,
+    fitting,
+    granule_nbytes,
+    placement,
+    short,
+    within,
+)
 from penstock.tensor.lease import Loan, block_nbytes
 from penstock.tensor.source import source
 from penstock.tensor.tree import Plan, plan
@@ -25,8 +33,6 @@ from penstock.tensor.tree import Plan, plan
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room
-MAX_ROUNDS = 64  # of making room that other peers took first, after the deadline
 PUT_TIMEOUT = 5.0  # seconds: for another process to write the same key, or for room that is held
 
 
@@ -109,16 +115,19 @@ class Store(Shareable):
     A value is a tree of dicts, lists and tuples with tensors (of NumPy, torch or DLPack) and small plain values.
 
     Args:
-        nbytes: room for all values, claimed now.
+        nbytes: room for all values. Its pages are claimed as values fill it, and stay claimed.
         name: of the store, in errors and in `penstock inspect`.
         max_items: values that may lie in the store at a time.
         max_peers: processes that may be attached at a time.
         peer_name: of this process, in errors and in `penstock inspect`.
-        huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
-            by `penstock inspect`.
+        huge_pages, numa_node, numa_required: placement of the memory. A wish that cannot be met is reported by
+            `penstock inspect`. Huge pages are all claimed now.
+        prefault: all pages are claimed and touched now, so that no `put` lacks memory or waits for the kernel to clear
+            pages.
 
     Raises:
-        MemoryExhausted: the machine has not so much memory left; the text has both numbers.
+        MemoryExhausted: the machine has not so much memory left; the text has both numbers. Without `prefault`, that
+            concerns `put` and `loan`: where values that no process holds cannot make room either.
 
     Examples:
         >>> store = Store(1 << 20)
@@ -139,19 +148,22 @@ class Store(Shareable):
         huge_pages: bool | str = False,
         numa_node: int | None = None,
         numa_required: bool = False,
-        prefault: bool = True,
+        prefault: bool = False,
     ) -> None:
         within("max_items", max_items, 1, _native.MAX_BLOCKS)
+        pool_nbytes = -(-fitting(nbytes, "a store") // BLOCK_ALIGN) * BLOCK_ALIGN
         shape = {
             "kind": 2,
             "max_peers": within("max_peers", max_peers, 1, _native.MAX_PEERS),
             "max_blocks": max_items,
             "has_grants": 1,
-            "pool_nbytes": -(-fitting(nbytes, "a store") // BLOCK_ALIGN) * BLOCK_ALIGN,
+            "pool_nbytes": pool_nbytes,
+            # Huge pages are claimed whole, and so is what is no larger than one granule.
+            "granule_nbytes": 0 if prefault or huge_pages or pool_nbytes <= GRANULE_NBYTES else granule_nbytes(pool_nbytes),
             "buckets": 1 << max_items.bit_length(),
         }
         options = placement(huge_pages, numa_node, numa_required)
-        self._use(_native.Segment.create(short(name), shape, prefault=prefault, **options), peer_name)
+        self._use(_native.Segment.create(short(name), shape, **options), peer_name)
 
     def _use(self, segment: _native.Segment, peer_name: str) -> None:
         super().__init__(segment)
@@ -331,32 +343,9 @@ class Store(Shareable):
         return self._loan(key, planned, timeout)
 
     def _loan(self, key: bytes | None, planned: Plan, timeout: float | None) -> Loan | _native.Lease:
-        if key is None:
-            return Loan(self.pool, None, self._take(block_nbytes(planned), timeout), planned)
         is_new, block = self._keeper.begin(key, block_nbytes(planned), timeout)
-        return Loan(self.pool, self._keeper, block, planned) if is_new else _native.Lease(block)
-
-    def _take(self, nbytes: int, timeout: float | None) -> _native.BlockLease:
-        """Returns a block without a key, as `Pool.take` does; values without a holder give way to it."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        made_room = 0
-        while True:
-            try:
-                return self.pool.take(nbytes, 0)
-            except MemoryExhausted:
-                left = None if deadline is None else deadline - time.monotonic()
-                is_late = left is not None and left <= 0
-                may_make = nbytes <= self.nbytes and (made_room < MAX_ROUNDS or not is_late)
-                if may_make and self._keeper.make_room(nbytes):
-                    made_room += 1
-                    continue  # if another peer took that room first, more is made
-                if nbytes > self.nbytes or is_late:
-                    raise
-            try:
-                # A block that comes back may be the room, or have been in the way of making it: so each wait is short.
-                return self.pool.take(nbytes, LOOK_AGAIN if left is None else min(left, LOOK_AGAIN))
-            except MemoryExhausted:
-                pass
+        keeper = None if key is None else self._keeper
+        return Loan(self.pool, keeper, block, planned) if is_new else _native.Lease(block)
 
     # ── what goes ──
     def evict(self, key: bytes) -> bool:

@@ -254,7 +254,7 @@ def test_a_block_of_the_pool_makes_no_room() -> None:
         store.put(tree(1, 900_000), key=key(1)).release()
         with pytest.raises(MemoryExhausted):
             store.pool.take(900_000)
-        store._take(900_000, 0).release()
+        store.put(tree(2, 900_000), timeout=0).release()
         with pytest.raises(Missing):
             store.get(key(1))
 

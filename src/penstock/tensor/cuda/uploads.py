@@ -57,11 +57,12 @@ class _Pinned:
         self.address: int | None = None
         self.nbytes = 0
         try:
+            segment.claim_all()  # registering touches every page, whether there is memory for it or not
             found = segment.mapping(True, True)
             if found is not None:
                 driver.register(*found)
                 self.address, self.nbytes = found
-        except Exception as error:  # of the device; or of the mapping, where this process has no room for a second
+        except Exception as error:  # of the device; or there is no memory to claim, or no room for a second mapping
             self.error = str(error)
 
     def forget(self, driver: Driver) -> None:
