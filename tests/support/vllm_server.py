@@ -1,129 +1,100 @@
-"""A `vllm serve` of a tiny model, with and without parts of ours: started, asked, ended with all its processes."""
+"""`vllm serve` of a tiny model in the interpreter that has vLLM, for tests: its answers, its processes, its end."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
+import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tests.support import peer
 
-START_LIMIT = 400.0  # seconds: of a busy machine
-ANSWER_LIMIT = 120.0
-OPTIONS = ("--host", "127.0.0.1", "--max-model-len", "4096", "--enforce-eager", "--max-num-seqs", "8")
+START = 240.0  # seconds until it answers, on a machine that has other work
+END = 60.0
+NAME = "tiny"
 
 
 class VllmServer:
-    """One running server."""
+    """A server that has answered."""
 
-    def __init__(self, process: subprocess.Popen[bytes], url: str, model: Path, log: Path) -> None:
-        self.process = process
-        self.url = url
-        self.model = model
-        self.log = log
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process, self.port, self.log = process, port, log
 
-    def answer(self, content: list[dict[str, Any]], max_tokens: int = 12) -> str:
-        """Returns the greedy answer to one message of a user."""
-        body = {
-            "model": str(self.model),
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": max_tokens,
-            "temperature": 0,
-        }
-        request = urllib.request.Request(
-            f"{self.url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    def ask(self, prompt: Any, max_tokens: int = 24) -> str:
+        """The text of a greedy answer."""
+        body = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            text = response.read()
+        assert response.status == 200, text
+        answer: str = json.loads(text)["choices"][0]["text"]
+        return answer
+
+    def pids(self) -> list[int]:
+        """All its processes: it began a session of its own."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = path.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                    found.append(int(path.parent.name))
+        return found
+
+    def workers(self) -> list[int]:
+        return sorted(
+            {int(pid) for pid in re.findall(r"\(Worker\S* pid=(\d+)\)", self.log.read_text(errors="replace"))}
         )
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_LIMIT) as response:
-                return str(json.load(response)["choices"][0]["message"]["content"])
-        except urllib.error.HTTPError as error:
-            raise AssertionError(f"{error}: {error.read()[:500]!r}") from None
 
-    def answers(self, contents: list[list[dict[str, Any]]], at_a_time: int) -> list[str]:
-        with ThreadPoolExecutor(at_a_time) as threads:
-            return list(threads.map(self.answer, contents))
-
-    def processes(self) -> list[int]:
-        """The server's processes: its own session, which vLLM's children stay in."""
-        session = self.process.pid
-        pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-        return [pid for pid in pids if _session(pid) == session]
-
-
-def _session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+    def shared_files(self) -> set[str]:
+        """Names below /dev/shm of queues, rings and arenas that its processes have mapped."""
+        names: set[str] = set()
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                names |= set(re.findall(r"/dev/shm/psm_\w+", Path(f"/proc/{pid}/maps").read_text()))
+        return names
 
 
 @contextlib.contextmanager
-def serving(python: str, site: Path, model: Path, log: Path, *options: str, **variables: str) -> Iterator[VllmServer]:
-    """Starts `vllm serve`, waits until it is healthy, and ends all its processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--port", str(port), *OPTIONS, *options]
+def serving(site: Path, model: Path, log: Path, *options: str, **variables: str) -> Iterator[VllmServer]:
+    """A server with two workers, that has answered once; with the block it is ended, with all its processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command: Sequence[str] = [
+        *(peer.python_of_vllm(), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", NAME),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"),
+        *("--enforce-eager", "--tensor-parallel-size", "2", "--seed", "0", *options),
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
-            env=peer.environment(site, **variables),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=log.parent,
-            start_new_session=True,
+            command, stdout=output, stderr=output, env=peer.environment(site, **variables), start_new_session=True
         )
-    server = VllmServer(process, f"http://127.0.0.1:{port}", model, log)
+    server = VllmServer(process, port, log)
     try:
-        _wait_until_healthy(server)
+        deadline = time.monotonic() + START
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-6000:]
+            try:
+                server.ask("hello", 1)
+                break
+            except OSError:
+                time.sleep(0.2)
         yield server
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        for pid in server.processes():
+            process.wait(END)
+        for pid in server.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.wait()
-
-
-def _wait_until_healthy(server: VllmServer) -> None:
-    deadline = time.monotonic() + START_LIMIT
-    while True:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=5):
-            return
-        ended = server.process.poll()
-        if ended is not None or time.monotonic() > deadline:
-            how = "it takes too long" if ended is None else f"it ended with {ended}"
-            raise AssertionError(f"no server: {how}\n" + server.log.read_text(errors="replace")[-4000:])
-        time.sleep(0.5)
-
-
-def image(seed: int, side: int = 224) -> dict[str, Any]:
-    """Noise, as a part of a message."""
-    from PIL import Image
-
-    file = io.BytesIO()
-    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def text(value: str) -> dict[str, Any]:
-    return {"type": "text", "text": value}
