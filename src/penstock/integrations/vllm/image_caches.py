@@ -8,7 +8,7 @@
 
 vLLM has no cache for more than one API server or engine: there each server sends each image again.
 
-The engine core decides. A reference whose value was evicted (its server died, or sent it a minute ago) is a cache miss
+The engine core decides. A reference to an evicted value (its server died, or sent it a minute ago) is a cache miss
 of that request: vLLM answers the client with an error that can be retried, and the server puts the image again. A
 worker cannot miss: its core holds what it forwards, through preemption and abort, until the request and each step that
 names it are gone.

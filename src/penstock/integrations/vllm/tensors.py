@@ -36,7 +36,7 @@ stores: dict[str, Store] = {}  # of the senders, by ticket
 
 
 class TensorIpcSender(TheirSender):  # type: ignore[misc]
-    """vLLM's sender, whose tensors of the CPU lie in a store of this process."""
+    """vLLM's sender, with tensors of the CPU in a store of this process."""
 
     def __init__(self, queue: Any) -> None:
         super().__init__(queue)
@@ -84,7 +84,7 @@ def attached(ticket: str) -> Store:
 def let_models_have_several_workers() -> None:
     """vLLM refuses tensor IPC with several workers or engines, as its queue has one reader. Ours may have any number.
 
-    Tensors of a device go through vLLM's queue: for models whose processor runs on one, vLLM's check stays. So it does
+    Tensors of a device go through vLLM's queue: where a model's processor runs on one, vLLM's check stays. So it does
     where vLLM checks elsewhere.
     """
     verify = ModelConfig.verify_with_parallel_config
