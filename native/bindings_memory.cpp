@@ -387,6 +387,15 @@ void bind_memory(nb::module_& m) {
                 return Pool(by).revoke({block, generation, offset, nbytes}, to);
             },
             "segment"_a, "block"_a, "generation"_a, "offset"_a, "nbytes"_a, "to"_a)
+        .def(
+            "unused_grants",
+            [](Attachment& by, u64 segment, u32 block, u32 generation, u64 offset, u64 nbytes, u32 to) {
+                by.require_ours();
+                if (segment != by.segment().nonce())
+                    throw Error(Fault::stale_ref, "the reference is to another segment");
+                return Pool(by).unused_grants({block, generation, offset, nbytes}, to);
+            },
+            "segment"_a, "block"_a, "generation"_a, "offset"_a, "nbytes"_a, "to"_a)
         .def("stats",
              [](Attachment& by) {
                  by.require_ours();

@@ -221,6 +221,8 @@ class Pool {
     u32 grant_all(const Extent& ref);
     // Takes unused grants of ours back (a message that could not be sent after all). Returns whether there was one.
     bool revoke(const Extent& ref, u32 to);
+    // Grants of ours that `to` has not used.
+    u32 unused_grants(const Extent& ref, u32 to);
     // For a channel's sender: the receivers in `mask` will open the block through the record at `position`. Our own
     // lease keeps it alive until the record is committed; a death before that is seen by position >= committed.
     template <class Mask>

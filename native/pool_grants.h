@@ -103,5 +103,11 @@ inline bool Pool::revoke(const Extent& ref, u32 to) {
     if (is_last) announce_return();
     return true;
 }
+inline u32 Pool::unused_grants(const Extent& ref, u32 to) {
+    Held guard(*this, checked(ref));
+    require(ref);
+    if (geometry_.shape.has_grants == 0 || to >= geometry_.shape.max_peers) return 0;
+    return grants(ref.block, attachment_.slot())[to].load(RELAXED);
+}
 
 }  // namespace penstock

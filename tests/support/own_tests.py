@@ -100,7 +100,7 @@ def run(
     command = [peer.python_of_vllm(), "-m", "pytest", "-q", "-p", "penstock.integrations.vllm.rebind"]
     command += ["-p", "no:cacheprovider", f"--timeout={EACH_LIMIT}", f"--junit-xml={report}"]
     command += [*entry.get("options", []), *entry["files"]]
-    environment = peer.environment(site, PENSTOCK_VLLM=part, PENSTOCK_VLLM_STRICT="1", **variables)
+    environment = peer.environment(site, **{"PENSTOCK_VLLM": part, "PENSTOCK_VLLM_STRICT": "1", **variables})
     done = subprocess.run(command, env=environment, cwd=tests, capture_output=True, text=True, timeout=LIMIT)
     if not report.exists():
         raise AssertionError(f"pytest ended with {done.returncode}: {done.stdout[-4000:]}{done.stderr[-4000:]}")

@@ -166,6 +166,15 @@ class Pool(Shareable):
             return False
         return self._checked(self.place.revoke, ref, index)
 
+    def unused_grants(self, ref: Ref, to: Peer | int) -> int:
+        """Returns how many grants of ours the peer has not used: what it has opened of what we sent it. 0 for a peer
+        that died. Raises StaleRef if the bytes are gone."""
+        try:
+            index = self._index_of(to)
+        except PeerDied:
+            return 0
+        return self._checked(self.place.unused_grants, ref, index)
+
     def open(self, ref: Ref) -> _native.BlockLease:
         """A read-only lease of the bytes that `ref` names. Raises StaleRef if they are gone or were never there."""
         try:

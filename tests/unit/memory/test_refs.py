@@ -393,3 +393,21 @@ def test_sixty_five_thousand_grants_are_the_most() -> None:
         assert pool.stats().holders[1].granted == 65535
     other.close()
     assert pool.stats().blocks == 0
+
+
+def test_unused_grants_count_what_a_peer_has_not_opened_of_what_this_one_granted() -> None:
+    pool = new_pool()
+    other, third = peer_of(pool, "other"), peer_of(pool, "third")
+    lease = pool.take(5)
+    ref = pool.share(lease, to=[other.peer, other.peer])
+    assert (pool.unused_grants(ref, other.peer), pool.unused_grants(ref, third.peer)) == (2, 0)
+    opened = other.open(ref)
+    assert pool.unused_grants(ref, other.peer) == 1
+    assert other.unused_grants(ref, other.peer) == 0  # it granted itself nothing
+    pool.revoke(ref, other.peer)
+    assert pool.unused_grants(ref, other.peer) == 0
+    assert pool.unused_grants(ref, 17) == 0
+    opened.release()
+    lease.release()
+    with pytest.raises(StaleRef, match="is gone"):
+        pool.unused_grants(ref, other.peer)

@@ -11,6 +11,10 @@ import inspect
 from typing import Any, Protocol
 
 BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
+STORAGE = "vllm.distributed.device_communicators.shm_object_storage"
+CACHE = "vllm.multimodal.cache"
+CONFIG = "vllm.config"
+TENSOR_IPC = "vllm.v1.engine.tensor_ipc"
 
 
 class Seam(Protocol):
@@ -117,8 +121,78 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         ),
         Exists(f"{BROADCAST}:VLLM_RINGBUFFER_WARNING_INTERVAL"),
     ),
-    "images": (),
-    "tensors": (),
+    "images": (
+        Signature(f"{STORAGE}:SingleWriterShmRingBuffer.__init__", ("self", "data_buffer_size", "name", "create")),
+        Methods(
+            f"{STORAGE}:SingleWriterShmRingBuffer",
+            frozenset("access_buf allocate_buf byte2int clear close free_buf get_auth_secret handle int2byte".split()),
+        ),
+        Signature(
+            f"{STORAGE}:SingleWriterShmObjectStorage.__init__",
+            ("self", "max_object_size", "n_readers", "ring_buffer", "serde_class", "reader_lock"),
+        ),
+        Methods(
+            f"{STORAGE}:SingleWriterShmObjectStorage",
+            frozenset(
+                "clear close copy_to_buffer create_from_handle default_is_free_check free_unused get get_cached "
+                "get_signature handle increment_reader_flag increment_writer_flag is_cached put release_touches touch "
+                "verify_signature".split()
+            ),
+        ),
+        Signature(f"{STORAGE}:SingleWriterShmObjectStorage.put", ("self", "key", "value")),
+        Signature(
+            f"{STORAGE}:SingleWriterShmObjectStorage.get", ("self", "address", "monotonic_id", "signature", "key")
+        ),
+        Signature(
+            f"{STORAGE}:SingleWriterShmObjectStorage.touch", ("self", "key", "address", "monotonic_id", "signature")
+        ),
+        Signature(f"{STORAGE}:MsgpackSerde.serialize", ("self", "value")),
+        Fields(
+            f"{STORAGE}:ShmObjectStorageHandle",
+            ("max_object_size", "n_readers", "ring_buffer_handle", "serde_class", "reader_lock"),
+        ),
+        Exists(f"{CACHE}.shm:SingleWriterShmRingBuffer"),
+        Exists(f"{CACHE}.shm:SingleWriterShmObjectStorage"),
+        Methods(
+            f"{CACHE}.base:BaseMultiModalProcessorCache",
+            frozenset(
+                "cache_if_fits clear_cache close get_and_update get_and_update_item invalidate is_cached "
+                "is_cached_item make_stats release_sender_touches touch_sender_cache_item validate_input_item".split()
+            ),
+        ),
+        Methods(
+            f"{CACHE}.base:BaseMultiModalReceiverCache",
+            frozenset(
+                "cache_if_fits clear_cache get_and_update get_and_update_features get_and_update_item "
+                "touch_receiver_cache_item".split()
+            ),
+        ),
+        Exists(f"{CACHE}.base:MultiModalCacheMissError"),
+        Signature(f"{CACHE}.factories:processor_cache_from_config", ("vllm_config",)),
+        Signature(f"{CACHE}.factories:engine_receiver_cache_from_config", ("vllm_config",)),
+        Signature(f"{CACHE}.factories:worker_receiver_cache_from_config", ("vllm_config", "shared_worker_lock")),
+        Signature(f"{CONFIG}:ModelConfig.verify_with_parallel_config", ("self", "parallel_config")),
+        # The number of API servers: vLLM has no public name for it, and falls back to caches of each process by it.
+        Exists(f"{CONFIG}:ParallelConfig._api_process_count"),
+        Exists(f"{CONFIG}:ParallelConfig.data_parallel_external_lb"),
+        Exists(f"{CONFIG}:ParallelConfig.data_parallel_size_local"),
+        Exists(f"{CONFIG}:ParallelConfig.data_parallel_backend"),
+        Exists(f"{CONFIG}:ParallelConfig.local_engines_only"),
+        Exists(f"{CONFIG}:ParallelConfig.nnodes"),
+        Exists(f"{CONFIG}.multimodal:MultiModalConfig.mm_processor_cache_type"),
+        Exists(f"{CONFIG}.multimodal:MultiModalConfig.mm_shm_cache_max_object_size_mb"),
+    ),
+    "tensors": (
+        Methods(f"{TENSOR_IPC}:TensorIpcSender", frozenset({"new_message", "set_target_engine"})),
+        Signature(f"{TENSOR_IPC}:TensorIpcSender.__init__", ("self", "queue")),
+        Signature(f"{TENSOR_IPC}:TensorIpcSender.__call__", ("self", "tensor")),
+        Signature(f"{TENSOR_IPC}:TensorIpcSender.set_target_engine", ("self", "target_engine")),
+        Signature(f"{TENSOR_IPC}:TensorIpcReceiver.__call__", ("self", "dtype", "shape", "meta")),
+        Exists("vllm.v1.engine.core_client:TensorIpcSender"),
+        Signature(f"{CONFIG}:ModelConfig.verify_with_parallel_config", ("self", "parallel_config")),
+        Exists(f"{CONFIG}.multimodal:MultiModalConfig.mm_tensor_ipc"),
+        Signature(f"{CONFIG}.multimodal:MultiModalConfig.get_mm_processor_device_type", ("self",)),
+    ),
     "steps": (),
 }
 

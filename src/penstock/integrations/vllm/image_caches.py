@@ -1,0 +1,352 @@
+"""Caches of processed images that any number of API servers, engine cores and workers share: one store for all of them.
+
+    API server                         engine core                        workers
+    put once, or found                 opens the reference, and holds     open the reference while
+    item = reference, signed ────────► the value as long as its     ────► the core holds the value
+    holds it until a core              request lives
+    has opened it (Issues)
+
+vLLM has no cache for more than one API server or engine: there each server sends each image again.
+
+The engine core decides. A reference to an evicted value (its server died, or sent it a minute ago) is a cache miss
+of that request: vLLM answers the client with an error that can be retried, and the server puts the image again. A
+worker cannot miss: its core holds what it forwards, through preemption and abort, until the request and each step that
+names it are gone.
+
+What is stored with an image are its prompt updates, so that an API server that finds the image of another need not
+process it. Those that cannot be pickled stay with the server that made them; others process the image themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle  # type: ignore[import-not-found]
+from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.multimodal.cache import factories
+from vllm.multimodal.cache.base import (
+    BaseMultiModalProcessorCache,
+    BaseMultiModalReceiverCache,
+    MultiModalCacheMissError,
+)
+from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
+from vllm.utils.cache import CacheInfo
+from vllm.utils.mem_constants import GiB_bytes, MiB_bytes
+
+from penstock import Handle, Lease, Loan, MemoryExhausted, Missing, Timeout
+from penstock.integrations.vllm.image_values import ImageValues
+from penstock.integrations.vllm.issues import Issues
+from penstock.integrations.vllm.settings import fall_back
+from penstock.integrations.vllm.signed_store import SHARED_IMAGES, SignedStore, ticket_of
+from penstock.lowlevel import Ref
+
+PART = "images"
+CORE = "vllm engine core"  # the name of each core among the store's peers
+MAX_ITEMS = 2048
+MAX_PEERS = 64
+SPARE_PEERS = 4  # a core that starts again attaches before the place of its predecessor is free
+PUT_TIMEOUT = 1.0  # seconds to wait while another API server writes the same image
+REFERENCE, SIGNATURE = "address", "signature"  # fields of an item: by "address" vLLM's scheduler knows it and keeps it
+
+has_views = False  # replace() sets it, once for the process
+shared: SignedStore | None = None  # the store that this process created
+
+
+def key_of(mm_hash: str) -> bytes:
+    return hashlib.sha256(mm_hash.encode()).digest()
+
+
+class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
+    """What an API server keeps of the shared store: counts, and prompt updates that cannot lie in it."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        super().__init__()
+        mm_config = vllm_config.model_config.get_multimodal_config()
+        self.max_nbytes = mm_config.mm_shm_cache_max_object_size_mb * MiB_bytes
+        self.signed = SignedStore.attach(SHARED_IMAGES, peer_name=f"vllm api server {os.getpid()}")
+        self.store = self.signed.store
+        self.issues = Issues(self.store, CORE)
+        self._values = ImageValues(has_views=False)
+        self._found: dict[str, tuple[Lease, Sequence[Any]]] = {}  # from is_cached_item until the item is used
+        self._updates: OrderedDict[Ref, Sequence[Any]] = OrderedDict()  # of values put here, without theirs beside them
+        self._counts = self._reported = CacheInfo(hits=0, total=0)
+
+    def is_cached_item(self, mm_hash: str) -> bool:
+        if mm_hash not in self._found:
+            found = self._find(mm_hash)
+            if found is None:
+                return False
+            self._found[mm_hash] = found  # held: another server may want its room before this request is through
+        return True
+
+    def get_and_update_item(self, mm_item: Any, mm_hash: str) -> tuple[Any, Sequence[Any]]:
+        found = self._found.pop(mm_hash, None) or self._find(mm_hash)
+        hits, total = self._counts
+        self._counts = CacheInfo(hits=hits + (found is not None), total=total + 1)
+        if found is None:
+            assert mm_item is not None, f"vLLM asked whether {mm_hash} is cached, and it was not"
+            found = self._put(mm_hash, *mm_item)
+            if found is None:
+                return mm_item  # type: ignore[no-any-return]
+        lease, updates = found
+        return self._reference(mm_hash, lease), updates
+
+    def touch_sender_cache_item(self, mm_hash: str) -> None:
+        self.is_cached_item(mm_hash)
+
+    def release_sender_touches(self) -> None:
+        self._found.clear()
+
+    def validate_input_item(self, mm_item: Any, mm_hash: str) -> None:
+        """Lets a reference that a client sent back travel once more.
+
+        Raises:
+            ValueError: it was not issued for this image, or the image is gone.
+        """
+        if REFERENCE not in mm_item:
+            return
+        ref = read_reference(self.signed, mm_item, mm_hash)
+        try:
+            lease = Handle(None, ref).open(self.store)
+        except Missing as missing:
+            raise ValueError(f"the image {mm_hash} is not cached any more: send it again") from missing
+        self.issues.add(lease, mm_item)
+
+    def clear_cache(self) -> None:
+        self._found.clear()
+        self._updates.clear()
+        self.store.clear()
+        self._counts = self._reported = CacheInfo(hits=0, total=0)
+
+    def make_stats(self, *, delta: bool = False) -> CacheInfo:
+        counts, before = self._counts, self._reported
+        if not delta:
+            return counts
+        self._reported = counts
+        return counts - before
+
+    def close(self) -> None:
+        self._found.clear()
+        self.issues.close()
+        self.signed.close()
+
+    def _find(self, mm_hash: str) -> tuple[Lease, Sequence[Any]] | None:
+        """Returns a lease of the image and its prompt updates, if the store has it and these are known."""
+        try:
+            lease = self.store.get(key_of(mm_hash))
+        except Missing:
+            return None
+        updates = self._updates_of(lease)
+        if updates is None:
+            lease.release()
+            return None
+        return lease, updates
+
+    def _updates_of(self, lease: Lease) -> Sequence[Any] | None:
+        pickled = lease.value()[1]
+        if pickled is not None:
+            return cloudpickle.loads(pickled)  # type: ignore[no-any-return]
+        return self._updates.get(lease.ref)
+
+    def _put(self, mm_hash: str, item: Any, updates: Sequence[Any]) -> tuple[Lease, Sequence[Any]] | None:
+        """Returns a lease of the image, which this process puts; None: it must travel in its request."""
+        tree, nbytes = self._values.encode(item)
+        if nbytes > self.max_nbytes:
+            fall_back(
+                PART,
+                f"an image exceeds --mm-shm-cache-max-object-size-mb ({self.max_nbytes} bytes), and travels by itself",
+            )
+            return None
+        try:
+            pickled = cloudpickle.dumps(updates)
+        except Exception:  # of any class of a model's
+            pickled = None
+        self.issues.release_opened()
+        try:
+            loan = self.store.loan(key_of(mm_hash), [tree, pickled], timeout=PUT_TIMEOUT)
+        except (MemoryExhausted, Timeout) as error:
+            fall_back(
+                PART, f"{type(error).__name__} in the store of {self.store.nbytes} bytes: images travel by themselves"
+            )
+            return None
+        if not isinstance(loan, Loan):  # another server was faster, and may have another image under this hash
+            theirs = self._updates_of(loan)
+            return None if theirs is None else (loan, theirs)
+        lease = loan.commit()
+        if pickled is None:
+            self._updates[lease.ref] = updates
+            if len(self._updates) > MAX_ITEMS:
+                self._updates.popitem(last=False)
+        return lease, updates
+
+    def _reference(self, mm_hash: str, lease: Lease) -> MultiModalKwargsItem:
+        ref = lease.ref
+        fields = {
+            REFERENCE: [ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes],
+            SIGNATURE: list(self.signed.sign(mm_hash, ref)),
+        }
+        item = MultiModalKwargsItem(
+            {name: MultiModalFieldElem(data=data, field=MultiModalBatchedField()) for name, data in fields.items()}
+        )
+        self.issues.release_opened()
+        self.issues.add(lease, item)
+        return item
+
+
+def read_reference(signed: SignedStore, item: MultiModalKwargsItem, mm_hash: str) -> Ref:
+    """Returns the reference that an item carries. Raises ValueError unless it was issued for this image."""
+    numbers, signature = (item[name].data if name in item else () for name in (REFERENCE, SIGNATURE))
+    try:
+        ref = Ref(*numbers)
+        is_issued = hmac.compare_digest(bytes(signature), signed.sign(mm_hash, ref))
+    except (TypeError, ValueError):
+        is_issued = False
+    if not is_issued:
+        raise ValueError(f"a reference of image {mm_hash} that no API server of this tree has issued")
+    return ref
+
+
+class HeldItem(MultiModalKwargsItem):  # type: ignore[misc]
+    """A reference in the engine core, with a lease of its value. Where it is sent on, it is the reference alone."""
+
+    lease: Lease
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MultiModalKwargsItem, (self.data,)
+
+
+class SharedCoreCache(BaseMultiModalReceiverCache):  # type: ignore[misc]
+    """What holds the images of the requests of one engine core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signed = SignedStore.attach(SHARED_IMAGES, peer_name=CORE)
+
+    def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
+        if mm_item is None or REFERENCE not in mm_item:
+            return mm_item
+        ref = read_reference(self.signed, mm_item, mm_hash)
+        held = HeldItem(mm_item.data)
+        try:
+            held.lease = Handle(None, ref).open(self.signed.store)
+        except Missing as missing:
+            raise MultiModalCacheMissError([mm_hash]) from missing
+        return held
+
+    def touch_receiver_cache_item(self, mm_hash: str, mm_item: Any = None) -> None:
+        pass
+
+    def clear_cache(self) -> None:
+        pass
+
+
+class SharedWorkerCache(BaseMultiModalReceiverCache):  # type: ignore[misc]
+    """What opens the references that an engine core forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signed = SignedStore.attach(SHARED_IMAGES, peer_name="vllm worker")
+        self._values = ImageValues(has_views=has_views)
+
+    def get_and_update_item(self, mm_item: Any, mm_hash: str) -> Any:
+        if mm_item is None or REFERENCE not in mm_item:
+            return mm_item
+        ref = read_reference(self.signed, mm_item, mm_hash)
+        with Handle(None, ref).open(self.signed.store) as lease:
+            return self._values.decode(lease.value()[0])
+
+    def touch_receiver_cache_item(self, mm_hash: str, mm_item: Any = None) -> None:
+        pass
+
+    def clear_cache(self) -> None:
+        pass
+
+
+# ── which processes share a store ──
+def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
+    """Creates the store that the processes of this server will share, if they are to share one.
+
+    In an API server that was started by the process that created it, there is nothing to do.
+    """
+    global shared
+    mm_config = model_config.multimodal_config
+    ticket = ticket_of(SHARED_IMAGES)
+    if mm_config is None or (ticket is not None and ticket.pid == os.getppid()):
+        return
+    os.environ.pop(SHARED_IMAGES, None)
+    shared = None
+    servers, engines = parallel_config._api_process_count, parallel_config.data_parallel_size
+    is_several = servers > 1 or (engines > 1 and not parallel_config.data_parallel_external_lb)
+    if mm_config.mm_processor_cache_type != "shm" or mm_config.mm_processor_cache_gb <= 0 or not is_several:
+        return
+    local = parallel_config.data_parallel_size_local
+    peers = 1 + servers + local * (1 + parallel_config.world_size) + SPARE_PEERS
+    is_ray = "ray" in (parallel_config.data_parallel_backend, parallel_config.distributed_executor_backend)
+    is_elsewhere = parallel_config.nnodes > 1 or (local < engines and not parallel_config.local_engines_only)
+    if is_ray or is_elsewhere:
+        fall_back(PART, "engines may run on other nodes, which share no memory: images travel by themselves")
+    elif peers > MAX_PEERS:
+        fall_back(PART, f"{peers} processes would share a store of at most {MAX_PEERS}: images travel by themselves")
+    else:
+        try:
+            shared = SignedStore.create(
+                SHARED_IMAGES,
+                int(mm_config.mm_processor_cache_gb * GiB_bytes),
+                name="vllm images",
+                peer_name="vllm",
+                max_items=MAX_ITEMS,
+                max_peers=peers,
+            )
+        except (MemoryError, OSError) as error:
+            fall_back(PART, f"no store: {error}")
+
+
+def is_shared(vllm_config: VllmConfig) -> bool:
+    return SHARED_IMAGES in os.environ and vllm_config.model_config.supports_multimodal_inputs
+
+
+def replace(views: bool) -> None:
+    """Makes the factories of vLLM's caches return ours where processes share a store."""
+    global has_views
+    has_views = views
+    verify = ModelConfig.verify_with_parallel_config
+    processor, engine, worker = (
+        factories.processor_cache_from_config,
+        factories.engine_receiver_cache_from_config,
+        factories.worker_receiver_cache_from_config,
+    )
+
+    def verify_with_parallel_config(self: ModelConfig, parallel_config: ParallelConfig) -> None:
+        verify(self, parallel_config)
+        share_store(self, parallel_config)
+
+    def processor_cache_from_config(vllm_config: VllmConfig) -> Any:
+        return SharedSenderCache(vllm_config) if is_shared(vllm_config) else processor(vllm_config)
+
+    def engine_receiver_cache_from_config(vllm_config: VllmConfig) -> Any:
+        return SharedCoreCache() if is_shared(vllm_config) else engine(vllm_config)
+
+    def worker_receiver_cache_from_config(vllm_config: VllmConfig, shared_worker_lock: Any) -> Any:
+        return SharedWorkerCache() if is_shared(vllm_config) else worker(vllm_config, shared_worker_lock)
+
+    ModelConfig.verify_with_parallel_config = verify_with_parallel_config
+    for theirs, ours in (
+        (processor, processor_cache_from_config),
+        (engine, engine_receiver_cache_from_config),
+        (worker, worker_receiver_cache_from_config),
+    ):
+        rebind(theirs, ours)
+
+
+def rebind(theirs: Any, ours: Any) -> None:
+    """Binds ours wherever a loaded module of vLLM has theirs by the same name; modules loaded later import ours."""
+    name = theirs.__name__
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("vllm.") and vars(module).get(name) is theirs:
+            setattr(module, name, ours)

@@ -1,0 +1,85 @@
+"""Tensors that one process sends and one other receives, by a key that travels in a message of another library.
+
+The receiver removes the key as it opens the tensor: so the sender sees that it has arrived, with no message back.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from typing import Any
+
+from penstock import Lease, MemoryExhausted, Missing, Store
+
+ROOM_TIMEOUT = 1.0  # seconds
+LOOK_AGAIN = 0.02  # seconds, of a sender that waits for room
+LOST_TIMEOUT = 60.0  # seconds from sending until a tensor that no receiver has opened is given up
+
+
+class SentTensors:
+    """A store of tensors that were sent: each is held until its receiver has removed its key.
+
+    Args:
+        store: where the tensors lie.
+        timeout: seconds, as LOST_TIMEOUT says.
+    """
+
+    def __init__(self, store: Store, timeout: float = LOST_TIMEOUT) -> None:
+        self.store = store
+        self._timeout = timeout
+        self._sent: deque[tuple[bytes, Lease, float]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def put(self, tensor: Any, timeout: float = ROOM_TIMEOUT) -> bytes:
+        """Returns the key of a copy of the tensor.
+
+        Raises:
+            MemoryExhausted: there is no room within the timeout.
+            UnsupportedTensor: of what cannot be kept.
+        """
+        key = os.urandom(32)
+        deadline = time.monotonic() + timeout
+        while True:
+            self.release_received()
+            try:
+                lease = self.store.put([tensor], key=key, timeout=LOOK_AGAIN)
+                break
+            except MemoryExhausted:
+                if tensor.nbytes > self.store.nbytes or time.monotonic() > deadline:
+                    raise
+        self._sent.append((key, lease, time.monotonic()))
+        return key
+
+    def release_received(self) -> None:
+        """Releases what its receivers have opened, and what none has within the timeout."""
+        now = time.monotonic()
+        kept: deque[tuple[bytes, Lease, float]] = deque()
+        for key, lease, sent_at in self._sent:
+            if now - sent_at > self._timeout:
+                self.store.remove(key)
+            elif self._is_kept(key):
+                kept.append((key, lease, sent_at))
+                continue
+            lease.release()
+        self._sent = kept
+
+    def _is_kept(self, key: bytes) -> bool:
+        try:
+            self.store.get(key).release()
+        except Missing:
+            return False
+        return True
+
+
+def receive_value(store: Store, key: bytes) -> Lease:
+    """Returns a lease of the tensor that was sent under the key, which no process can open again.
+
+    Raises:
+        Missing: its sender has given it up, or died.
+    """
+    lease = store.get(key)
+    store.remove(key)
+    return lease

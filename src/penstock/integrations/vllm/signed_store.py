@@ -1,0 +1,82 @@
+"""A store that a tree of processes finds by an environment variable, with a secret by which its references are signed.
+
+The process that creates it puts the ticket, and the reference of the secret, into its environment. Every process that
+is started from then on can attach. A reference that comes from outside, as a client of a server may send one back, is
+believed only with its signature. The secret has no key, so that clearing the store does not forget it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+
+from penstock import Handle, Lease, PenstockError, Store
+from penstock.lowlevel import Ref, Ticket
+
+SECRET_NBYTES = 32
+SHARED_IMAGES = "PENSTOCK_STORE_VLLM_IMAGES"  # the variable of the store that all processes of one server share
+
+
+def ticket_of(variable: str) -> Ticket | None:
+    """Returns the ticket of the store that this process would attach to; None: the environment names no store."""
+    value = os.environ.get(variable)
+    return None if value is None else Ticket.parse(value.partition("/")[0])
+
+
+class SignedStore:
+    """The store, and its secret.
+
+    Args:
+        store: the store.
+        secret: a lease of the secret, held as long as this object lives.
+    """
+
+    def __init__(self, store: Store, secret: Lease) -> None:
+        self.store = store
+        self._lease = secret
+        self.secret: bytes = secret.value()
+
+    @classmethod
+    def create(
+        cls, variable: str, nbytes: int, *, name: str, peer_name: str, max_items: int, max_peers: int
+    ) -> SignedStore:
+        """Creates a store, for this process and those that it starts from now on.
+
+        Raises:
+            MemoryExhausted, OSError: the machine has no memory for it, or makes none of this kind.
+        """
+        store = Store(nbytes, name=name, peer_name=peer_name, max_items=max_items, max_peers=max_peers, prefault=False)
+        secret = store.put(secrets.token_bytes(SECRET_NBYTES))
+        ref = secret.ref
+        assert isinstance(ref, Ref), "a value of a store has a reference"
+        os.environ[variable] = f"{store.ticket}/{ref.segment}.{ref.block}.{ref.generation}.{ref.offset}.{ref.nbytes}"
+        return cls(store, secret)
+
+    @classmethod
+    def attach(cls, variable: str, *, peer_name: str) -> SignedStore:
+        """Attaches to the store that the environment names.
+
+        Raises:
+            RuntimeError: it cannot be attached to from here.
+        """
+        ticket, _, numbers = os.environ[variable].partition("/")
+        try:
+            store = Store.attach(ticket, peer_name=peer_name)
+            secret = Handle(None, Ref(*map(int, numbers.split(".")))).open(store)
+        except (PenstockError, OSError, ValueError, TypeError) as error:
+            raise RuntimeError(
+                f"{peer_name} (pid {os.getpid()}) cannot attach to the store of pid {Ticket.parse(ticket).pid}: "
+                f"{error}. Both must run as one user in one pid namespace; PENSTOCK_VLLM=0 switches penstock off"
+            ) from error
+        return cls(store, secret)
+
+    def sign(self, key: str, ref: Ref) -> bytes:
+        """Returns the signature of a reference that was issued for this key."""
+        text = f"{ref.segment}.{ref.block}.{ref.generation}.{ref.offset}.{ref.nbytes}.{key}"
+        return hmac.digest(self.secret, text.encode(), hashlib.sha256)
+
+    def close(self) -> None:
+        self._lease.release()
+        self.store.close()

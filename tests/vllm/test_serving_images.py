@@ -1,0 +1,120 @@
+"""`vllm serve` with images: what it answers with our parts is what it answers without."""
+
+import base64
+import contextlib
+import http.client
+import io
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import Store
+from penstock.integrations.vllm.signed_store import SHARED_IMAGES
+from tests.support import peer
+from tests.support.tiny_models import QWEN2_VL
+from tests.support.vllm_server import NAME, START, VllmServer, serving
+
+SHM = ("--mm-processor-cache-type", "shm")
+LAYOUTS = {
+    "TP 2": ("images", SHM, {}),
+    "TP 1, 2 API servers": ("images", ("--tensor-parallel-size", "1", "--api-server-count", "2", *SHM), {}),
+    "DP 2": ("images", ("--tensor-parallel-size", "1", "--data-parallel-size", "2", *SHM), {}),
+    "tensors, TP 2": (
+        "tensors",
+        ("--mm-tensor-ipc", "torch_shm"),
+        {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+    ),
+}
+
+
+def image(seed: int, side: int = 224) -> dict[str, Any]:
+    """Noise, as a part of a message."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+IMAGE_COUNT = 4
+
+
+def messages() -> list[list[dict[str, Any]]]:
+    """The contents of 24 messages: each with one of four images, some with two."""
+    images = [image(seed) for seed in range(IMAGE_COUNT)]
+    return [
+        [
+            *([images[(number + 1) % IMAGE_COUNT]] if number % 5 == 4 else []),
+            images[number % IMAGE_COUNT],
+            {"type": "text", "text": f"def f{number % 3}"},
+        ]
+        for number in range(24)
+    ]
+
+
+def answer(server: VllmServer, content: list[dict[str, Any]]) -> str:
+    body = {
+        "model": NAME,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=START)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+    assert response.status == 200, text
+    return str(json.loads(text)["choices"][0]["message"]["content"])
+
+
+def answers(server: VllmServer) -> list[str]:
+    with ThreadPoolExecutor(6) as threads:
+        return list(threads.map(lambda content: answer(server, content), messages()))
+
+
+OURS = re.compile(r"/dev/shm/.*penstock")
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+def shared_store(server: VllmServer) -> Store | None:
+    """The store that a process of the server names in its environment."""
+    for pid in server.pids():
+        variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        for variable in variables:
+            name, _, value = variable.partition("=")
+            if name == SHARED_IMAGES:
+                return Store.attach(value.partition("/")[0])
+    return None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_server_answers_to_images_as_without_us(layout: str, tmp_path: Path) -> None:
+    part, options, variables = LAYOUTS[layout]
+    python = peer.python_of_vllm()
+    site = peer.write_site(tmp_path / "site")
+    model = peer.write_model(python, QWEN2_VL, tmp_path)
+    ours = {"PENSTOCK_VLLM": part, "PENSTOCK_VLLM_STRICT": "1", **variables}
+    with serving(site, model, tmp_path / "ours.log", *options, **ours) as server:
+        ours_first = answers(server)
+        assert ours_first == answers(server)  # and of what is cached
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in server.pids())
+        assert "memfd:penstock:vllm" in maps
+        assert not OURS.search(maps)
+        store = shared_store(server)
+        assert (store is not None) == (layout in ("TP 1, 2 API servers", "DP 2"))
+        if store is not None:
+            assert store.stats().puts == IMAGE_COUNT  # by whichever server saw it first, and by no other
+            store.close()
+    if part == "tensors":  # vLLM refuses this layout
+        options = ()
+    with serving(site, model, tmp_path / "theirs.log", *options, **variables) as server:
+        assert answers(server) == ours_first
