@@ -8,7 +8,9 @@ be said so goes whole. Writer and reader compute the next expectation from the s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
+import struct
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -143,8 +145,7 @@ class SchedulerOutputCodec:
                 if count != usual:
                     count_changes += index, count
         sums, sum_changes = expected.sums, []
-        computed, outputs = sums.tolist()
-        if computed != cached.num_computed_tokens or outputs != cached.num_output_tokens:
+        if _packed(cached) != sums.tobytes():
             actual = _sums_of(cached)
             if actual is None:
                 return None
@@ -267,16 +268,37 @@ def _sums_of(cached: Any) -> Sums | None:
     return np.array(columns, np.int64)
 
 
+def _packed(cached: Any) -> bytes:
+    """Returns computed and output tokens as the bytes of an array of int64; b"" if they have other values."""
+    computed, outputs = cached.num_computed_tokens, cached.num_output_tokens
+    if len(computed) != len(outputs):
+        return b""
+    try:
+        return struct.pack(f"={len(computed) + len(outputs)}q", *computed, *outputs)
+    except struct.error:
+        return b""
+
+
 def _are_ints(values: Iterable[Any]) -> bool:
     return set(map(type, values)) <= {int}
 
 
 def _encode_blocks(blocks: list[Any]) -> list[tuple[int, tuple[list[int], ...]]] | None:
     """Returns the requests that got blocks, with these; None if a value is not a tuple of lists of ints."""
-    if blocks.count(None) == len(blocks):
+    num_absent = blocks.count(None)
+    if num_absent == len(blocks):
         return []
-    found = [(index, groups) for index, groups in enumerate(blocks) if groups is not None]
+    found = [(index, blocks[index]) for index in itertools.compress(range(len(blocks)), blocks)]
+    if len(found) + num_absent != len(blocks):  # an empty value is neither
+        return None
+    block_ids: list[Any] = []
     for _, groups in found:
-        if type(groups) is not tuple or not all(type(group) is list and _are_ints(group) for group in groups):
+        if type(groups) is not tuple:
             return None
+        for group in groups:
+            if type(group) is not list:
+                return None
+            block_ids += group
+    if not _are_ints(block_ids):
+        return None
     return found

@@ -14,17 +14,22 @@ MAX_ROW = 255
 
 
 def pack_tokens(rows: Any) -> PackedTokens | None:
-    """Returns the rows packed, or None: not a list of lists of ints from 0 to 2**32 - 1, at most MAX_ROW in each."""
-    if type(rows) is not list or not set(map(type, rows)) <= {list}:
+    """Returns the rows packed, or None: not a list of lists of ints from 0 to 2**32 - 1, at most MAX_ROW in each.
+
+    vLLM makes all rows alike, by one call: so the first one's type stands for all.
+    """
+    if type(rows) is not list or (rows and type(rows[0]) is not list):
         return None
-    ids = list(itertools.chain.from_iterable(rows))
     lengths = b""
-    if len(ids) != len(rows) or not all(rows):
+    try:
+        ids = [token for (token,) in rows]
+    except ValueError:
         counts = list(map(len, rows))
         if max(counts) > MAX_ROW:
             return None
         lengths = bytes(counts)
-    if not set(map(type, ids)) <= {int}:
+        ids = list(itertools.chain.from_iterable(rows))
+    if type(sum(ids)) is not int:  # that of ints with any other number among them is not
         return None
     try:
         packed = struct.pack(f"<{len(ids)}I", *ids)
@@ -44,9 +49,8 @@ def unpack_tokens(packed: PackedTokens) -> list[list[int]]:
     if total and planes:
         width = len(planes) // total
         columns[:, :width] = np.frombuffer(planes, np.uint8).reshape(width, total).T
-    ids = columns.view("<u4")
+    flat = columns.view("<u4").ravel().tolist()
     if not lengths:
-        return ids.tolist()
-    flat = ids.ravel().tolist()
+        return [[token] for token in flat]
     ends = list(itertools.accumulate(lengths))
     return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
