@@ -76,7 +76,7 @@ class Walk:
             "num_blocks": self.random.choice((60, 120, 2000)),
             "max_num_seqs": self.random.choice((4, 16, 48)),
             "max_tokens": self.random.choice((64, 256, 2048)),
-            "arrivals": self.random.choice((0.2, 0.5, 1.5)),
+            "arrivals": self.random.choice((0.6, 1.0, 2.0)),
             **choices,
         }
         if self.choices["has_drafts"]:
@@ -181,7 +181,7 @@ class Walk:
             self._count(step)
             yield "execute_model", (step,), {}, draw.choice((0, None)) if draw.random() < 0.01 else 0
             if step.has_structured_output_requests:
-                ids = [one for one in step.num_scheduled_tokens]
+                ids = list(step.num_scheduled_tokens)
                 yield "sample_tokens", (GrammarOutput(ids, np.ones((len(ids), 4), np.int32)),), {}, 0
             waiting.append(step)
             # Asynchronous scheduling and stages have one more step under way.

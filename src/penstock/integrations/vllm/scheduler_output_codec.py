@@ -265,7 +265,10 @@ def _sums_of(cached: Any) -> Sums | None:
     columns = cached.num_computed_tokens, cached.num_output_tokens
     if any(len(column) != len(cached.req_ids) or not _are_ints(column) for column in columns):
         return None
-    return np.array(columns, np.int64)
+    try:
+        return np.array(columns, np.int64)
+    except OverflowError:
+        return None
 
 
 def _packed(cached: Any) -> bytes:
