@@ -46,7 +46,7 @@ class Handle(VllmHandle):  # type: ignore[misc]
 class MessageQueue(VllmQueue):  # type: ignore[misc]
     """A queue of vLLM on a channel; without a sender and a receiver all calls are vLLM's own."""
 
-    settings = Settings()  # of this process: replace()
+    _settings = Settings()  # of this process: replace()
 
     # vLLM's create_from_handle makes instances without calling __init__.
     _sender: ByteSender | None = None
@@ -88,8 +88,8 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
         self.handle = Handle(
             local_reader_ranks=ranks,
             ticket=str(channel.ticket),
-            views=_views(self.settings.views, enable_shm_tensor_arena),
-            has_steps="steps" in self.settings.parts and not self.n_remote_reader,
+            views=_views(self._settings.views, enable_shm_tensor_arena),
+            has_steps="steps" in self._settings.parts and not self.n_remote_reader,
         )
         if self._remote is not None:
             remote = self._remote.export_handle()
@@ -111,7 +111,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
             return penstock.Broadcast(
                 receivers=receivers,
                 name=f"vllm {_process_name()}",
-                latency=cast(Latency, self.settings.latency),
+                latency=cast(Latency, self._settings.latency),
                 spill_blocks=LONG_RECORDS,
             )
         except (PenstockError, ValueError, OSError) as error:
@@ -281,7 +281,7 @@ def _process_name() -> str:
 
 def replace(settings: Settings) -> None:
     """Puts MessageQueue in place of vLLM's, also in modules that have imported it by name."""
-    MessageQueue.settings = settings
+    MessageQueue._settings = settings
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and vars(module).get("MessageQueue") is VllmQueue:
             module.MessageQueue = MessageQueue  # type: ignore[attr-defined]

@@ -1,0 +1,100 @@
+"""`vllm serve` of a tiny model in the interpreter that has vLLM, for tests: its answers, its processes, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support import peer
+
+START = 240.0  # seconds until it answers, on a machine that has other work
+END = 60.0
+NAME = "tiny"
+
+
+class VllmServer:
+    """A server that has answered."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.process, self.port, self.log = process, port, log
+
+    def ask(self, prompt: Any, max_tokens: int = 24) -> str:
+        """The text of a greedy answer."""
+        body = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            text = response.read()
+        assert response.status == 200, text
+        answer: str = json.loads(text)["choices"][0]["text"]
+        return answer
+
+    def pids(self) -> list[int]:
+        """All its processes: it began a session of its own."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = path.read_text().rpartition(")")[2].split()
+                if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                    found.append(int(path.parent.name))
+        return found
+
+    def workers(self) -> list[int]:
+        return sorted(
+            {int(pid) for pid in re.findall(r"\(Worker\S* pid=(\d+)\)", self.log.read_text(errors="replace"))}
+        )
+
+    def shared_files(self) -> set[str]:
+        """Names below /dev/shm of queues, rings and arenas that its processes have mapped."""
+        names: set[str] = set()
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                names |= set(re.findall(r"/dev/shm/psm_\w+", Path(f"/proc/{pid}/maps").read_text()))
+        return names
+
+
+@contextlib.contextmanager
+def serving(site: Path, model: Path, log: Path, *options: str, **variables: str) -> Iterator[VllmServer]:
+    """A server with two workers, that has answered once; with the block it is ended, with all its processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command: Sequence[str] = [
+        *(peer.python_of_vllm(), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", NAME),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"),
+        *("--enforce-eager", "--tensor-parallel-size", "2", "--seed", "0", *options),
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=peer.environment(site, **variables), start_new_session=True
+        )
+    server = VllmServer(process, port, log)
+    try:
+        deadline = time.monotonic() + START
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-6000:]
+            try:
+                server.ask("hello", 1)
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END)
+        for pid in server.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
