@@ -1,8 +1,8 @@
 """A walk over schedules of vLLM's own scheduler, each step and each reply sent as a change and compared: for the peer.
 
-python step_walk.py MODEL SEED STEPS: prints what happened as JSON. A model runner that computes nothing answers. Some
-sends fail, some steps are lost, some readers start late, requests are aborted and preempted; what a reader gets it
-overwrites.
+python step_walk.py MODEL faults|plain STEPS SEED…: prints a line of JSON for each seed. A model runner that computes
+nothing answers. Requests are aborted and preempted; what a reader gets it overwrites. With faults, some sends fail, and
+one of the readers misses steps.
 """
 
 from __future__ import annotations
@@ -336,5 +336,11 @@ def compare(walk: Walk, steps: int, *, is_checked: bool, has_faults: bool = True
 
 
 if __name__ == "__main__":
-    folder, seed, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    print(json.dumps(compare(Walk(folder, seed), number, is_checked=seed % 2 == 0)))
+    folder, kind, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    for seed in map(int, sys.argv[4:]):
+        try:
+            counts = compare(Walk(folder, seed), number, is_checked=seed % 2 == 0, has_faults=kind == "faults")
+        except BaseException:
+            print(f"seed {seed}", file=sys.stderr)
+            raise
+        print(json.dumps({"seed": seed, **counts}), flush=True)
