@@ -7,7 +7,7 @@ import types
 import pytest
 
 from penstock.integrations.vllm import seams
-from penstock.integrations.vllm.seams import Exists, Fields, Methods, Signature, misfit
+from penstock.integrations.vllm.seams import Exists, Fields, HasFields, Methods, Signature, misfit
 
 
 class Queue:
@@ -22,19 +22,25 @@ class Handle:
     arena: str = ""
 
 
+@dataclasses.dataclass
+class Named(Handle):
+    name: str = dataclasses.field(default="", kw_only=True)
+
+
 FITTING = (
     Exists("stand_in:INTERVAL"),
     Methods("stand_in:Queue", frozenset({"put", "get"})),
     Signature("stand_in:Queue.__init__", ("self", "readers"), optional=("arena",)),
     Signature("stand_in:Queue.put", ("self", "value", "timeout")),
     Fields("stand_in:Handle", ("ranks",), optional=("arena",)),
+    HasFields("stand_in:Handle", ("arena",)),
 )
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("stand_in")
-    vars(module).update(INTERVAL=60, Queue=Queue, Handle=Handle)
+    vars(module).update(INTERVAL=60, Queue=Queue, Handle=Handle, Named=Named)
     monkeypatch.setitem(sys.modules, "stand_in", module)
     return module
 
@@ -64,6 +70,12 @@ def test_seams_fit_where_names_signatures_and_fields_are_the_same(monkeypatch: p
             "in this vLLM stand_in:Handle has the fields (ranks, arena), not (ranks)",
         ),
         (Fields("stand_in:Queue", ("ranks",)), "in this vLLM stand_in:Queue is no dataclass"),
+        (HasFields("stand_in:Queue", ("ranks",)), "in this vLLM stand_in:Queue is no dataclass"),
+        (HasFields("stand_in:Handle", ("rank", "arena")), "in this vLLM stand_in:Handle has no field rank"),
+        (
+            HasFields("stand_in:Named", ("ranks",)),
+            "in this vLLM stand_in:Named does not take its fields name as positional arguments",
+        ),
     ],
 )
 def test_seams_say_which_name_differs(seam: seams.Seam, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

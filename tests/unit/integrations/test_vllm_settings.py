@@ -28,9 +28,9 @@ def test_settings_are_off_where_no_variable_is_set() -> None:
 
 
 def test_settings_take_every_variable() -> None:
-    environ = {"LATENCY": "spin", "VIEWS": "never", "TENSOR_MB": "64", "STRICT": "1"}
+    environ = {"LATENCY": "spin", "VIEWS": "never", "TENSOR_MB": "64", "STRICT": "1", "CHECK_STEPS": "1"}
     assert read({f"PENSTOCK_VLLM_{name}": value for name, value in environ.items()}) == Settings(
-        frozenset(), latency="spin", views="never", tensor_mb=64, strict=True
+        frozenset(), latency="spin", views="never", tensor_mb=64, strict=True, check_steps=True
     )
 
 
@@ -47,6 +47,7 @@ def test_settings_take_every_variable() -> None:
         ("PENSTOCK_VLLM_TENSOR_MB", "1e3"),
         ("PENSTOCK_VLLM_TENSOR_MB", "99999999999"),
         ("PENSTOCK_VLLM_STRICT", "yes"),
+        ("PENSTOCK_VLLM_CHECK_STEPS", "yes"),
     ],
 )
 def test_settings_say_which_variable_has_a_wrong_value(variable: str, value: str) -> None:

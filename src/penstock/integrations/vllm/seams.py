@@ -70,6 +70,24 @@ class Fields:
 
 
 @dataclasses.dataclass(frozen=True)
+class HasFields:
+    """A dataclass that has these fields among others, and takes all of its fields as positional arguments."""
+
+    name: str
+    fields: tuple[str, ...]
+
+    def difference(self, value: Any) -> str | None:
+        if not dataclasses.is_dataclass(value):
+            return "is no dataclass"
+        actual = dataclasses.fields(value)
+        if missing := sorted(set(self.fields) - {field.name for field in actual}):
+            return f"has no field {', '.join(missing)}"
+        if keywords := [field.name for field in actual if field.kw_only or not field.init]:
+            return f"does not take its fields {', '.join(keywords)} as positional arguments"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
 class Methods:
     """A class with these public names, and no others: each of them is replaced."""
 
@@ -193,7 +211,26 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Exists(f"{CONFIG}.multimodal:MultiModalConfig.mm_tensor_ipc"),
         Signature(f"{CONFIG}.multimodal:MultiModalConfig.get_mm_processor_device_type", ("self",)),
     ),
-    "steps": (),
+    # Fields that are not named here travel as they are.
+    "steps": (
+        HasFields(
+            "vllm.v1.core.sched.output:SchedulerOutput",
+            ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
+        ),
+        HasFields(
+            "vllm.v1.core.sched.output:CachedRequestData",
+            ("req_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"),
+        ),
+        HasFields(
+            "vllm.v1.core.sched.output:NewRequestData",
+            ("req_id", "prompt_token_ids", "num_computed_tokens"),
+        ),
+        HasFields(
+            "vllm.v1.outputs:ModelRunnerOutput",
+            ("req_ids", "req_id_to_index", "sampled_token_ids"),
+        ),
+        Exists("vllm.v1.executor.multiproc_executor:WorkerProc.ResponseStatus.SUCCESS"),
+    ),
 }
 
 

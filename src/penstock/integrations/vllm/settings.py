@@ -7,6 +7,7 @@
 | PENSTOCK_VLLM_VIEWS | arena (views where --enable-shm-tensor-arena is given), always, never | arena |
 | PENSTOCK_VLLM_TENSOR_MB | MiB of the store for tensors on their way to the engine core | 256 |
 | PENSTOCK_VLLM_STRICT | 1: what would fall back is an error | 0 |
+| PENSTOCK_VLLM_CHECK_STEPS | 1: each change carries the whole step, and its reader compares | 0 |
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 PARTS = ("queue", "images", "tensors", "steps")
 SWITCH = "PENSTOCK_VLLM"
 LATENCY, VIEWS, TENSOR_MB, STRICT = (f"{SWITCH}_{name}" for name in ("LATENCY", "VIEWS", "TENSOR_MB", "STRICT"))
+CHECK_STEPS = f"{SWITCH}_CHECK_STEPS"
 MAX_TENSOR_MB = 1 << 20
 
 LOGGER = logging.getLogger("vllm.penstock")  # below vLLM's own, which prints it
@@ -34,6 +36,7 @@ class Settings:
     views: str = "arena"
     tensor_mb: int = 256
     strict: bool = False
+    check_steps: bool = False
 
 
 def read(environ: Mapping[str, str]) -> Settings:
@@ -44,6 +47,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         views=_choice(environ, VIEWS, ("arena", "always", "never")),
         tensor_mb=_tensor_mb(environ.get(TENSOR_MB, "256")),
         strict=_choice(environ, STRICT, ("0", "1")) == "1",
+        check_steps=_choice(environ, CHECK_STEPS, ("0", "1")) == "1",
     )
 
 
