@@ -111,14 +111,14 @@ def _tensors(found: Found) -> Iterator[Target]:
 def _codec(outcome: Outcome | None) -> Iterator[Target]:
     """Both objects of a step together."""
     time = nbytes = None
-    if outcome is not None and OURS in outcome.rounds:
-        figures = median_figures(outcome.rounds[OURS])
+    if outcome is not None and outcome.rounds:
+        pickled, changed = (median_figures(outcome.rounds[form]) for form in ("pickle", "change"))
 
-        def both(form: str, *units: str) -> float:
-            return sum(figures[f"{what}_{form}_{unit}"] for what in ("step", "output") for unit in units)
+        def ratio_of(unit: str) -> float:
+            keys = [f"{what}_{unit}" for what in ("step", "output")]
+            return sum(changed[key] for key in keys) / sum(pickled[key] for key in keys)
 
-        time = both("change", "encode_us", "decode_us") / both("pickle", "encode_us", "decode_us")
-        nbytes = both("change", "nbytes") / both("pickle", "nbytes")
+        time, nbytes = ratio_of("both_us"), ratio_of("nbytes")
     yield Target("step and output of 256 requests: encode + decode, of pickle's time", 0.5, "x", time)
     yield Target("step and output of 256 requests: bytes, of pickle's", 0.05, "x", nbytes)
 

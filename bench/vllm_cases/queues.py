@@ -167,13 +167,14 @@ def run_codec(turns: QueueTurns, scale: Scale) -> dict[int, Outcome]:
     outcomes = {}
     for requests in STEPS:
         order = {"case": "codec", "workers": 0, "requests": requests, "messages": scale.codec}
-        outcomes[requests] = outcome = turns.measure({OURS: order})
+        both = turns.measure({OURS: order})
+        forms = {form: both.part(f"{form}.").rounds[OURS] for form in ("pickle", "change") if OURS in both.rounds}
+        outcomes[requests] = outcome = Outcome(forms, both.loads)
         columns = {}
         for what in ("step", "output"):
-            for form in ("pickle", "change"):
-                columns[f"{what} as {form}: B"] = (f"{what}_{form}_nbytes", 1.0)
-                columns["encode, µs " + " " * len(columns)] = (f"{what}_{form}_encode_us", 1.0)
-                columns["decode, µs " + " " * len(columns)] = (f"{what}_{form}_decode_us", 1.0)
+            columns[f"{what}: B"] = (f"{what}_nbytes", 1.0)
+            for key in ("encode", "decode", "both"):
+                columns[f"{what}: {key}, µs"] = (f"{what}_{key}_us", 1.0)
         tell(turns, "codec", f"Steps and outputs of {requests} requests", outcome, columns, requests=requests)
     return outcomes
 

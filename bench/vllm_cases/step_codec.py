@@ -6,6 +6,7 @@ Runs in the interpreter that has vLLM. Both take turns, step by step; what was d
 from __future__ import annotations
 
 import pickle
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from bench.vllm_cases import queue_messages as messages
 
 
 def measure(requests: int, count: int) -> Figures:
-    """Returns means over the steps, in microseconds and bytes: of steps and of outputs, as pickles and as changes."""
+    """Returns times in microseconds and bytes of steps and outputs, keyed by "pickle." or "change." and the name."""
     from vllm.v1.executor.multiproc_executor import WorkerProc
 
     from penstock.integrations.vllm import steps
@@ -40,13 +41,20 @@ def measure(requests: int, count: int) -> Figures:
             return reader.receive(parts[0], pickle.loads(parts[1]) if len(parts) > 1 else None)
 
         figures |= _both(what, sent, encode, decode)
-        figures[f"{what}_whole"] = float(writer.num_whole)
+        figures[f"change.{what}_whole"] = float(writer.num_whole)
     return figures
 
 
 def _both(what: str, sent: Sequence[Any], encode: Callable[..., list[bytes]], decode: Callable[..., Any]) -> Figures:
-    nanoseconds = {"pickle_encode": 0, "pickle_decode": 0, "change_encode": 0, "change_decode": 0}
-    nbytes = {"pickle": 0, "change": 0}
+    """Times are medians over the steps, bytes are means: blocks fall due in some of them."""
+    figures: dict[str, list[float]] = {}
+
+    def note(form: str, start: int, encoded: int, decoded: int, nbytes: int) -> None:
+        times = {"encode_us": (encoded - start) / 1e3, "decode_us": (decoded - encoded) / 1e3}
+        times["both_us"] = (decoded - start) / 1e3
+        for key, value in {**times, "nbytes": float(nbytes)}.items():
+            figures.setdefault(f"{form}.{what}_{key}", []).append(value)
+
     skipped = warm_up(len(sent))
     with collector_off():
         for index, message in enumerate(sent):
@@ -62,13 +70,9 @@ def _both(what: str, sent: Sequence[Any], encode: Callable[..., list[bytes]], de
             if same != message:
                 raise ValueError(f"{what} {index} was decoded as another than was encoded")
             if index >= skipped:
-                stamps = (written - start, read - written, changed - read, end - changed)
-                for key, took in zip(nanoseconds, stamps):
-                    nanoseconds[key] += took
-                nbytes["pickle"] += len(pickled)
-                nbytes["change"] += sum(map(len, parts))
-    counted = len(sent) - skipped
+                note("pickle", start, written, read, len(pickled))
+                note("change", read, changed, end, sum(map(len, parts)))
     return {
-        **{f"{what}_{key}_us": took / counted / 1e3 for key, took in nanoseconds.items()},
-        **{f"{what}_{key}_nbytes": total / counted for key, total in nbytes.items()},
+        key: statistics.fmean(values) if key.endswith("nbytes") else statistics.median(values)
+        for key, values in figures.items()
     }

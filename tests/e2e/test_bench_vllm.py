@@ -111,7 +111,7 @@ def test_a_quick_run_measures_the_queue_of_all_three_ways() -> None:
         return {record["impl"] for record in records if record["case"] == case}
 
     assert ways_of("steps") == ways_of("paced") == {"vllm", "vllm-parking", "penstock"}
-    assert ways_of("codec") == {"penstock"}
+    assert ways_of("codec") == {"pickle", "change"}
     assert ways_of("tensor") == {"vllm", "vllm-views", "penstock", "penstock-views"}
     assert ways_of("image") == {"vllm", "vllm-cache", "penstock", "penstock-device"}
     assert all(record["met"] is not None for record in records if record["case"] == "target")

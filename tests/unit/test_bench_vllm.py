@@ -68,6 +68,19 @@ def test_targets_compare_copies_views_and_arena_each_with_its_own_of_vllm() -> N
     }
 
 
+def test_targets_of_steps_are_of_a_step_and_its_output_together() -> None:
+    def figures(step: float, output: float) -> dict[str, float]:
+        return {f"{what}_{unit}": value for unit in ("both_us", "nbytes") for what, value in sizes(step, output)}
+
+    def sizes(step: float, output: float) -> list[tuple[str, float]]:
+        return [("step", step), ("output", output)]
+
+    outcome = Outcome({"pickle": [figures(100, 60)], "change": [figures(2, 6)]})
+    found = goals.Found(codec={256: outcome})
+    assert [target.figure for target in goals.targets(found)] == [0.05, 0.05]
+    assert [target.figure for target in goals.targets(goals.Found(codec={256: Outcome()}))] == [None, None]
+
+
 def test_the_ratio_of_starts_is_of_servers_started_in_the_same_case() -> None:
     found = goals.Found(starts=[{AS_IT_IS: 10.0, OURS: 9.0}, {AS_IT_IS: 30.0}, {AS_IT_IS: 20.0, OURS: 30.0}])
     target = next(target for target in goals.targets(found) if "first answer" in target.case)
