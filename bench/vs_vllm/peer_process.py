@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.impls import Unavailable
@@ -16,11 +16,13 @@ from bench.impls import Unavailable
 class PeerProcess:
     """One such program."""
 
-    def __init__(self, command: Sequence[str], name: str) -> None:
+    def __init__(self, command: Sequence[str], name: str, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: variables besides those of this process."""
         self.name = name
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            env={**os.environ, **(environment or {})},
+        )  # fmt: skip
         self._unread = b""
 
     def send(self, order: dict[str, Any]) -> None:
