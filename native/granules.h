@@ -7,9 +7,9 @@ namespace penstock {
 
 // Offsets are in the pool. Of a pool that was claimed at creation everything is claimed.
 //
-// Several peers may claim the same granule at once: fallocate is idempotent, and one that fails, or whose caller is
-// killed, takes back only pages that it has itself added. A peer that dies before it sets the bit leaves pages that the
-// next one claims again. Only trim() clears bits, of granules that it has taken as a block.
+// Several peers may claim the same granule at once: fallocate is idempotent, and a call that fails, or is killed in its
+// middle, takes back only pages that it has added. A peer that dies before it sets the bit leaves pages that the next
+// one claims again. Only trim() clears bits, of granules that it has taken as a block.
 class Granules {
    public:
     explicit Granules(Segment& segment)
@@ -52,7 +52,7 @@ class Granules {
     void restore(u64 i) { word(i).fetch_or(bit(i), order::granules.acq_rel); }
 
    private:
-    // A store fills up as a matter of course. It stops before others find no memory, whom the kernel would kill.
+    // A store fills up as a matter of course. It stops before other processes find no memory and the kernel kills them.
     u64 spared() const {
         return geometry_.shape.buckets == 0 ? 0 : std::min(geometry_.shape.pool_nbytes / 16, SPARED_NBYTES);
     }

@@ -441,7 +441,7 @@ class Store:
 
     def begin(self, key: bytes | None, nbytes: int, timeout: float | None = None) -> tuple[bool, BlockLease]:
         """
-        True and a writable lease, to be written and committed; or False and a lease of what is there. Waits while somebody else writes it, or for room. Without a key: a block that is neither committed nor abandoned.
+        Returns True and a writable lease, to be written and committed; or False and a lease of the value that is there. Waits while another process writes it, or for room. Without a key: a block that is neither committed nor abandoned.
         """
 
     def commit(self, lease: BlockLease) -> bool:

@@ -99,7 +99,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
             self.handle.remote_addr_ipv6 = remote.remote_addr_ipv6
         if self.handle.has_steps:
             steps = importlib.import_module(STEPS)
-            self._steps = steps.StepWriter(self._send, steps.load_codecs(), is_checked=self.settings.check_steps)
+            self._steps = steps.StepWriter(self._send, steps.load_codecs(), is_checked=self._settings.check_steps)
 
     def _create_channel(self, receivers: int) -> Any:
         """Returns the channel of a queue with so many local readers; None where the queue has to be vLLM's own."""
