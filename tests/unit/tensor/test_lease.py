@@ -211,12 +211,16 @@ def test_a_lease_is_made_of_a_block_alone_and_cannot_be_copied_or_pickled() -> N
                 copier(lease)
 
 
-def test_a_take_that_finds_no_room_counts_once() -> None:
+def test_a_put_counts_as_an_exhaustion_when_it_fails_and_not_when_it_evicts() -> None:
     with Store(MB) as store:
         before = store.stats().pool.exhaustions
-        held = [store._take(store.nbytes // 4, 0) for _ in range(3)]
+        quarter = np.zeros(store.nbytes // 4 - 4096, np.uint8)
+        held = [store.put(quarter, timeout=0) for _ in range(3)]
         store.put(np.zeros(store.nbytes // 8, np.uint8), key=key(0)).release()
-        held.append(store._take(store.nbytes // 4, 0))
+        held.append(store.put(quarter, timeout=0))
+        assert store.stats().pool.exhaustions == before
+        with pytest.raises(MemoryExhausted):
+            store.put(quarter, timeout=0)
         assert store.stats().pool.exhaustions == before + 1
 
 
