@@ -32,7 +32,7 @@ PARTS = {
     "send": "_steps.send",
     "note sent": "_scheduler.on_sent",
     "note done": "_scheduler.on_result",
-    "outputs": "_inline_output.take",
+    "outputs": "_inline_output.process",
     "tokens": "_send_to_output",
     "board": "_publish",
 }
