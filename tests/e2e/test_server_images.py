@@ -118,6 +118,16 @@ async def the_same_image_is_found_in_the_store(tree: Seeing) -> None:
     assert last.puts == first.puts and last.hits > first.hits
 
 
+async def metrics_say_how_images_travel(tree: Seeing) -> None:
+    text = await tree.client.get("/../metrics", cast_to=str)
+    numbers = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+    assert numbers['penstock_items_total{how="hit",server="0"}'] > 0
+    assert numbers['penstock_items_total{how="put",server="0"}'] == tree.store.stats().puts
+    assert not any(number for name, number in numbers.items() if 'how="inline' in name)
+    assert numbers['penstock_channel_records_total{channel="steps 0",end="receiver 0"}'] > 0
+    assert numbers["penstock_store_hits_total"] == tree.store.stats().hits
+
+
 async def images_of_any_format_are_seen_wherever_they_lie(tree: Seeing) -> None:
     for kind in ("PNG", "JPEG", "WEBP", "GIF"):
         raw = picture(24, 24, kind, seed=4)
@@ -224,6 +234,7 @@ SCENES = (
     what_is_said_without_images_is_answered_too,
     the_server_does_without_torch,
     the_same_image_is_found_in_the_store,
+    metrics_say_how_images_travel,
     images_of_any_format_are_seen_wherever_they_lie,
     what_is_no_image_for_us_is_refused_with_its_place,
     an_image_on_a_host_that_is_open_to_clients_is_seen,
@@ -246,11 +257,12 @@ def test_on_one_tree(name: str, tmp_path: Path) -> None:
     async def all_scenes(elsewhere: Elsewhere) -> None:
         hosts = {"allowed_media_domains": (f"127.0.0.1:{elsewhere.port}",)}
         options = {"simulated": None, "model": str(tmp_path), "api_server_count": 1, "store_nbytes": 16 << 20}
+        options["tensor_transport"] = "store" if name == "llava" else "auto"
         async with served(server | hosts, 3 * START, **options, **SIZES) as tree:
             tree.__class__ = Seeing
             tree.elsewhere = elsewhere
             tree.sight = sight
-            for scene in SCENES if name == "llava" else SCENES[:5]:
+            for scene in SCENES if name == "llava" else SCENES[:6]:
                 print(scene.__name__, flush=True)
                 await asyncio.wait_for(scene(tree), 120)
                 await tree.must_hold_nothing()

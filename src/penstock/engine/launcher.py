@@ -213,6 +213,8 @@ class Launcher:
         if config.sampling_defaults.given:
             source, defaults = f"{config.model}/{GENERATION}", config.sampling_defaults.given
             event("default sampling parameters", source=source, **defaults, neutral_ones=NEUTRAL_ONES)
+        if config.store_nbytes or config.tensor_transport != "auto":
+            event("tensors travel", by="store" if config.store_nbytes else "inline", store_nbytes=config.store_nbytes)
         for unit in self.units:
             unit.start()
 

@@ -20,6 +20,7 @@ from penstock.server.options import ServerOptions
 CACHE_GB = 0.25  # of a model that takes images
 MAX_IMAGES = ImageLimits().count
 KEY_VARIABLE = "PENSTOCK_API_KEY"  # seen by fewer than a command line
+TRANSPORT_VARIABLE = "PENSTOCK_TENSOR_TRANSPORT"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +114,12 @@ def _add_multimodal(parser: argparse.ArgumentParser) -> None:
         f"(default: {CACHE_GB} if the model takes images, else 0)",
     )
     add(
+        "--tensor-transport",
+        metavar="WAY",
+        help="How images travel to workers: store, inline (in messages), or auto, which is in the store if there is "
+        f"one, and inline where it has no room (default: {TRANSPORT_VARIABLE}, or auto)",
+    )
+    add(
         "--allowed-local-media-path",
         metavar="DIR",
         action="append",
@@ -176,12 +183,13 @@ def image_count(text: str) -> int:
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Raises ValueError, TypeError."""
     config = arguments.engine_config(options, "api_server_count", "shutdown_timeout")
+    transport = options.tensor_transport or os.environ.get(TRANSPORT_VARIABLE) or "auto"
     size = options.mm_processor_cache_gb
     if size is None:
-        size = CACHE_GB if takes_images(config) else 0.0
+        size = CACHE_GB if transport == "store" or (transport == "auto" and takes_images(config)) else 0.0
     if not math.isfinite(size):
         raise ValueError(f"mm_processor_cache_gb is a finite number, not {size}")
-    return msgspec.structs.replace(config, store_nbytes=round(size * 2**30))
+    return msgspec.structs.replace(config, store_nbytes=round(size * 2**30), tensor_transport=transport)
 
 
 def server_options(options: argparse.Namespace) -> ServerOptions:

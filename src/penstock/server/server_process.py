@@ -28,6 +28,7 @@ from penstock.server.chat.prompt_builder import PromptBuilder, build_tokenizer
 from penstock.server.http.app import ApiServer
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.loop_errors import LoopErrors
+from penstock.server.http.segment_metrics import SegmentMetrics
 from penstock.server.images.image_prompts import build_image_prompts
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
@@ -111,10 +112,11 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     row[ProcessCounters.PID], row[ProcessCounters.SERVING], row[ProcessCounters.OPEN] = os.getpid(), 0, 0
     with starting():
         words = build_tokenizer(tree.config)
-        images = build_image_prompts(tree.config, shared.options, tree.store, words.tokenizer)
+        images = build_image_prompts(tree.config, shared.options, tree.store, words.tokenizer, row.count_items)
     with contextlib.closing(PromptBuilder(tree.config, words, images)) as reader:
         async with Client(tree, me) as client:
-            api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index)
+            segments = SegmentMetrics(tree.channels, tree.store)
+            api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index, segments)
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
             stopping = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)

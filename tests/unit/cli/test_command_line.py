@@ -122,7 +122,7 @@ VLLM_SERVE = (
 ).split()
 OURS_SERVE = (
     "--client-timeout --device --device-model --log-format --log-level --max-body-mb --max-image-mb "
-    "--max-image-megapixels --max-open-requests --output-processors --step-ms --threads"
+    "--max-image-megapixels --max-open-requests --output-processors --step-ms --tensor-transport --threads"
 ).split()
 VLLM_BENCH = (
     "--backend --base-url --dataset-path --ignore-eos --input-len --max-concurrency --model --num-prompts "

@@ -81,15 +81,18 @@ class ImageProcessor:
         threads: int | None = None,
         max_tokens: int | None = None,
         salt: bytes = b"",
+        must_store: bool = False,
     ) -> None:
         """`path`: the model's directory; `threads`: None for one per processor; `max_tokens`: an image with more tokens
-        is refused, and not stored; `salt`: images are shared only between processors with the same salt.
+        is refused, and not stored; `salt`: images are shared only between processors with the same salt; `must_store`:
+        an image for which the store has no room is refused, and does not travel inline.
 
         Raises ValueError if the model takes no images, or its directory has no image processor.
         """
         self.limits = limits or ImageLimits()
         self._store = store
         self._max_tokens = max_tokens
+        self._must_store = must_store
         config, self._processor, self._count = _processor_of(Path(path))
         self.image_id: int = config.image_token_id
         self.is_tiled = config.model_type in TILED
@@ -137,7 +140,20 @@ class ImageProcessor:
             raise ImageRefused(
                 400, f"this model has at most {self._max_tokens} tokens, and the image takes {tree['tokens']}"
             )
-        return _loaded(scope.put(tree, key=key), tree)
+        item = scope.put(tree, key=key)
+        if self._must_store and item.is_inline:
+            self._refuse_inline(item)
+        return _loaded(item, tree)
+
+    def _refuse_inline(self, item: Handle) -> None:
+        room = 0 if self._store is None else self._store.nbytes
+        if item.nbytes > room:
+            raise ImageRefused(
+                413, f"the store for images has {room} bytes, the tensors of this one have {item.nbytes}"
+            )
+        raise ImageRefused(
+            503, f"the store for images has no room for {item.nbytes} bytes now: images of open requests fill it"
+        )
 
     def _find(self, key: bytes, scope: Scope) -> ProcessedImage | None:
         store = self._store

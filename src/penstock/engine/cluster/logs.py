@@ -8,12 +8,21 @@ import os
 import sys
 import time
 
+from penstock.tensor import Handle
+
 LOGGER = logging.getLogger("penstock.engine")
 
 
 def event(name: str, level: int = logging.INFO, **fields: object) -> None:
     """Logs an event. `fields` follow it as `name=value`."""
     LOGGER.log(level, name, extra={"fields": fields})
+
+
+def tensor_event(name: str, item: Handle) -> None:
+    """Logs at level debug that the tensors of a request were sent, or received, and how they travel."""
+    if LOGGER.isEnabledFor(logging.DEBUG):
+        how = "inline" if item.is_inline else "store"
+        event(name, logging.DEBUG, how=how, nbytes=item.nbytes, key=None if item.key is None else item.key.hex()[:16])
 
 
 def configure(process: str, log_format: str, level: str = "info") -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import penstock
 from penstock import PeerDied, Store, lowlevel
@@ -69,16 +69,17 @@ class Cluster:
             [""] * config.data_parallel_size,
         )
 
+    @property
+    def channels(self) -> list[penstock.codec.Channel[Any]]:
+        channels: list[penstock.codec.Channel[Any]] = [*self.servers]
+        for group in self.groups:
+            channels += [group.inbox, group.steps, group.results, *group.tokens]
+        return channels
+
     def close(self) -> None:
         """Closes the channels and the board in this process."""
-        for group in self.groups:
-            group.inbox.close()
-            group.steps.close()
-            group.results.close()
-            for tokens in group.tokens:
-                tokens.close()
-        for deltas in self.servers:
-            deltas.close()
+        for channel in self.channels:
+            channel.close()
         self.board.close()
 
     # ── lanes ──

@@ -16,6 +16,7 @@ from penstock.engine.protocol.messages import MAX_SLOTS, SamplingParams
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SHIPPED = str(Path(__file__).parents[2] / "shipped" / "penstock-shapes")  # so that there is always a model to serve
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+TRANSPORTS = ("auto", "store", "inline")
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
 MAX_LANES = 64  # of an inbox; native/layout.h
 MAX_MODEL_LEN = 4096
@@ -94,6 +95,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: str = "auto"  # sampling defaults are those of generation_config.json; "vllm": neutral ones
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # of requests; from the model by `with_model_defaults`
     store_nbytes: int = 0  # of the store for images; 0: there is none
+    # How tensors of requests travel: in the store, all of them; inline, in messages; or auto: in the store if there is
+    # one, and inline where it has no room.
+    tensor_transport: str = "auto"
 
     start_timeout: float = 600.0  # until a group serves
     step_timeout: float = 30.0  # until a step's result is in, or a receiver takes what is sent to it
@@ -128,6 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         require_dtype(self.dtype)
         if not DEVICES.fullmatch(self.device):
             raise ValueError(f"device is cpu, cuda, or cuda:N for the device of that number, not {self.device!r}")
+        _require_transport(self.tensor_transport, self.store_nbytes)
         if self.generation_config not in ("auto", "vllm"):
             raise ValueError(f"generation_config is 'auto' or 'vllm', not {self.generation_config!r}")
         if self.log_format not in ("text", "json"):
@@ -162,6 +167,19 @@ def require_dtype(name: str) -> None:
     """Raises ValueError."""
     if name not in DTYPES:
         raise ValueError(f"dtype is {', '.join(DTYPES)}, not {name!r}")
+
+
+def _require_transport(transport: str, store_nbytes: int) -> None:
+    """Raises ValueError unless tensors can travel so."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"tensor_transport is {', '.join(TRANSPORTS)}, not {transport!r}")
+    if transport == "store" and not store_nbytes:
+        raise ValueError("tensor_transport 'store' needs a store: store_nbytes (--mm-processor-cache-gb) is 0")
+    if transport == "inline" and store_nbytes:
+        raise ValueError(
+            f"tensor_transport 'inline' uses no store: expected store_nbytes (--mm-processor-cache-gb) of 0, "
+            f"not {store_nbytes}"
+        )
 
 
 def _within(struct: Any, name: str, kind: type, low: float, high: float) -> None:

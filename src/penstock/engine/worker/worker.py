@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock import EndOfChannel, Handle, Lease, Timeout
 from penstock.codec.sequence import SequenceCheck
-from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.logs import event, tensor_event
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import Row, StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId, retry_past_stale_deaths
@@ -49,6 +49,7 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
     config = tree.config
 
     def open_handle(handle: Handle) -> Lease:
+        tensor_event("tensors received", handle)
         return handle.open(tree.store)
 
     if config.simulated is not None:

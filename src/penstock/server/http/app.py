@@ -51,6 +51,7 @@ from penstock.server.http.dashboard import Dashboard
 from penstock.server.http.endpoint import Admission, Answer, BodyReader, Endpoint, RequestIds, cors, is_valid
 from penstock.server.http.health import HealthReport
 from penstock.server.http.metrics import Metrics
+from penstock.server.http.segment_metrics import SegmentMetrics
 from penstock.server.images.image_prompts import Prompt
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ServerCounters
@@ -74,6 +75,7 @@ class ApiServer:
         tally: ServerCounters,
         board: StatusBoard,
         me: int,
+        segments: SegmentMetrics | None = None,
     ) -> None:
         self._config = config
         self._options = options
@@ -81,7 +83,7 @@ class ApiServer:
         self._reader = reader
         self._row = tally.rows[me]
         self._defaults = config.sampling_defaults.given
-        self._metrics = Metrics(tally, board, served_name(config, options))
+        self._metrics = Metrics(tally, board, served_name(config, options), segments)
         self._health = HealthReport(tally, board, me)
         self._dashboard = Dashboard()
         self._name = served_name(config, options)

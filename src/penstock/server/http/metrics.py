@@ -16,7 +16,15 @@ from prometheus_client.registry import Collector
 from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Bounds, Histogram
 from penstock.engine.cluster.status_board import Row as EngineRow
 from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
-from penstock.server.status.counters import FINISHED_REASONS, ROUTES, STATUSES, ProcessCounters, Served, ServerCounters
+from penstock.server.status.counters import (
+    FINISHED_REASONS,
+    ITEM_FIELDS,
+    ROUTES,
+    STATUSES,
+    ProcessCounters,
+    Served,
+    ServerCounters,
+)
 
 LABELS = ("model_name", "engine")  # as vLLM has them
 HISTOGRAMS = (
@@ -50,13 +58,17 @@ Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class Metrics(Collector):
-    def __init__(self, tally: ServerCounters, board: StatusBoard, model_name: str) -> None:
-        """`model_name`: the first name by which clients call the model."""
+    def __init__(
+        self, tally: ServerCounters, board: StatusBoard, model_name: str, segments: Collector | None = None
+    ) -> None:
+        """`model_name`: the first name by which clients call the model; `segments`: metrics of channels and store."""
         self._servers = tally.rows
         self._engines = board.rows
         self._model_name = model_name
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        if segments is not None:
+            self._registry.register(segments)
 
     def text(self) -> bytes:
         return bytes(generate_latest(self._registry))
@@ -132,7 +144,11 @@ class Metrics(Collector):
                     many = row[row.answered(route, status)]
                     if many:
                         requests.add_metric([str(server), route, str(status)], many)
-        yield from (requests, is_open)
+        items = CounterMetricFamily("penstock_items", "Images of prompts by how they travel", labels=["server", "how"])
+        for server, row in enumerate(self._servers):
+            for number, how in enumerate(ITEM_FIELDS):
+                items.add_metric([str(server), how], row[ProcessCounters.ITEMS + number])
+        yield from (requests, is_open, items)
 
     def _of_engines(self) -> Iterator[Family]:
         incarnation = GaugeMetricFamily(

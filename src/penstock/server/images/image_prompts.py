@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from penstock.engine.client.image_placeholders import ImagePlaceholders
 from penstock.engine.client.image_processor import ImageProcessor, ImageRefused, ProcessedImage
-from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.logs import event, tensor_event
 from penstock.engine.model_dir import load_tokenizer, takes_images
 from penstock.engine.protocol.columns import Input
 from penstock.engine.protocol.config import EngineConfig
@@ -26,7 +26,7 @@ from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.images import image_urls
 from penstock.server.images.image_fetcher import ImageFetcher, is_remote
 from penstock.server.options import ServerOptions
-from penstock.tensor import Scope, Store
+from penstock.tensor import Scope, ScopeStats, Store
 
 THREADS = 8  # at most: each may hold several copies of an image of the maximum size
 
@@ -53,9 +53,18 @@ class Prompt(NamedTuple):
 class ImagePrompts:
     """Builds prompts with images, in one server process, for a model that takes images."""
 
-    def __init__(self, config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any) -> None:
-        """Raises ValueError if the model's directory has no image processor, or its tokenizer no image token."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ServerOptions,
+        store: Store | None,
+        tokenizer: Any,
+        count: Callable[[ScopeStats], None],
+    ) -> None:
+        """`count` gets, for each request, how its images travel. Raises ValueError if the model's directory has no
+        image processor, or its tokenizer no image token."""
         self._store = store
+        self._count = count
         threads = min(THREADS, len(os.sched_getaffinity(0)))
         self._max_tokens = config.max_model_len
         self._images = ImageProcessor(
@@ -64,6 +73,7 @@ class ImagePrompts:
             limits=options.image_limits,
             threads=threads,
             max_tokens=self._max_tokens,
+            must_store=config.tensor_transport == "store",
         )
         self._places = ImagePlaceholders(self._images, load_tokenizer(config) if tokenizer is None else tokenizer)
         self._folders = [Path(folder).resolve(strict=True) for folder in options.allowed_local_media_path]
@@ -92,6 +102,10 @@ class ImagePrompts:
         except BaseException:
             scope.release()
             raise
+        finally:
+            self._count(scope.stats())
+        for image in loaded:
+            tensor_event("tensors sent", image.item)
         ids, places = self._places.spread(ids, loaded)
         return Prompt(ids, tuple((image.item, *place) for image, place in zip(loaded, places, strict=True)), scope)
 
@@ -123,16 +137,20 @@ class ImagePrompts:
 
 
 def build_image_prompts(
-    config: EngineConfig, options: ServerOptions, store: Store | None, tokenizer: Any = None
+    config: EngineConfig,
+    options: ServerOptions,
+    store: Store | None,
+    tokenizer: Any = None,
+    count: Callable[[ScopeStats], None] = lambda stats: None,
 ) -> ImagePrompts | None:
     """Returns None if the model takes no images, or lacks files for them: then it serves text alone.
 
-    `tokenizer`: the model's, if it is loaded already: loading it takes long.
+    `tokenizer`: the model's, if it is loaded already: loading it takes long. `count`: see `ImagePrompts`.
     """
     if not takes_images(config):
         return None
     try:
-        return ImagePrompts(config, options, store, tokenizer)
+        return ImagePrompts(config, options, store, tokenizer, count)
     except ValueError as error:
         event("images are not taken", logging.WARNING, reason=error)
         return None

@@ -10,10 +10,17 @@ from typing import Any
 
 from penstock import lowlevel
 from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Histogram, words_of
+from penstock.tensor import ScopeStats
 
 ROUTES = ("chat", "completions", "tokenize", "models")
 STATUSES = (200, 400, 401, 404, 413, 422, 429, 499, 500, 503, 504)  # 499: the client has gone
 FINISHED_REASONS = ("stop", "length", "abort", "error")  # as vLLM names them
+# How the tensors of prompts travel, as metrics name it, and the field of `ScopeStats`.
+ITEM_FIELDS = {
+    "hit": "hits",
+    "put": "puts",
+    **{how: how for how in ("inline_small", "inline_full", "inline_without_store", "inline_too_large")},
+}
 WORD_NBYTES = 8
 
 
@@ -57,7 +64,8 @@ class ProcessCounters:
     OPEN = 2  # requests
     FAILED_STARTS = 3  # in a row: how often this server has ended before it served. Written by the launcher
     ANSWERED = 4  # from here on: answers by route and status
-    ENGINES = ANSWERED + len(ROUTES) * len(STATUSES)  # from here on: `Served` of each engine
+    ITEMS = ANSWERED + len(ROUTES) * len(STATUSES)  # from here on: values of prompts, by ITEM_FIELDS
+    ENGINES = ITEMS + len(ITEM_FIELDS)  # from here on: `Served` of each engine
 
     def __init__(self, words: Any) -> None:
         self._words = words
@@ -74,6 +82,11 @@ class ProcessCounters:
 
     def __setitem__(self, word: int, number: int) -> None:
         self._words[word] = number
+
+    def count_items(self, stats: ScopeStats) -> None:
+        """Counts how the values of one prompt travel."""
+        for number, field in enumerate(ITEM_FIELDS.values()):
+            self._words[self.ITEMS + number] += getattr(stats, field)
 
     def answered(self, route: str, status: int) -> int:
         """Returns the word that counts answers of this route and status."""

@@ -235,6 +235,27 @@ def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path
         assert store.stats().puts == 0
 
 
+def test_an_image_without_room_in_the_store_is_refused_where_it_must_lie_there(tmp_path: Path) -> None:
+    with Store(64 << 10) as store, ImageProcessor(model_in(tmp_path), store, threads=1, must_store=True) as loader:
+        with Scope(store, inline_nbytes=0) as scope:
+            item = load(loader, scope, picture())[0].item
+            assert not item.is_inline
+        store.clear()
+        with Scope(store, inline_nbytes=0, timeout=0.0) as scope, store.put(bytes(store.nbytes - item.nbytes)):
+            with pytest.raises(ImageRefused, match=r"no room for \d+ bytes now") as full:
+                load(loader, scope, picture())
+    processor_in(tmp_path, "llava", size={"height": 64, "width": 64}, crop_size={"height": 64, "width": 64})
+    with (
+        Store(4 << 10) as small,
+        ImageProcessor(tmp_path, small, threads=1, must_store=True) as loader,
+        Scope(small, inline_nbytes=0) as scope,
+        pytest.warns(RuntimeWarning, match="does not fit"),
+        pytest.raises(ImageRefused, match="images has 4096 bytes, the tensors of this one have") as large,
+    ):
+        load(loader, scope, picture())
+    assert (full.value.status, large.value.status) == (503, 413)
+
+
 def test_a_request_that_has_ended_meanwhile_holds_no_image(tmp_path: Path) -> None:
     with Store(1 << 20) as store:
         with ImageProcessor(model_in(tmp_path), store, threads=1) as loader:

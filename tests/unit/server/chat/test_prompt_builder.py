@@ -120,6 +120,32 @@ def test_there_is_a_store_where_the_model_takes_images(tmp_path: Path) -> None:
         store_nbytes()
 
 
+def test_tensor_transport_is_checked_once_for_option_and_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = argparse.ArgumentParser()
+    arguments.add(parser)
+
+    def config(*options: str) -> tuple[str, int]:
+        found = arguments.engine_config(parser.parse_args([str(tmp_path), *options]))
+        return found.tensor_transport, found.store_nbytes
+
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    assert config() == ("auto", 256 << 20)
+    assert config("--tensor-transport", "inline") == ("inline", 0)
+    assert config("--tensor-transport", "store", "--mm-processor-cache-gb", "1") == ("store", 1 << 30)
+    monkeypatch.setenv("PENSTOCK_TENSOR_TRANSPORT", "inline")
+    assert config() == ("inline", 0)
+    assert config("--tensor-transport", "auto") == ("auto", 256 << 20)
+    for options, words in (
+        (("--mm-processor-cache-gb", "1"), "'inline' uses no store: .* not 1073741824"),
+        (("--tensor-transport", "store", "--mm-processor-cache-gb", "0"), "'store' needs a store: .* is 0"),
+        (("--tensor-transport", "device"), "tensor_transport is auto, store, inline, not 'device'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            config(*options)
+
+
 def test_without_a_model_the_one_that_ships_is_served() -> None:
     parser = argparse.ArgumentParser()
     arguments.add(parser)
@@ -176,6 +202,7 @@ def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> Non
             ((*simulated, "--allowed-origins", "*", "--allow-credentials"), "needs allowed_origins by name"),
             ((*simulated, "--limit-mm-per-prompt", "image=-1"), "expected count of 0 or more, got -1"),
             ((*simulated, "--mm-processor-cache-gb", "-1"), "store_nbytes is between"),
+            ((*simulated, "--tensor-transport", "device"), "tensor_transport is auto, store, inline, not 'device'"),
             ((*simulated, "--mm-processor-cache-gb", "inf"), "mm_processor_cache_gb is a finite number"),
         ):
             assert cli.main(["serve", *options]) == 2

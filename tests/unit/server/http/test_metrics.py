@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 
 pytest.importorskip("prometheus_client")
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock import Inbox, Missing, Ring, Scope, Store, content_key
 from penstock.engine.cluster.histogram import Histogram, words_of
 from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
 from penstock.server.http.metrics import Metrics
+from penstock.server.http.segment_metrics import SegmentMetrics
 from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
+from penstock.tensor import ScopeStats
 from tests.support.documents import ROOT
 
 SERVERS, ENGINES, NAME = 3, 2, "a model"
@@ -42,6 +45,7 @@ VLLM = (
 OURS = {
     "penstock_requests": {"server", "route", "status"},
     "penstock_open_requests": {"server"},
+    "penstock_items": {"server", "how"},
     "penstock_engine_incarnation": {"engine"},
     "penstock_engine_steps": {"engine"},
     "penstock_engine_core_seconds": {"engine"},
@@ -107,10 +111,16 @@ def test_reasons_are_those_of_vllm(pages: Pages) -> None:
     assert reasons == {"stop", "length", "abort", "error"}
 
 
+def families_of_segments() -> dict[str, Metric]:
+    with Store(1 << 20) as store, Ring(bytes) as ring, ring.open_sender(), ring.open_receiver():
+        return {family.name: family for family in SegmentMetrics([ring], store).collect()}
+
+
 def test_every_query_of_the_grafana_dashboard_is_of_metrics_that_there_are(pages: Pages) -> None:
     row = pages.tally.rows[0]
     row[row.answered("chat", 200)] += 1
-    there = {sample.name for family in pages.families().values() for sample in family.samples}
+    families = {**pages.families(), **families_of_segments()}
+    there = {sample.name for family in families.values() for sample in family.samples}
     dashboard = json.loads((ROOT / "docs" / "operations" / "grafana.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     queries = [*expressions, *(one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query")]
@@ -119,8 +129,8 @@ def test_every_query_of_the_grafana_dashboard_is_of_metrics_that_there_are(pages
         named = set(re.findall(r"\b(?:vllm:|penstock_)\w+", query))
         assert named and named <= there, f"{query}: {named - there}"
     used = {name for query in queries for name in re.findall(r"\b(?:vllm:|penstock_)\w+", query)}
-    families = {re.sub(r"_(bucket|count|sum|total)$", "", name) for name in used}
-    assert families == pages.families().keys(), "a metric that nobody looks at"
+    shown = {re.sub(r"_(bucket|count|sum|total)$", "", name) for name in used}
+    assert shown == families.keys(), "a metric that no panel shows"
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids)) and all(panel["title"] for panel in dashboard["panels"])
 
@@ -203,3 +213,57 @@ def test_a_histogram_counts_what_is_more_than_its_last_bound() -> None:
         found.add(seconds)
     assert found.counts == [2, 1, 2] and found.seconds == 14.0
     assert words[0] == words[-1] == 0
+
+
+# ── channels and store ───────────────────────────────────────────────────────────────────────────────────────────────
+def test_channels_and_store_are_reported_as_their_segments_count() -> None:
+    with Store(1 << 20, name="images") as store, Ring(bytes, name="results 0", max_peers=4) as ring:
+        key = content_key(b"image")
+        lease = store.put(b"x" * 1000, key=key)
+        store.get(key).release()
+        with pytest.raises(Missing):
+            store.get(content_key(b"another"))
+        with ring.open_sender() as sender, ring.open_receiver() as receiver:
+            for record in (b"one", b"three", b"x" * (1 << 19)):
+                sender.send(record)
+            receiver.receive()
+            registry = CollectorRegistry()
+            registry.register(SegmentMetrics([ring], store))
+            numbers = {
+                (sample.name, *sample.labels.values()): sample.value
+                for family in registry.collect()
+                for sample in family.samples
+            }
+        lease.release()
+    for name, end, number in (
+        ("records_total", "sender 0", 3),
+        ("bytes_total", "sender 0", 8 + (1 << 19)),
+        ("spills_total", "sender 0", 1),
+        ("exhaustions_total", "sender 0", 0),
+        ("records_total", "receiver 0", 1),
+        ("behind_records", "receiver 0", 2),
+    ):
+        assert numbers[f"penstock_channel_{name}", "results 0", end] == number, name
+    assert ("penstock_channel_behind_records", "results 0", "sender 0") not in numbers
+    for name, number in (("values", 1), ("leases", 1), ("hits_total", 1), ("misses_total", 1), ("puts_total", 1)):
+        assert numbers[(f"penstock_store_{name}",)] == number, name
+    assert numbers["penstock_store_bytes", "size"] == 1 << 20
+
+
+def test_an_end_that_no_process_has_taken_is_not_reported() -> None:
+    with Inbox(bytes, senders=3, name="inbox 0") as inbox, inbox.open_sender(1):
+        registry = CollectorRegistry()
+        registry.register(SegmentMetrics([inbox], None))
+        ends = {sample.labels["end"] for family in registry.collect() for sample in family.samples}
+    assert ends == {"sender 1"}
+
+
+def test_items_are_counted_by_how_they_travel(pages: Pages) -> None:
+    scope = Scope()
+    scope.put(b"small")
+    scope.put(bytes(1 << 20))
+    pages.tally.rows[1].count_items(scope.stats())
+    pages.tally.rows[1].count_items(ScopeStats(hits=2))
+    for how, number in (("hit", 2), ("put", 0), ("inline_small", 1), ("inline_without_store", 1), ("inline_full", 0)):
+        assert pages.number("penstock_items_total", server=1, how=how) == number
+    assert pages.number("penstock_items_total", server=0) == 0
