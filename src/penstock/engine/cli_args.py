@@ -6,15 +6,17 @@ Options that vLLM also has carry its names, units and meaning.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 
+from penstock.engine.cluster.numa import node_of
 from penstock.engine.model_dir import require_length
 from penstock.engine.protocol.config import DTYPES, LOG_LEVELS, MAX_MODEL_LEN, SHIPPED, EngineConfig, SimulatedDevice
 
 CONFIG_OPTIONS = (
     *("model", "data_parallel_size", "tensor_parallel_size", "output_processors", "device", "threads"),
     *("enforce_eager", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "block_size"),
-    *("enable_prefix_caching", "max_model_len", "generation_config", "log_format", "log_level"),
+    *("enable_prefix_caching", "max_model_len", "generation_config", "numa_node", "log_format", "log_level"),
 )
 DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
 _HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT]?)")
@@ -115,6 +117,14 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="Number of threads with which each worker computes on a CPU (default: the fastest, measured at the start)",
     )
+    add(
+        "--numa-node",
+        metavar="N",
+        type=numa_node,
+        default="auto",
+        help="NUMA node on which shared memory lies: a number, or auto, which is the node of this process's processors "
+        "if they are all of one node (default: %(default)s)",
+    )
 
 
 def _add_scheduling(parser: argparse.ArgumentParser) -> None:
@@ -174,6 +184,15 @@ def human_int(text: str) -> int:
     if decimal is not None:
         return round(float(decimal) * 1000.0 ** ("kmgt".index(power) + 1))
     return int(binary) << 10 * " KMGT".index(shift or " ")
+
+
+def numa_node(text: str) -> int | None:
+    """Returns the number that `0` says; for `auto`, that of the node to which all processors of this process belong."""
+    if text == "auto":
+        return node_of(os.sched_getaffinity(0))
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a number, or auto, not {text!r}")
+    return int(text)
 
 
 def engine_config(options: argparse.Namespace, *more: str) -> EngineConfig:

@@ -214,7 +214,8 @@ class Launcher:
             source, defaults = f"{config.model}/{GENERATION}", config.sampling_defaults.given
             event("default sampling parameters", source=source, **defaults, neutral_ones=NEUTRAL_ONES)
         if config.store_nbytes or config.tensor_transport != "auto":
-            event("tensors travel", by="store" if config.store_nbytes else "inline", store_nbytes=config.store_nbytes)
+            by = "store" if config.store_nbytes else "inline"
+            event("tensors travel", by=by, store_nbytes=config.store_nbytes, huge_pages=config.huge_pages)
         for unit in self.units:
             unit.start()
 

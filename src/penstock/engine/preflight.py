@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from penstock.engine.cluster.cuda_devices import cuda_devices
+from penstock.engine.cluster.numa import require_node
 from penstock.engine.model_dir import ALONE, INDEX, expected, read_config, require_family, tokenizer_path
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.worker.weight_slices import HeadSlices
@@ -30,6 +31,8 @@ def require_startable(config: EngineConfig) -> None:
         require_packages(PACKAGES)
         require_model(config)
     require_blocks(config)
+    if config.numa_node is not None:
+        require_node(config.numa_node)
     if config.simulated is None and config.device.startswith("cuda"):
         require_cuda(config)
 

@@ -114,6 +114,12 @@ def _add_multimodal(parser: argparse.ArgumentParser) -> None:
         f"(default: {CACHE_GB} if the model takes images, else 0)",
     )
     add(
+        "--huge-pages",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Use pages of 2 MiB for that store, all of which are claimed at the start (default: off)",
+    )
+    add(
         "--tensor-transport",
         metavar="WAY",
         help="How images travel to workers: store, inline (in messages), or auto, which is in the store if there is "
@@ -189,7 +195,9 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         size = CACHE_GB if transport == "store" or (transport == "auto" and takes_images(config)) else 0.0
     if not math.isfinite(size):
         raise ValueError(f"mm_processor_cache_gb is a finite number, not {size}")
-    return msgspec.structs.replace(config, store_nbytes=round(size * 2**30), tensor_transport=transport)
+    return msgspec.structs.replace(
+        config, store_nbytes=round(size * 2**30), tensor_transport=transport, huge_pages=options.huge_pages
+    )
 
 
 def server_options(options: argparse.Namespace) -> ServerOptions:

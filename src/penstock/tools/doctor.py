@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import penstock
 from penstock import _native, lowlevel
 from penstock.engine.cluster.cuda_devices import cuda_devices, torch_build
+from penstock.engine.cluster.numa import node_of
 from penstock.engine.model_dir import read_config, with_model_defaults
 from penstock.engine.preflight import require_model, require_tokenizer
 from penstock.engine.protocol.config import SHIPPED, EngineConfig
@@ -170,7 +171,7 @@ def examine_huge_pages() -> Finding:
     folder = "/sys/kernel/mm/hugepages/hugepages-2048kB"
     total, free = (read_number(f"{folder}/{name}_hugepages") for name in ("nr", "free"))
     if not free:
-        return Finding("warning", "huge pages", f"{free} of {total} free: huge_pages=True falls back (vm.nr_hugepages)")
+        return Finding("warning", "huge pages", f"{free} of {total} free: --huge-pages falls back (vm.nr_hugepages)")
     return Finding("ok", "huge pages", f"{free} of {total} of 2 MiB free")
 
 
@@ -207,8 +208,12 @@ def examine_numa() -> Finding:
         with open("/sys/devices/system/node/online") as file:
             nodes = file.read().strip()
     except OSError:
-        return Finding("ok", "numa", "this kernel tells of no nodes: numa_node= has no effect")
-    return Finding("ok", "numa", f"node{'s' if nodes != '0' else ''} {nodes}")
+        return Finding("ok", "numa", "this kernel lists no nodes: --numa-node has no effect")
+    own = node_of(os.sched_getaffinity(0))
+    chosen = "no node" if own is None else f"node {own}"
+    return Finding(
+        "ok", "numa", f"node{'s' if nodes != '0' else ''} {nodes}; --numa-node auto binds memory to {chosen}"
+    )
 
 
 def read_text(path: str) -> str:

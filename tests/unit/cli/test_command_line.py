@@ -121,8 +121,8 @@ VLLM_SERVE = (
     "--tensor-parallel-size"
 ).split()
 OURS_SERVE = (
-    "--client-timeout --device --device-model --log-format --log-level --max-body-mb --max-image-mb "
-    "--max-image-megapixels --max-open-requests --output-processors --step-ms --tensor-transport --threads"
+    "--client-timeout --device --device-model --huge-pages --log-format --log-level --max-body-mb --max-image-mb "
+    "--max-image-megapixels --max-open-requests --numa-node --output-processors --step-ms --tensor-transport --threads"
 ).split()
 VLLM_BENCH = (
     "--backend --base-url --dataset-path --ignore-eos --input-len --max-concurrency --model --num-prompts "

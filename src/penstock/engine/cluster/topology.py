@@ -61,11 +61,12 @@ class Cluster:
                     senders=config.data_parallel_size * (1 + config.output_processors) + 1,
                     name=f"deltas {server}",
                     max_peers=PEERS,
+                    numa_node=config.numa_node,
                 )
                 for server in range(config.api_server_count)
             ),
             StatusBoard.create(config.data_parallel_size, len(all_processes(config))),
-            Store(config.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if config.store_nbytes else None,
+            _open_store(config, min(PEERS, 2 * processes + 8)) if config.store_nbytes else None,
             [""] * config.data_parallel_size,
         )
 
@@ -99,20 +100,36 @@ class Cluster:
         return group * (1 + self.config.output_processors) + (0 if output is None else 1 + output)
 
 
+def _open_store(config: EngineConfig, max_peers: int) -> Store:
+    return Store(config.store_nbytes, max_peers=max_peers, huge_pages=config.huge_pages, numa_node=config.numa_node)
+
+
 def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
-    workers, outputs = config.tensor_parallel_size, config.output_processors
+    workers, outputs, node = config.tensor_parallel_size, config.output_processors, config.numa_node
     return EngineChannels(
         # As for the servers, the last lane keeps the inbox from ending; the launcher has it, and sends Stop.
         penstock.Inbox(
-            INBOX, senders=config.api_server_count + workers + outputs + 1, name=f"inbox {number}", max_peers=PEERS
+            INBOX,
+            senders=config.api_server_count + workers + outputs + 1,
+            name=f"inbox {number}",
+            max_peers=PEERS,
+            numa_node=node,
         ),
         # Inline images stay where they arrived for as long as their request runs. The inbox has room for fewer of them,
         # so a server that submits too many waits, and not the core.
         penstock.Broadcast(
-            STEPS, receivers=workers, name=f"steps {number}", max_peers=PEERS, spill_blocks=2 * SPILL_BLOCKS
+            STEPS,
+            receivers=workers,
+            name=f"steps {number}",
+            max_peers=PEERS,
+            spill_blocks=2 * SPILL_BLOCKS,
+            numa_node=node,
         ),
-        penstock.Ring(RESULTS, name=f"results {number}", max_peers=PEERS),
-        tuple(penstock.Ring(TOKENS, name=f"tokens {number}.{output}", max_peers=PEERS) for output in range(outputs)),
+        penstock.Ring(RESULTS, name=f"results {number}", max_peers=PEERS, numa_node=node),
+        tuple(
+            penstock.Ring(TOKENS, name=f"tokens {number}.{output}", max_peers=PEERS, numa_node=node)
+            for output in range(outputs)
+        ),
     )
 
 

@@ -98,6 +98,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # How tensors of requests travel: in the store, all of them; inline, in messages; or auto: in the store if there is
     # one, and inline where it has no room.
     tensor_transport: str = "auto"
+    huge_pages: bool = False  # of 2 MiB for that store, where there are any
+    numa_node: int | None = None  # where shared memory lies; None: near the process that touches it first
 
     start_timeout: float = 600.0  # until a group serves
     step_timeout: float = 30.0  # until a step's result is in, or a receiver takes what is sent to it
@@ -120,12 +122,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _within(self, name, int, low, high)
         for name in ("start_timeout", "step_timeout", "shutdown_timeout"):
             _within(self, name, float, 0, 1e6)
-        for name in ("async_scheduling", "enable_prefix_caching", "enforce_eager"):
+        for name in ("async_scheduling", "enable_prefix_caching", "enforce_eager", "huge_pages"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
         for name in ("num_gpu_blocks_override", "threads"):
             if getattr(self, name) is not None:
                 _within(self, name, int, 1, _MANY)
+        if self.numa_node is not None:
+            _within(self, "numa_node", int, 0, 1023)
+        if self.huge_pages and not self.store_nbytes:
+            raise ValueError("huge_pages are for the store: store_nbytes (--mm-processor-cache-gb) is 0")
         for end_id in self.end_ids:
             if end_id < 0:
                 raise ValueError(f"end_ids are numbers of tokens, not {end_id!r}")
