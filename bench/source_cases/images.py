@@ -35,7 +35,7 @@ from penstock.tensor import Handle
 
 STORE, INLINE = "store", "inline"
 LOAD, QUICK_LOAD = Load(24, 4, "16", "1", images=1), Load(4, 2, "16", "1", images=1)
-LONGEST = 2048
+LONGEST = 1024
 PIXELS = 4 << 20  # bytes
 PLACES = 64  # ids that stand for an image
 STEP = 0.001  # seconds of the simulated device
