@@ -185,6 +185,8 @@ class Client:
                 salt,
                 columns_of_inputs([items]),
                 chunk_format,
+                params.seed % 2**64 if isinstance(params.seed, int) else secrets.randbits(64),  # the core checks types
+                time.monotonic_ns(),
             )
             await self._send(self._cores[group], submit, stream, deadline)
         except BaseException:
