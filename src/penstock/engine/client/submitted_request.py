@@ -19,11 +19,12 @@ from penstock.engine.protocol.messages import Ints, Progress, Submit
 class SubmittedRequest:
     """The first `Submit` of a request, and the ids that its samples have generated since."""
 
-    __slots__ = ("_first", "_generated", "_max_tokens", "failures", "kept_tokens", "migrations", "request_id")
+    __slots__ = ("_generated", "_max_tokens", "failures", "first", "kept_tokens", "migrations", "request_id")
 
     def __init__(self, first: Submit, request_id: str = "", max_tokens: int | None = None) -> None:
-        """`request_id` is written into the log. A request of more than `max_tokens` tokens is not kept; None: any is."""
-        self._first = first
+        """`request_id` is written into the log. `max_tokens`: of the prompt and all samples, up to which the request is
+        kept; None: any number."""
+        self.first = first
         self._generated: dict[int, array[int] | None] = {}  # by sample; None: the sample is over
         self._max_tokens = math.inf if max_tokens is None else max_tokens
         self.request_id = request_id
@@ -39,14 +40,14 @@ class SubmittedRequest:
     @property
     def order(self) -> tuple[int, int]:
         """Returns the key by which requests are submitted again: as the core orders them."""
-        return self._first.priority, self._first.arrived_ns
+        return self.first.priority, self.first.arrived_ns
 
     @property
     def traces(self) -> list[bytes]:
         """Returns the keys of the request's affinity to a group."""
-        inputs = self._first.inputs
+        inputs = self.first.inputs
         keys = [] if inputs is None else [item.key for item in inputs.items if item.key is not None]
-        return traces(self._first.prompt, self._first.salt, keys)
+        return traces(self.first.prompt, self.first.salt, keys)
 
     def add(self, sample: int, ids: list[int], is_over: bool) -> None:
         """Keeps generated ids of a sample; those of a sample that is over are dropped, as it is not resumed."""
@@ -65,12 +66,12 @@ class SubmittedRequest:
 
     def submit(self, request: int) -> Submit:
         """Returns the message that begins the request, or continues it, under this number."""
-        return replace(self._first, request=request, progress=self._progress(), failures=self.failures)
+        return replace(self.first, request=request, progress=self._progress(), failures=self.failures)
 
     def _progress(self) -> Progress | None:
         if not self._generated:
             return None
-        samples = [self._generated.get(sample, _NO_IDS) for sample in range(self._first.params.n)]
+        samples = [self._generated.get(sample, _NO_IDS) for sample in range(self.first.params.n)]
         counts: Ints = np.array([-1 if ids is None else len(ids) for ids in samples], np.int32)
         return Progress(counts, np.concatenate([np.frombuffer(ids, np.int32) for ids in samples if ids is not None]))
 
