@@ -250,9 +250,7 @@ class Migration:
         submitted, loss = _submitted(stream), self._waiting[stream]
         submitted.migrations += is_counted
         if submitted.migrations > self._limit:
-            self._give_up(
-                stream, f"{loss.why}; the request has been resumed as often as migration_limit ({self._limit}) says"
-            )
+            self._give_up(stream, f"{loss.why}; the request has been resumed {self._limit} times (migration_limit)")
             return
         loss.is_judged = True
         self._counters[loss.group].count(cause)
