@@ -65,7 +65,7 @@ class Migration:
     ) -> None:
         """`server`: the index under which the client submits. `counters`: one for each group."""
         self._limit = config.migration_limit
-        self._timeout = config.start_timeout if config.migration_timeout is None else config.migration_timeout
+        self._timeout = config.migration_timeout
         self._max_tokens = config.migration_max_seq_len
         self._server = server
         self._board, self._verdicts = boards

@@ -10,6 +10,9 @@ import msgspec
 from penstock.server.status.server_info import ServerInfo
 
 
+GROUP_ROLES = ("core", "worker", "output")
+
+
 class ProcessView(msgspec.Struct, frozen=True):
     role: str  # launcher, core, worker, output, server
     group: int  # means something for core, worker and output
@@ -78,6 +81,10 @@ class EngineView(msgspec.Struct, frozen=True):
     prompt_tokens: int  # computed
     generated_tokens: int
     preemptions: int
+    waiting_to_resume: int  # requests that it has lost, and that no group runs yet
+    migrations: int  # requests that it has lost, and that were or are to be resumed
+    given_up: int  # requests that it has lost, and that were answered with an error
+    kept_tokens: int  # of its open requests, which servers keep to resume them
 
 
 class ServerView(msgspec.Struct, frozen=True):
@@ -103,3 +110,13 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
     stores: tuple[StoreView, ...]
     groups: tuple[EngineView, ...]
     servers: tuple[ServerView, ...]
+
+    @property
+    def coming_back(self) -> dict[int, int]:
+        """Returns the groups that were lost and do not serve yet, each with the number of its next incarnation."""
+        lost: dict[int, int] = {}
+        for number, group in enumerate(self.groups):
+            lives = [one.incarnation for one in self.processes if one.role in GROUP_ROLES and one.group == number]
+            if not group.incarnation and not self.is_draining and (group.waiting_to_resume or max(lives, default=0) > 1):
+                lost[number] = max(lives, default=0)
+        return lost
