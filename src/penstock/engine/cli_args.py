@@ -182,8 +182,8 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
         "--migration-max-seq-len",
         metavar="N",
         type=human_int,
-        help="Maximum number of tokens, prompt and answers, of a request that is kept to be resumed; a longer one fails "
-        "with its engine (default: no limit)",
+        help="Maximum number of tokens, prompt and answers, of a request that is kept to be resumed; a longer one "
+        "fails with its engine (default: no limit)",
     )
 
 

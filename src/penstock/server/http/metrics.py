@@ -153,7 +153,6 @@ class Metrics(Collector):
                 counter.add_metric([str(engine)], row[word] / unit)
             yield counter
 
-
     def _of_migration(self) -> Iterator[Family]:
         """Yields what clients count of requests that their engine has lost."""
         counters = [[served.migration for served in self._served(engine)] for engine in range(len(self._engines))]
@@ -169,7 +168,9 @@ class Metrics(Collector):
             "penstock_requests_given_up", "Requests that the engine lost and that ended so", labels=["engine"]
         )
         pause = HistogramMetricFamily(
-            "penstock_migration_pause_seconds", "Seconds from the loss of an engine to the next token", labels=["engine"]
+            "penstock_migration_pause_seconds",
+            "Seconds from a loss to the next token",
+            labels=["engine"],
         )
         for engine, parts in enumerate(counters):
             for at, cause in enumerate(MIGRATION_CAUSES, MigrationCounters.MIGRATIONS):

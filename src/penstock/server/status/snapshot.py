@@ -10,9 +10,6 @@ import msgspec
 from penstock.server.status.server_info import ServerInfo
 
 
-GROUP_ROLES = ("core", "worker", "output")
-
-
 class ProcessView(msgspec.Struct, frozen=True):
     role: str  # launcher, core, worker, output, server
     group: int  # means something for core, worker and output
@@ -22,6 +19,10 @@ class ProcessView(msgspec.Struct, frozen=True):
     state: str  # starting, serves, draining, stopped, gone
     cpu_seconds: float
     private_nbytes: int | None  # memory that only this process has; None: there is none now, or the kernel does not say
+
+    @property
+    def is_of_group(self) -> bool:
+        return self.role in ("core", "worker", "output")
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -113,10 +114,10 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
 
     @property
     def coming_back(self) -> dict[int, int]:
-        """Returns the groups that were lost and do not serve yet, each with the number of its next incarnation."""
-        lost: dict[int, int] = {}
-        for number, group in enumerate(self.groups):
-            lives = [one.incarnation for one in self.processes if one.role in GROUP_ROLES and one.group == number]
-            if not group.incarnation and not self.is_draining and (group.waiting_to_resume or max(lives, default=0) > 1):
-                lost[number] = max(lives, default=0)
-        return lost
+        """Returns the groups that were lost and do not serve yet, and how many of their requests wait."""
+        restarted = {process.group for process in self.processes if process.is_of_group and process.incarnation > 1}
+        return {
+            number: group.waiting_to_resume
+            for number, group in enumerate(self.groups)
+            if group.incarnation == 0 and (group.waiting_to_resume or number in restarted)
+        }
