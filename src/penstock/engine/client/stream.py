@@ -155,9 +155,11 @@ class OutputStream:
             return
         self.completion_tokens += len(piece.ids)
         if self.submitted is not None:
-            self.submitted.add(piece.sample, piece.ids, piece.reason is not None)
+            self.submitted.generated[piece.sample].fromlist(piece.ids)
         if piece.reason is not None:
             self._open_samples -= 1
+            if self.submitted is not None:
+                self.submitted.finish(piece.sample)
         if piece.cached:
             self.cached_tokens = piece.cached
         last = self._pieces[-1] if self._pieces else None
