@@ -53,6 +53,11 @@ OF_AN_ENGINE = (
     ("busy_seconds", "Seconds in which the device ran", StatusBoard.BUSY_NS, 1e9),
     ("idle_seconds", "Seconds in which the device did not run though a request was open", StatusBoard.IDLE_NS, 1e9),
 )
+ENCODINGS = (
+    ("encodings", "Images that the vision encoder has encoded", StatusBoard.ENCODINGS),
+    ("encodings_found", "Encodings of images that were found in the store", StatusBoard.ENCODINGS_FOUND),
+    ("encodings_unshared", "Encodings of images that could not be put into the store", StatusBoard.ENCODINGS_UNSHARED),
+)
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -161,6 +166,11 @@ class Metrics(Collector):
             counter = CounterMetricFamily(f"penstock_engine_{name}", text, labels=["engine"])
             for engine, row in enumerate(self._engines):
                 counter.add_metric([str(engine)], row[word] / unit)
+            yield counter
+        for name, text, word in ENCODINGS:
+            counter = CounterMetricFamily(f"penstock_{name}", text, labels=["engine"])
+            for engine, row in enumerate(self._engines):
+                counter.add_metric([str(engine)], row[word])
             yield counter
 
 
