@@ -117,8 +117,8 @@ def _add_multimodal(parser: argparse.ArgumentParser) -> None:
     add(
         "--mm-encoder-tp-mode",
         choices=ENCODER_MODES,
-        help="How images are encoded: weights (every worker of an engine encodes every image), data (its workers divide "
-        "the images among them), or store (they do, and no engine encodes an image that another has encoded) "
+        help="How images are encoded: weights (each worker of an engine encodes all images), data (the workers of an "
+        "engine divide the images among them), or store (as data, and once for all engines) "
         "(default: store on a CPU where images are in a store, else weights)",
     )
     add(

@@ -1,8 +1,8 @@
 """Encodes the images of a step once for all ranks, and in `store` mode once for all engines.
 
-| mode | who encodes image i of a step | how the other ranks get it |
+| mode | image i of a step is encoded by | how the other ranks get it |
 |---|---|---|
-| `weights` | every rank, for itself | |
+| `weights` | each rank, for itself | |
 | `data` | rank i mod size | broadcast among the ranks |
 | `store` | the same rank, if no engine has encoded it | they view the encoding in the store of encodings |
 

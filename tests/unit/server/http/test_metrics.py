@@ -51,6 +51,9 @@ OURS = {
     "penstock_engine_core_seconds": {"engine"},
     "penstock_engine_busy_seconds": {"engine"},
     "penstock_engine_idle_seconds": {"engine"},
+    "penstock_encodings": {"engine"},
+    "penstock_encodings_found": {"engine"},
+    "penstock_encodings_unshared": {"engine"},
 }
 
 
