@@ -88,6 +88,8 @@ class Launcher:
         if config.store_nbytes or config.tensor_transport != "auto":
             by = "store" if config.store_nbytes else "inline"
             event("tensors travel", by=by, store_nbytes=config.store_nbytes, huge_pages=config.huge_pages)
+        if self.tree.encodings is not None:
+            event("images are encoded once for all engines", store_nbytes=config.encoder_cache_nbytes)
         for unit in self.units:
             unit.start()
 

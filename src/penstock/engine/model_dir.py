@@ -7,6 +7,7 @@ against transformers' own registry, and the table of docs/howto/serve.md against
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -129,6 +130,15 @@ def takes_images(config: EngineConfig) -> bool:
         return False
     whole, _ = read_config(path)
     return whole.get("model_type") in VISION
+
+
+def model_fingerprint(directory: Path) -> bytes:
+    """Returns a hash of a model's config.json, and of the names, sizes and times of its weight files."""
+    hashing = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        about = path.stat()
+        hashing.update(f"{path.name} {about.st_size} {about.st_mtime_ns} ".encode())
+    return hashing.digest()
 
 
 def load_tokenizer(config: EngineConfig) -> Any:

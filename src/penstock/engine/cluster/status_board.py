@@ -49,6 +49,10 @@ class StatusBoard:
     SAMPLED = 11  # tokens of answers
     # The launcher's, which writes it when all of the group have ended.
     FAILED_STARTS = 12  # in a row: how often the group has ended before it served
+    # Rank 0's again, of all ranks, in this incarnation.
+    ENCODINGS = 13  # images that the vision encoder has encoded, on each rank that did
+    ENCODINGS_FOUND = 14  # of images, in the store
+    ENCODINGS_UNSHARED = 15  # that are not in the store, as it had no room, or another engine took too long
     # The core's again.
     RUNNING = 16  # sequences in the batch
     PREFIX_QUERIES = 17  # tokens of prompts that were looked up in the prefix cache, in this incarnation

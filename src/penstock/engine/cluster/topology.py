@@ -48,6 +48,7 @@ class Cluster:
     store: Store | None
     # torch.distributed's, by group. Another one for each incarnation, passed to the processes that are spawned next.
     init_methods: list[str]
+    encodings: Store | None  # of images, where engines share them
 
     @classmethod
     def open(cls, config: EngineConfig) -> Cluster:
@@ -76,6 +77,7 @@ class Cluster:
             VerdictBoard.create(config.data_parallel_size, STEPS_IN_FLIGHT * config.max_num_seqs),
             _open_store(config, min(PEERS, 2 * processes + 8)) if config.store_nbytes else None,
             [""] * config.data_parallel_size,
+            _open_encodings(config) if config.encoder_tp_mode == "store" else None,
         )
 
     @property
@@ -115,6 +117,13 @@ class Cluster:
 
 def _open_store(config: EngineConfig, max_peers: int) -> Store:
     return Store(config.store_nbytes, max_peers=max_peers, huge_pages=config.huge_pages, numa_node=config.numa_node)
+
+
+def _open_encodings(config: EngineConfig) -> Store:
+    """Only workers attach to it. A store of its own, so that encodings and images do not evict each other."""
+    workers = config.data_parallel_size * config.tensor_parallel_size
+    max_peers = min(PEERS, 2 * workers + 8)
+    return Store(config.encoder_cache_nbytes, name="encodings", max_peers=max_peers, numa_node=config.numa_node)
 
 
 def _open_channels(config: EngineConfig, number: int) -> EngineChannels:

@@ -22,12 +22,14 @@ from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_threads import SHORT, CpuThreads, share, tune_threads
 from penstock.engine.worker.decode_graphs import DecodeGraphs, GraphRecorder
-from penstock.engine.worker.device import SamplerOutput
+from penstock.engine.worker.device import EncodingCounts, SamplerOutput
+from penstock.engine.worker.encoding_exchange import EncoderOptions
+from penstock.engine.worker.image_encoder import Open
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, moved
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
 from penstock.engine.worker.sampler import SampledTokens, Sampler
 from penstock.engine.worker.tensor_parallel import TPGroup
-from penstock.engine.worker.vision_encoder import EncoderCache, Open
+from penstock.engine.worker.vision_encoder import EncoderCache
 from penstock.tensor import Handle
 
 CPU_SHARE = 0.3  # of the memory that is available
@@ -55,11 +57,12 @@ class ModelRunner:
         processes: int = 1,
         end_ids: Collection[int] = (),
         recorder: GraphRecorder | None = None,
+        encoder: EncoderOptions | None = None,
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
         `max_blocks_per_request`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records decode
-        steps as graphs; None: they run as other steps do.
+        steps as graphs; None: they run as other steps do. `encoder`: see `encoding_exchange`.
 
         Raises ValueError if the model is not supported, or there is no room for one block.
         """
@@ -86,8 +89,11 @@ class ModelRunner:
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._images = (
-            None if self._model.image_id is None else EncoderCache(self._model, open_handle or Handle.open, slots)
+            None
+            if self._model.image_id is None
+            else EncoderCache(self._model, open_handle or Handle.open, slots, encoder or EncoderOptions())
         )
+        self.encodings = EncodingCounts() if self._images is None else self._images.exchange.counts
         self._decoding = None
         if recorder is not None:
             num_position_axes = 1 if self._images is None else self._images.num_position_axes

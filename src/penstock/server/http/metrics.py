@@ -58,6 +58,11 @@ GAUGES_OF_MIGRATION = (
     ("requests_waiting_to_resume", "Requests that the engine lost and no engine runs yet", MigrationCounters.WAITING),
     ("kept_tokens", "Tokens of open requests, which servers keep to resume them", MigrationCounters.KEPT_TOKENS),
 )
+ENCODINGS = (
+    ("encodings", "Images that the vision encoder has encoded", StatusBoard.ENCODINGS),
+    ("encodings_found", "Encodings of images that were found in the store", StatusBoard.ENCODINGS_FOUND),
+    ("encodings_unshared", "Encodings of images that could not be put into the store", StatusBoard.ENCODINGS_UNSHARED),
+)
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -167,6 +172,11 @@ class Metrics(Collector):
             counter = CounterMetricFamily(f"penstock_engine_{name}", text, labels=["engine"])
             for engine, row in enumerate(self._engines):
                 counter.add_metric([str(engine)], row[word] / unit)
+            yield counter
+        for name, text, word in ENCODINGS:
+            counter = CounterMetricFamily(f"penstock_{name}", text, labels=["engine"])
+            for engine, row in enumerate(self._engines):
+                counter.add_metric([str(engine)], row[word])
             yield counter
 
     def _of_migration(self) -> Iterator[Family]:

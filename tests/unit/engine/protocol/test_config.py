@@ -52,6 +52,12 @@ def test_what_is_said_stays_as_it_is() -> None:
         ({"log_level": "trace", "model": "m"}, "log_level is debug, info, warning, error, not 'trace'"),
         ({"dtype": "int8", "model": "m"}, "dtype is auto, float32, bfloat16, float16, not 'int8'"),
         ({"device": "cuda:x", "model": "m"}, "device is cpu, cuda, or cuda:N"),
+        ({"mm_encoder_tp_mode": "rank", "model": "m"}, "mm_encoder_tp_mode is weights, data, store, not 'rank'"),
+        (
+            {"mm_encoder_tp_mode": "store", "encoder_cache_nbytes": 0, "model": "m"},
+            "needs a store of encodings: .* is 0",
+        ),
+        ({"encoder_cache_nbytes": -1, "model": "m"}, "encoder_cache_nbytes is between 0 and"),
         ({"speed": 1, "model": "m"}, "speed"),
     ],
 )

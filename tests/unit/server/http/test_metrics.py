@@ -57,6 +57,9 @@ OURS = {
     "penstock_migrations": {"engine", "cause"},
     "penstock_requests_given_up": {"engine"},
     "penstock_migration_pause_seconds": {"engine"},
+    "penstock_encodings": {"engine"},
+    "penstock_encodings_found": {"engine"},
+    "penstock_encodings_unshared": {"engine"},
 }
 
 
