@@ -86,11 +86,12 @@ def load(server: VllmServer) -> Iterator[None]:
             client.result()
 
 
-def seen(server: VllmServer, trace: Path, is_traced: bool) -> Seen:
+def seen(server: VllmServer, trace: Path, *, is_ours: bool) -> Seen:
     answers = [server.ask(prompt) for prompt in PROMPTS]
     files, pids = server.shared_files(), server.pids()
-    inspected, summary, events = penstock("inspect", str(server.process.pid)), {}, []
-    if is_traced:
+    inspected, summary, events = "", {}, []
+    if is_ours:
+        inspected = penstock("inspect", str(server.process.pid))
         with load(server):
             options = ("--seconds", str(TRACED), "-o", str(trace), "--json")
             summary = json.loads(penstock("trace", str(server.process.pid), *options))
@@ -111,7 +112,7 @@ def ways(site: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> d
     for way, parts in WAYS.items():
         variables = {"PENSTOCK_VLLM": parts, "PENSTOCK_VLLM_STRICT": "1"}
         with serving(site, model, folder / f"{way}.log", **variables) as server:
-            found[way] = seen(server, folder / f"{way}.json", way != "vllm")
+            found[way] = seen(server, folder / f"{way}.json", is_ours=way != "vllm")
     return found
 
 

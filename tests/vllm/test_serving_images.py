@@ -94,7 +94,7 @@ def answers(server: VllmServer) -> list[str]:
 
 
 def abort(server: VllmServer, seed: int) -> None:
-    """Asks about an image that nobody has asked about before, and goes away within 200 ms."""
+    """Asks about an image that is new to the server, and goes away within 200 ms."""
     with asked(server, [image(seed, side=56), {"type": "text", "text": "def f"}]):
         time.sleep(random.Random(seed).random() * 0.2)
 

@@ -1,4 +1,4 @@
-"""Caches of processed images that the API servers, engine cores and workers of a machine share: one store for all of them.
+"""Caches of processed images that the API servers, engine cores and workers of a machine share: one store for all.
 
     API server                         engine core                        workers
     put once, or found                 opens the reference, and holds     open the reference while
@@ -6,9 +6,9 @@
     holds it until a core              request lives
     has opened it (Issues)
 
-vLLM has no cache for more than one API server or engine: there each server sends each image again. For one of each it has a
-storage whose values wait until every worker has read them, so a request that is aborted before keeps its images there for
-ever. Here they are held by its engine core, and the core forgets the request.
+vLLM has no cache for more than one API server or engine: there each server sends each image again. For one of each it
+has a storage, which keeps a value until every worker has read it: images of a request that is aborted before that stay
+for ever. Here the engine core holds them, and only while it has the request.
 
 The engine core decides. A reference to an evicted value (its server died, or sent it a minute ago) is a cache miss
 of that request: vLLM answers the client with an error that can be retried, and the server puts the image again. A
