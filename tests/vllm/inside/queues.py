@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import pathlib
+import resource
 import signal
 import sys
 import threading
@@ -98,6 +100,26 @@ def test_a_queue_for_which_no_channel_can_be_made_is_vllms_own_and_works(cause, 
     monkeypatch.setenv("PENSTOCK_VLLM_STRICT", "1")
     with pytest.raises(RuntimeError, match="PENSTOCK_VLLM_STRICT=1"):
         MessageQueue(1, 1)
+
+
+def crosses_with_few_addresses(pipe, room):
+    addresses = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit = addresses + int(room * addresses)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    writer, reader = pair(max_chunk_bytes=1 << 20)
+    pipe.send((is_vllms_own(writer), is_vllms_own(reader), crosses(writer, reader), list(settings.fall_backs)))
+
+
+@pytest.mark.parametrize(("room", "is_own"), [(1.0, False), (0.05, True)])  # a channel reserves an eighth of the limit
+def test_a_queue_for_which_there_are_no_addresses_is_vllms_own(room, is_own):
+    ours, theirs = FORK.Pipe()
+    child = FORK.Process(target=crosses_with_few_addresses, args=(theirs, room))
+    child.start()
+    assert ours.poll(30)
+    of_writer, of_reader, message, fall_backs = ours.recv()
+    child.join()
+    assert (of_writer, of_reader, message) == (is_own, is_own, "message")
+    assert ["RLIMIT_AS" in sentence for _, sentence in fall_backs] == [True] * is_own
 
 
 def test_a_reader_that_cannot_attach_names_the_switch():
