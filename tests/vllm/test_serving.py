@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,14 +25,15 @@ from tests.support.vllm_server import START, VllmServer, serving
 
 PROMPTS = ["hello", "The quick brown fox", "a" * 60, "import os\nprint(", "0, 1, 2, 3,"]
 INSIDE = Path(__file__).parent / "inside"
-# What ends the server is vLLM's own monitor; with other work on the machine the same end takes seconds more or less.
-SLACK, FACTOR = 3.0, 1.5
+# What ends the server is vLLM's own: its monitor sees the death at once, gives the other worker 5 s, and the API server
+# shuts down. None of it waits for a queue; with other work on the machine the same end takes seconds more or less.
+SLACK, FACTOR = 3.0, 1.2
 
 pytestmark = pytest.mark.timeout(4 * START)
 
 
 WAYS = {"vllm": "0", "queue": "queue", "steps": "queue,steps"}
-TRACED = 1.0  # seconds
+TRACED = 2.0  # seconds
 CORE, WORKERS = "EngineCore", {"VllmWorker-0", "VllmWorker-1"}
 
 
@@ -88,7 +88,7 @@ def load(server: VllmServer) -> Iterator[None]:
 
 def seen(server: VllmServer, trace: Path, *, is_ours: bool) -> Seen:
     answers = [server.ask(prompt) for prompt in PROMPTS]
-    files, pids = server.shared_files(), server.pids()
+    files = server.shared_files()
     inspected, summary, events = "", {}, []
     if is_ours:
         inspected = penstock("inspect", str(server.process.pid))
@@ -97,12 +97,9 @@ def seen(server: VllmServer, trace: Path, *, is_ours: bool) -> Seen:
             summary = json.loads(penstock("trace", str(server.process.pid), *options))
         events = json.loads(trace.read_text())["traceEvents"]
     os.kill(server.workers()[-1], signal.SIGKILL)
-    began = time.monotonic()
-    while server.process.poll() is None and time.monotonic() < began + 90:
-        time.sleep(0.05)
-    assert server.process.poll() is not None, f"the server of {pids} goes on without a worker"
+    ended_after = server.seconds_until_end()
     log = server.log.read_text(errors="replace")
-    return Seen(answers, files, log, inspected, summary, events, time.monotonic() - began)
+    return Seen(answers, files, log, inspected, summary, events, ended_after)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +162,8 @@ def test_a_trace_of_a_live_vllm_leads_from_each_send_to_each_worker(way: str, wa
     assert summary["lacking"] == []
     processes = names(events)
     assert set(processes.values()) >= {CORE, *WORKERS}
-    sends = {event["args"]["record"]: event for event in of_core(events, "send")}
+    # A record that was sent before the trace began has only the receivers that took it later.
+    sends = {event["args"]["record"]: event for event in of_core(events, "send") if event["ts"] >= 0}
     takes: dict[int, dict[str, float]] = {}
     for event in of_core(events, "take"):
         takes.setdefault(event["args"]["record"], {})[processes[event["pid"]]] = event["ts"] + event["dur"]
@@ -205,11 +203,13 @@ def test_llm_answers_the_same_with_workers_that_are(method: str, site: Path, mod
     answers: list[Any] = []
     for parts in ("0", "queue"):
         variables = {"VLLM_WORKER_MULTIPROC_METHOD": method, "PENSTOCK_VLLM": parts, "PENSTOCK_VLLM_STRICT": "1"}
-        command = [peer.python_of_vllm(), str(INSIDE / "offline.py"), str(model), json.dumps(PROMPTS)]
+        command = [peer.python_of_vllm(), str(INSIDE / "offline.py"), str(model), json.dumps(PROMPTS), method]
         environment = peer.environment(site, **variables)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START)
         found = re.search(r"^ANSWERS (.*)$", done.stdout, re.MULTILINE)
         assert found is not None, done.stdout[-3000:] + done.stderr[-6000:]
         assert ("penstock carries a queue of vLLM to 2 local readers" in done.stdout + done.stderr) == (parts != "0")
+        starts = re.search(r"^STARTS (.*)$", done.stdout, re.MULTILINE)
+        assert starts is not None and json.loads(starts[1]).count(method) == 3, starts  # the core and its workers
         answers.append(json.loads(found[1]))
     assert answers[0] == answers[1]
