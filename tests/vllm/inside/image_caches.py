@@ -253,6 +253,25 @@ def test_a_core_that_starts_again_opens_what_is_sent_to_it() -> None:
     assert "address" in SharedCoreCache().get_and_update_item(as_request(item), "a")
 
 
+def check_configuration(pipe: Any, depth: int) -> None:
+    share_store(CONFIG.model_config, CONFIG.parallel_config)
+    if depth:
+        process = multiprocessing.get_context("spawn").Process(target=check_configuration, args=(pipe, depth - 1))
+        process.start()
+        process.join()
+    else:
+        pipe.send(os.environ[SHARED_IMAGES])
+
+
+def test_a_worker_that_checks_its_configuration_again_stays_with_the_store_of_its_server() -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    share()
+    check = multiprocessing.get_context("spawn").Process(target=check_configuration, args=(sender, 1))  # a core
+    check.start()
+    check.join()
+    assert receiver.recv() == os.environ[SHARED_IMAGES]
+
+
 @pytest.mark.parametrize(
     ("servers", "more", "is_shared"),
     [

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import multiprocessing
 import os
 import sys
 from collections import OrderedDict
@@ -275,12 +276,14 @@ class SharedWorkerCache(BaseMultiModalReceiverCache):  # type: ignore[misc]
 def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
     """Creates the store that the processes of this server will share, if they are to share one.
 
-    In an API server that was started by the process that created it, there is nothing to do.
+    In a process of a server that has one there is nothing to do: vLLM checks its configuration in API servers, and
+    again in workers, where a model has another model within it.
     """
     global shared, is_refused
     mm_config = model_config.multimodal_config
     ticket = ticket_of(SHARED_IMAGES)
-    if mm_config is None or (ticket is not None and ticket.pid == os.getppid()):
+    is_inherited = multiprocessing.parent_process() is not None and ticket is not None and ticket.pid != os.getpid()
+    if mm_config is None or is_inherited:
         return
     os.environ.pop(SHARED_IMAGES, None)
     shared, is_refused = None, False
