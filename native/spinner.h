@@ -123,7 +123,8 @@ class SpinWindow {
 };
 
 // Spins for one waiter. It yields the processor every few microseconds: to a thread that has something short to do, as
-// the others of a broadcast have, at no loss; and where a thread computes, to find that out.
+// the others of a broadcast have, at no loss; and where a thread computes, to find that out. With latency="spin" it does
+// not: that processor is the waiter's own.
 class Spinner {
    public:
     explicit Spinner(Latency latency = Latency::automatic)
@@ -137,7 +138,8 @@ class Spinner {
         const u64 window_ns = open(started);
         if (window_ns == 0) return false;
         u64 now = started, yielded = started;
-        do {
+        bool is_in_the_way = false;
+        while (!is_in_the_way && now - started < window_ns) {
             if (cpu != nullptr && cpu->load(RELAXED) == current_cpu()) break;
             for (int i = 0; i < 16; ++i) {
                 if (ready()) return true;
@@ -145,15 +147,15 @@ class Spinner {
             }
             u64 before = now;
             now = now_ns();
-            if (now - yielded >= YIELD_NS) {
+            if (latency_ == Latency::spin) continue;
+            if (now - yielded >= YIELD_NS && now - started < window_ns) {
                 ::sched_yield();
                 yielded = now = now_ns();
             }
-            bool is_in_the_way = latency_ == Latency::automatic && now - before > ASIDE_NS;
+            is_in_the_way = now - before > ASIDE_NS;
             if (is_in_the_way) window_.hold(now);
             if (ready()) return true;
-            if (is_in_the_way) break;
-        } while (now - started < window_ns);
+        }
         spun_ns_ = now - started;
         window_.fail(std::min(spun_ns_, window_ns));
         return false;
