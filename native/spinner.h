@@ -123,8 +123,8 @@ class SpinWindow {
 };
 
 // Spins for one waiter. It yields the processor every few microseconds: to a thread that has something short to do, as
-// the others of a broadcast have, at no loss; and where a thread computes, to find that out. With latency="spin" it does
-// not: that processor is the waiter's own.
+// the others of a broadcast have, at no loss; and where a thread computes, to find that out. With latency="spin" it
+// does not: that processor is the waiter's own.
 class Spinner {
    public:
     explicit Spinner(Latency latency = Latency::automatic)
