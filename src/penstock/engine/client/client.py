@@ -241,7 +241,7 @@ class Client:
         if was_open:
             self._cores.abort(place)
 
-    # ── a request whose group was lost: for `Migration` ──
+    # ── a request that its group has lost: for `Migration` ──
     @property
     def can_submit(self) -> bool:
         return bool(self.serving_groups)
