@@ -26,7 +26,7 @@ from penstock.engine.protocol.messages import Abort, SamplingParams, Submit
 from penstock.engine.worker import worker
 from penstock.engine.worker.worker import Worker, device_of
 from tests.crash.test_engine_deaths import load, must_be_told, must_serve_again
-from tests.support.engine import START, Running, told
+from tests.support.engine import START, Running, answered, prompt, told
 
 Life = Callable[[Cluster, ProcessId], None]
 STEP_TIMEOUT = 3.0
@@ -65,7 +65,7 @@ def dies_between_result_and_answer(tree: Cluster, me: ProcessId) -> None:
     process, results = mine._state.process, iter(range(LAST))
 
     def die_or(message: Any) -> Any:
-        if me.life == 0 and next(results, None) is None:
+        if (me.incarnation, me.life) == (1, 0) and next(results, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
         return process(message)
 
@@ -95,16 +95,30 @@ async def tree_with(kind: str, life: Life, **options: Any) -> AsyncIterator[Runn
         await launcher.stop()
 
 
-@pytest.mark.parametrize(
-    ("kind", "life"),
-    [("worker", raises_in_a_step), ("worker", misses_a_step), ("output", dies_between_result_and_answer)],
-)
+FAILURES = [("worker", raises_in_a_step), ("worker", misses_a_step), ("output", dies_between_result_and_answer)]
+
+
+@pytest.mark.parametrize(("kind", "life"), FAILURES)
 def test_who_fails_in_the_middle_of_a_step_costs_the_open_requests_and_no_more(kind: str, life: Life) -> None:
+    """Where requests are not resumed."""
+
     async def scene() -> None:
         async with tree_with(kind, life, migration_limit=0) as tree, Client(tree.launcher.tree, 0) as client:
             began = asyncio.get_running_loop().time() + (STEP_TIMEOUT if life is misses_a_step else 0)
             await must_be_told(await load(client, 4000), began, life.__name__)
             await must_serve_again(tree, client)
+            assert tree.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("kind", "life"), FAILURES)
+def test_failure_in_the_middle_of_a_step_changes_no_answer(kind: str, life: Life) -> None:
+    async def scene() -> None:
+        async with tree_with(kind, life) as tree, Client(tree.launcher.tree, 0) as client:
+            prompts = [prompt() for _ in range(4)]
+            answers = await asyncio.gather(*(answered(client, ids, max_tokens=100, ignore_eos=True) for ids in prompts))
+            assert [ids for ((ids, _),) in answers] == [tree.rule.answer(ids, 100) for ids in prompts]
             assert tree.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
 
     asyncio.run(scene())
