@@ -100,6 +100,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_transport: str = "auto"
     huge_pages: bool = False  # of 2 MiB for that store, where there are any
     numa_node: int | None = None  # where shared memory lies; None: near the process that touches it first
+    enable_prompt_embeds: bool = False  # completions may have embeddings instead of text
 
     start_timeout: float = 600.0  # until a group serves
     step_timeout: float = 30.0  # until a step's result is in, or a receiver takes what is sent to it
@@ -122,7 +123,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _within(self, name, int, low, high)
         for name in ("start_timeout", "step_timeout", "shutdown_timeout"):
             _within(self, name, float, 0, 1e6)
-        for name in ("async_scheduling", "enable_prefix_caching", "enforce_eager", "huge_pages"):
+        for name in (
+            "async_scheduling",
+            "enable_prefix_caching",
+            "enforce_eager",
+            "huge_pages",
+            "enable_prompt_embeds",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
         for name in ("num_gpu_blocks_override", "threads"):

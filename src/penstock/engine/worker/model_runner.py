@@ -56,11 +56,12 @@ class ModelRunner:
         processes: int = 1,
         end_ids: Collection[int] = (),
         recorder: GraphRecorder | None = None,
+        takes_embeds: bool = False,
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
         `max_blocks_per_request`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records decode
-        steps as graphs; None: they run as other steps do.
+        steps as graphs; None: they run as other steps do. `takes_embeds`: prompts may be embeddings.
 
         Raises ValueError if the model is not supported, or there is no room for one block.
         """
@@ -87,7 +88,9 @@ class ModelRunner:
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._images = (
-            None if self._model.image_id is None else EncoderCache(self._model, open_handle or Handle.open, slots)
+            EncoderCache(self._model, open_handle or Handle.open, slots)
+            if takes_embeds or self._model.image_id is not None
+            else None
         )
         self._decoding = None
         if recorder is not None:
@@ -124,20 +127,22 @@ class ModelRunner:
                     self._images.leave(slot)
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
+                prompt = text = schedule.prompts[slot]
+                if self._images is not None:
+                    self._images.join(slot, prompt, schedule.inputs[slot])
+                    text = self._images.ids_of_text(slot, prompt)
                 if self._sampler is not None:
                     self._sampler.join(
                         slot,
                         _params_of(schedule, slot),
-                        schedule.prompts[slot],
+                        text,
                         default_seed=_default_seed(
                             step.leader, int(schedule.servers[slot]), int(schedule.requests[slot])
                         ),
                         sample=int(schedule.samples[slot]),
                     )
-                self._tokens.join(slot, schedule.prompts[slot])
-                self._prompt_lengths[slot] = schedule.prompts[slot].size
-                if self._images is not None:
-                    self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
+                self._tokens.join(slot, prompt)
+                self._prompt_lengths[slot] = prompt.size
 
     def _compute(self, batch: InputBatch) -> tuple[Tensor, dict[int, FinishReason]]:
         """Returns the hidden states of the step's tokens, and the slots that fail, with the reasons."""

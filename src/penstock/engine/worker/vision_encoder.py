@@ -1,6 +1,7 @@
 """The vision encoder: each image is encoded once, when a step first needs it, and the encoding is cached by its key.
 
-An image is opened for as long as it takes to encode it. All ranks encode it in the same step, and if one of them does
+Prompt embeddings are an input that is encoded already: they stand at all of their positions, and images only where the
+prompt has image tokens. An image is opened for as long as it takes to encode it. All ranks encode it in the same step, and if one of them does
 not find it, all treat it as missing: so the request fails on all ranks alike. The server has put the tensors, the
 output of the model's image processor, into the store.
 """
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from penstock import DecodeError, Missing
 from penstock.engine.cluster.logs import event
-from penstock.engine.protocol.columns import Index, Input
+from penstock.engine.protocol.columns import EMBEDS, EMBEDS_ID, Index, Input
 from penstock.engine.protocol.messages import FinishReason, Ints
 from penstock.engine.worker.input_batch import InputBatch, moved
 from penstock.engine.worker.model import LoadedModel
@@ -48,7 +49,7 @@ class EncoderCache:
     def __init__(self, model: LoadedModel, open_handle: Open, slots: int) -> None:
         self._model = model
         self._open_handle = open_handle
-        self._image_id = model.image_id or 0
+        self._image_id = EMBEDS_ID if model.image_id is None else model.image_id
         self._encoded: OrderedDict[Name, Tensor] = OrderedDict()  # those last used last
         self._nbytes = 0
         self._grids: OrderedDict[Name, Tensor] = OrderedDict()  # [1, 3]: kept, so a cached image need not be opened
@@ -63,16 +64,23 @@ class EncoderCache:
         self.leave(slot)
         if not inputs:
             return
-        self._inputs[slot] = [
-            (entry, entry[1] + np.flatnonzero(prompt[entry[1] : entry[1] + entry[2]] == self._image_id))
-            for entry in inputs
-        ]
+        self._inputs[slot] = [(entry, self._places(prompt, *entry[1:])) for entry in inputs]
         self._ends[slot] = max(position + length for _, position, length in inputs)
-        if self._has_ropes:
+        if self._has_ropes and self._image_id in prompt:
             try:
                 self._find_ropes(slot, prompt, inputs)
             except Unusable as unusable:
                 self._broken[slot] = unusable.why
+
+    def _places(self, prompt: Ints, position: int, length: int) -> Index:
+        """Returns the positions of an image's tokens; without any, the input is prompt embeddings, and has them all."""
+        there = prompt[position : position + length]
+        return position + np.flatnonzero(there == (self._image_id if self._image_id in there else EMBEDS_ID))
+
+    def ids_of_text(self, slot: int, prompt: Ints) -> Ints:
+        """Returns the prompt without the ids that stand for prompt embeddings, as no text has these tokens."""
+        places = [there for _, there in self._inputs.get(slot, ()) if (prompt[there] == EMBEDS_ID).all()]
+        return np.delete(prompt, np.concatenate(places)) if places else prompt
 
     def leave(self, slot: int) -> None:
         for (item, _, _), _ in self._inputs.pop(slot, ()):
@@ -193,12 +201,26 @@ class EncoderCache:
 
     def _encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         model = self._model
+        if EMBEDS in tensors:
+            return self._cast(tensors[EMBEDS])
         inputs: dict[str, Any] = {
             name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
             for name, tensor in tensors.items()
         }
         features = model.stock.get_image_features(**inputs, return_dict=True).pooler_output
         return torch.cat([feature.flatten(0, -2) for feature in features])
+
+    def _cast(self, embeds: Tensor) -> Tensor:
+        """Returns prompt embeddings in the model's dtype: a copy, as the value is open for this step only.
+        Raises ValueError."""
+        if embeds.dtype == torch.int16:  # the server has no torch, and NumPy no bfloat16
+            embeds = embeds.view(torch.bfloat16)
+        cast = embeds.to(self._model.device, self._model.dtype, copy=True)
+        if cast.ndim != 2 or cast.shape[1] != self._model.hidden_size:
+            raise ValueError(f"expected embeddings of size {self._model.hidden_size}, got {list(cast.shape)}")
+        if not cast.isfinite().all():
+            raise ValueError(f"a number of the prompt embeddings is too large for {cast.dtype}")
+        return cast
 
     def _make_room(self) -> None:
         while self._nbytes > MAX_NBYTES and len(self._encoded) > 1:
@@ -217,14 +239,14 @@ class EncoderCache:
         except Missing:
             state = MISSING
         except (DecodeError, ValueError) as error:
-            event("not an image", error=error)
+            event("not an input of a prompt", error=error)
         state = self._model.ranks.least(state)  # a rank alone would wait for the others, and add up nonsense
         if state != THERE:
             raise Unusable(WHY[state])
         return tensors
 
     def _misfit(self, error: Exception) -> Unusable:
-        event("image does not fit the model", error=f"{type(error).__name__}: {error}")
+        event("input does not fit the model", error=f"{type(error).__name__}: {error}")
         return Unusable(FinishReason.MISFIT)
 
 

@@ -80,6 +80,7 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
         processes=config.tensor_parallel_size * config.data_parallel_size,
         end_ids=config.end_ids,
         recorder=recorder_of(config),
+        takes_embeds=config.enable_prompt_embeds,
     )
 
 

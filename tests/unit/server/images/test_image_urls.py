@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.client.image_processor import ImageRefused
-from penstock.server.base64_text import PIECE
 from penstock.server import base64_text
+from penstock.server.base64_text import PIECE
 from penstock.server.images import image_urls
 from penstock.server.images.image_urls import read
 
