@@ -25,6 +25,7 @@ from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.server.chat.prompt_builder import PromptBuilder, build_tokenizer
+from penstock.server.embeds.embeds_prompts import EmbedsPrompts
 from penstock.server.http.app import ApiServer
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.loop_errors import LoopErrors
@@ -113,7 +114,9 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     with starting():
         words = build_tokenizer(tree.config)
         images = build_image_prompts(tree.config, shared.options, tree.store, words.tokenizer, row.count_items)
-    with contextlib.closing(PromptBuilder(tree.config, words, images)) as reader:
+        takes_embeds = tree.config.enable_prompt_embeds
+        embeds = EmbedsPrompts(tree.config, tree.store, row.count_items) if takes_embeds else None
+    with contextlib.closing(PromptBuilder(tree.config, words, images, embeds)) as reader:
         async with Client(tree, me) as client:
             segments = SegmentMetrics(tree.channels, tree.store)
             api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index, segments)

@@ -116,9 +116,9 @@ def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monke
 VLLM_SERVE = (
     "--allow-credentials --allowed-headers --allowed-local-media-path --allowed-media-domains --allowed-methods "
     "--allowed-origins --api-key --api-server-count --block-size --data-parallel-size --dtype --enable-prefix-caching "
-    "--enforce-eager --generation-config --host --limit-mm-per-prompt --max-model-len --max-num-batched-tokens "
-    "--max-num-seqs --mm-processor-cache-gb --num-gpu-blocks-override --port --served-model-name --shutdown-timeout "
-    "--tensor-parallel-size"
+    "--enable-prompt-embeds --enforce-eager --generation-config --host --limit-mm-per-prompt --max-model-len "
+    "--max-num-batched-tokens --max-num-seqs --mm-processor-cache-gb --num-gpu-blocks-override --port "
+    "--served-model-name --shutdown-timeout --tensor-parallel-size"
 ).split()
 OURS_SERVE = (
     "--client-timeout --device --device-model --huge-pages --log-format --log-level --max-body-mb --max-image-mb "

@@ -1,9 +1,9 @@
 """The vision encoder: each image is encoded once, when a step first needs it, and the encoding is cached by its key.
 
-Prompt embeddings are an input that is encoded already: they stand at all of their positions, and images only where the
-prompt has image tokens. An image is opened for as long as it takes to encode it. All ranks encode it in the same step, and if one of them does
-not find it, all treat it as missing: so the request fails on all ranks alike. The server has put the tensors, the
-output of the model's image processor, into the store.
+Prompt embeddings are an input that is encoded already: they stand at all of their positions, and an image only where
+the prompt has image tokens. An input is opened for as long as it takes to encode it. All ranks encode it in the same
+step, and if one of them does not find it, all treat it as missing: so the request fails on all ranks alike. The server
+has put the tensors, of an image the output of the model's image processor, into the store.
 """
 
 from __future__ import annotations

@@ -56,7 +56,6 @@ NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     "logprob_token_ids": _EMPTY,
     "media_io_kwargs": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
-    "prompt_embeds": _EMPTY,
     "prompt_logprobs": (False,),
     "repetition_detection": _EMPTY,
     "return_prompt_text": _EMPTY,
