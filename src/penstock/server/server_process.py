@@ -36,6 +36,7 @@ from penstock.server.status.counters import ProcessCounters, ServerCounters
 
 BACKLOG = 1024  # connections that no process has accepted yet
 CONNECTIONS = 4  # for each request that may be open
+WORD = "a"  # its last id stands in prompts for embeddings: an ordinary token, after which an answer begins with a space
 OTHER_DESCRIPTORS = 128  # of a process, besides its connections
 KERNEL_NBYTES = 256 << 10  # of an answer in the kernel, for a client that does not read
 
@@ -114,8 +115,9 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     with starting():
         words = build_tokenizer(tree.config)
         images = build_image_prompts(tree.config, shared.options, tree.store, words.tokenizer, row.count_items)
-        takes_embeds = tree.config.enable_prompt_embeds
-        embeds = EmbedsPrompts(tree.config, tree.store, row.count_items) if takes_embeds else None
+        embeds = None
+        if tree.config.enable_prompt_embeds:
+            embeds = EmbedsPrompts(tree.config, tree.store, words.encode(WORD, False)[-1], row.count_items)
     with contextlib.closing(PromptBuilder(tree.config, words, images, embeds)) as reader:
         async with Client(tree, me) as client:
             segments = SegmentMetrics(tree.channels, tree.store)

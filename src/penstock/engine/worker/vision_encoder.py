@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock import DecodeError, Missing
 from penstock.engine.cluster.logs import event
-from penstock.engine.protocol.columns import EMBEDS, EMBEDS_ID, Index, Input
+from penstock.engine.protocol.columns import EMBEDS, Index, Input
 from penstock.engine.protocol.messages import FinishReason, Ints
 from penstock.engine.worker.input_batch import InputBatch, moved
 from penstock.engine.worker.model import LoadedModel
@@ -49,7 +49,7 @@ class EncoderCache:
     def __init__(self, model: LoadedModel, open_handle: Open, slots: int) -> None:
         self._model = model
         self._open_handle = open_handle
-        self._image_id = EMBEDS_ID if model.image_id is None else model.image_id
+        self._image_id = -1 if model.image_id is None else model.image_id
         self._encoded: OrderedDict[Name, Tensor] = OrderedDict()  # those last used last
         self._nbytes = 0
         self._grids: OrderedDict[Name, Tensor] = OrderedDict()  # [1, 3]: kept, so a cached image need not be opened
@@ -74,12 +74,12 @@ class EncoderCache:
 
     def _places(self, prompt: Ints, position: int, length: int) -> Index:
         """Returns the positions of an image's tokens; without any, the input is prompt embeddings, and has them all."""
-        there = prompt[position : position + length]
-        return position + np.flatnonzero(there == (self._image_id if self._image_id in there else EMBEDS_ID))
+        there = np.flatnonzero(prompt[position : position + length] == self._image_id)
+        return position + (there if there.size else np.arange(length))
 
     def ids_of_text(self, slot: int, prompt: Ints) -> Ints:
         """Returns the prompt without the ids that stand for prompt embeddings, as no text has these tokens."""
-        places = [there for _, there in self._inputs.get(slot, ()) if (prompt[there] == EMBEDS_ID).all()]
+        places = [there for _, there in self._inputs.get(slot, ()) if self._image_id not in prompt[there]]
         return np.delete(prompt, np.concatenate(places)) if places else prompt
 
     def leave(self, slot: int) -> None:

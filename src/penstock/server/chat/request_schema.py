@@ -317,7 +317,7 @@ def _decode(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -
             return _decode_with_unknown(body, kind, unknown)
         raise
     for name in NEUTRAL_ONLY:
-        if getattr(request, name) is not None:
+        if name not in FIELDS[kind] and getattr(request, name) is not None:
             require_neutral(name, getattr(request, name))
     return request
 

@@ -13,7 +13,7 @@ from penstock import Missing
 from penstock.engine.client.turns import FairThreadPool
 from penstock.engine.cluster.logs import tensor_event
 from penstock.engine.model_dir import hidden_size_of
-from penstock.engine.protocol.columns import EMBEDS, EMBEDS_ID
+from penstock.engine.protocol.columns import EMBEDS
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.base64_text import decode_base64, decoded_nbytes
 from penstock.server.embeds.embeds_file import MAX_HEADER, parse_embeds
@@ -29,8 +29,13 @@ MAX_ITEMSIZE = 4  # bytes of a number: float32
 class EmbedsPrompts:
     """Builds prompts of embeddings, in one server process."""
 
-    def __init__(self, config: EngineConfig, store: Store | None, count: Callable[[ScopeStats], None]) -> None:
-        """`count` gets, for each prompt, how its embeddings travel. Raises ValueError for an invalid config.json."""
+    def __init__(
+        self, config: EngineConfig, store: Store | None, placeholder: int, count: Callable[[ScopeStats], None]
+    ) -> None:
+        """`placeholder`: the id that stands in a prompt for each row. The model does not see it and penalties do not
+        count it; the detokenizer writes the answer as what follows it. `count` gets, for each prompt, how its
+        embeddings travel. Raises ValueError for an invalid config.json."""
+        self._placeholder = placeholder
         self._store = store
         self._count = count
         self._max_model_len = config.max_model_len
@@ -55,7 +60,7 @@ class EmbedsPrompts:
         finally:
             self._count(scope.stats())
         tensor_event("tensors sent", item)
-        return Prompt([EMBEDS_ID] * tokens, ((item, 0, tokens),), scope)
+        return Prompt([self._placeholder] * tokens, ((item, 0, tokens),), scope)
 
     def _require_length(self, nbytes: int, limit: Limit) -> None:
         """Raises ApiError if a file of so many bytes has more tokens than the limit, without decoding it."""

@@ -53,7 +53,7 @@ def documented(has_keys: bool) -> dict[str, Any]:
     kinds = (ChatRequest, CompletionRequest, TokenizeRequest, View, *response_schema.ALL)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     for kind in DECODERS:
-        schemas[kind.__name__]["properties"].update(request_fields.properties())
+        schemas[kind.__name__]["properties"] = request_fields.properties() | schemas[kind.__name__]["properties"]
     return {
         "openapi": "3.1.0",
         "info": {
