@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from penstock.engine.client.client import Client
@@ -102,7 +102,9 @@ class ApiServer:
             Route("/v1/models", Endpoint(self._admission, "models", self._list_models), methods=["GET"]),
             Route("/v1/models/{name:path}", Endpoint(self._admission, "models", self._show_model), methods=["GET"]),
             Route("/metrics", Endpoint(self._admission, "metrics", self._show_metrics), methods=["GET"]),
+            Route("/", self._show_start, methods=["GET"]),
             Route("/dashboard", self._dashboard.page),
+            Route("/dashboard/grafana.json", self._dashboard.grafana),
             Route("/dashboard/data", Endpoint(self._admission, "dashboard", self._dashboard.data), methods=["GET"]),
             openapi.route(bool(self._options.api_keys)),
             Route("/health", self._health.whole),
@@ -347,6 +349,9 @@ class ApiServer:
             "owned_by": "penstock",
             "max_model_len": self._config.max_model_len,
         }
+
+    async def _show_start(self, request: Request) -> Response:
+        return RedirectResponse("/dashboard")
 
     async def _show_metrics(self, request: Request) -> Answer:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -15,12 +15,13 @@ from penstock import PenstockError
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.status_board import Row as GroupRow
 from penstock.engine.cluster.topology import ProcessId
-from penstock.server.status.counters import ROUTES, STATUSES, ProcessCounters, Served, ServerCounters
+from penstock.server.status.counters import ITEM_FIELDS, ROUTES, STATUSES, ProcessCounters, Served, ServerCounters
 from penstock.server.status.server_info import NAME, ServerInfo
 from penstock.server.status.snapshot import (
     ChannelView,
     EngineView,
     HolderView,
+    ItemCount,
     ProcessView,
     ServerSnapshot,
     ServerView,
@@ -148,6 +149,8 @@ def _channel(segment: Json) -> ChannelView:
         slowest=slowest["name"] if slowest is not None and behind else "",
         blocked=max((sender["waiting_ns"] for sender in senders if sender["state"] == "live"), default=0) / 1e9,
         longest_blocked=max((sender["longest_wait_ns"] for sender in senders), default=0) / 1e9,
+        spills=sum(sender["spills"] for sender in senders),
+        exhaustions=sum(sender["exhaustions"] for sender in senders),
     )
 
 
@@ -182,6 +185,8 @@ def _group(row: GroupRow) -> EngineView:
         prompt_tokens=row[StatusBoard.COMPUTED],
         generated_tokens=row[StatusBoard.SAMPLED],
         preemptions=row[StatusBoard.PREEMPTIONS],
+        prefix_queries=row[StatusBoard.PREFIX_QUERIES],
+        prefix_hits=row[StatusBoard.PREFIX_HITS],
     )
 
 
@@ -197,4 +202,5 @@ def _server(row: ProcessCounters) -> ServerView:
         first_seconds=sum(served.first_token.seconds for served in row.engines),
         gaps=sum(sum(served.inter_token.counts) for served in row.engines),
         gap_seconds=sum(served.inter_token.seconds for served in row.engines),
+        items=tuple(ItemCount(how, row[ProcessCounters.ITEMS + number]) for number, how in enumerate(ITEM_FIELDS)),
     )
