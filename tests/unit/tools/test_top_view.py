@@ -148,7 +148,7 @@ def test_the_ways_of_values_are_shown_where_there_is_a_store_or_a_value() -> Non
 
     head, row = ["images", "and", "embeddings", "hit", "put"], ["all", "servers"]
     assert head not in lines(0) and [*row, "0", "0"] in lines(0, zero(StoreView, name="s"))
-    assert head in lines(3) and [*row, "6.0", "12.0"] in lines(3)
+    assert head in lines(3) and [*row, "6", "12"] in lines(3)
 
 
 def test_keys_are_named_where_they_have_an_effect() -> None:

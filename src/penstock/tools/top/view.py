@@ -245,13 +245,13 @@ def channels(view: View) -> list[tuple[Text, ...]]:
 
 
 def pool_counts(channel: ChannelView) -> tuple[Text, Text]:
-    return Text(amount(channel.spills)), Text(amount(channel.exhaustions), style="red" if channel.exhaustions else "")
+    return Text(f"{channel.spills:,}"), Text(f"{channel.exhaustions:,}", style="red" if channel.exhaustions else "")
 
 
 def items(moment: ServerSnapshot) -> list[tuple[Text, ...]]:
     """Returns one row: how many of all servers' values travel in which way; none without a store."""
     counts = moment.items
-    return [(Text("all servers", style=DIM), *map(Text, map(amount, counts.values())))] if counts else []
+    return [(Text("all servers", style=DIM), *(Text(f"{many:,}") for many in counts.values()))] if counts else []
 
 
 def stores(view: View) -> list[tuple[Text, ...]]:
