@@ -74,32 +74,32 @@ class EmbedsPrompts:
         try:
             raw = decode_base64(text)
             key = content_key(raw, salt=SALT)
-            item, shape = self._find(key, scope) or self._put(raw, key, scope)
+            found = self._find(key, scope)
+            if found is not None:  # it has been checked before it was put there
+                return found
+            embeds = parse_embeds(raw)
         except ValueError as error:
             message = f"expected prompt embeddings as base64 of safetensors or npy: {error} at $.{where}"
             raise ApiError(400, message, param=where) from None
-        if item.is_inline and self._must_store:
-            raise self._no_room(item, where)
-        tokens, hidden_size = shape
+        tokens, hidden_size = embeds.shape
         if self._hidden_size not in (None, hidden_size):
-            message = f"expected embeddings of the model's hidden size {self._hidden_size}, got {list(shape)}"
+            message = f"expected embeddings of the model's hidden size {self._hidden_size}, got {list(embeds.shape)}"
             raise ApiError(400, f"{message} at $.{where}", param=where)
         if tokens > limit.tokens:
             raise context_length_exceeded(self._max_model_len, tokens, limit)
+        item = scope.put({EMBEDS: embeds}, key=key)
+        if item.is_inline and self._must_store:
+            raise self._no_room(item, where)
         return item, tokens
 
-    def _find(self, key: bytes, scope: Scope) -> tuple[Handle, tuple[int, ...]] | None:
+    def _find(self, key: bytes, scope: Scope) -> tuple[Handle, int] | None:
         try:
             if self._store is not None:
                 with self._store.get(key) as lease:
-                    return scope.add(lease, key=key), lease.value()[EMBEDS].shape
+                    return scope.add(lease, key=key), lease.value()[EMBEDS].shape[0]
         except Missing:
             pass
         return None
-
-    def _put(self, raw: bytes, key: bytes, scope: Scope) -> tuple[Handle, tuple[int, ...]]:
-        embeds = parse_embeds(raw)
-        return scope.put({EMBEDS: embeds}, key=key), embeds.shape
 
     def _no_room(self, item: Handle, where: str) -> ApiError:
         room = 0 if self._store is None else self._store.nbytes
