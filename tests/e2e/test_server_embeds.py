@@ -17,6 +17,7 @@ from safetensors.torch import save  # noqa: E402
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from tests import tiers  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
 from tests.e2e.test_server import Served, refused, served  # noqa: E402
 from tests.support.models import ENGINE_SIZES, Family, families, made  # noqa: E402
@@ -123,8 +124,9 @@ SCENES = (
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *((name, {"store_nbytes": 1 << 24}) for name in families("llama", "gemma2", "gemma3_text")),
+        *((name, {"store_nbytes": 1 << 24}) for name in families("gemma2", "gemma3_text")),
         ("llama", {"tensor_parallel_size": 2}),
+        pytest.param("llama", {"store_nbytes": 1 << 24, "tensor_parallel_size": 2}, marks=tiers.needs_all),
     ],
     ids=str,
 )
