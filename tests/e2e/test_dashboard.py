@@ -98,6 +98,10 @@ def what_is_shown_is_what_is_asked(page: Browser) -> None:
     assert all("serves" in row for row in rows[1:]), rows
     channels = page.evaluate("document.getElementById('channels').innerText")
     assert "steps 0\tbroadcast" in channels and "deltas 0\tinbox" in channels
+    assert page.evaluate(NUMBER.format("restarts")) == "0"
+    assert page.evaluate(NUMBER.format("prefix hits")).endswith("%")
+    assert page.evaluate("document.getElementById('with-items').hidden")
+    assert page.evaluate("document.querySelector('footer a').getAttribute('href')") == "/dashboard/grafana.json"
 
 
 def a_phone_need_not_scroll_sideways_and_the_dark_is_dark(page: Browser) -> None:

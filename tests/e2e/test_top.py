@@ -130,7 +130,7 @@ async def on_a_terminal_it_has_a_screen_of_its_own_until_q(tree: Served) -> None
         finally:
             loop.remove_reader(ours_end)
         assert termios.tcgetattr(its_end) == before
-        assert b"worker 0.0" in got
+        assert b"worker 0.0" in got and b"q or Ctrl-C: end" in got
     finally:
         os.close(ours_end)
         os.close(its_end)
@@ -157,6 +157,19 @@ async def without_the_key_there_is_nothing_to_see(tree: Served) -> None:
     said = (await reader.read()).decode()
     writer.close()
     assert " 200 " in said.partition("\r\n")[0] and KEY not in said
+
+
+async def the_root_leads_to_the_page_and_the_page_to_grafana(tree: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    said = (await reader.read()).decode()
+    writer.close()
+    assert said.startswith("HTTP/1.1 307 ") and "location: /dashboard\r\n" in said
+    _, page = await tree.get("/dashboard")
+    for path in re.findall(r'href="(/[^"]+)"', page):
+        status, body = await tree.get(path)
+        assert status == 200 and json.loads(body)["panels"], path
+    assert "/dashboard/grafana.json" in page
 
 
 async def many_that_look_are_told_of_the_same_moment(tree: Served) -> None:
@@ -201,6 +214,7 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     on_a_terminal_it_has_a_screen_of_its_own_until_q,
     a_picture_is_kept_and_fetches_nothing,
     without_the_key_there_is_nothing_to_see,
+    the_root_leads_to_the_page_and_the_page_to_grafana,
     many_that_look_are_told_of_the_same_moment,
 )
 

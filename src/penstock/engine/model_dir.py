@@ -141,6 +141,14 @@ def model_fingerprint(directory: Path) -> bytes:
     return hashing.digest()
 
 
+def hidden_size_of(config: EngineConfig) -> int | None:
+    """Returns `hidden_size`; None: of a simulated device, or config.json leaves it to a default. Raises ValueError."""
+    if config.simulated is not None:
+        return None
+    hidden_size: int | None = _read_field(Path(config.model), "hidden_size", CONFIG_FILES[-1:], int)
+    return hidden_size
+
+
 def load_tokenizer(config: EngineConfig) -> Any:
     """Loads tokenizer.json. Raises ValueError if it is missing or malformed."""
     from tokenizers import Tokenizer

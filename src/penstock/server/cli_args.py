@@ -111,8 +111,8 @@ def _add_multimodal(parser: argparse.ArgumentParser) -> None:
         "--mm-processor-cache-gb",
         metavar="GIB",
         type=float,
-        help="Size in GiB of the store for processed images, which all processes share; 0 disables it "
-        f"(default: {CACHE_GB} if the model takes images, else 0)",
+        help="Size in GiB of the store for processed images and prompt embeddings, which all processes share; "
+        f"0 disables it (default: {CACHE_GB} if the model takes images or --enable-prompt-embeds is given, else 0)",
     )
     add(
         "--mm-encoder-tp-mode",
@@ -136,10 +136,16 @@ def _add_multimodal(parser: argparse.ArgumentParser) -> None:
         help="Use pages of 2 MiB for that store, all of which are claimed at the start (default: off)",
     )
     add(
+        "--enable-prompt-embeds",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="Take embeddings instead of text in completions, as safetensors or npy in base64 (default: off)",
+    )
+    add(
         "--tensor-transport",
         metavar="WAY",
-        help="How images travel to workers: store, inline (in messages), or auto, which is in the store if there is "
-        f"one, and inline where it has no room (default: {TRANSPORT_VARIABLE}, or auto)",
+        help="How images and prompt embeddings travel: store, inline (in messages), or auto, which is in the store if "
+        f"there is one, and inline where it has no room (default: {TRANSPORT_VARIABLE}, or auto)",
     )
     add(
         "--allowed-local-media-path",
@@ -208,7 +214,10 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     transport = options.tensor_transport or os.environ.get(TRANSPORT_VARIABLE) or "auto"
     size = options.mm_processor_cache_gb
     if size is None:
-        size = CACHE_GB if transport == "store" or (transport == "auto" and takes_images(config)) else 0.0
+        has_tensors = options.enable_prompt_embeds or takes_images(config)
+        size = CACHE_GB if transport == "store" or (transport == "auto" and has_tensors) else 0.0
+    if not math.isfinite(size):
+        raise ValueError(f"mm_processor_cache_gb is a finite number, not {size}")
     return msgspec.structs.replace(
         config,
         store_nbytes=_nbytes("mm_processor_cache_gb", size),
@@ -216,6 +225,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         huge_pages=options.huge_pages,
         mm_encoder_tp_mode=options.mm_encoder_tp_mode,
         encoder_cache_nbytes=_nbytes("encoder_cache_gb", options.encoder_cache_gb),
+        enable_prompt_embeds=options.enable_prompt_embeds,
     )
 
 

@@ -25,6 +25,7 @@ from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.server.chat.prompt_builder import PromptBuilder, build_tokenizer
+from penstock.server.embeds.embeds_prompts import EmbedsPrompts
 from penstock.server.http.app import ApiServer
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.loop_errors import LoopErrors
@@ -35,6 +36,7 @@ from penstock.server.status.counters import ProcessCounters, ServerCounters
 
 BACKLOG = 1024  # connections that no process has accepted yet
 CONNECTIONS = 4  # for each request that may be open
+WORD = "a"  # its last id stands in prompts for embeddings: an ordinary token, after which an answer begins with a space
 OTHER_DESCRIPTORS = 128  # of a process, besides its connections
 KERNEL_NBYTES = 256 << 10  # of an answer in the kernel, for a client that does not read
 
@@ -114,7 +116,10 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     with starting():
         words = build_tokenizer(tree.config)
         images = build_image_prompts(tree.config, shared.options, tree.store, words.tokenizer, row.count_items)
-    with contextlib.closing(PromptBuilder(tree.config, words, images)) as reader:
+        embeds = None
+        if tree.config.enable_prompt_embeds:
+            embeds = EmbedsPrompts(tree.config, tree.store, words.encode(WORD, False)[-1], row.count_items)
+    with contextlib.closing(PromptBuilder(tree.config, words, images, embeds)) as reader:
         async with Client(tree, me, [served.migration for served in row.engines]) as client:
             segments = SegmentMetrics(tree.channels, tree.store)
             api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index, segments)

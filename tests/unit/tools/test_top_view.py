@@ -14,6 +14,7 @@ from penstock.server.status.snapshot import (
     ChannelView,
     EngineView,
     HolderView,
+    ItemCount,
     ProcessView,
     ServerSnapshot,
     ServerView,
@@ -102,6 +103,57 @@ def test_the_numbers_are_those_of_the_moment_and_its_rates() -> None:
     assert worker.split()[:5] == ["worker", "0.3", "4", "serves", "1"]
     store = next(line for line in text.splitlines() if "2.0 KiB" in line)
     assert "50% of 2400" in store and "m 2.0 KiB" in store
+
+
+def shown_moment(**parts: Any) -> list[str]:
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    console.print(drawn(View(moment(10.0, **parts), None), History(), console))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_prefix_hits_are_those_of_all_groups() -> None:
+    group = zero(EngineView, prefix_queries=300, prefix_hits=30)
+    text = "\n".join(shown_moment(groups=(group, msgspec.structs.replace(group, prefix_queries=100, prefix_hits=70))))
+    assert "25% prefix hits" in text
+    assert "– prefix hits" in "\n".join(shown_moment(groups=(zero(EngineView),)))
+
+
+def test_a_group_that_restarted_counts_once_and_a_process_that_is_gone_is_counted() -> None:
+    group = [
+        zero(ProcessView, role=role, pid=1, incarnation=3, state="serves") for role in ("core", "worker", "output")
+    ]
+    servers = [zero(ProcessView, role="server", index=one, incarnation=1 + one, state="serves") for one in range(2)]
+    gone = zero(ProcessView, role="worker", group=1, incarnation=1, state="gone")
+    one, two = shown_moment(processes=(*group, *servers)), shown_moment(processes=(*group, *servers, gone))
+    assert any("3 restarts" in line and "gone" not in line for line in one)
+    assert any("3 restarts   1 gone" in line for line in two)
+    assert any("0 restarts" in line for line in shown_moment())
+
+
+def test_spills_of_channels_are_shown_where_there_are_any() -> None:
+    still = zero(ChannelView, name="still", kind="ring")
+    spilling = zero(ChannelView, name="spilling", kind="ring", spills=1234, exhaustions=2)
+    assert not any("spills" in line for line in shown_moment(channels=(still,)))
+    lines = shown_moment(channels=(still, spilling))
+    assert any(line.split()[-3:] == ["spills", "no", "room"] for line in lines)
+    assert next(line for line in lines if line.startswith("spilling")).split()[-2:] == ["1,234", "2"]
+    assert next(line for line in lines if line.startswith("still")).split()[-2:] == ["0", "0"]
+
+
+def test_the_ways_of_values_are_shown_where_there_is_a_store_or_a_value() -> None:
+    def lines(values: int, *stores: Any) -> list[list[str]]:
+        items = (ItemCount("hit", values), ItemCount("put", 2 * values))
+        servers = tuple(zero(ServerView, items=items) for _ in range(2))
+        return [line.split() for line in shown_moment(servers=servers, stores=stores)]
+
+    head, row = ["images", "and", "embeddings", "hit", "put"], ["all", "servers"]
+    assert head not in lines(0) and [*row, "0", "0"] in lines(0, zero(StoreView, name="s"))
+    assert head in lines(3) and [*row, "6", "12"] in lines(3)
+
+
+def test_keys_are_named_where_they_have_an_effect() -> None:
+    assert shown(120, 30, keys="q: end")[1].strip() == "q: end"
+    assert shown(120, 30)[1].strip() == ""
 
 
 def test_before_there_are_rates_nothing_is_made_up() -> None:

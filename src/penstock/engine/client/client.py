@@ -48,11 +48,13 @@ FAILURES = {
     FinishReason.ERROR: (500, "the model's logits for this request are not finite"),
     FinishReason.MISSING: (
         503,
-        "an image of this request was no longer in the store when a worker opened it: send the request again",
+        "an image of this request, or its prompt embeddings, were no longer in the store when a worker opened them: "
+        "send the request again",
     ),
     FinishReason.MISFIT: (
         400,
-        "an image of this request does not fit the model, or its placeholder has another number of tokens",
+        "an image of this request, or its prompt embeddings, do not fit the model, or the placeholder has another "
+        "number of tokens",
     ),
 }
 

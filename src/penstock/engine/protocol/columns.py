@@ -18,6 +18,7 @@ STATUS = ("free", "running", "preempted")
 Index: TypeAlias = npt.NDArray[np.intp]
 Column: TypeAlias = npt.NDArray[Any]
 Input: TypeAlias = tuple[Handle, int, int]  # and its position and length in the prompt
+EMBEDS = "prompt_embeds"  # name of the tensor in an item of prompt embeddings: [tokens, hidden size]
 
 MAX_POSITIONS = 1 << 30  # so that two of them can be added
 NOTHING: Ints = np.zeros(0, np.int32)

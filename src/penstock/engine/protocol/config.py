@@ -105,6 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mm_encoder_tp_mode: str | None = None
     encoder_cache_nbytes: int = 1 << 28  # of that store; in the other modes, of each worker's cache of encodings
     numa_node: int | None = None  # where shared memory lies; None: near the process that touches it first
+    enable_prompt_embeds: bool = False  # completions may have embeddings instead of text
 
     start_timeout: float = 600.0  # until a group serves
     step_timeout: float = 30.0  # until a step's result is in, or a receiver takes what is sent to it
@@ -132,7 +133,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             _within(self, name, int, low, high)
         for name in ("start_timeout", "step_timeout", "shutdown_timeout", "migration_timeout"):
             _within(self, name, float, 0, 1e6)
-        for name in ("async_scheduling", "enable_prefix_caching", "enforce_eager", "huge_pages"):
+        for name in (
+            "async_scheduling",
+            "enable_prefix_caching",
+            "enforce_eager",
+            "huge_pages",
+            "enable_prompt_embeds",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
         for name in ("num_gpu_blocks_override", "threads", "migration_max_seq_len"):

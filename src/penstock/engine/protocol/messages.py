@@ -34,7 +34,7 @@ CONTEXT = 8  # last ids of a prompt, which decide how some tokenizers write the 
 
 # ── server → core, by the core's inbox ───────────────────────────────────────────────────────────────────────────────
 class Inputs(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """Inputs of prompts other than text, as images. The core passes the items on and opens none of them."""
+    """Inputs of prompts other than text: images and prompt embeddings. The core passes the items on and opens none."""
 
     counts: Ints  # how many belong to each prompt
     items: tuple[Handle, ...]  # an inline item keeps the frame alive that it came in
@@ -247,8 +247,8 @@ class FinishReason(enum.IntEnum):
     LENGTH = 2
     ABORT = 3
     ERROR = 4  # its logits were not finite
-    MISSING = 5  # an image of its prompt was no longer in the store: the request may be sent again
-    MISFIT = 6  # an image of its prompt does not fit the model or its placeholder
+    MISSING = 5  # an input of its prompt was no longer in the store: the request may be sent again
+    MISFIT = 6  # an input of its prompt does not fit the model or its placeholder
 
 
 # ── output processor → core, by the core's inbox ─────────────────────────────────────────────────────────────────────

@@ -54,6 +54,7 @@ class PromptImage(NamedTuple):
 
     item: Handle
     length: int  # tokens of its place
+    is_encoded: bool = False  # prompt embeddings: each rank reads them for itself
 
 
 class Encoding(NamedTuple):
@@ -82,7 +83,8 @@ class EncodingExchange:
         """
         rank, size = self._ranks.rank, self._ranks.size
         step = size if self._is_divided else 1
-        outcomes = self._outcomes({number: images[number] for number in range(rank % step, len(images), step)})
+        own = {number: image for number, image in enumerate(images) if image.is_encoded or number % step == rank % step}
+        outcomes = self._outcomes(own)
         own_states = [outcomes[number][0] if number in outcomes else OF_ANOTHER for number in range(len(images))]
         results: list[Encoding | FinishReason] = []
         for number, state in enumerate(self._ranks.least_of_each(own_states)):
@@ -97,7 +99,7 @@ class EncodingExchange:
                 continue
             if tensor is None:
                 tensor = self._encoder.empty(image.length)
-            if self._is_divided:
+            if self._is_divided and not image.is_encoded:
                 self._ranks.broadcast(tensor, number % size)
             results.append(Encoding(tensor, is_shared=False))
         return results
@@ -123,7 +125,7 @@ class EncodingExchange:
     def _outcome(self, image: PromptImage, timeout: float) -> tuple[int, Tensor | None]:
         """Encodes an image, unless an engine has done so. Raises Timeout while another engine does."""
         store = self._options.store
-        if store is None or image.item.key is None:
+        if store is None or image.item.key is None or image.is_encoded:
             return self._encoded(image)
         layout = Empty((image.length, self._encoder.size), self._encoder.dtype)
         try:
@@ -161,6 +163,8 @@ class EncodingExchange:
 
     def _count(self, image: PromptImage, state: int) -> None:
         counts = self.counts
+        if image.is_encoded:
+            return
         if state == FOUND:
             counts.found += 1
         elif state in (OWN, ENCODED):

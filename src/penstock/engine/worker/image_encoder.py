@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock import DecodeError, Missing
 from penstock.engine.cluster.logs import event
+from penstock.engine.protocol.columns import EMBEDS
 from penstock.engine.protocol.messages import FinishReason
 from penstock.engine.worker.model import LoadedModel
 from penstock.tensor import Handle, Lease
@@ -74,12 +75,26 @@ class ImageEncoder:
 
     def _encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         model = self._model
+        if EMBEDS in tensors:
+            return self._cast(tensors[EMBEDS])
         inputs: dict[str, Any] = {
             name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
             for name, tensor in tensors.items()
         }
         features = model.stock.get_image_features(**inputs, return_dict=True).pooler_output
         return torch.cat([feature.flatten(0, -2) for feature in features]).to(model.dtype)
+
+    def _cast(self, embeds: Tensor) -> Tensor:
+        """Returns prompt embeddings in the model's dtype: a copy, as the value is open for this step only.
+        Raises ValueError."""
+        if embeds.dtype == torch.int16:  # the server has no torch, and NumPy no bfloat16
+            embeds = embeds.view(torch.bfloat16)
+        cast = embeds.to(self._model.device, self._model.dtype, copy=True)
+        if cast.ndim != 2 or cast.shape[1] != self.size:
+            raise ValueError(f"expected embeddings of size {self.size}, got {list(cast.shape)}")
+        if not cast.isfinite().all():
+            raise ValueError(f"a number of the prompt embeddings is too large for {cast.dtype}")
+        return cast
 
 
 def misfit(error: Exception) -> Unusable:

@@ -58,11 +58,13 @@ class ModelRunner:
         end_ids: Collection[int] = (),
         recorder: GraphRecorder | None = None,
         encoder: EncoderOptions | None = None,
+        takes_embeds: bool = False,
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
         `max_blocks_per_request`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records decode
-        steps as graphs; None: they run as other steps do. `encoder`: see `encoding_exchange`.
+        steps as graphs; None: they run as other steps do. `encoder`: see `encoding_exchange`. `takes_embeds`:
+        prompts may be embeddings.
 
         Raises ValueError if the model is not supported, or there is no room for one block.
         """
@@ -89,9 +91,9 @@ class ModelRunner:
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._images = (
-            None
-            if self._model.image_id is None
-            else EncoderCache(self._model, open_handle or Handle.open, slots, encoder or EncoderOptions())
+            EncoderCache(self._model, open_handle or Handle.open, slots, encoder or EncoderOptions())
+            if takes_embeds or self._model.image_id is not None
+            else None
         )
         self.encodings = EncodingCounts() if self._images is None else self._images.exchange.counts
         self._decoding = None
@@ -130,19 +132,21 @@ class ModelRunner:
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
                 prompt, generated = schedule.prompts[slot], schedule.generated[slot]
+                text = prompt
+                if self._images is not None:
+                    self._images.join(slot, prompt, schedule.inputs[slot])
+                    text = self._images.ids_of_text(slot, prompt)
                 if self._sampler is not None:
                     self._sampler.join(
                         slot,
                         _params_of(schedule, slot),
-                        prompt,
+                        text,
                         seed=int(schedule.seeds[slot]),
                         sample=int(schedule.samples[slot]),
                         generated=generated,
                     )
                 self._tokens.join(slot, np.concatenate((prompt, generated)))
                 self._prompt_lengths[slot] = prompt.size
-                if self._images is not None:
-                    self._images.join(slot, prompt, schedule.inputs[slot])
 
     def _compute(self, batch: InputBatch) -> tuple[Tensor, dict[int, FinishReason]]:
         """Returns the hidden states of the step's tokens, and the slots that fail, with the reasons."""

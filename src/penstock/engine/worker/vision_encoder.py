@@ -1,7 +1,8 @@
 """The images of the batch: where they stand in prompts, and their encodings, cached by key.
 
 An image is encoded when a step first needs it (`encoding_exchange`). If a rank does not find an image, all ranks treat
-it as missing: so the request fails on all ranks alike.
+it as missing: so the request fails on all ranks alike. Prompt embeddings are an input that is encoded already: they
+stand at all of their positions, and an image only where the prompt has image tokens.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ class EncoderCache:
         self._encoder = ImageEncoder(model, open_handle)
         self.exchange = EncodingExchange(self._encoder, model.ranks, options)
         self._cache_nbytes = options.cache_nbytes
-        self._image_id = model.image_id or 0
+        self._image_id = -1 if model.image_id is None else model.image_id
         self._encoded: OrderedDict[Name, Tensor] = OrderedDict()  # those last used last
         self._nbytes = 0
         self._shared: dict[Name, Tensor] = {}  # in the store, held
         self._unfinished: set[Name] = set()  # images with tokens that the last step has left
         self._grids: OrderedDict[Name, Tensor] = OrderedDict()  # [1, 3]: kept, so a cached image need not be opened
-        self._inputs: dict[int, list[tuple[Input, Index]]] = {}  # with the positions at which the image stands
+        # With the positions at which the input stands, and whether it is prompt embeddings.
+        self._inputs: dict[int, list[tuple[Input, Index, bool]]] = {}
         self._ends = np.zeros(slots, np.intp)  # position after the last image; only text follows
         self._offsets = np.zeros(slots, np.intp)  # of rope positions, from `_ends` on
         self._mrope_positions: dict[int, Index] = {}  # rope positions before `_ends`: [3, end]
@@ -76,19 +78,28 @@ class EncoderCache:
         self.leave(slot)
         if not inputs:
             return
-        self._inputs[slot] = [
-            (entry, entry[1] + np.flatnonzero(prompt[entry[1] : entry[1] + entry[2]] == self._image_id))
-            for entry in inputs
-        ]
+        self._inputs[slot] = [(entry, *self._places(prompt, *entry[1:])) for entry in inputs]
         self._ends[slot] = max(position + length for _, position, length in inputs)
-        if self._has_ropes:
+        if self._has_ropes and self._image_id in prompt:
             try:
                 self._find_ropes(slot, prompt, inputs)
             except Unusable as unusable:
                 self._broken[slot] = unusable.why
 
+    def _places(self, prompt: Ints, position: int, length: int) -> tuple[Index, bool]:
+        """Returns the positions of an image's tokens; without any, the input is prompt embeddings, and has them all.
+        And whether it is."""
+        there = np.flatnonzero(prompt[position : position + length] == self._image_id)
+        is_encoded = not there.size
+        return position + (np.arange(length) if is_encoded else there), is_encoded
+
+    def ids_of_text(self, slot: int, prompt: Ints) -> Ints:
+        """Returns the prompt without the ids that stand for prompt embeddings, as no text has these tokens."""
+        places = [there for _, there, is_encoded in self._inputs.get(slot, ()) if is_encoded]
+        return np.delete(prompt, np.concatenate(places)) if places else prompt
+
     def leave(self, slot: int) -> None:
-        for (item, _, _), _ in self._inputs.pop(slot, ()):
+        for (item, _, _), _, _ in self._inputs.pop(slot, ()):
             if item.key is None and not self._is_wanted(item):
                 self._forget(id(item))
         self._mrope_positions.pop(slot, None)
@@ -97,7 +108,7 @@ class EncoderCache:
 
     def _is_wanted(self, item: Handle) -> bool:
         """Returns whether another sample of the request still has this image."""
-        return any(other is item for inputs in self._inputs.values() for (other, _, _), _ in inputs)
+        return any(other is item for inputs in self._inputs.values() for (other, _, _), _, _ in inputs)
 
     def _forget(self, name: Name) -> None:
         self._grids.pop(name, None)
@@ -176,10 +187,12 @@ class EncoderCache:
     def _chunks(self, batch: InputBatch) -> Iterable[ImageChunk]:
         """Yields what the step computes of each image."""
         for slot, first, begin, end in self._rows_before_their_ends(batch):
-            for (item, _, _), there in self._inputs[slot]:
+            for (item, _, _), there, is_encoded in self._inputs[slot]:
                 low, high = (int(found) for found in np.searchsorted(there, (begin, end)))
                 if low < high:
-                    yield ImageChunk(slot, PromptImage(item, there.size), first + there[low:high] - begin, low, high)
+                    yield ImageChunk(
+                        slot, PromptImage(item, there.size, is_encoded), first + there[low:high] - begin, low, high
+                    )
 
     def _encode(self, chunks: list[ImageChunk], failed: dict[int, FinishReason]) -> None:
         """Encodes the images that are not cached, and adds the slots of those that cannot be encoded to `failed`."""

@@ -86,6 +86,7 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
         end_ids=config.end_ids,
         recorder=recorder_of(config),
         encoder=encoder_options_of(tree),
+        takes_embeds=config.enable_prompt_embeds,
     )
 
 

@@ -1,31 +1,32 @@
-"""Cuts long data URLs out of a body before it is decoded, and puts them back after.
+"""Cuts long data URLs and prompt embeddings out of a body before it is decoded, and puts them back after.
 
 The JSON decoder looks at each character and holds the interpreter throughout, so a thread of its own would not help.
 A search for the closing quotation mark is ten times as fast, and other threads run between two searches. `image_urls`
-decodes the URLs.
+decodes the URLs, and `embeds_prompts` the embeddings.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 
-BEGIN = b'"data:image/'
-PIECE = 1 << 20  # bytes that are searched in one go
+# A data URL, or base64: of npy, of safetensors (8 bytes of a length below 64 KiB, then a brace), of a zip archive.
+BEGIN = re.compile(rb'"(?:data:image/|k05VTVBZ|[A-Za-z0-9+/]{4}AAAAAAB7|UEsDB)')
+BEGIN_NBYTES = 13  # of the longest
+PIECE = 1 << 18  # bytes that are searched in one go: 0.2 ms, or 2 ms where every other character is a quotation mark
 LONG = 64 << 10  # bytes of an image as it stands there: shorter ones are decoded in less than 0.1 ms
 
 
 def extract_data_urls(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, str]]:
-    """Returns the body with a mark in place of each long data URL, and the URLs by their marks, which are random.
-
-    A string that may be something else than a data URL stays in the body.
-    """
+    """Returns the body with a mark in place of each long string that begins as one of these, and the strings by their
+    marks, which are random. A string with other escapes than of slashes stays in the body."""
     name = secrets.token_hex(16)
     urls: dict[str, str] = {}
     pieces: list[memoryview | bytes] = []
     view = memoryview(body)
     kept = at = 0  # up to there it is in the pieces, and has been looked at
     while (begin := _begin(body, at)) >= 0:
-        at = body.find(b'"', begin + len(BEGIN))
+        at = body.find(b'"', begin + 1)
         if at < 0:
             break
         url = _url(view[begin + 1 : at])
@@ -39,16 +40,16 @@ def extract_data_urls(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[
 
 
 def _begin(body: bytes | bytearray, at: int) -> int:
-    """Returns the position of the next data URL, or -1. Searches piece by piece, so that other threads can run."""
+    """Returns the position of the next such string, or -1. Searches piece by piece, so that other threads can run."""
     for start in range(at, len(body), PIECE):
-        begin = body.find(BEGIN, start, start + PIECE + len(BEGIN) - 1)
-        if begin >= 0:
-            return begin
+        match = BEGIN.search(body, start, start + PIECE + BEGIN_NBYTES - 1)
+        if match is not None:
+            return match.start()
     return -1
 
 
 def _url(literal: memoryview) -> str | None:
-    """Returns the URL in a JSON string; None: it is short, or has escapes."""
+    """Returns the text of a JSON string; None: it is short, or has escapes."""
     if len(literal) < LONG:
         return None
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from penstock.server.errors import ApiError
 
-MAX_NBYTES = 8 << 20  # besides long images: two million tokens of text
+MAX_NBYTES = 8 << 20  # besides long images and embeddings: two million tokens of text
 MAX_THINGS = 1 << 16  # strings (names, too), lists and objects: a message of one text is five of them
 MAX_VALUES = 1 << 19  # of any kind, but for the first of each list or object: ids, mostly
 PIECE = 64 << 10
@@ -18,7 +18,8 @@ PIECE = 64 << 10
 def check_json_size(body: bytes | bytearray) -> None:
     """Raises ApiError if decoding the body would block other threads for too long."""
     if len(body) > MAX_NBYTES:
-        raise ApiError(413, f"a body has at most {MAX_NBYTES} bytes besides images in data URLs, this one has more")
+        besides = "images in data URLs and prompt embeddings"
+        raise ApiError(413, f"a body has at most {MAX_NBYTES} bytes besides {besides}, this one has more")
     quotes = opened = commas = at = 0
     while at < len(body):
         piece = body[at : at + PIECE]

@@ -19,6 +19,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.server.chat.chat_template import ChatTemplate, join_texts
 from penstock.server.chat.length_bound import length_bound
 from penstock.server.chat.request_schema import Conversation
+from penstock.server.embeds.embeds_prompts import EmbedsPrompts
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.images.image_prompts import ImagePrompts, Prompt
 
@@ -101,18 +102,26 @@ def _most_ids(config: EngineConfig) -> int:
 class PromptBuilder:
     """Builds prompts without blocking the event loop."""
 
-    def __init__(self, config: EngineConfig, words: Tokenizer, images: ImagePrompts | None = None) -> None:
-        """`images`: None where the model takes none."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        words: Tokenizer,
+        images: ImagePrompts | None = None,
+        embeds: EmbedsPrompts | None = None,
+    ) -> None:
+        """`images`: None where the model takes none; `embeds`: None where prompts may not be embeddings."""
         self._config = config
         self.words = words
         self._images = images
+        self._embeds = embeds
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
         self._vocabulary: asyncio.Future[Vocabulary] | None = None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._images is not None:
-            self._images.close()
+        for more in (self._images, self._embeds):
+            if more is not None:
+                more.close()
 
     async def conversation(
         self,
@@ -132,6 +141,22 @@ class PromptBuilder:
         if not conversation.images or self._images is None:
             return Prompt(ids)
         return await self._images.prompt(ids, conversation.images)
+
+    async def embeds(self, texts: list[str], limit: Limit) -> list[Prompt]:
+        """Returns prompts that are embeddings, which the caller releases unless it submits them. Raises ApiError."""
+        prompts: list[Prompt] = []
+        try:
+            for number, text in enumerate(texts):
+                if self._embeds is None:
+                    message = f"{limit.param} is not enabled on this server: --enable-prompt-embeds"
+                    raise ApiError(400, message, param=limit.param)
+                where = f"{limit.param}[{number}]" if len(texts) > 1 else limit.param
+                prompts.append(await self._embeds.prompt(text, where, limit))
+        except BaseException:
+            for prompt in prompts:
+                prompt.release()
+            raise
+        return prompts
 
     async def ids(self, prompt: str | list[int], add_special: bool = True, limit: Limit | None = None) -> list[int]:
         """Returns the ids of a text, or a list of ids as it is. Raises ApiError for unknown ids, and for a

@@ -56,7 +56,7 @@ NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     "logprob_token_ids": _EMPTY,
     "media_io_kwargs": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
-    "prompt_embeds": _EMPTY,
+    "prompt_embeds": _EMPTY,  # by completions it is honoured
     "prompt_logprobs": (False,),
     "repetition_detection": _EMPTY,
     "return_prompt_text": _EMPTY,
@@ -140,7 +140,7 @@ def require_neutral(name: str, value: Any) -> None:
 
 
 def strict(kind: type[msgspec.Struct], options: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Returns `kind` with the fields of all tables, which decodes a body and finds unknown fields in one pass.
+    """Returns `kind` with the other fields of all tables, which decodes a body and finds unknown fields in one pass.
 
     `options`: the struct of `stream_options`.
     """
@@ -153,7 +153,8 @@ def strict(kind: type[msgspec.Struct], options: type[msgspec.Struct]) -> type[ms
     inner = [name.partition(".")[2] for name in IGNORED if "." in name]
     has_options = "stream_options" in kind.__struct_fields__
     more = [("stream_options", extended(options, inner) | None, None)] if has_options else []
-    return extended(kind, [*NEUTRAL_ONLY, *outer], more)  # type: ignore[no-any-return]
+    names = (name for name in (*NEUTRAL_ONLY, *outer) if name not in kind.__struct_fields__)
+    return extended(kind, names, more)  # type: ignore[no-any-return]
 
 
 def is_neutral(value: Any, neutral: Iterable[Any]) -> bool:

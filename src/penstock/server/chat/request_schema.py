@@ -129,7 +129,8 @@ _PASSED_THROUGH = (
 
 # ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class CompletionRequest(Sampling, kw_only=True):
-    prompt: str | Annotated[list[str | Id | list[Id]], msgspec.Meta(max_length=MAX_PARTS)]
+    prompt: str | Annotated[list[str | Id | list[Id]], msgspec.Meta(max_length=MAX_PARTS)] | None = None
+    prompt_embeds: str | Annotated[list[str], msgspec.Meta(max_length=MAX_PROMPTS)] | None = None  # in base64
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: int | None = None
 
@@ -138,13 +139,24 @@ class CompletionRequest(Sampling, kw_only=True):
             raise ApiError(400, "best_of is not supported: use n", param="best_of")
         return self.params(self.max_tokens or TOKENS_OF_A_COMPLETION, self.logprobs, defaults)
 
-    def prompts(self) -> list[str | list[int]]:
-        """Returns the prompts, each a text or a list of ids. Raises ApiError if they are of several kinds, or none."""
+    def take_embeds(self) -> list[str]:
+        """Returns the prompts that are embeddings, and keeps none: they are long, and it may take long to answer."""
+        embeds, self.prompt_embeds = self.prompt_embeds or [], None
+        return [embeds] if isinstance(embeds, str) else embeds
+
+    def prompts(self, embeds: int = 0) -> list[str | list[int]]:
+        """Returns the prompts, each a text or a list of ids. `embeds`: how many others there are, so that none is
+        needed. Raises ApiError if they are of several kinds, or none."""
+        if embeds and not self.prompt:
+            return []
+        if self.prompt is None:
+            raise ApiError(400, "object missing required field prompt at $.prompt", param="prompt")
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = {type(item) for item in self.prompt}
-        if kinds != {int} and len(self.prompt) > MAX_PROMPTS:
-            raise ApiError(400, f"expected at most {MAX_PROMPTS} prompts, got {len(self.prompt)}", param="prompt")
+        if kinds != {int} and len(self.prompt) + embeds > MAX_PROMPTS:
+            message = f"expected at most {MAX_PROMPTS} prompts, got {len(self.prompt) + embeds}"
+            raise ApiError(400, message, param="prompt")
         if len(kinds) != 1:
             raise ApiError(
                 400, "expected either texts or lists of token ids, got both or none at $.prompt", param="prompt"
@@ -281,8 +293,8 @@ def decoded(body: bytes | bytearray, kind: type[T], unknown: list[str] | None = 
 
 
 def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T | None:
-    """Decodes a body without its long data URLs. Returns None if it has none, or has an error: then the whole body is
-    decoded, for the right position in the error."""
+    """Decodes a body without its long images and embeddings. Returns None if it has none, or has an error: then the
+    whole body is decoded, for the right position in the error."""
     short, urls = extract_data_urls(body)
     if not urls:
         return None
@@ -292,7 +304,7 @@ def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str]
     except WRONG as error:
         if len(body) <= MAX_NBYTES:
             return None
-        raise body_error(error, "long images not counted") from None
+        raise body_error(error, "long images and embeddings not counted") from None
     return request if _is_whole_with(request, urls) else None
 
 
@@ -305,7 +317,7 @@ def _decode(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -
             return _decode_with_unknown(body, kind, unknown)
         raise
     for name in NEUTRAL_ONLY:
-        if getattr(request, name) is not None:
+        if name not in FIELDS[kind] and getattr(request, name) is not None:
             require_neutral(name, getattr(request, name))
     return request
 
@@ -348,7 +360,13 @@ def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def _is_whole_with(request: msgspec.Struct, urls: dict[str, str]) -> bool:
-    """Puts the data URLs in place of their marks. Returns False if a mark is not the URL of an image."""
+    """Puts the long strings in place of their marks. Returns False if a mark is neither an image nor embeddings."""
+    if isinstance(request, CompletionRequest):
+        embeds = request.prompt_embeds
+        if isinstance(embeds, str):
+            request.prompt_embeds = urls.pop(embeds, embeds)
+        elif embeds is not None:
+            embeds[:] = [urls.pop(text, text) for text in embeds]
     messages: list[Message] = getattr(request, "messages", None) or []
     for message in messages:
         if isinstance(message.content, list):

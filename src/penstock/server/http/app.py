@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from penstock.engine.client.client import Client
@@ -102,7 +102,9 @@ class ApiServer:
             Route("/v1/models", Endpoint(self._admission, "models", self._list_models), methods=["GET"]),
             Route("/v1/models/{name:path}", Endpoint(self._admission, "models", self._show_model), methods=["GET"]),
             Route("/metrics", Endpoint(self._admission, "metrics", self._show_metrics), methods=["GET"]),
+            Route("/", self._show_start, methods=["GET"]),
             Route("/dashboard", self._dashboard.page),
+            Route("/dashboard/grafana.json", self._dashboard.grafana),
             Route("/dashboard/data", Endpoint(self._admission, "dashboard", self._dashboard.data), methods=["GET"]),
             openapi.route(bool(self._options.api_keys)),
             Route("/health", self._health.whole),
@@ -168,13 +170,30 @@ class ApiServer:
             completion = await self._bodies.decode(request, body, CompletionRequest)
             self._require_model(completion.model)
             params = completion.sampling(self._defaults)
-            texts = await self._bodies.run(request, body, completion.prompts)
-            prompts, limit = [], self._limit(completion, params, "prompt")
-            for prompt in texts:
-                ids = await self._reader.ids(prompt, completion.add_special_tokens is not False, limit)
+            embeds = completion.take_embeds()
+            texts = await self._bodies.run(request, body, functools.partial(completion.prompts, len(embeds)))
+            limit = self._limit(completion, params, "prompt")
+            prompts = []
+            for text in texts:
+                ids = await self._reader.ids(text, completion.add_special_tokens is not False, limit)
                 prompts.append(Prompt(ids))
                 await asyncio.sleep(0)  # each takes up to 1 ms, and others go on in between
-        return await self._generate(request, Style.COMPLETION, completion, params, prompts, "prompt")
+            if embeds:
+                prompts[:0] = await self._embeds(request, embeds, params)
+        try:
+            return await self._generate(request, Style.COMPLETION, completion, params, prompts, "prompt")
+        except BaseException:
+            for prompt in prompts:
+                prompt.release()
+            raise
+
+    async def _embeds(self, request: Request, texts: list[str], params: SamplingParams) -> list[Prompt]:
+        """Returns the prompts that are embeddings, which the caller releases unless it submits them."""
+        limit = Limit(self._config.max_model_len - 1, "prompt_embeds", params.max_tokens)
+        try:
+            return await cancel_on_disconnect(request.receive, self._reader.embeds(texts, limit))
+        finally:
+            self._heap.was_used()
 
     async def _generate(
         self,
@@ -249,8 +268,8 @@ class ApiServer:
         if kept >= len(prompt.ids):
             return prompt
         if prompt.items:
-            message = f"expected a prompt without images, got one of {len(prompt.ids)} tokens with images, at $.{name}"
-            raise ApiError(400, message, param=name)
+            what = f"one of {len(prompt.ids)} tokens with images or embeddings"
+            raise ApiError(400, f"expected a prompt of text alone, got {what}, at $.{name}", param=name)
         is_from_left = sampling.truncation_side != "right"
         return prompt._replace(ids=prompt.ids[len(prompt.ids) - kept :] if is_from_left else prompt.ids[:kept])
 
@@ -338,6 +357,9 @@ class ApiServer:
             "owned_by": "penstock",
             "max_model_len": self._config.max_model_len,
         }
+
+    async def _show_start(self, request: Request) -> Response:
+        return RedirectResponse("/dashboard")
 
     async def _show_metrics(self, request: Request) -> Answer:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -155,7 +155,9 @@ class Metrics(Collector):
                     many = row[row.answered(route, status)]
                     if many:
                         requests.add_metric([str(server), route, str(status)], many)
-        items = CounterMetricFamily("penstock_items", "Images of prompts by how they travel", labels=["server", "how"])
+        items = CounterMetricFamily(
+            "penstock_items", "Images and embeddings of prompts by how they travel", labels=["server", "how"]
+        )
         for server, row in enumerate(self._servers):
             for number, how in enumerate(ITEM_FIELDS):
                 items.add_metric([str(server), how], row[ProcessCounters.ITEMS + number])

@@ -35,6 +35,7 @@ REFUSALS = {
     500: "the server has failed",
     503: "no engine can answer now: send the request again",
 }
+TO_THE_DASHBOARD = {"description": "the dashboard", "headers": {"Location": {"schema": {"const": "/dashboard"}}}}
 OF_A_BODY = tuple(REFUSALS)
 OF_A_QUESTION = (401, 500)
 
@@ -53,7 +54,7 @@ def documented(has_keys: bool) -> dict[str, Any]:
     kinds = (ChatRequest, CompletionRequest, TokenizeRequest, View, *response_schema.ALL)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     for kind in DECODERS:
-        schemas[kind.__name__]["properties"].update(request_fields.properties())
+        schemas[kind.__name__]["properties"] = request_fields.properties() | schemas[kind.__name__]["properties"]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -110,6 +111,8 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         "/v1/models": {"get": get("All models", response_schema.ModelList, *OF_A_QUESTION)},
         "/v1/models/{name}": {"get": {**model, "parameters": [name]}},
         "/metrics": {"get": get("Counters, as Prometheus reads them", METRICS, *OF_A_QUESTION)},
+        "/": {"get": {"summary": "Leads to the dashboard", "security": [], "responses": {"307": TO_THE_DASHBOARD}}},
+        "/dashboard/grafana.json": {"get": get("A dashboard for Grafana to import", JSON, is_open=True)},
         "/dashboard": {"get": get("A page that shows what the server does", PAGE, is_open=True)},
         "/dashboard/data": {"get": get("What that page shows", View, *OF_A_QUESTION, 503)},
         "/health": {"get": health("How every process is", response_schema.HealthResponse)},

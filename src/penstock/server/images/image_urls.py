@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import stat
 from collections.abc import Sequence
@@ -13,10 +12,10 @@ from pathlib import Path
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from penstock.engine.client.image_processor import ImageRefused
+from penstock.server.base64_text import decode_base64, decoded_nbytes
 
 TYPES = {"image/png": "PNG", "image/jpeg": "JPEG", "image/jpg": "JPEG", "image/webp": "WebP", "image/gif": "GIF"}
 LONGEST_HEAD = 256  # characters, before the comma of a data URL
-PIECE = 1 << 18  # characters of base64, a multiple of 4, that are decoded before other threads can run
 BAD_BASE64 = "the data of the URL is not base64"
 
 
@@ -42,25 +41,15 @@ def _decode_data_url(url: str, max_nbytes: int) -> bytes:
     if kind not in TYPES:
         raise ImageRefused(400, f"expected an image of type {', '.join(TYPES)}, got {kind!r}")
     begin = comma + 1
-    if (len(url) - begin) // 4 * 3 - 2 > max_nbytes:
+    if decoded_nbytes(url, begin) > max_nbytes:
         raise ImageRefused(413, f"an image has at most {max_nbytes} bytes, this one has more")
-    raw = _from_base64(url, begin)
+    try:
+        raw = decode_base64(url, begin)
+    except ValueError as error:
+        raise ImageRefused(400, f"{BAD_BASE64}: {error}") from None
     if kind_of(raw) != TYPES[kind]:
         raise ImageRefused(400, f"expected a {TYPES[kind]} image, as its URL says, got {kind_of(raw)}")
     return raw
-
-
-def _from_base64(url: str, begin: int) -> bytes:
-    raw = bytearray()
-    for at in range(begin, len(url), PIECE):
-        piece = url[at : at + PIECE]
-        try:
-            raw += base64.b64decode(piece, validate=True)
-        except ValueError as error:
-            raise ImageRefused(400, f"{BAD_BASE64}: {error}") from None
-        if piece.endswith("=") and at + PIECE < len(url):
-            raise ImageRefused(400, f"{BAD_BASE64}: more comes after its end")
-    return bytes(raw)
 
 
 def kind_of(raw: bytes) -> str:

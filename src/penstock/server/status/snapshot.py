@@ -52,6 +52,8 @@ class ChannelView(msgspec.Struct, frozen=True):
     slowest: str  # name of that receiver; empty: none is behind
     blocked: float  # seconds for which a sender has been waiting for room now
     longest_blocked: float  # and for which one ever did
+    spills: int = 0  # records too long for the ring, which went by the pool
+    exhaustions: int = 0  # times the pool had no room for a record
 
 
 class HolderView(msgspec.Struct, frozen=True):
@@ -93,6 +95,13 @@ class EngineView(msgspec.Struct, frozen=True):
     migrations: int  # requests that it has lost, and that were or are to be resumed
     given_up: int  # requests that it has lost, and that were answered with an error
     kept_tokens: int  # of its open requests, which servers keep to resume them
+    prefix_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
+    prefix_hits: int = 0  # those of them that it had
+
+
+class ItemCount(msgspec.Struct, frozen=True):
+    how: str  # the tensors of prompts travel: `ITEM_FIELDS`
+    values: int
 
 
 class ServerView(msgspec.Struct, frozen=True):
@@ -105,6 +114,7 @@ class ServerView(msgspec.Struct, frozen=True):
     first_seconds: float  # all together, from the request to that
     gaps: int  # between two tokens
     gap_seconds: float  # all together
+    items: tuple[ItemCount, ...] = ()  # since the server was started
 
 
 class ServerSnapshot(msgspec.Struct, frozen=True):
@@ -128,3 +138,31 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
             for number, group in enumerate(self.groups)
             if group.incarnation == 0 and (group.waiting_to_resume or number in restarted)
         }
+
+    @property
+    def prefix_hit_share(self) -> float | None:
+        """Returns the share of prompts' tokens that the prefix caches had; None: none was looked up."""
+        queries = sum(group.prefix_queries for group in self.groups)
+        return sum(group.prefix_hits for group in self.groups) / queries if queries else None
+
+    @property
+    def restarts(self) -> int:
+        """Returns how often groups and servers were started again. A group restarts as a whole."""
+        places = {process.key if process.role == "server" else process.group: 0 for process in self.processes}
+        for process in self.processes:
+            place = process.key if process.role == "server" else process.group
+            places[place] = max(places[place], process.incarnation - 1)
+        return sum(places.values())
+
+    @property
+    def gone(self) -> int:
+        """Returns how many processes have died and are not started again yet."""
+        return sum(process.state == "gone" for process in self.processes)
+
+    @property
+    def items(self) -> dict[str, int]:
+        """Returns the counts of all servers; empty without a store and without tensors."""
+        counts: dict[str, int] = {}
+        for item in (item for server in self.servers for item in server.items):
+            counts[item.how] = counts.get(item.how, 0) + item.values
+        return counts if self.stores or any(counts.values()) else {}

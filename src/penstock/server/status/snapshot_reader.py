@@ -16,12 +16,13 @@ from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, Migrati
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.status_board import Row as GroupRow
 from penstock.engine.cluster.topology import ProcessId
-from penstock.server.status.counters import ROUTES, STATUSES, ProcessCounters, Served, ServerCounters
+from penstock.server.status.counters import ITEM_FIELDS, ROUTES, STATUSES, ProcessCounters, Served, ServerCounters
 from penstock.server.status.server_info import NAME, ServerInfo
 from penstock.server.status.snapshot import (
     ChannelView,
     EngineView,
     HolderView,
+    ItemCount,
     ProcessView,
     ServerSnapshot,
     ServerView,
@@ -171,6 +172,8 @@ def _channel(segment: Json) -> ChannelView:
         slowest=slowest["name"] if slowest is not None and behind else "",
         blocked=max((sender["waiting_ns"] for sender in senders if sender["state"] == "live"), default=0) / 1e9,
         longest_blocked=max((sender["longest_wait_ns"] for sender in senders), default=0) / 1e9,
+        spills=sum(sender["spills"] for sender in senders),
+        exhaustions=sum(sender["exhaustions"] for sender in senders),
     )
 
 
@@ -211,6 +214,8 @@ def _group(row: GroupRow, migration: list[MigrationCounters]) -> EngineView:
         migrations=sum(part[word] for part in migration for word in causes),
         given_up=sum(part[MigrationCounters.GIVEN_UP] for part in migration),
         kept_tokens=sum(part[MigrationCounters.KEPT_TOKENS] for part in migration),
+        prefix_queries=row[StatusBoard.PREFIX_QUERIES],
+        prefix_hits=row[StatusBoard.PREFIX_HITS],
     )
 
 
@@ -226,4 +231,5 @@ def _server(row: ProcessCounters) -> ServerView:
         first_seconds=sum(served.first_token.seconds for served in row.engines),
         gaps=sum(sum(served.inter_token.counts) for served in row.engines),
         gap_seconds=sum(served.inter_token.seconds for served in row.engines),
+        items=tuple(ItemCount(how, row[ProcessCounters.ITEMS + number]) for number, how in enumerate(ITEM_FIELDS)),
     )

@@ -25,6 +25,7 @@ from penstock.tools.top.source import LocalSource, Refused, RemoteSource, Snapsh
 from penstock.tools.top.view import History, drawn
 
 PICTURE = (112, 40)  # columns and lines of an SVG
+KEYS = "q or Ctrl-C: end"
 FONT = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # rich's is fetched from elsewhere
 
 
@@ -86,7 +87,7 @@ def show(options: Options, source: SnapshotSource) -> int:
                 if not gone:
                     history.add(view.rates)
                 if live is not None:
-                    live.update(drawn(view, history, console, gone), refresh=True)
+                    live.update(drawn(view, history, console, gone, KEYS), refresh=True)
                 else:
                     console.print(drawn(view, history, console, gone))
     if view is not None:

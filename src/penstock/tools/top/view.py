@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.server.status.snapshot import ProcessView, ServerSnapshot
+from penstock.server.status.snapshot import ChannelView, ProcessView, ServerSnapshot
 from penstock.server.status.snapshot_rates import Rates, View
 from penstock.tools.format import counted, in_seconds, in_units
 
@@ -25,6 +25,8 @@ FIGURES = 26  # columns behind it
 DEVICE, WAITING, CORE, DIM = "green", "red", "cyan", "dim"
 STATES = {"serves": "green", "starting": "yellow", "draining": "yellow", "stopped": "bold red", "gone": "bold red"}
 UNKNOWN = "–"
+POOL_COLUMNS = ("spills", "no room")  # shown if one of them is not 0 everywhere
+TEXT_COLUMNS = ("process", "state", "channel", "kind", "slowest", "store", "held by", "images and embeddings")
 
 
 class History:
@@ -40,17 +42,19 @@ class History:
             self.steps.append(max((group.step or 0.0 for group in rates.groups), default=0.0))
 
 
-def drawn(view: View, history: History, console: Console, gone: str = "") -> RenderableType:
-    """Draws a view. `gone`: why the server is gone; then the view is its last one."""
+def drawn(view: View, history: History, console: Console, gone: str = "", keys: str = "") -> RenderableType:
+    """Draws a view. `gone`: why the server is gone; then the view is its last one. `keys`: what keys do."""
     width, moment, rates = console.width, view.moment, view.rates
-    above: list[RenderableType] = [head(moment, width, gone), Text()]
+    above: list[RenderableType] = [head(moment, width, gone), Text(keys, style=DIM, no_wrap=True, overflow="ellipsis")]
     above += [requests(moment, rates), latency(rates), tokens(moment, rates)]
     above += curves(history, width) + steps(rates, width) + coming_back(moment)
     left = (console.height - 1 if console.is_terminal else 1000) - len(above)
+    ways = ("channel", "kind", "messages/s", "bytes/s", "behind", "slowest", "sleeps/s", "sender waits")
     tables = [
         (("process", "pid", "state", "restarts", "CPU", "own memory"), processes(view)),
-        (("channel", "kind", "messages/s", "bytes/s", "behind", "slowest", "sleeps/s", "sender waits"), channels(view)),
+        ((*ways, *POOL_COLUMNS) if has_pool_counts(moment) else ways, channels(view)),
         (("store", "kept", "hits", "hits/s", "keys held", "evicted", "held by"), stores(view)),
+        (("images and embeddings", *moment.items), items(moment)),
     ]
     shown: list[RenderableType] = []
     for columns, rows in tables:
@@ -62,7 +66,7 @@ def drawn(view: View, history: History, console: Console, gone: str = "") -> Ren
             box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), expand=True, header_style="bold"
         )
         for column in columns:
-            is_text = column in ("process", "state", "channel", "kind", "slowest", "store", "held by")
+            is_text = column in TEXT_COLUMNS
             table.add_column(column, justify="left" if is_text else "right", no_wrap=True, overflow="ellipsis")
         for row in some:
             table.add_row(*row)
@@ -101,7 +105,15 @@ def requests(moment: ServerSnapshot, rates: Rates | None) -> Text:
     if rates is not None:
         figure(line, f"{rates.answered:.1f}", "answered/s")
         figure(line, f"{rates.refused:.1f}", "refused/s", "red" if rates.refused else "")
+    deaths(line, moment)
     return line
+
+
+def deaths(line: Text, moment: ServerSnapshot) -> None:
+    many, gone = moment.restarts, moment.gone
+    figure(line, str(many), "restart" if many == 1 else "restarts", "yellow" if many else "")
+    if gone:
+        figure(line, str(gone), "gone", "red")
 
 
 def latency(rates: Rates | None) -> Text:
@@ -121,6 +133,8 @@ def tokens(moment: ServerSnapshot, rates: Rates | None) -> Text:
     figure(line, UNKNOWN if rates is None else amount(rates.generated_tokens), "generated/s")
     share = f" ({used / blocks:.0%})" if blocks else ""
     figure(line, f"{used} of {blocks}{share}", "KV blocks", "yellow" if blocks and used > 0.95 * blocks else "")
+    hits = moment.prefix_hit_share
+    figure(line, UNKNOWN if hits is None else f"{hits:.0%}", "prefix hits")
     preemptions = sum(group.preemptions for group in groups)
     figure(line, str(preemptions), "preemption" if preemptions == 1 else "preemptions", "red" if preemptions else "")
     return line
@@ -209,8 +223,13 @@ def restarts(process: ProcessView) -> Text:
     return Text(str(many), style="yellow" if many else DIM)
 
 
+def has_pool_counts(moment: ServerSnapshot) -> bool:
+    return any(channel.spills or channel.exhaustions for channel in moment.channels)
+
+
 def channels(view: View) -> list[tuple[Text, ...]]:
     rates = view.rates.channels if view.rates is not None else [None] * len(view.moment.channels)
+    has_counts = has_pool_counts(view.moment)
     rows: list[tuple[Text, ...]] = []
     for channel, rate in zip(view.moment.channels, rates, strict=True):
         behind = f"{channel.behind} ({in_units(channel.behind_nbytes)})" if channel.behind else "0"
@@ -230,9 +249,20 @@ def channels(view: View) -> list[tuple[Text, ...]]:
                     waits if channel.longest_blocked or channel.blocked else UNKNOWN,
                     style="red" if channel.blocked else "",
                 ),
+                *(pool_counts(channel) if has_counts else ()),
             )
         )
     return rows
+
+
+def pool_counts(channel: ChannelView) -> tuple[Text, Text]:
+    return Text(f"{channel.spills:,}"), Text(f"{channel.exhaustions:,}", style="red" if channel.exhaustions else "")
+
+
+def items(moment: ServerSnapshot) -> list[tuple[Text, ...]]:
+    """Returns one row: how many of all servers' values travel in which way; none without a store."""
+    counts = moment.items
+    return [(Text("all servers", style=DIM), *(Text(f"{many:,}") for many in counts.values()))] if counts else []
 
 
 def stores(view: View) -> list[tuple[Text, ...]]:

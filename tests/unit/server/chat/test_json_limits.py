@@ -2,6 +2,7 @@
 
 import json
 import random
+from base64 import b64encode
 from typing import Any
 
 import msgspec
@@ -10,10 +11,11 @@ import pytest
 pytest.importorskip("starlette")
 
 from penstock.server.chat import json_limits, request_schema
-from penstock.server.chat.data_urls import BEGIN, LONG, extract_data_urls
+from penstock.server.chat.data_urls import BEGIN_NBYTES, LONG, extract_data_urls
 from penstock.server.chat.data_urls import PIECE as SEARCHED
 from penstock.server.chat.json_limits import MAX_NBYTES, MAX_THINGS, MAX_VALUES, PIECE, check_json_size
 from penstock.server.chat.request_schema import ChatRequest, CompletionRequest, decoded
+from penstock.server.embeds.embeds_file import NPY, ZIP
 from penstock.server.errors import ApiError
 
 CHAT = '{"messages":[{"role":"user","content":"a"}],'
@@ -131,17 +133,22 @@ def test_what_is_no_json_is_counted_too(body: bytes) -> None:
     check_json_size(body)
 
 
-@pytest.mark.parametrize("shift", range(-len(BEGIN) - 1, 2))
-def test_an_image_is_found_wherever_a_search_ends(shift: int) -> None:
-    url = BEGIN + b"png;base64," + b"A" * LONG
-    body = b" " * (SEARCHED + shift) + url + b'"'
-    assert list(extract_data_urls(body)[1].values()) == [url[1:].decode()]
+SAFETENSORS = b"\x80\1\0\0\0\0\0\0{"
+HEADS = [b"data:image/png;base64,", *(b64encode(head.ljust(9, b"\0")) for head in (NPY, SAFETENSORS, ZIP))]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("shift", range(-BEGIN_NBYTES - 1, 2))
+def test_a_long_string_is_found_wherever_a_search_ends(head: bytes, shift: int) -> None:
+    string = head + b"A" * LONG
+    body = b" " * (SEARCHED + shift) + b'"' + string + b'"'
+    assert list(extract_data_urls(body)[1].values()) == [string.decode()]
 
 
 def test_a_place_in_a_body_that_is_too_long_to_be_decoded_whole_says_how_it_is_counted() -> None:
     url = "data:image/png;base64," + "A" * MAX_NBYTES
     body = json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]})
-    with pytest.raises(ApiError, match=r"\(byte \d+\), long images not counted"):
+    with pytest.raises(ApiError, match=r"\(byte \d+\), long images and embeddings not counted"):
         decoded(f"{body[:-1]}x".encode(), ChatRequest)
     with pytest.raises(ApiError, match=r"expected int \| null, got str at \$\.n"):
         decoded(f'{body[:-1]},"n":"x"}}'.encode(), ChatRequest)

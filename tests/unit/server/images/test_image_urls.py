@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.client.image_processor import ImageRefused
+from penstock.server import base64_text
+from penstock.server.base64_text import PIECE
 from penstock.server.images import image_urls
-from penstock.server.images.image_urls import PIECE, read
+from penstock.server.images.image_urls import read
 
 RAWS = {
     "image/png": b"\x89PNG\r\n\x1a\n" + bytes(range(200)),
@@ -42,7 +44,7 @@ def test_a_data_url_carries_an_image_of_the_type_it_names(kind: str) -> None:
 
 def test_a_long_one_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PIECE % 4 == 0
-    monkeypatch.setattr(image_urls, "PIECE", 8)
+    monkeypatch.setattr(base64_text, "PIECE", 8)
     for nbytes in range(20, 40):
         assert read(data_url(PNG[:nbytes]), MOST, []) == PNG[:nbytes]
     url = data_url(PNG)
@@ -79,7 +81,7 @@ def test_what_is_no_image_that_is_carried_is_refused(url: str, reason: str) -> N
 
 def test_one_that_is_too_long_is_not_even_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(data_url(PNG), len(PNG), [])
-    monkeypatch.setattr(image_urls, "_from_base64", None)
+    monkeypatch.setattr(image_urls, "decode_base64", None)
     assert refusal(data_url(PNG), most=len(PNG) - 3).status == 413
 
 
