@@ -72,6 +72,14 @@ NB_MODULE(_native, m) {
             return nb::make_tuple(available.nbytes, available.owner);
         },
         nb::sig("def memory_available() -> tuple[int, str]"), "Bytes, and what limits them: a part of a sentence.");
+    m.def(
+        "max_spin",
+        [] {
+            const Processors& processors = Processors::get();
+            return nb::make_tuple(processors.max_spin_ns(), processors.spin_limit());
+        },
+        nb::sig("def max_spin() -> tuple[int, str | None]"),
+        "Nanoseconds that a wait spins at most with latency=\"auto\", and what limits them: a sentence.");
     m.def("total_memory", [] {
         struct sysinfo info{};
         ::sysinfo(&info);

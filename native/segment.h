@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "control_group.h"
 #include "geometry.h"
 #include "process.h"
 
@@ -25,25 +26,6 @@
 namespace penstock {
 
 // ── is there enough? ───────────────────────────────────────────────────────────────────────────────────────────────
-inline u64 read_number(const char* path, const char* key = nullptr) {  // NEVER: no such file, or "max"
-    int fd = ::open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return NEVER;
-    char text[4096];
-    ssize_t n = ::read(fd, text, sizeof text - 1);
-    ::close(fd);
-    if (n <= 0) return NEVER;
-    text[n] = 0;
-    const char* at = text;
-    if (key != nullptr) {
-        at = std::strstr(text, key);
-        if (at == nullptr) return NEVER;
-        at += std::strlen(key);
-        while (*at == ' ' || *at == ':' || *at == '\t') ++at;
-    }
-    if (*at < '0' || *at > '9') return NEVER;
-    return std::strtoull(at, nullptr, 10);
-}
-
 // What this process may still allocate: the least of what the machine has and what each control group above it leaves.
 // The kernel would answer an overdraft of a group by killing a process, so it is asked beforehand.
 struct Available {
@@ -53,40 +35,16 @@ struct Available {
 inline Available memory_available() {
     Available least{read_number("/proc/meminfo", "MemAvailable"), "the machine"};
     if (least.nbytes != NEVER) least.nbytes *= 1024;
-    int fd = ::open("/proc/self/cgroup", O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return least;
-    std::string text(8192, 0);
-    ssize_t n = ::read(fd, text.data(), text.size());
-    ::close(fd);
-    text.resize(n > 0 ? static_cast<size_t>(n) : 0);
-    for (size_t from = 0; from < text.size();) {
-        size_t to = std::min(text.find('\n', from), text.size());
-        std::string line = text.substr(from, to - from);
-        from = to + 1;
-        size_t first = line.find(':'), second = line.find(':', first + 1);
-        if (second == std::string::npos) continue;
-        std::string controllers = line.substr(first + 1, second - first - 1), path = line.substr(second + 1);
-        bool is_v2 = controllers.empty();
-        if (!is_v2 && controllers != "memory") continue;
-        for (const char* root : {"/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/sys/fs/cgroup/memory"}) {
-            for (std::string group = path;;) {
-                std::string folder = root + (group == "/" ? std::string() : group);
-                u64 limit = read_number((folder + (is_v2 ? "/memory.max" : "/memory.limit_in_bytes")).c_str());
-                u64 used = read_number((folder + (is_v2 ? "/memory.current" : "/memory.usage_in_bytes")).c_str());
-                // what the group could drop: files of disks in the page cache
-                u64 cache =
-                    read_number((folder + "/memory.stat").c_str(), is_v2 ? "\ninactive_file " : "total_inactive_file ");
-                if (limit != NEVER && used != NEVER) {
-                    u64 busy = cache != NEVER && cache < used ? used - cache : used;
-                    u64 left = limit > busy ? limit - busy : 0;
-                    if (left < least.nbytes) least = {left, "its control group"};
-                }
-                size_t slash = group.find_last_of('/');
-                if (group == "/" || slash == std::string::npos) break;
-                group = slash == 0 ? "/" : group.substr(0, slash);
-            }
-        }
-    }
+    visit_control_groups("memory", [&](const std::string& folder, bool is_v2) {
+        u64 limit = read_number((folder + (is_v2 ? "/memory.max" : "/memory.limit_in_bytes")).c_str());
+        u64 used = read_number((folder + (is_v2 ? "/memory.current" : "/memory.usage_in_bytes")).c_str());
+        if (limit == NEVER || used == NEVER) return;
+        // what the group could drop: files of disks in the page cache
+        u64 cache = read_number((folder + "/memory.stat").c_str(), is_v2 ? "\ninactive_file " : "total_inactive_file ");
+        u64 busy = cache != NEVER && cache < used ? used - cache : used;
+        u64 left = limit > busy ? limit - busy : 0;
+        if (left < least.nbytes) least = {left, "its control group"};
+    });
     return least;
 }
 

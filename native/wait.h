@@ -15,22 +15,19 @@
 // two, they sleep until their next look-up.)
 #pragma once
 #include <errno.h>
-#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <climits>
-#include <cstdlib>
 
 #include "clock.h"
 #include "layout.h"
 #include "points.h"
+#include "spinner.h"
 
 namespace penstock {
-
-enum class Latency : u32 { eco = 0, automatic = 1, spin = 2 };
 
 // std::atomic::wait uses the private futex, which does not work between processes.
 inline int futex(Shared<u32>* word, int operation, u32 value, const timespec* timeout, u32 mask) {
@@ -62,113 +59,10 @@ inline int futex_wait_for_lock(Shared<u32>* word, u32 seen, u64 deadline) {
     return got;
 }
 
-// ── how long to spin ───────────────────────────────────────────────────────────────────────────────────────────────
-inline constexpr u64 SPIN_NS_AUTO = 50'000;      // about one wake-up across cores on a 2-core VM
-inline constexpr u64 SPIN_NS_MOST = 10'000'000;  // latency="spin": then look whether a signal or a death is waiting
-inline constexpr u64 WAKE_NS = 100'000;          // what a sleep of no length may cost: shorter waits than window + this
-                                                 // would have been spun through
-inline constexpr u64 SHORTAGE_NS = 20'000'000;   // how long a reading of /proc/loadavg is believed
+// ── ringing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 inline constexpr int HAND_ON_WAKES = 2;  // a ringer wakes so many; the woken wake the rest. Two, so that one that
                                          // is stopped between waking and handing on does not keep the others
 
-// Are there more runnable threads than processors we may use? One number for the whole machine, a few microseconds to
-// read, so at most once in SHORTAGE_NS. Unreadable: no.
-class Shortage {
-   public:
-    static bool now(u64 at) {
-        static Shortage* one = new Shortage;
-        return one->read(at);
-    }
-
-   private:
-    Shortage() {
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        if (::sched_getaffinity(0, sizeof set, &set) == 0) cpus_ = CPU_COUNT(&set);
-        fd_ = ::open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
-    }
-    bool read(u64 at) {
-        if (cpus_ < 2) return true;
-        u64 last = read_ns_.load(RELAXED);
-        if (at - last < SHORTAGE_NS) return short_.load(RELAXED);
-        if (!read_ns_.compare_exchange_strong(last, at, RELAXED)) return short_.load(RELAXED);
-        char text[128];
-        ssize_t n = fd_ < 0 ? -1 : ::pread(fd_, text, sizeof text - 1, 0);
-        if (n <= 0) return false;
-        text[n] = 0;
-        char* field = text;
-        for (int i = 0; i < 3 && field != nullptr; ++i) field = std::strchr(field + 1, ' ');
-        bool is_short = field != nullptr && std::atoi(field + 1) > cpus_;
-        short_.store(is_short, RELAXED);
-        return is_short;
-    }
-    int cpus_ = 1;
-    int fd_ = -1;
-    Atomic<u64> read_ns_{0};
-    Atomic<bool> short_{false};
-};
-
-// One waiter's memory of whether spinning paid, in the manner of halt-polling: the window opens when a wait that slept
-// would have fitted into it, and closes when it would not, when the other side last ran on our own processor (it may
-// need it to answer), or when processors are short.
-class Spinner {
-   public:
-    explicit Spinner(Latency latency = Latency::automatic) : latency_(latency) {
-        if (latency == Latency::spin) window_ns_ = SPIN_NS_MOST;
-    }
-
-    // Spins until ready() or the window closes. cpu: where the one we wait for last was.
-    template <class Ready>
-    bool spin(u64 started, const Shared<u32>* cpu, Ready&& ready) {
-        spun_ns_ = 0;
-        if (latency_ == Latency::eco || window_ns_ == 0) return false;
-        if (cpu != nullptr && cpu->load(RELAXED) == current_cpu()) return false;
-        if (latency_ == Latency::automatic && (holdoff_ > 0 || Shortage::now(started))) {
-            if (holdoff_ > 0) --holdoff_;
-            return false;
-        }
-        for (u64 at = started;;) {
-            for (int i = 0; i < 16; ++i) {
-                if (ready()) return true;
-                pause_cpu();
-            }
-            u64 next = now_ns();
-            spun_ns_ = next - started;
-            if (spun_ns_ >= window_ns_) return false;
-            if (latency_ == Latency::automatic) {
-                if (next - at > 200'000) {  // we were put aside while spinning: processors are short
-                    holdoff_ = 64;
-                    window_ns_ = 0;
-                    return false;
-                }
-                if (cpu != nullptr && cpu->load(RELAXED) == current_cpu()) return false;
-            }
-            at = next;
-        }
-    }
-
-    // Tells how a wait that had to sleep went: waited in all, and asleep of it.
-    void slept(u64 waited_ns, u64 asleep_ns) {
-        if (latency_ != Latency::automatic) return;
-        if (spun_ns_ > SPIN_NS_AUTO / 2 && asleep_ns < 10'000) {  // it came as soon as we got out of its way
-            holdoff_ = 64;
-            window_ns_ = 0;
-        } else if (waited_ns <= SPIN_NS_AUTO + WAKE_NS) {
-            window_ns_ = std::min(SPIN_NS_AUTO, std::max<u64>(5'000, 2 * window_ns_));
-        } else {
-            window_ns_ = window_ns_ < 5'000 ? 0 : window_ns_ / 4;
-        }
-    }
-    u64 window_ns() const { return window_ns_; }
-
-   private:
-    Latency latency_;
-    u64 window_ns_ = 0;
-    u64 spun_ns_ = 0;
-    int holdoff_ = 0;
-};
-
-// ── ringing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 // Called after something was published. Returns the bits of waiters in event loops, and counts the wakes. The caller
 // wakes waiters in event loops through their pipes (Attachment::wake_async knows how).
 inline u64 ring(Bell& bell, Counter* wakes = nullptr, int most = HAND_ON_WAKES) {
@@ -224,7 +118,6 @@ Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, co
         waits.spins.count();
         return finish(Woken::ready);
     }
-    u64 slept_from = now_ns();
     for (;;) {
         u32 seen = bell.rings.load(order::bell.seq_cst);  // first: a ringer that takes our bit moves rings after
         bell.parked.fetch_or(bit, order::bell.seq_cst);   // before the second look
@@ -241,7 +134,7 @@ Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, co
         if (others != 0 && got == 0 && !is_ready) hand_on(others);
         if (is_ready || ready()) {
             u64 now = now_ns();
-            spinner.slept(now - started, now - slept_from);
+            spinner.learn(now - started);
             return finish(Woken::ready);
         }
         if (got == -EINTR) return finish(Woken::interrupted);
@@ -249,7 +142,7 @@ Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, co
         if (now < deadline && now < until) continue;
         if (now < deadline) return finish(Woken::interrupted);
         if (now >= deadline) {
-            spinner.slept(now_ns() - started, now_ns() - slept_from);
+            spinner.learn(now - started);
             return finish(Woken::deadline);
         }
     }

@@ -42,6 +42,7 @@ HANDLE_ABORTS           = choose(400,     1_000,   100_000)    # … and of requ
 STORM_SECONDS           = choose(3.0,     5.0,     60.0)       # test_engine_storm: blows to an engine of two groups
 CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served tree
 VLLM_DEATHS             = choose(20,      1_000,   10_000)     # test_queue_deaths: of users of vLLM's queue
+VLLM_IMAGE_ABORTS       = choose(60,      1_000,   10_000)     # test_serving_images: requests whose clients go away
 # property: examples of hypothesis, and seeds of traces
 CHANNELS_EXAMPLES       = choose(150,     500,     5_000)      # test_channels: of each of three channels
 POOL_EXAMPLES           = choose(120,     400,     4_000)      # test_pool
@@ -49,6 +50,7 @@ TENSORS_EXAMPLES        = choose(80,      300,     3_000)      # test_tensors: o
 STOPS_EXAMPLES          = choose(300,     2_000,   20_000)     # test_stops
 EMBEDS_MUTATIONS        = choose(10_000,  20_000,  1_000_000)  # test_prompt_embeds: of tiny files
 OUTPUTS_SEEDS           = choose(12,      25,      250)        # test_outputs: at each depth
+RESUMED_SEEDS           = choose(8,       100,     1_000)      # test_resumed
 GROWTH_SEEDS            = choose(8,       20,      200)        # test_prefix_hasher
 # stress
 ABORTS                  = choose(300,     1_000,   10_000)     # test_aborts: with and without an output processor

@@ -34,11 +34,13 @@ def make(directory: Path, seed: int = 0) -> None:
     transformers.logging.disable_progress_bar()
     torch.manual_seed(seed)
     numbers = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.LlamaConfig(vocab_size=_tokenizer(directory), **SHAPE, **numbers, tie_word_embeddings=False)
+    config = transformers.LlamaConfig(
+        vocab_size=make_tokenizer(directory), **SHAPE, **numbers, tie_word_embeddings=False
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(directory)
 
 
-def _tokenizer(directory: Path) -> int:
+def make_tokenizer(directory: Path) -> int:
     """How many ids it has. Of printable ASCII alone: half a character would be an event without a text."""
     import tokenizers
     import transformers

@@ -127,19 +127,19 @@ class Ours(Server):
 
     @classmethod
     def of_model(cls, model: Path, log: Path, *, longest: int) -> Ours:
-        return cls._of([str(model), "--max-model-len", str(longest), "--dtype", "float32"], log)
+        return cls.of([str(model), "--max-model-len", str(longest), "--dtype", "float32"], log)
 
     @classmethod
     def simulated(cls, streams: int, log: Path) -> Ours:
         sizes = ("--max-num-seqs", str(max(streams, 64)), "--max-num-batched-tokens", "4096")
         sizes += ("--max-open-requests", str(streams + 64))
-        return cls._of(["--device-model", "simulated", "--step-ms", str(STEP_MS), *sizes], log)
+        return cls.of(["--device-model", "simulated", "--step-ms", str(STEP_MS), *sizes], log)
 
     @classmethod
-    def _of(cls, options: Sequence[str], log: Path) -> Ours:
+    def of(cls, options: Sequence[str], log: Path) -> Ours:
         port = free_port()
-        command = [sys.executable, "-m", "penstock", "serve", "--port", str(port), "--served-model-name", NAME]
-        return cls([*command, *options], {}, port, log)
+        command = [sys.executable, "-m", "penstock", "serve", *options, "--port", str(port)]
+        return cls([*command, "--served-model-name", NAME], {}, port, log)  # a model after a name would be another name
 
     def open_requests(self) -> tuple[int, int, int]:
         """Of the servers and of the groups, and the blocks that are free."""
@@ -162,13 +162,15 @@ class Theirs(Server):
     front = ("apiserver", "enginecore")
 
     @classmethod
-    def of_model(cls, model: Path, log: Path, *, longest: int, is_compiled: bool) -> Theirs:
-        """Raises Unavailable. What computes is a process of its own, and so is not counted with the core."""
+    def of_model(cls, model: Path, log: Path, *, longest: int, is_compiled: bool, more: Sequence[str] = ()) -> Theirs:
+        """`more`: other options. What computes is a process of its own, and so is not counted with the core. Raises
+        Unavailable."""
         port = free_port()
         command = [python_with("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
         command += ["--max-model-len", str(longest), "--disable-uvicorn-access-log"]
         command += ["--distributed-executor-backend", "mp"]
+        command += more
         if not is_compiled:
             command.append("--enforce-eager")
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}

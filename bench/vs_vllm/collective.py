@@ -105,7 +105,7 @@ def measure(rounds: int, *, receivers: int = RECEIVERS, nbytes: int = NBYTES) ->
                 paced = group.perform("whole", PACED, nbytes, PACE_NS)
                 figures[f"{group.kind}_one_way_us"] = one_way_us(paced)
                 figures[f"{group.kind}_each_us"] = per_message_us(group.perform("whole", STREAMED, nbytes))
-            for what in ("size", "data"):
+            for what in ("size", "data", "known"):
                 figures[f"{what}_one_way_us"] = one_way_us(gloo.perform(what, PACED, nbytes, PACE_NS))
             for what in ("serialise", "concatenate", *(["device"] if about["has_device"] else [])):
                 figures[f"{what}_us"] = gloo.alone(what, STREAMED, nbytes)
@@ -119,6 +119,8 @@ def medians(found: Sequence[Figures]) -> Figures:
     for key in ("one_way", "each"):
         ratios = [one[f"gloo_{key}_us"] / one[f"penstock_{key}_us"] for one in found]
         figures[f"{key}_ratio"] = statistics.median(ratios)
+    ratios = [one["known_one_way_us"] / one["penstock_one_way_us"] for one in found]
+    figures["known_ratio"] = statistics.median(ratios)
     return figures
 
 
@@ -141,12 +143,14 @@ def told(rounds: int, receivers: int = RECEIVERS, nbytes: int = NBYTES) -> tuple
             size_broadcast_us=figures["size_one_way_us"], data_broadcast_us=figures["data_one_way_us"],
             serialise_us=figures["serialise_us"], concatenate_us=figures["concatenate_us"],
             **({"device_us": figures["device_us"]} if "device_us" in figures else {}),
+            known_one_way_us=figures["known_one_way_us"], known_one_way_ratio_to_penstock=figures["known_ratio"],
             one_way_ratio_to_penstock=figures["one_way_ratio"], each_ratio_to_penstock=figures["each_ratio"]),
     ]  # fmt: skip
     cells = [
         ["penstock: one broadcast", short(figures["penstock_one_way_us"]), short(figures["penstock_each_us"]), "1"],
         ["gloo: broadcast_object_list", short(figures["gloo_one_way_us"]), short(figures["gloo_each_us"]),
          f"{short(figures['one_way_ratio'])}, {short(figures['each_ratio'])}"],
+        ["gloo: a whole call, the size known", short(figures["known_one_way_us"]), "-", short(figures["known_ratio"])],
         ["  of which: broadcast of the size", short(figures["size_one_way_us"]), "-", "-"],
         ["  of which: broadcast of the bytes", short(figures["data_one_way_us"]), "-", "-"],
         ["  of which: pickle, into a tensor", short(figures["serialise_us"]), "-", "-"],

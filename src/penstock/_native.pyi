@@ -30,6 +30,11 @@ def arm_point(name: str, action: str, countdown: int = 1, delay_us: int = 0) -> 
 def memory_available() -> tuple[int, str]:
     """Bytes, and what limits them: a part of a sentence."""
 
+def max_spin() -> tuple[int, str | None]:
+    """
+    Nanoseconds that a wait spins at most with latency="auto", and what limits them: a sentence.
+    """
+
 def total_memory() -> int: ...
 
 def process_identity() -> tuple: ...

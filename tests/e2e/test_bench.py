@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.conftest import eventually
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,6 +84,20 @@ def test_a_quick_run_of_the_server_serves_all_streams_and_forgets_who_has_gone()
     assert 0 < records["gone"]["gone_p50_ms"] <= records["gone"]["gone_most_ms"]
     assert records["start"]["first_answer_s"] > 0.1
     assert "Targets" in run.stderr
+
+
+@tiers.needs_all
+def test_a_quick_run_of_the_sources_measures_steps_of_a_live_engine_and_a_broadcast() -> None:
+    """Over HTTP with images, and outputs on models that compute, take minutes."""
+    run = subprocess.run(
+        [sys.executable, "bench/sources.py", "--quick", "--json", "--only", "steps,broadcast"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode in (0, 1), run.stderr
+    records = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    steps = {record["way"]: record for record in records if record["case"] == "steps"}
+    assert steps["in"]["median_bytes"] <= 24 and steps["out"]["median_bytes"] <= 64
+    assert {record["impl"] for record in records if record["case"] == "broadcast"} == {"penstock", "gloo"}
 
 
 def test_a_benchmark_that_is_told_to_end_leaves_nothing_of_a_server_that_was_starting(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Our `/metrics` beside that of a live vLLM, where `PENSTOCK_PEER_PYTHON` names an interpreter that has one."""
 
-import contextlib
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -8,22 +8,19 @@ import pytest
 pytest.importorskip("prometheus_client")
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.impls.peer import Unavailable
-from bench.serve_cases.servers import Theirs
-from penstock.engine.protocol.config import SHIPPED
+from tests.support import peer, tiny_models
+from tests.support.vllm_server import START, serving
 from tests.unit.server.http.test_metrics import Pages, shape_of
+
+pytestmark = pytest.mark.timeout(START + 60)
 
 
 def test_metrics_have_the_names_types_labels_and_buckets_of_a_live_vllm(tmp_path: Path) -> None:
-    try:
-        theirs = Theirs.of_model(Path(SHIPPED), tmp_path / "log", longest=512, is_compiled=False)
-    except Unavailable as reason:
-        pytest.skip(str(reason))
-    with contextlib.ExitStack() as ends:
-        ends.callback(theirs.stop)
-        theirs.wait_for_an_answer()
-        status, text = theirs.asked("GET", "/metrics")
-    assert status == 200
+    python = peer.python_of_vllm()
+    site, model = peer.write_site(tmp_path / "site"), peer.write_model(python, tiny_models.LLAMA, tmp_path)
+    with serving(site, model, tmp_path / "log", "--tensor-parallel-size", "1") as server:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as response:
+            text = response.read()
     there = {family.name: family for family in text_string_to_metric_families(text.decode())}
     ours = {name: family for name, family in Pages().families().items() if name.startswith("vllm:")}
     assert ours.keys() <= there.keys()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.output.output_state import OutputState
@@ -117,11 +118,13 @@ class Servers:
         if delta.finished is not None:
             size = delta.finished.rows.size
             stops = delta.finished.stops or [None] * size
-            cached = [0] * size if delta.finished.cached is None else delta.finished.cached.tolist()
-            for row, reason, stop, part in zip(
-                delta.finished.rows.tolist(), delta.finished.reasons.tolist(), stops, cached, strict=True
+            for row, reason, stop in zip(
+                delta.finished.rows.tolist(), delta.finished.reasons.tolist(), stops, strict=True
             ):
                 rows[row].end = FinishReason(reason), stop
+        if delta.began is not None:
+            for row, part in zip(delta.began.rows.tolist(), delta.began.cached.tolist(), strict=True):
+                assert len(rows[row].ids) == 1, "it has begun before"
                 rows[row].cached = part
         return rows
 
@@ -168,7 +171,7 @@ class Speaking:
         self._tell(self.scheduler.on_sent(step))
         self._note_cached(step)
         self.preempted += 0 if step.preempted is None else step.preempted.size
-        self.flight.append(self._sampled())
+        self.flight.append(self._sampled(step))
         return True
 
     def _note_cached(self, step: Step) -> None:
@@ -185,7 +188,7 @@ class Speaking:
         schedule = self.schedule
         return int(schedule.servers[slot]), int(schedule.requests[slot]), int(schedule.samples[slot])
 
-    def _sampled(self) -> StepDone:
+    def _sampled(self, step: Step) -> StepDone:
         """As the device gives it."""
         schedule, said, failed = self.schedule, [], {}
         for slot in schedule.sampled.tolist():
@@ -221,8 +224,11 @@ class Speaking:
             answers = self.states[output].process(tokens)
             assert len({server for server, _ in answers.deltas}) == len(answers.deltas)
             for server, delta in answers.deltas:
-                self.servers.take(server, delta)
+                self._deliver(server, delta)
             self.aborts += answers.aborts
+
+    def _deliver(self, server: int, delta: Delta) -> None:
+        self.servers.take(server, delta)
 
     def abort(self) -> None:
         """The core hears of all samples that have ended by their text."""

@@ -87,11 +87,11 @@ class Threads(TPGroup):
     def gather(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._all(tensor.clone()), dim=-1)
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        return tensor.copy_(self._all(tensor.clone())[0])
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return tensor.copy_(self._all(tensor.clone())[source])
 
-    def least(self, number: int) -> int:
-        return min(self._all(number))
+    def least_of_each(self, numbers: list[int]) -> list[int]:
+        return [min(each) for each in zip(*self._all(numbers), strict=True)]
 
 
 def threads_must_answer(size: int, of: Family) -> None:

@@ -51,17 +51,34 @@ class VllmServer:
         return found
 
     def workers(self) -> list[int]:
-        return sorted(
-            {int(pid) for pid in re.findall(r"\(Worker\S* pid=(\d+)\)", self.log.read_text(errors="replace"))}
-        )
+        return self._pids_of("Worker")
+
+    def api_servers(self) -> list[int]:
+        """Those that it has started, where it is to have several."""
+        return self._pids_of("ApiServer")
+
+    def _pids_of(self, kind: str) -> list[int]:
+        lines = self.log.read_text(errors="replace")
+        return sorted({int(pid) for pid in re.findall(rf"\({kind}\S* pid=(\d+)\)", lines)})
+
+    def seconds_until_end(self, limit: float = 90.0) -> float:
+        """Waits until its first process has ended by itself. Fails after the limit."""
+        began = time.monotonic()
+        while self.process.poll() is None:
+            assert time.monotonic() < began + limit, f"it goes on for {limit:.0f} s: {self.pids()}"
+            time.sleep(0.05)
+        return time.monotonic() - began
 
     def shared_files(self) -> set[str]:
         """Names below /dev/shm of queues, rings and arenas that its processes have mapped."""
-        names: set[str] = set()
-        for pid in self.pids():
-            with contextlib.suppress(OSError):
-                names |= set(re.findall(r"/dev/shm/psm_\w+", Path(f"/proc/{pid}/maps").read_text()))
-        return names
+        return {file for pid in self.pids() for file in self.files_of(pid) if file.startswith("/dev/shm/psm_")}
+
+    @staticmethod
+    def files_of(pid: int) -> set[str]:
+        """The files below /dev/shm that a process has mapped."""
+        with contextlib.suppress(OSError):
+            return set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{pid}/maps").read_text()))
+        return set()
 
 
 @contextlib.contextmanager

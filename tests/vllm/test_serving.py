@@ -1,15 +1,20 @@
-"""vLLM with its queues on channels answers as vLLM does, leaves nothing in /dev/shm, and ends when a worker dies."""
+"""vLLM with its queues on channels, and with steps as changes in them: it answers as vLLM does, leaves nothing in
+/dev/shm, can be inspected and traced, and ends when a worker dies."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,10 +25,16 @@ from tests.support.vllm_server import START, VllmServer, serving
 
 PROMPTS = ["hello", "The quick brown fox", "a" * 60, "import os\nprint(", "0, 1, 2, 3,"]
 INSIDE = Path(__file__).parent / "inside"
-# What ends the server is vLLM's own monitor; with other work on the machine the same end takes seconds more or less.
-SLACK, FACTOR = 3.0, 1.5
+# What ends the server is vLLM's own: its monitor sees the death at once, gives the other worker 5 s, and the API server
+# shuts down. None of it waits for a queue; with other work on the machine the same end takes seconds more or less.
+SLACK, FACTOR = 3.0, 1.2
 
-pytestmark = pytest.mark.timeout(3 * START)
+pytestmark = pytest.mark.timeout(4 * START)
+
+
+WAYS = {"vllm": "0", "queue": "queue", "steps": "queue,steps"}
+TRACED = 2.0  # seconds
+CORE, WORKERS = "EngineCore", {"VllmWorker-0", "VllmWorker-1"}
 
 
 class Seen(NamedTuple):
@@ -31,6 +42,8 @@ class Seen(NamedTuple):
     shared_files: set[str]
     log: str
     inspected: str
+    summary: dict[str, Any]  # of a trace under load, and the trace
+    events: list[dict[str, Any]]
     ended_after: float  # seconds after a worker was killed
 
 
@@ -45,58 +58,144 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return peer.write_model(peer.python_of_vllm(), tiny_models.LLAMA, tmp_path_factory.mktemp("models"))
 
 
-def seen(server: VllmServer) -> Seen:
+def penstock(*arguments: str) -> str:
+    command = [sys.executable, "-m", "penstock", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextlib.contextmanager
+def load(server: VllmServer) -> Iterator[None]:
+    """Two clients, each of which sends its next request when it has the answer."""
+    is_over = threading.Event()
+
+    def send(prompts: list[str]) -> None:
+        for prompt in itertools.cycle(prompts):
+            server.ask(prompt)
+            if is_over.is_set():
+                return
+
+    with ThreadPoolExecutor(2) as threads:
+        clients = [threads.submit(send, PROMPTS), threads.submit(send, PROMPTS[::-1])]
+        try:
+            yield
+        finally:
+            is_over.set()
+        for client in clients:
+            client.result()
+
+
+def seen(server: VllmServer, trace: Path, *, is_ours: bool) -> Seen:
     answers = [server.ask(prompt) for prompt in PROMPTS]
-    files, pids = server.shared_files(), server.pids()
-    command = [sys.executable, "-m", "penstock", "inspect", str(server.process.pid)]
-    inspected = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    files = server.shared_files()
+    inspected, summary, events = "", {}, []
+    if is_ours:
+        inspected = penstock("inspect", str(server.process.pid))
+        with load(server):
+            options = ("--seconds", str(TRACED), "-o", str(trace), "--json")
+            summary = json.loads(penstock("trace", str(server.process.pid), *options))
+        events = json.loads(trace.read_text())["traceEvents"]
     os.kill(server.workers()[-1], signal.SIGKILL)
-    began = time.monotonic()
-    while server.process.poll() is None and time.monotonic() < began + 90:
-        time.sleep(0.05)
-    assert server.process.poll() is not None, f"the server of {pids} goes on without a worker"
-    return Seen(answers, files, server.log.read_text(errors="replace"), inspected, time.monotonic() - began)
+    ended_after = server.seconds_until_end()
+    log = server.log.read_text(errors="replace")
+    return Seen(answers, files, log, inspected, summary, events, ended_after)
 
 
 @pytest.fixture(scope="module")
-def both(site: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Seen, Seen]]:
-    """vLLM as it is, and with its queues replaced, one after the other."""
-    logs = tmp_path_factory.mktemp("logs")
-    with serving(site, model, logs / "vllm.log") as server:
-        as_it_is = seen(server)
-    with serving(site, model, logs / "penstock.log", PENSTOCK_VLLM="queue", PENSTOCK_VLLM_STRICT="1") as server:
-        yield as_it_is, seen(server)
+def ways(site: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    """vLLM as it is, with its queues replaced, and with steps as changes, one after the other."""
+    folder, found = tmp_path_factory.mktemp("logs"), {}
+    for way, parts in WAYS.items():
+        variables = {"PENSTOCK_VLLM": parts, "PENSTOCK_VLLM_STRICT": "1"}
+        with serving(site, model, folder / f"{way}.log", **variables) as server:
+            found[way] = seen(server, folder / f"{way}.json", is_ours=way != "vllm")
+    return found
 
 
-def test_answers_are_the_same_text_for_text(both: tuple[Seen, Seen]) -> None:
-    as_it_is, ours = both
-    assert ours.answers == as_it_is.answers
-    assert len(set(ours.answers)) > 1, "every prompt has the same answer"
+OURS = [way for way in WAYS if way != "vllm"]
 
 
-def test_the_queues_need_no_file_in_dev_shm(both: tuple[Seen, Seen]) -> None:
-    as_it_is, ours = both
-    assert as_it_is.shared_files, "vLLM as it is has rings there: the look finds nothing"
-    assert not ours.shared_files
+@pytest.mark.parametrize("way", OURS)
+def test_answers_are_the_same_text_for_text(way: str, ways: dict[str, Seen]) -> None:
+    assert ways[way].answers == ways["vllm"].answers
+    assert len(set(ways[way].answers)) > 1, "every prompt has the same answer"
 
 
-def test_the_log_says_once_in_each_process_which_parts_are_replaced(both: tuple[Seen, Seen]) -> None:
-    as_it_is, ours = both
-    assert "penstock" not in re.sub(r"/\S*", "", as_it_is.log)
-    lines = [line for line in ours.log.splitlines() if "penstock replaces of vLLM: queue" in line]
-    assert any("EngineCore" in line for line in lines) and any("Worker" in line for line in lines), ours.log[-3000:]
+@pytest.mark.parametrize("way", OURS)
+def test_the_queues_need_no_file_in_dev_shm(way: str, ways: dict[str, Seen]) -> None:
+    assert ways["vllm"].shared_files, "vLLM as it is has rings there: the look finds nothing"
+    assert not ways[way].shared_files
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_the_log_says_once_in_each_process_which_parts_are_replaced(way: str, ways: dict[str, Seen]) -> None:
+    assert "penstock" not in re.sub(r"/\S*", "", ways["vllm"].log)
+    parts = WAYS[way].replace(",", ", ")
+    lines = [line for line in ways[way].log.splitlines() if f"penstock replaces of vLLM: {parts}" in line]
+    assert any("EngineCore" in line for line in lines) and any("Worker" in line for line in lines), ways[way].log[
+        -3000:
+    ]
     assert len(lines) == len({re.findall(r"pid=(\d+)", line)[0] if "pid=" in line else "" for line in lines})
 
 
-def test_inspect_shows_the_queues_of_a_live_vllm(both: tuple[Seen, Seen]) -> None:
-    _, ours = both
-    assert "vllm EngineCore" in ours.inspected and "VllmWorker-1" in ours.inspected, ours.inspected
+def test_inspect_shows_the_queues_of_a_live_vllm(ways: dict[str, Seen]) -> None:
+    assert "vllm EngineCore" in ways["queue"].inspected and "VllmWorker-1" in ways["queue"].inspected
 
 
-def test_a_server_whose_worker_is_killed_ends_no_later_than_vllm_does(both: tuple[Seen, Seen]) -> None:
-    as_it_is, ours = both
-    print(f"ended after {as_it_is.ended_after:.1f} s as it is, {ours.ended_after:.1f} s with penstock")
-    assert ours.ended_after <= FACTOR * as_it_is.ended_after + SLACK
+# ── a trace of it ──
+def names(events: list[dict[str, Any]]) -> dict[int, str]:
+    return {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+
+
+def of_core(events: list[dict[str, Any]], category: str) -> list[dict[str, Any]]:
+    """Sends of the engine core, or what its workers took from it."""
+    tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    queue = f"broadcast 'vllm {CORE}'"
+    found = [event for event in events if event.get("cat") == category]
+    return [event for event in found if tracks[event["pid"], event["tid"]].endswith(queue)]
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_a_trace_of_a_live_vllm_leads_from_each_send_to_each_worker(way: str, ways: dict[str, Seen]) -> None:
+    events, summary = ways[way].events, ways[way].summary
+    assert summary["lacking"] == []
+    processes = names(events)
+    assert set(processes.values()) >= {CORE, *WORKERS}
+    # A record that was sent before the trace began has only the receivers that took it later.
+    sends = {event["args"]["record"]: event for event in of_core(events, "send") if event["ts"] >= 0}
+    takes: dict[int, dict[str, float]] = {}
+    for event in of_core(events, "take"):
+        takes.setdefault(event["args"]["record"], {})[processes[event["pid"]]] = event["ts"] + event["dur"]
+    assert len(sends) > 20
+    in_between = sorted(sends)[:-5]  # the last ones may be on their way when the trace ends
+    assert all(takes[record].keys() == WORKERS for record in in_between)
+    assert all(min(takes[record].values()) >= sends[record]["ts"] for record in in_between)
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_a_trace_of_a_live_vllm_has_its_steps_with_their_replies(way: str, ways: dict[str, Seen]) -> None:
+    found = {(steps["leader"], steps["worker"]): steps for steps in ways[way].summary["steps"]}
+    steps = found[CORE, "VllmWorker-0"]  # the one that replies
+    assert steps["steps"] > 20
+    assert sum(steps["by_cause"].values()) == steps["total_ns"] and steps["by_cause"]["device"] > 0
+    begins = {event["id"]: event["ts"] for event in ways[way].events if event["ph"] == "b"}
+    ends = {event["id"]: event["ts"] for event in ways[way].events if event["ph"] == "e"}
+    assert begins.keys() == ends.keys() and len(begins) >= steps["steps"]
+    assert all(begins[id] < ends[id] for id in begins)
+
+
+def test_steps_as_changes_take_fewer_bytes_in_a_server(ways: dict[str, Seen]) -> None:
+    nbytes = {way: statistics.median(e["args"]["bytes"] for e in of_core(ways[way].events, "send")) for way in OURS}
+    print(f"bytes of a record of the core, median, two requests at a time: {nbytes}")
+    assert nbytes["steps"] < nbytes["queue"] / 2
+
+
+@pytest.mark.parametrize("way", OURS)
+def test_a_server_whose_worker_is_killed_ends_no_later_than_vllm_does(way: str, ways: dict[str, Seen]) -> None:
+    as_it_is, ours = ways["vllm"].ended_after, ways[way].ended_after
+    print(f"ended after {as_it_is:.1f} s as it is, {ours:.1f} s with {WAYS[way]}")
+    assert ours <= FACTOR * as_it_is + SLACK
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -104,11 +203,13 @@ def test_llm_answers_the_same_with_workers_that_are(method: str, site: Path, mod
     answers: list[Any] = []
     for parts in ("0", "queue"):
         variables = {"VLLM_WORKER_MULTIPROC_METHOD": method, "PENSTOCK_VLLM": parts, "PENSTOCK_VLLM_STRICT": "1"}
-        command = [peer.python_of_vllm(), str(INSIDE / "offline.py"), str(model), json.dumps(PROMPTS)]
+        command = [peer.python_of_vllm(), str(INSIDE / "offline.py"), str(model), json.dumps(PROMPTS), method]
         environment = peer.environment(site, **variables)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START)
         found = re.search(r"^ANSWERS (.*)$", done.stdout, re.MULTILINE)
         assert found is not None, done.stdout[-3000:] + done.stderr[-6000:]
         assert ("penstock carries a queue of vLLM to 2 local readers" in done.stdout + done.stderr) == (parts != "0")
+        starts = re.search(r"^STARTS (.*)$", done.stdout, re.MULTILINE)
+        assert starts is not None and json.loads(starts[1]).count(method) == 3, starts  # the core and its workers
         answers.append(json.loads(found[1]))
     assert answers[0] == answers[1]

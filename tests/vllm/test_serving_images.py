@@ -5,7 +5,10 @@ import contextlib
 import http.client
 import io
 import json
+import random
 import re
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 
 from penstock import Store
 from penstock.integrations.vllm.signed_store import SHARED_IMAGES
+from tests import tiers
 from tests.support import peer
 from tests.support.tiny_models import QWEN2_VL
 from tests.support.vllm_server import NAME, START, VllmServer, serving
@@ -44,6 +48,8 @@ def image(seed: int, side: int = 224) -> dict[str, Any]:
 
 
 IMAGE_COUNT = 4
+ABORTED = 100_000  # seeds of images of aborted requests begin here
+FORGOTTEN = 90.0  # seconds until nothing is held: an image that was not sent is held for 60 by its API server
 
 
 def messages() -> list[list[dict[str, Any]]]:
@@ -59,7 +65,9 @@ def messages() -> list[list[dict[str, Any]]]:
     ]
 
 
-def answer(server: VllmServer, content: list[dict[str, Any]]) -> str:
+@contextlib.contextmanager
+def asked(server: VllmServer, content: list[dict[str, Any]]) -> Iterator[http.client.HTTPConnection]:
+    """A connection on which a request was sent; it is closed with the block, which aborts the request."""
     body = {
         "model": NAME,
         "messages": [{"role": "user", "content": content}],
@@ -69,6 +77,11 @@ def answer(server: VllmServer, content: list[dict[str, Any]]) -> str:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=START)
     with contextlib.closing(connection):
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        yield connection
+
+
+def answer(server: VllmServer, content: list[dict[str, Any]]) -> str:
+    with asked(server, content) as connection:
         response = connection.getresponse()
         text = response.read()
     assert response.status == 200, text
@@ -78,6 +91,12 @@ def answer(server: VllmServer, content: list[dict[str, Any]]) -> str:
 def answers(server: VllmServer) -> list[str]:
     with ThreadPoolExecutor(6) as threads:
         return list(threads.map(lambda content: answer(server, content), messages()))
+
+
+def abort(server: VllmServer, seed: int) -> None:
+    """Asks about an image that is new to the server, and goes away within 200 ms."""
+    with asked(server, [image(seed, side=56), {"type": "text", "text": "def f"}]):
+        time.sleep(random.Random(seed).random() * 0.2)
 
 
 OURS = re.compile(r"/dev/shm/.*penstock")
@@ -110,7 +129,7 @@ def test_a_server_answers_to_images_as_without_us(layout: str, tmp_path: Path) -
         assert "memfd:penstock:vllm" in maps
         assert not OURS.search(maps)
         store = shared_store(server)
-        assert (store is not None) == (layout in ("TP 1, 2 API servers", "DP 2"))
+        assert (store is not None) == (part == "images")
         if store is not None:
             assert store.stats().puts == IMAGE_COUNT  # by whichever server saw it first, and by no other
             store.close()
@@ -118,3 +137,27 @@ def test_a_server_answers_to_images_as_without_us(layout: str, tmp_path: Path) -
         options = ()
     with serving(site, model, tmp_path / "theirs.log", *options, **variables) as server:
         assert answers(server) == ours_first
+
+
+def test_nothing_is_held_of_requests_with_images_that_are_aborted(tmp_path: Path) -> None:
+    python = peer.python_of_vllm()
+    site = peer.write_site(tmp_path / "site")
+    model = peer.write_model(python, QWEN2_VL, tmp_path)
+    ours = {"PENSTOCK_VLLM": "images", "PENSTOCK_VLLM_STRICT": "1"}
+    with serving(site, model, tmp_path / "ours.log", *SHM, **ours) as server, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda seed: abort(server, seed), range(ABORTED, ABORTED + tiers.VLLM_IMAGE_ABORTS)))
+        store = shared_store(server)
+        assert store is not None
+        with contextlib.closing(store):
+            deadline = time.monotonic() + FORGOTTEN
+            while True:
+                answer(server, messages()[0])  # an API server looks after its images where it has one to send
+                stats = store.stats()
+                held = [item for item in stats.items if item.holders]
+                granted = [(holder.name, holder.granted) for holder in stats.pool.holders if holder.granted]
+                if len(held) + len(granted) <= 1:  # the image of the last answer, until the next one
+                    break
+                assert time.monotonic() < deadline, (held, granted)
+                time.sleep(1)
+            print(f"{stats.puts} images of {tiers.VLLM_IMAGE_ABORTS} aborted requests")
+            assert stats.puts > IMAGE_COUNT, "no request was aborted after its image was put"

@@ -65,7 +65,7 @@ def test_llm_answers_the_same_with_steps_as_changes_that_are_checked(site: Path,
     prompts = json.dumps(["hello", "The quick brown fox", "a" * 60, "import os\nprint(", "0, 1, 2, 3,"])
     for parts in ("0", "queue,steps"):
         variables = {"PENSTOCK_VLLM": parts, "PENSTOCK_VLLM_STRICT": "1", "PENSTOCK_VLLM_CHECK_STEPS": "1"}
-        command = [peer.python_of_vllm(), str(INSIDE / "offline.py"), str(models / tiny_models.LLAMA), prompts]
+        command = [peer.python_of_vllm(), str(INSIDE / "offline.py"), str(models / tiny_models.LLAMA), prompts, "spawn"]
         done = subprocess.run(
             command, env=peer.environment(site, **variables), capture_output=True, text=True, timeout=START
         )

@@ -7,6 +7,7 @@ against transformers' own registry, and the table of docs/howto/serve.md against
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -137,6 +138,15 @@ def hidden_size_of(config: EngineConfig) -> int | None:
         return None
     hidden_size: int | None = _read_field(Path(config.model), "hidden_size", CONFIG_FILES[-1:], int)
     return hidden_size
+
+
+def model_fingerprint(directory: Path) -> bytes:
+    """Returns a hash of a model's config.json, and of the names, sizes and times of its weight files."""
+    hashing = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in sorted(directory.glob("*.safetensors")):
+        about = path.stat()
+        hashing.update(f"{path.name} {about.st_size} {about.st_mtime_ns} ".encode())
+    return hashing.digest()
 
 
 def load_tokenizer(config: EngineConfig) -> Any:

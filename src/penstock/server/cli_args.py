@@ -14,10 +14,11 @@ import msgspec
 from penstock.engine import cli_args as arguments
 from penstock.engine.client.image_processor import ImageLimits
 from penstock.engine.model_dir import takes_images
-from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.config import ENCODER_MODES, EngineConfig
 from penstock.server.options import ServerOptions
 
 CACHE_GB = 0.25  # of a model that takes images
+ENCODER_CACHE_GB = 0.25
 MAX_IMAGES = ImageLimits().count
 KEY_VARIABLE = "PENSTOCK_API_KEY"  # seen by fewer than a command line
 TRANSPORT_VARIABLE = "PENSTOCK_TENSOR_TRANSPORT"
@@ -114,6 +115,21 @@ def _add_multimodal(parser: argparse.ArgumentParser) -> None:
         f"0 disables it (default: {CACHE_GB} if the model takes images or --enable-prompt-embeds is given, else 0)",
     )
     add(
+        "--mm-encoder-tp-mode",
+        choices=ENCODER_MODES,
+        help="How images are encoded: weights (each worker of an engine encodes all images), data (the workers of an "
+        "engine divide the images among them), or store (as data, and once for all engines) "
+        "(default: store on a CPU where images are in a store, else weights)",
+    )
+    add(
+        "--encoder-cache-gb",
+        metavar="GIB",
+        type=float,
+        default=ENCODER_CACHE_GB,
+        help="Size in GiB of the store for encodings, which all workers share; with weights and data, of each worker's "
+        "own cache of encodings (default: %(default)s)",
+    )
+    add(
         "--huge-pages",
         action=argparse.BooleanOptionalAction,
         default=False,
@@ -200,15 +216,21 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     if size is None:
         has_tensors = options.enable_prompt_embeds or takes_images(config)
         size = CACHE_GB if transport == "store" or (transport == "auto" and has_tensors) else 0.0
-    if not math.isfinite(size):
-        raise ValueError(f"mm_processor_cache_gb is a finite number, not {size}")
     return msgspec.structs.replace(
         config,
-        store_nbytes=round(size * 2**30),
+        store_nbytes=_nbytes("mm_processor_cache_gb", size),
         tensor_transport=transport,
         huge_pages=options.huge_pages,
+        mm_encoder_tp_mode=options.mm_encoder_tp_mode,
+        encoder_cache_nbytes=_nbytes("encoder_cache_gb", options.encoder_cache_gb),
         enable_prompt_embeds=options.enable_prompt_embeds,
     )
+
+
+def _nbytes(name: str, gib: float) -> int:
+    if not math.isfinite(gib):
+        raise ValueError(f"{name} is a finite number, not {gib}")
+    return round(gib * 2**30)
 
 
 def server_options(options: argparse.Namespace) -> ServerOptions:

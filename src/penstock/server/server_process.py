@@ -111,7 +111,8 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     loop_log.setLevel(logging.ERROR)  # clients cause its warnings, without limit
     tally, board = ServerCounters(shared.tally, tree.config.api_server_count, writable=True), StatusBoard(tree.board)
     row = tally.rows[me.index]
-    row[ProcessCounters.PID], row[ProcessCounters.SERVING], row[ProcessCounters.OPEN] = os.getpid(), 0, 0
+    row[ProcessCounters.PID], row[ProcessCounters.SERVING] = os.getpid(), 0
+    row.clear_gauges()
     with starting():
         words = build_tokenizer(tree.config)
         images = build_image_prompts(tree.config, shared.options, tree.store, words.tokenizer, row.count_items)
@@ -119,7 +120,7 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
         if tree.config.enable_prompt_embeds:
             embeds = EmbedsPrompts(tree.config, tree.store, words.encode(WORD, False)[-1], row.count_items)
     with contextlib.closing(PromptBuilder(tree.config, words, images, embeds)) as reader:
-        async with Client(tree, me) as client:
+        async with Client(tree, me, [served.migration for served in row.engines]) as client:
             segments = SegmentMetrics(tree.channels, tree.store)
             api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index, segments)
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)

@@ -162,9 +162,11 @@ def examine_memory() -> Finding:
 def examine_cpus() -> Finding:
     usable = len(os.sched_getaffinity(0))
     text = f"{usable} of {os.cpu_count()} usable"
-    if usable < 2:
+    spin_ns, limit = _native.max_spin()
+    if not spin_ns:
         return Finding("warning", "cpus", f"{text}: waits never spin, every message costs a wake-up")
-    return Finding("ok", "cpus", text)
+    text += f"; waits spin for {in_seconds(spin_ns)} at most"
+    return Finding("warning", "cpus", f"{text}: {limit}") if limit else Finding("ok", "cpus", text)
 
 
 def examine_huge_pages() -> Finding:

@@ -16,6 +16,7 @@ from penstock import ClosedError, EndOfChannel, Timeout, WouldBlock, _native
 from penstock.codec import Channel
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.conftest import eventually
+from tests.support.control_groups import control_group
 from tests.support.processes import IS_SANITIZED, PROMISED, forked, program, soon, thread
 
 
@@ -166,6 +167,38 @@ def test_a_deadline_is_kept(timeout: float) -> None:
         with pytest.raises(Timeout):
             sender.send(b"x" * 900, timeout=timeout)
         assert time.monotonic() - started >= timeout
+
+
+# ── how long a wait spins ────────────────────────────────────────────────────────────────────────────────────────────
+MAX_SPIN_OF_CHILD = """
+    with open(sys.argv[1], "w") as group:
+        group.write(str(os.getpid()))
+    say(penstock._native.max_spin())
+"""
+
+
+def test_a_wait_spins_for_little_where_a_control_group_limits_processor_time() -> None:
+    with control_group("cpu", 150_000) as group:
+        below = group / "below"  # without a limit of its own
+        below.mkdir()
+        try:
+            for member in (group, below):
+                with program(MAX_SPIN_OF_CHILD, member / "cgroup.procs") as other:
+                    assert other.hear() == "(50000, 'a control group limits processor time')"
+                    assert other.end() == 0
+        finally:
+            below.rmdir()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_a_wait_never_spins_on_the_only_processor() -> None:
+    source = """
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        say(penstock._native.max_spin())
+    """
+    with program(source) as other:
+        assert other.hear() == "(0, 'there is one processor')"
+        assert other.end() == 0
 
 
 # ── a close ends a wait ──────────────────────────────────────────────────────────────────────────────────────────────

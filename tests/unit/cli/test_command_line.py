@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock import cli
+from penstock.engine import cli_args
 from penstock.engine.protocol.config import EngineConfig
 
 
@@ -108,7 +109,7 @@ def test_help_of_an_option_is_a_sentence_that_ends_with_its_default(
 
 def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     groups = re.findall(r"^(\w+):$", help_of("serve", capsys, monkeypatch), re.MULTILINE)
-    expected = ["model", "parallelism", "scheduling", "cache", "server", "multimodal", "limits", "logging"]
+    expected = ["model", "parallelism", "scheduling", "cache", "migration", "server", "multimodal", "limits", "logging"]
     assert groups == ["options", *expected]
 
 
@@ -117,12 +118,13 @@ VLLM_SERVE = (
     "--allow-credentials --allowed-headers --allowed-local-media-path --allowed-media-domains --allowed-methods "
     "--allowed-origins --api-key --api-server-count --block-size --data-parallel-size --dtype --enable-prefix-caching "
     "--enable-prompt-embeds --enforce-eager --generation-config --host --limit-mm-per-prompt --max-model-len "
-    "--max-num-batched-tokens --max-num-seqs --mm-processor-cache-gb --num-gpu-blocks-override --port "
-    "--served-model-name --shutdown-timeout --tensor-parallel-size"
+    "--max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode --mm-processor-cache-gb --num-gpu-blocks-override "
+    "--port --served-model-name --shutdown-timeout --tensor-parallel-size"
 ).split()
 OURS_SERVE = (
-    "--client-timeout --device --device-model --huge-pages --log-format --log-level --max-body-mb --max-image-mb "
-    "--max-image-megapixels --max-open-requests --numa-node --output-processors --step-ms --tensor-transport --threads"
+    "--client-timeout --device --device-model --encoder-cache-gb --huge-pages --log-format --log-level --max-body- "
+    "mb --max-image-mb --max-image-megapixels --max-open-requests --migration-limit --migration-max-seq-len "
+    "--migration-timeout --numa-node --output-processors --step-ms --tensor-transport --threads"
 ).split()
 VLLM_BENCH = (
     "--backend --base-url --dataset-path --ignore-eos --input-len --max-concurrency --model --num-prompts "
@@ -166,6 +168,15 @@ def test_short_names_are_those_of_vllm() -> None:
 def test_numbers_of_tokens_may_have_a_suffix(text: str, number: int) -> None:
     options = cli.parser().parse_args(["serve", "--max-model-len", text, "--max-num-batched-tokens", text])
     assert options.max_model_len == options.max_num_batched_tokens == number
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_limits_of_migration_reach_the_engine(command: str) -> None:
+    words = ["--migration-limit", "0", "--migration-timeout", "2.5", "--migration-max-seq-len", "4K"]
+    for options, expected in ((words, (0, 2.5, 4096)), ([], (3, 600.0, None))):
+        parsed = cli.parser().parse_args([command, "--device-model", "simulated", *options])
+        config = cli_args.engine_config(parsed)
+        assert (config.migration_limit, config.migration_timeout, config.migration_max_seq_len) == expected
 
 
 @pytest.mark.parametrize("text", ["", "-1", "4.5", "4.5K", "k", "4x", "auto"])

@@ -357,7 +357,32 @@ def test_tokens_of_another_type_or_size_are_not_packed(rows: Any) -> None:
 
 
 PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.text(max_size=2), st.sampled_from(([], {}, set())))
-VALUES = st.tuples(*[st.one_of(PLAIN, st.just([1]), st.just({"a": 1}), st.just((1,)))] * 3)
+INTS = st.sampled_from(([1], [1, 2], [2], [1] * 17, [True], [1.0], [1 << 63], ["1"]))
+VALUES = st.tuples(*[st.one_of(PLAIN, INTS, st.just({"a": 1}), st.just((1,)))] * 3)
+
+
+def test_a_short_list_of_ints_travels_when_it_differs() -> None:
+    fields = PlainFields.begin(([0], None))
+    for values, expected in (
+        ([0], []),
+        ([1, 2], [(0, [0, 1, 2])]),
+        ([1, 2], []),
+        ([], [(0, [0])]),
+        ([3], [(0, [0, 3])]),
+    ):
+        changes, extras, fields = fields.encode((values, None))
+        assert (changes, extras) == (expected, {})
+
+
+def test_a_field_that_was_a_list_of_ints_asks_no_element_of_another_type() -> None:
+    class Unequal:
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError("compared")
+
+        __hash__ = None  # type: ignore[assignment]
+
+    value = [Unequal()]
+    assert PlainFields.begin(([0],)).encode((value,))[1] == {0: value}
 
 
 @given(st.lists(VALUES, min_size=1, max_size=8))

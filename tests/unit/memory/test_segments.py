@@ -11,8 +11,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -23,6 +22,7 @@ from penstock import MemoryExhausted, _native, lowlevel
 from penstock.codec import Channel
 from penstock.lowlevel import LayoutMismatch, Segment, Ticket
 from tests.conftest import descriptors, eventually
+from tests.support.control_groups import memory_group
 from tests.support.processes import DYING, IS_SANITIZED, forked, program, running
 
 ROOT = Path(__file__).parents[3]
@@ -625,39 +625,6 @@ assert os.listdir("/dev/shm") == ["foreign"]
     if "unshare:" in ended.stderr or "mount:" in ended.stderr:
         pytest.skip(f"nothing can be mounted here: {ended.stderr.strip()}")
     assert (ended.stdout, ended.stderr, ended.returncode) == (f"{4 << 20} 0\n", "", 0)
-
-
-@contextmanager
-def memory_group(limit: int) -> Iterator[Path]:
-    """A control group below ours whose processes may have so much memory. Skips where there is none to be had."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can make a control group")
-    if IS_SANITIZED:
-        pytest.skip("a sanitizer's own memory counts against the limit")
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            parent, file = Path("/sys/fs/cgroup/memory" + path), "memory.limit_in_bytes"
-        elif controllers == "":
-            parent, file = Path("/sys/fs/cgroup" + path), "memory.max"
-        else:
-            continue
-        group = parent / f"penstock-test-{os.getpid()}"
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        try:
-            (group / file).write_text(str(limit))
-        except OSError:
-            group.rmdir()
-            continue
-        try:
-            yield group
-        finally:
-            group.rmdir()
-        return
-    pytest.skip("there is no control group for memory that may be written to")
 
 
 def test_a_control_groups_limit_is_an_error_with_both_numbers_and_nobody_is_killed() -> None:

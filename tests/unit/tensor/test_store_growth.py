@@ -11,9 +11,9 @@ import pytest
 
 from penstock import Handle, MemoryExhausted, Missing, Store
 from tests.conftest import eventually
+from tests.support.control_groups import memory_group
 from tests.support.processes import program
 from tests.support.values import MB, blocks, key
-from tests.unit.memory.test_segments import memory_group
 
 MIB = 1 << 20
 

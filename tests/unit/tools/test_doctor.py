@@ -52,6 +52,22 @@ def test_the_doctor_says_who_leaves_no_more_memory(
     assert "3.0 MiB available, as a small box leaves them" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("spin", "text"),
+    [
+        ((300_000, None), "waits spin for 300 µs at most"),
+        ((50_000, "a control group limits processor time"), "at most: a control group limits processor time"),
+        ((0, "there is one processor"), "waits never spin"),
+    ],
+)
+def test_the_doctor_says_how_long_waits_spin(
+    spin: tuple[int, str | None], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "max_spin", lambda: spin)
+    cli.main(["doctor"])
+    assert text in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("module", "name"), [(os, "pidfd_open"), (os, "P_PIDFD"), (signal, "pidfd_send_signal")])
 def test_the_doctor_says_what_a_python_was_built_without(
     module: Any, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

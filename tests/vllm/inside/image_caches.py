@@ -134,6 +134,29 @@ def test_an_image_is_held_from_the_server_to_the_end_of_its_request_and_no_longe
     assert len(sender.issues) <= 1
 
 
+def test_nothing_is_held_of_1000_requests_that_are_aborted_before_a_worker_opens_their_images() -> None:
+    share()
+    sender, core, worker = SharedSenderCache(CONFIG), SharedCoreCache(), SharedWorkerCache()
+    sender.issues = Issues(sender.store, image_caches.CORE, timeout=0.0)
+    worker.signed.store.peers()
+    for number in range(1000):  # 62 MiB through a store of 8
+        sent, _ = sender.get_and_update_item((image(number, MIB // 16), []), f"image {number}")
+        assert "address" in sent
+        if number % 3:  # else the server gives it up before it sends the request
+            held = core.get_and_update_item(as_request(sent), f"image {number}")
+            if number % 3 == 2:
+                as_step(held)  # which the worker never reads
+            del held
+        del sent
+    sender.issues.release_opened()
+    assert len(sender.issues) == 0
+    assert not settings.fall_backs
+    holders = sender.store.stats().pool.holders
+    assert [(holder.name, holder.granted) for holder in holders if holder.granted] == []
+    sender.store.clear()
+    assert sender.store.stats().pool.blocks == 1  # the secret
+
+
 def test_a_miss_is_put_again_by_the_server() -> None:
     share()
     sender, core = SharedSenderCache(CONFIG), SharedCoreCache()
@@ -230,25 +253,45 @@ def test_a_core_that_starts_again_opens_what_is_sent_to_it() -> None:
     assert "address" in SharedCoreCache().get_and_update_item(as_request(item), "a")
 
 
+def check_configuration(pipe: Any, depth: int) -> None:
+    share_store(CONFIG.model_config, CONFIG.parallel_config)
+    if depth:
+        process = multiprocessing.get_context("spawn").Process(target=check_configuration, args=(pipe, depth - 1))
+        process.start()
+        process.join()
+    else:
+        pipe.send(os.environ[SHARED_IMAGES])
+
+
+def test_a_worker_that_checks_its_configuration_again_stays_with_the_store_of_its_server() -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    share()
+    check = multiprocessing.get_context("spawn").Process(target=check_configuration, args=(sender, 1))  # a core
+    check.start()
+    check.join()
+    assert receiver.recv() == os.environ[SHARED_IMAGES]
+
+
 @pytest.mark.parametrize(
     ("servers", "more", "is_shared"),
     [
-        (1, {}, False),
+        (1, {}, True),
         (2, {}, True),
         (1, {"data_parallel_size": 2, "data_parallel_size_local": 2}, True),
-        (1, {"data_parallel_size": 2, "data_parallel_external_lb": True, "local_engines_only": True}, False),
+        (1, {"data_parallel_size": 2, "data_parallel_external_lb": True, "local_engines_only": True}, True),
+        (1, {"distributed_executor_backend": "ray"}, False),
         (2, {"data_parallel_size": 2, "data_parallel_size_local": 1}, False),
         (2, {"nnodes": 2}, False),
         (2, {"distributed_executor_backend": "ray"}, False),
         (60, {"world_size": 8}, False),
     ],
 )
-def test_a_store_is_shared_where_vllm_has_a_cache_of_each_process(
+def test_a_store_is_shared_where_all_processes_are_on_one_machine(
     servers: int, more: dict[str, Any], is_shared: bool
 ) -> None:
     share_store(model_config(), parallel_config(servers, **more))
     assert (SHARED_IMAGES in os.environ) == is_shared
-    assert bool(settings.fall_backs) == (not is_shared and (servers > 1))
+    assert bool(settings.fall_backs) == image_caches.is_refused == (not is_shared)
 
 
 def test_the_factories_return_our_caches_where_a_store_is_shared() -> None:

@@ -56,6 +56,13 @@ def test_a_writer_without_a_store_has_vllms_ring_buffer_and_its_readers_follow(m
     writer.close()
 
 
+def test_a_server_whose_processes_cannot_share_a_store_has_vllms_ring_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images.image_caches, "is_refused", True)
+    ring = theirs.SingleWriterShmRingBuffer(4 * MIB, "penstock_test_own", create=True)
+    assert type(ring) is images.TheirRing
+    ring.close()
+
+
 def test_a_storage_full_of_values_that_no_reader_has_opened_raises_and_goes_on_when_they_are() -> None:
     writer = storage(theirs.SingleWriterShmRingBuffer(4 * MIB, "penstock_test", create=True))
     reader = storage(theirs.SingleWriterShmRingBuffer(4 * MIB, "penstock_test"), SimpleNamespace())

@@ -15,12 +15,14 @@ import penstock
 from penstock import PeerDied, Store, lowlevel
 from penstock.channel.channels import SPILL_BLOCKS
 from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import DELTAS, INBOX, RESULTS, STEPS, TOKENS
 
 T = TypeVar("T")
 AGAIN = 0.01  # seconds between two attempts while the successor of a dead process has not attached
 NAMELESS = "?"  # name in a PeerDied when the place of the dead peer has been taken since
+STEPS_IN_FLIGHT = 2  # at most: a step is sent while the one before it runs
 PEERS = 128  # places are reused, but a process that dies often needs some while dead peers are being reaped
 
 
@@ -42,9 +44,11 @@ class Cluster:
     groups: tuple[EngineChannels, ...]
     servers: tuple[penstock.Inbox[DELTAS], ...]  # to each server: from each group's core, then its outputs
     board: lowlevel.Segment
+    verdicts: lowlevel.Segment
     store: Store | None
     # torch.distributed's, by group. Another one for each incarnation, passed to the processes that are spawned next.
     init_methods: list[str]
+    encodings: Store | None  # of images, where engines share them
 
     @classmethod
     def open(cls, config: EngineConfig) -> Cluster:
@@ -65,9 +69,15 @@ class Cluster:
                 )
                 for server in range(config.api_server_count)
             ),
-            StatusBoard.create(config.data_parallel_size, len(all_processes(config))),
+            StatusBoard.create(
+                config.data_parallel_size,
+                len(all_processes(config)),
+                config.data_parallel_size * config.output_processors,
+            ),
+            VerdictBoard.create(config.data_parallel_size, STEPS_IN_FLIGHT * config.max_num_seqs),
             _open_store(config, min(PEERS, 2 * processes + 8)) if config.store_nbytes else None,
             [""] * config.data_parallel_size,
+            _open_encodings(config) if config.encoder_tp_mode == "store" else None,
         )
 
     @property
@@ -78,10 +88,11 @@ class Cluster:
         return channels
 
     def close(self) -> None:
-        """Closes the channels and the board in this process."""
+        """Closes the channels and the boards in this process."""
         for channel in self.channels:
             channel.close()
         self.board.close()
+        self.verdicts.close()
 
     # ── lanes ──
     def worker_lane(self, rank: int) -> int:
@@ -90,6 +101,10 @@ class Cluster:
 
     def output_lane(self, output: int) -> int:
         return self.worker_lane(self.config.tensor_parallel_size) + output
+
+    def output_place(self, group: int, output: int) -> int:
+        """Returns the number of an output processor among those of all groups, for its row of the board."""
+        return group * self.config.output_processors + output
 
     @property
     def launcher_lane(self) -> int:
@@ -102,6 +117,13 @@ class Cluster:
 
 def _open_store(config: EngineConfig, max_peers: int) -> Store:
     return Store(config.store_nbytes, max_peers=max_peers, huge_pages=config.huge_pages, numa_node=config.numa_node)
+
+
+def _open_encodings(config: EngineConfig) -> Store:
+    """Only workers attach to it. A store of its own, so that encodings and images do not evict each other."""
+    workers = config.data_parallel_size * config.tensor_parallel_size
+    max_peers = min(PEERS, 2 * workers + 8)
+    return Store(config.encoder_cache_nbytes, name="encodings", max_peers=max_peers, numa_node=config.numa_node)
 
 
 def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
@@ -142,9 +164,11 @@ class ProcessId:
     group: int
     index: int
     incarnation: int
+    life: int = 0  # of an output processor, which may be started again within an incarnation
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.group}.{self.index} #{self.incarnation}"
+        life = f".{self.life}" if self.life else ""
+        return f"{self.kind} {self.group}.{self.index} #{self.incarnation}{life}"
 
     @classmethod
     def of(cls, name: str) -> ProcessId | None:
@@ -152,7 +176,8 @@ class ProcessId:
         try:
             kind, place, incarnation = name.split(" ")
             group, index = place.split(".")
-            return cls(kind, int(group), int(index), int(incarnation.removeprefix("#")))
+            incarnation, _, life = incarnation.removeprefix("#").partition(".")
+            return cls(kind, int(group), int(index), int(incarnation), int(life or 0))
         except ValueError:
             return None
 

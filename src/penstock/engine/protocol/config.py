@@ -16,6 +16,7 @@ from penstock.engine.protocol.messages import MAX_SLOTS, SamplingParams
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SHIPPED = str(Path(__file__).parents[2] / "shipped" / "penstock-shapes")  # so that there is always a model to serve
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ENCODER_MODES = ("weights", "data", "store")  # the first two are vLLM's
 TRANSPORTS = ("auto", "store", "inline")
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
 MAX_LANES = 64  # of an inbox; native/layout.h
@@ -99,12 +100,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     # one, and inline where it has no room.
     tensor_transport: str = "auto"
     huge_pages: bool = False  # of 2 MiB for that store, where there are any
+    # How images are encoded: by every rank for itself (weights), divided among the ranks (data), or once for all
+    # engines, in a store of encodings (store); None: see `encoder_tp_mode`.
+    mm_encoder_tp_mode: str | None = None
+    encoder_cache_nbytes: int = 1 << 28  # of that store; in the other modes, of each worker's cache of encodings
     numa_node: int | None = None  # where shared memory lies; None: near the process that touches it first
     enable_prompt_embeds: bool = False  # completions may have embeddings instead of text
 
     start_timeout: float = 600.0  # until a group serves
     step_timeout: float = 30.0  # until a step's result is in, or a receiver takes what is sent to it
     shutdown_timeout: float = 30.0  # until open requests are answered, when the tree is to end
+    migration_limit: int = 3  # how often a request is resumed after the loss of its group; 0: never, and it is not kept
+    migration_timeout: float = 600.0  # until a group takes a request whose group was lost; as start_timeout
+    migration_max_seq_len: int | None = None  # tokens up to which a request is kept to be resumed; None: any number
     log_format: str = "text"  # or "json"
     log_level: str = "info"  # events below it are not logged; "debug" has the trace of what could not start
 
@@ -119,9 +127,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_num_batched_tokens", 1, _MANY),
             ("max_model_len", 1, 1 << 30),
             ("store_nbytes", 0, 1 << 44),
+            ("migration_limit", 0, _MANY),
+            ("encoder_cache_nbytes", 0, 1 << 44),
         ):
             _within(self, name, int, low, high)
-        for name in ("start_timeout", "step_timeout", "shutdown_timeout"):
+        for name in ("start_timeout", "step_timeout", "shutdown_timeout", "migration_timeout"):
             _within(self, name, float, 0, 1e6)
         for name in (
             "async_scheduling",
@@ -132,7 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
-        for name in ("num_gpu_blocks_override", "threads"):
+        for name in ("num_gpu_blocks_override", "threads", "migration_max_seq_len"):
             if getattr(self, name) is not None:
                 _within(self, name, int, 1, _MANY)
         if self.numa_node is not None:
@@ -146,6 +156,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not DEVICES.fullmatch(self.device):
             raise ValueError(f"device is cpu, cuda, or cuda:N for the device of that number, not {self.device!r}")
         _require_transport(self.tensor_transport, self.store_nbytes)
+        _require_encoder_mode(self.mm_encoder_tp_mode, self.encoder_cache_nbytes)
         if self.generation_config not in ("auto", "vllm"):
             raise ValueError(f"generation_config is 'auto' or 'vllm', not {self.generation_config!r}")
         if self.log_format not in ("text", "json"):
@@ -171,6 +182,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return f"cuda:{group * self.tensor_parallel_size + rank}" if self.device == "cuda" else self.device
 
     @property
+    def encoder_tp_mode(self) -> str:
+        """Returns how images are encoded. The default is `store` where images are in a store and computed by a CPU."""
+        if self.mm_encoder_tp_mode is not None:
+            return self.mm_encoder_tp_mode
+        is_shared = self.device == "cpu" and self.simulated is None and self.store_nbytes and self.encoder_cache_nbytes
+        return "store" if is_shared else "weights"
+
+    @property
     def max_blocks_per_request(self) -> int:
         """Returns how many blocks one sample has at most."""
         return -(-self.max_model_len // self.block_size)
@@ -180,6 +199,16 @@ def require_dtype(name: str) -> None:
     """Raises ValueError."""
     if name not in DTYPES:
         raise ValueError(f"dtype is {', '.join(DTYPES)}, not {name!r}")
+
+
+def _require_encoder_mode(mode: str | None, cache_nbytes: int) -> None:
+    """Raises ValueError unless images can be encoded so."""
+    if mode not in (None, *ENCODER_MODES):
+        raise ValueError(f"mm_encoder_tp_mode is {', '.join(ENCODER_MODES)}, not {mode!r}")
+    if mode == "store" and not cache_nbytes:
+        raise ValueError(
+            "mm_encoder_tp_mode 'store' needs a store of encodings: encoder_cache_nbytes (--encoder-cache-gb) is 0"
+        )
 
 
 def _require_transport(transport: str, store_nbytes: int) -> None:

@@ -22,6 +22,15 @@ class SamplerOutput:
     failed: Mapping[int, FinishReason] = field(default_factory=dict)  # by slot
 
 
+@dataclass
+class EncodingCounts:
+    """Encodings of images, of all ranks of a model."""
+
+    encoded: int = 0  # by the model's vision encoder
+    found: int = 0  # in the store, where another engine or an earlier request has left them
+    unshared: int = 0  # of those encoded, for which the store had no room, or another engine took too long
+
+
 class PendingStep(Protocol):
     """A step that has been launched."""
 
@@ -48,6 +57,9 @@ class Device(Protocol):
     def max_short_prompt(self) -> int | None:
         """Returns the most tokens of a prompt with short rotary frequencies (see `rope`); None: all prompts have them.
         Longer prompts have other keys from their first token on, and share no cached blocks with shorter ones."""
+
+    @property
+    def encodings(self) -> EncodingCounts: ...
 
     def launch(self, schedule: BatchState, step: Step) -> PendingStep:
         """Launches a step that `schedule` has just applied. Steps run in the order in which they are launched."""

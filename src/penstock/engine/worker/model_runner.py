@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,14 @@ from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_threads import SHORT, CpuThreads, share, tune_threads
 from penstock.engine.worker.decode_graphs import DecodeGraphs, GraphRecorder
-from penstock.engine.worker.device import SamplerOutput
+from penstock.engine.worker.device import EncodingCounts, SamplerOutput
+from penstock.engine.worker.encoding_exchange import EncoderOptions
+from penstock.engine.worker.image_encoder import Open
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, moved
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
 from penstock.engine.worker.sampler import SampledTokens, Sampler
 from penstock.engine.worker.tensor_parallel import TPGroup
-from penstock.engine.worker.vision_encoder import EncoderCache, Open
+from penstock.engine.worker.vision_encoder import EncoderCache
 from penstock.tensor import Handle
 
 CPU_SHARE = 0.3  # of the memory that is available
@@ -56,12 +57,14 @@ class ModelRunner:
         processes: int = 1,
         end_ids: Collection[int] = (),
         recorder: GraphRecorder | None = None,
+        encoder: EncoderOptions | None = None,
         takes_embeds: bool = False,
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
         `max_blocks_per_request`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records decode
-        steps as graphs; None: they run as other steps do. `takes_embeds`: prompts may be embeddings.
+        steps as graphs; None: they run as other steps do. `encoder`: see `encoding_exchange`. `takes_embeds`: whether
+        prompts may be embeddings.
 
         Raises ValueError if the model is not supported, or there is no room for one block.
         """
@@ -88,10 +91,11 @@ class ModelRunner:
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._images = (
-            EncoderCache(self._model, open_handle or Handle.open, slots)
+            EncoderCache(self._model, open_handle or Handle.open, slots, encoder or EncoderOptions())
             if takes_embeds or self._model.image_id is not None
             else None
         )
+        self.encodings = EncodingCounts() if self._images is None else self._images.exchange.counts
         self._decoding = None
         if recorder is not None:
             num_position_axes = 1 if self._images is None else self._images.num_position_axes
@@ -127,7 +131,8 @@ class ModelRunner:
                     self._images.leave(slot)
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
-                prompt = text = schedule.prompts[slot]
+                prompt, generated = schedule.prompts[slot], schedule.generated[slot]
+                text = prompt
                 if self._images is not None:
                     self._images.join(slot, prompt, schedule.inputs[slot])
                     text = self._images.ids_of_text(slot, prompt)
@@ -136,12 +141,11 @@ class ModelRunner:
                         slot,
                         _params_of(schedule, slot),
                         text,
-                        default_seed=_default_seed(
-                            step.leader, int(schedule.servers[slot]), int(schedule.requests[slot])
-                        ),
+                        seed=int(schedule.seeds[slot]),
                         sample=int(schedule.samples[slot]),
+                        generated=generated,
                     )
-                self._tokens.join(slot, prompt)
+                self._tokens.join(slot, np.concatenate((prompt, generated)))
                 self._prompt_lengths[slot] = prompt.size
 
     def _compute(self, batch: InputBatch) -> tuple[Tensor, dict[int, FinishReason]]:
@@ -245,8 +249,3 @@ def _dtype(name: str) -> torch.dtype | None:
     """None: the model's own."""
     require_dtype(name)
     return None if name == "auto" else getattr(torch, name)
-
-
-def _default_seed(*numbers: int) -> int:
-    """Returns the seed of a request without one, which differs between requests."""
-    return zlib.crc32(",".join(map(str, numbers)).encode())

@@ -18,7 +18,7 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, Ints, Step
-from penstock.engine.worker.device import SamplerOutput
+from penstock.engine.worker.device import EncodingCounts, SamplerOutput
 from penstock.tensor import Handle, Lease
 
 Words = npt.NDArray[np.uint64]
@@ -99,6 +99,7 @@ class SimulatedRunner:
         self.blocks = config.blocks
         self.vocabulary = 1 << 31  # its rule takes any number
         self.max_short_prompt = None
+        self.encodings = EncodingCounts()  # it encodes none
         self.busy = 0.0
         self.idle = 0.0
         self._config = config

@@ -62,19 +62,24 @@ class TPGroup:
         torch.distributed.all_gather(parts, tensor.contiguous())
         return torch.cat(parts, dim=-1)
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Copies the tensor of rank 0 to all ranks, in place."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Copies the tensor of rank `source` to all ranks, in place."""
         if self.size > 1:
-            torch.distributed.broadcast(tensor, 0)
+            torch.distributed.broadcast(tensor, source)
         return tensor
 
     def least(self, number: int) -> int:
+        return self.least_of_each([number])[0]
+
+    def least_of_each(self, numbers: list[int]) -> list[int]:
+        """Returns the least of each number on all ranks. Each rank has as many."""
         if self.size == 1:
-            return number
+            return numbers
         device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-        tensor = torch.tensor(number, device=device)
+        tensor = torch.tensor(numbers, device=device)
         torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)
-        return int(tensor)
+        least: list[int] = tensor.tolist()
+        return least
 
 
 def shard(model: nn.Module, plan: dict[str, str], ranks: TPGroup, heads: HeadSlices) -> dict[str, WeightSlice]:

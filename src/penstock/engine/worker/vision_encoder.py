@@ -1,57 +1,70 @@
-"""The vision encoder: each image is encoded once, when a step first needs it, and the encoding is cached by its key.
+"""The images of the batch: where they stand in prompts, and their encodings, cached by key.
 
-Prompt embeddings are an input that is encoded already: they stand at all of their positions, and an image only where
-the prompt has image tokens. An input is opened for as long as it takes to encode it. All ranks encode it in the same
-step, and if one of them does not find it, all treat it as missing: so the request fails on all ranks alike. The server
-has put the tensors, of an image the output of the model's image processor, into the store.
+An image is encoded when a step first needs it (`encoding_exchange`). Prompt embeddings are an input that is encoded
+already: they stand at all of their positions, and an image only where the prompt has image tokens. If a rank does not
+find an input, all ranks treat it as missing: so the request fails on all ranks alike.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-import torch.distributed
 from torch import Tensor
 
-from penstock import DecodeError, Missing
-from penstock.engine.cluster.logs import event
-from penstock.engine.protocol.columns import EMBEDS, Index, Input
+from penstock.engine.protocol.columns import Index, Input
 from penstock.engine.protocol.messages import FinishReason, Ints
+from penstock.engine.worker.encoding_exchange import (
+    STATE_OF,
+    WHY,
+    EncoderOptions,
+    EncodingExchange,
+    PromptImage,
+)
+from penstock.engine.worker.image_encoder import ImageEncoder, Open, Unusable, misfit
 from penstock.engine.worker.input_batch import InputBatch, moved
 from penstock.engine.worker.model import LoadedModel
-from penstock.tensor import Handle, Lease
+from penstock.tensor import Handle
 
-Open = Callable[[Handle], Lease]  # raises Missing
 Name: TypeAlias = "bytes | int"  # an image's key; without a key, the `id()` of its item while a slot has it
-MAX_NBYTES = 1 << 28  # of encoded images that are kept from one step to the next
 MAX_GRIDS = 1 << 14  # images with a cached grid (`image_grid_thw`); above, the grid used least recently is dropped
-
-MISSING, MISFIT, THERE = range(3)  # the state of an image on a rank; the least of all ranks counts
-WHY = {MISSING: FinishReason.MISSING, MISFIT: FinishReason.MISFIT}
-OURS = (torch.OutOfMemoryError, torch.distributed.DistError)  # any other error of the encoder is the image's fault
+THERE = len(WHY)  # an image that no rank fails
 
 
-class Unusable(Exception):
-    """An image is missing from the store, or does not fit the model. All ranks raise it alike."""
+class ImageChunk(NamedTuple):
+    """The tokens of an image that a step computes."""
 
-    def __init__(self, why: FinishReason) -> None:
-        super().__init__(why.name)
-        self.why = why
+    slot: int
+    image: PromptImage
+    places: Index  # of the tokens, in the step
+    low: int  # first token, in the image
+    high: int  # end
+
+    @property
+    def is_last(self) -> bool:
+        return self.high == self.image.length
 
 
 class EncoderCache:
-    """The images of all slots, and a cache of their encodings."""
+    """The images of all slots, and a cache of their encodings.
 
-    def __init__(self, model: LoadedModel, open_handle: Open, slots: int) -> None:
+    Encodings in the store are held from the step that needs them to the next one, or for as long as a chunk of their
+    image is left. Others are kept in this process, up to `cache_nbytes`. All ranks do the same.
+    """
+
+    def __init__(self, model: LoadedModel, open_handle: Open, slots: int, options: EncoderOptions) -> None:
         self._model = model
-        self._open_handle = open_handle
+        self._encoder = ImageEncoder(model, open_handle)
+        self.exchange = EncodingExchange(self._encoder, model.ranks, options)
+        self._cache_nbytes = options.cache_nbytes
         self._image_id = -1 if model.image_id is None else model.image_id
         self._encoded: OrderedDict[Name, Tensor] = OrderedDict()  # those last used last
         self._nbytes = 0
+        self._shared: dict[Name, Tensor] = {}  # in the store, held
+        self._unfinished: set[Name] = set()  # images with tokens that the last step has left
         self._grids: OrderedDict[Name, Tensor] = OrderedDict()  # [1, 3]: kept, so a cached image need not be opened
         self._inputs: dict[int, list[tuple[Input, Index]]] = {}  # with the positions at which the image stands
         self._ends = np.zeros(slots, np.intp)  # position after the last image; only text follows
@@ -113,7 +126,7 @@ class EncoderCache:
                 ids, mm_token_type_ids=ids.eq(self._image_id).int(), image_grid_thw=grids
             )
         except Exception as error:
-            raise self._misfit(error) from None
+            raise misfit(error) from None
         ropes = positions[:, 0].numpy().astype(np.intp)
         self._mrope_positions[slot] = ropes[:, : self._ends[slot]]
         self._offsets[slot] = ropes.max() + 1 - prompt.size
@@ -123,7 +136,7 @@ class EncoderCache:
         if name not in self._grids:
             grid = self._open(item).get("image_grid_thw")
             if grid is None or grid.numel() != 3:
-                raise self._misfit(ValueError("expected an image_grid_thw of three numbers"))
+                raise misfit(ValueError("expected an image_grid_thw of three numbers"))
             self._grids[name] = grid.reshape(1, 3).clone()
             if len(self._grids) > MAX_GRIDS:
                 self._grids.popitem(last=False)
@@ -147,23 +160,19 @@ class EncoderCache:
         """Returns the embeddings of the step's tokens, with those of images in their places (None: the step has no
         image tokens); and the slots that fail, as an image is missing or has another length than its placeholder."""
         failed = {slot: self._broken[slot] for slot in self._broken.keys() & set(batch.rows.tolist())}
+        self._shared = {name: tensor for name, tensor in self._shared.items() if name in self._unfinished}
+        chunks = list(self._chunks(batch))
+        self._unfinished = {_name(chunk.image.item) for chunk in chunks if not chunk.is_last}
+        self._encode(chunks, failed)
         places: list[Index] = []
         pieces: list[Tensor] = []
-        for slot, first, begin, end in self._rows_before_their_ends(batch):
-            for (item, _, _), there in self._inputs[slot]:
-                low, high = np.searchsorted(there, (begin, end))
-                if low == high:
-                    continue
-                try:
-                    encoded = self._encoding(item)
-                except Unusable as unusable:
-                    failed[slot] = unusable.why
-                    continue
-                if encoded.shape[0] != there.size:
-                    failed[slot] = FinishReason.MISFIT
-                    continue
-                places.append(first + there[low:high] - begin)
-                pieces.append(encoded[low:high])
+        for chunk in chunks:
+            encoded = self._encoding(chunk.image)
+            if encoded is not None and encoded.shape[0] == chunk.image.length:
+                places.append(chunk.places)
+                pieces.append(encoded[chunk.low : chunk.high].to(ids.device))
+            else:
+                failed.setdefault(chunk.slot, FinishReason.MISFIT)
         if not pieces:
             return None, failed
         self._make_room()
@@ -171,6 +180,37 @@ class EncoderCache:
         embeds = self._model.embeds(ids).clone()
         embeds[where] = torch.cat(pieces).to(embeds.dtype)
         return embeds, failed
+
+    def _chunks(self, batch: InputBatch) -> Iterable[ImageChunk]:
+        """Yields what the step computes of each image."""
+        for slot, first, begin, end in self._rows_before_their_ends(batch):
+            for (item, _, _), there in self._inputs[slot]:
+                low, high = (int(found) for found in np.searchsorted(there, (begin, end)))
+                if low < high:
+                    yield ImageChunk(slot, PromptImage(item, there.size), first + there[low:high] - begin, low, high)
+
+    def _encode(self, chunks: list[ImageChunk], failed: dict[int, FinishReason]) -> None:
+        """Encodes the images that are not cached, and adds the slots of those that cannot be encoded to `failed`."""
+        images = {
+            (_name(chunk.image.item), chunk.image.length): chunk.image
+            for chunk in chunks
+            if self._encoding(chunk.image) is None
+        }
+        if not images:
+            return
+        reasons: dict[tuple[Name, int], FinishReason] = {}
+        for (name, length), encoding in zip(images, self.exchange.run(list(images.values())), strict=True):
+            if isinstance(encoding, FinishReason):
+                reasons[name, length] = encoding
+            elif encoding.is_shared:
+                self._shared[name] = encoding.tensor
+            else:
+                self._encoded[name] = encoding.tensor
+                self._nbytes += encoding.tensor.nbytes
+        for chunk in chunks:
+            reason = reasons.get((_name(chunk.image.item), chunk.image.length))
+            if reason is not None:
+                failed[chunk.slot] = reason
 
     def _rows_before_their_ends(self, batch: InputBatch) -> list[tuple[int, int, int, int]]:
         """Returns slot, first token in the step, first position and end position of the rows that have not passed all
@@ -182,72 +222,31 @@ class EncoderCache:
             for row in rows
         ]
 
-    def _encoding(self, item: Handle) -> Tensor:
-        """Returns the encoding of an image [tokens, size]. Raises Unusable."""
-        name = _name(item)
+    def _encoding(self, image: PromptImage) -> Tensor | None:
+        """Returns the encoding of an image [tokens, size] that is held or kept; None: there is none."""
+        name = _name(image.item)
         if name in self._encoded:
             self._encoded.move_to_end(name)
             return self._encoded[name]
-        tensors = self._open(item)
-        try:
-            encoded = self._encode(tensors)
-        except OURS:
-            raise
-        except Exception as error:
-            raise self._misfit(error) from None
-        self._encoded[name] = encoded
-        self._nbytes += encoded.nbytes
-        return encoded
-
-    def _encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        model = self._model
-        if EMBEDS in tensors:
-            return self._cast(tensors[EMBEDS])
-        inputs: dict[str, Any] = {
-            name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
-            for name, tensor in tensors.items()
-        }
-        features = model.stock.get_image_features(**inputs, return_dict=True).pooler_output
-        return torch.cat([feature.flatten(0, -2) for feature in features])
-
-    def _cast(self, embeds: Tensor) -> Tensor:
-        """Returns prompt embeddings in the model's dtype: a copy, as the value is open for this step only.
-        Raises ValueError."""
-        if embeds.dtype == torch.int16:  # the server has no torch, and NumPy no bfloat16
-            embeds = embeds.view(torch.bfloat16)
-        cast = embeds.to(self._model.device, self._model.dtype, copy=True)
-        if cast.ndim != 2 or cast.shape[1] != self._model.hidden_size:
-            raise ValueError(f"expected embeddings of size {self._model.hidden_size}, got {list(cast.shape)}")
-        if not cast.isfinite().all():
-            raise ValueError(f"a number of the prompt embeddings is too large for {cast.dtype}")
-        return cast
+        return self._shared.get(name)
 
     def _make_room(self) -> None:
-        while self._nbytes > MAX_NBYTES and len(self._encoded) > 1:
+        while self._nbytes > self._cache_nbytes and len(self._encoded) > 1:
             self._nbytes -= self._encoded.popitem(last=False)[1].nbytes
 
     # ── opening ──
     def _open(self, item: Handle) -> dict[str, Tensor]:
-        """Returns an image's tensors; the image is held as long as one of them lives. Raises Unusable."""
+        """Returns an image's tensors. Raises Unusable on all ranks if it does so on one."""
         tensors: dict[str, Tensor] = {}
-        state = MISFIT
+        state = THERE
         try:
-            value = self._open_handle(item).value("torch")
-            if isinstance(value, Mapping):
-                tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
-                state = THERE
-        except Missing:
-            state = MISSING
-        except (DecodeError, ValueError) as error:
-            event("not an input of a prompt", error=error)
+            tensors = self._encoder.open(item)
+        except Unusable as unusable:
+            state = STATE_OF[unusable.why]
         state = self._model.ranks.least(state)  # a rank alone would wait for the others, and add up nonsense
         if state != THERE:
             raise Unusable(WHY[state])
         return tensors
-
-    def _misfit(self, error: Exception) -> Unusable:
-        event("input does not fit the model", error=f"{type(error).__name__}: {error}")
-        return Unusable(FinishReason.MISFIT)
 
 
 def _name(item: Handle) -> Name:

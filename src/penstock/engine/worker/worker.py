@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,21 +21,24 @@ from penstock.engine.cluster.logs import event, tensor_event
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import Row, StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId, retry_past_stale_deaths
+from penstock.engine.model_dir import model_fingerprint
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop
 from penstock.engine.worker.device import Device, PendingStep, SamplerOutput
 from penstock.engine.worker.simulated_device import SimulatedRunner
 
-if TYPE_CHECKING:  # decode_graphs imports torch
+if TYPE_CHECKING:  # these import torch
     from penstock.engine.worker.decode_graphs import GraphRecorder
+    from penstock.engine.worker.encoding_exchange import EncoderOptions
 
 MAX_IN_FLIGHT = 2  # one step runs and one is queued: the device does not wait for the worker between them
 LOOKS = 10_000  # spins of a thread that waits for others: about 0.1 ms. Without any, a short step takes twice as long
 LOOK_AGAIN = 0.0002  # seconds between looks at a flight with unknown end
 
 
-def run(tree: Cluster, me: ProcessId) -> None:
+def run(tree: Cluster, me: ProcessId) -> Worker:
+    """Runs a worker until the core sends Stop. Returns it: its ends stay open."""
     with starting():
         device = device_of(tree, me)
     worker = Worker(tree, me, device)
@@ -42,6 +46,7 @@ def run(tree: Cluster, me: ProcessId) -> None:
     worker.run()
     if isinstance(device, SimulatedRunner):
         event("device stopped", busy=device.busy, idle=device.idle, idle_share=device.idle_share)
+    return worker
 
 
 def device_of(tree: Cluster, me: ProcessId) -> Device:
@@ -81,6 +86,21 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
         end_ids=config.end_ids,
         recorder=recorder_of(config),
         takes_embeds=config.enable_prompt_embeds,
+        encoder=encoder_options_of(tree),
+    )
+
+
+def encoder_options_of(tree: Cluster) -> EncoderOptions:
+    from penstock.engine.worker.encoding_exchange import EncoderOptions
+
+    config = tree.config
+    # Half of a step's time: the other half is left to encode what another engine has not.
+    return EncoderOptions(
+        config.encoder_tp_mode,
+        tree.encodings,
+        config.encoder_cache_nbytes,
+        model_fingerprint(Path(config.model)),
+        config.step_timeout / 2,
     )
 
 
@@ -129,9 +149,6 @@ class Worker:
             self._turn()
         while self._flights:
             self._answer()
-        for end in (self._steps, self._inbox, self._results):
-            if end is not None:
-                end.close()
 
     def _turn(self) -> None:
         """Launches the next step, or sends the result of the oldest one if that is done."""
@@ -195,6 +212,7 @@ class DeviceStats:
 
     def __init__(self, device: Device) -> None:
         self._simulated = device if isinstance(device, SimulatedRunner) else None
+        self._encodings = device.encodings
         self._begun: deque[int | None] = deque()  # of each step in flight, when it was launched; None: it is empty
         self._free_at = 0  # when the last one was seen to be done
         self._is_awaited = False  # the last step had rows
@@ -229,3 +247,6 @@ class DeviceStats:
         row[StatusBoard.IDLE_NS] = self.idle_ns if device is None else int(device.idle * 1e9)
         row[StatusBoard.COMPUTED] = self.computed
         row[StatusBoard.SAMPLED] = self.sampled
+        row[StatusBoard.ENCODINGS] = self._encodings.encoded
+        row[StatusBoard.ENCODINGS_FOUND] = self._encodings.found
+        row[StatusBoard.ENCODINGS_UNSHARED] = self._encodings.unshared

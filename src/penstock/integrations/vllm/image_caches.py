@@ -1,4 +1,4 @@
-"""Caches of processed images that any number of API servers, engine cores and workers share: one store for all of them.
+"""Caches of processed images that the API servers, engine cores and workers of a machine share: one store for all.
 
     API server                         engine core                        workers
     put once, or found                 opens the reference, and holds     open the reference while
@@ -6,7 +6,9 @@
     holds it until a core              request lives
     has opened it (Issues)
 
-vLLM has no cache for more than one API server or engine: there each server sends each image again.
+vLLM has no cache for more than one API server or engine: there each server sends each image again. For one of each it
+has a storage, which keeps a value until every worker has read it: images of a request that is aborted before that stay
+for ever. Here the engine core holds them, and only while it has the request.
 
 The engine core decides. A reference to an evicted value (its server died, or sent it a minute ago) is a cache miss
 of that request: vLLM answers the client with an error that can be retried, and the server puts the image again. A
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import multiprocessing
 import os
 import sys
 from collections import OrderedDict
@@ -56,6 +59,7 @@ REFERENCE, SIGNATURE = "address", "signature"  # fields of an item: by "address"
 
 has_views = False  # replace() sets it, once for the process
 shared: SignedStore | None = None  # the store that this process created
+is_refused = False  # processes of this server cannot share a store: vLLM's own cache stays, with its own memory
 
 
 def key_of(mm_hash: str) -> bytes:
@@ -272,27 +276,27 @@ class SharedWorkerCache(BaseMultiModalReceiverCache):  # type: ignore[misc]
 def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
     """Creates the store that the processes of this server will share, if they are to share one.
 
-    In an API server that was started by the process that created it, there is nothing to do.
+    In a process of a server that has one there is nothing to do: vLLM checks its configuration in API servers, and
+    again in workers, where a model has another model within it.
     """
-    global shared
+    global shared, is_refused
     mm_config = model_config.multimodal_config
     ticket = ticket_of(SHARED_IMAGES)
-    if mm_config is None or (ticket is not None and ticket.pid == os.getppid()):
+    is_inherited = multiprocessing.parent_process() is not None and ticket is not None and ticket.pid != os.getpid()
+    if mm_config is None or is_inherited:
         return
     os.environ.pop(SHARED_IMAGES, None)
-    shared = None
-    servers, engines = parallel_config._api_process_count, parallel_config.data_parallel_size
-    is_several = servers > 1 or (engines > 1 and not parallel_config.data_parallel_external_lb)
-    if mm_config.mm_processor_cache_type != "shm" or mm_config.mm_processor_cache_gb <= 0 or not is_several:
+    shared, is_refused = None, False
+    if mm_config.mm_processor_cache_type != "shm" or mm_config.mm_processor_cache_gb <= 0:
         return
-    local = parallel_config.data_parallel_size_local
-    peers = 1 + servers + local * (1 + parallel_config.world_size) + SPARE_PEERS
+    local, engines = parallel_config.data_parallel_size_local, parallel_config.data_parallel_size
+    peers = 1 + parallel_config._api_process_count + local * (1 + parallel_config.world_size) + SPARE_PEERS
     is_ray = "ray" in (parallel_config.data_parallel_backend, parallel_config.distributed_executor_backend)
     is_elsewhere = parallel_config.nnodes > 1 or (local < engines and not parallel_config.local_engines_only)
     if is_ray or is_elsewhere:
-        fall_back(PART, "engines may run on other nodes, which share no memory: images travel by themselves")
+        refuse("engines may run on other nodes, which share no memory")
     elif peers > MAX_PEERS:
-        fall_back(PART, f"{peers} processes would share a store of at most {MAX_PEERS}: images travel by themselves")
+        refuse(f"{peers} processes would share a store of at most {MAX_PEERS}")
     else:
         try:
             shared = SignedStore.create(
@@ -304,7 +308,14 @@ def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> N
                 max_peers=peers,
             )
         except (MemoryError, OSError) as error:
-            fall_back(PART, f"no store: {error}")
+            refuse(f"no store: {error}")
+
+
+def refuse(sentence: str) -> None:
+    """Leaves images to vLLM's own cache: with several API servers or engines, it sends each image again."""
+    global is_refused
+    is_refused = True
+    fall_back(PART, sentence)
 
 
 def is_shared(vllm_config: VllmConfig) -> bool:

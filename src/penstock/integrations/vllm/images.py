@@ -5,7 +5,8 @@ vLLM's sender and receiver caches stay as they are; what they keep values in is 
 have opened, or could have but died, may be evicted.
 
 The process that writes decides: where it could not make a store, readers follow it to vLLM's own ring buffer.
-Several API servers or engines share one store by caches of our own: image_caches.py.
+Servers have caches of our own in place of vLLM's: image_caches.py. What is here serves users of vLLM's classes by name,
+such as its own tests, and keeps what these classes promise: a value stays until every reader has read it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class SingleWriterShmRingBuffer:
         variable = VARIABLE.format(name=made.name)
         if create:
             os.environ.pop(variable, None)  # of an earlier cache of this process
+            if image_caches.is_refused:
+                return TheirRing(data_buffer_size, name, create)
             try:
                 made.signed = SignedStore.create(
                     variable,

@@ -1,5 +1,5 @@
-"""The fields of a step that hardly ever change: a plain value (None, a number, a string, an empty container) is sent
-when it differs from the last one, anything else whenever it occurs.
+"""The fields of a step that hardly ever change: a plain value is sent when it differs from the last one, anything else
+whenever it occurs. Plain are None, a number, a string, an empty container, a short list of ints.
 """
 
 from __future__ import annotations
@@ -7,10 +7,26 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 SCALARS = frozenset((type(None), bool, int, float, str))
-EMPTY_KINDS: tuple[type, ...] = (list, dict, set)
+KINDS: tuple[type, ...] = (list, dict, set)
+MAX_INTS = 16  # of a list that is plain
 
-PlainChanges = list[tuple[int, Any]]  # field and value; an empty container is [its index in EMPTY_KINDS]
+PlainChanges = list[tuple[int, Any]]  # field and value; a container is [its index in KINDS, the ints of a list …]
 Extras = dict[int, Any]  # field and value, of those that are not plain
+
+
+class Ints:
+    """A list of ints as it was last. Equals a list of the same ints, and asks no element of another type."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        values = other.values if isinstance(other, Ints) else other
+        return _is_plain(values) and values == self.values
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class PlainFields(NamedTuple):
@@ -18,12 +34,16 @@ class PlainFields(NamedTuple):
 
     values: tuple[Any, ...]
     kinds: tuple[type, ...]
-    containers: tuple[tuple[int, type], ...]  # the fields that are empty containers
+    containers: tuple[tuple[int, type, list[int]], ...]  # the fields that are containers, and their ints
 
     @classmethod
     def of(cls, values: list[Any]) -> PlainFields:
-        kinds = tuple(map(type, values))
-        containers = tuple((index, kind) for index, kind in enumerate(kinds) if kind in EMPTY_KINDS)
+        kinds = tuple(list if type(value) is Ints else type(value) for value in values)
+        containers = tuple(
+            (index, kind, values[index].values if type(values[index]) is Ints else [])
+            for index, kind in enumerate(kinds)
+            if kind in KINDS
+        )
         return cls(tuple(values), kinds, containers)
 
     @classmethod
@@ -43,15 +63,15 @@ class PlainFields(NamedTuple):
                 extras[index] = value
             elif type(value) is not self.kinds[index] or value != self.values[index]:
                 kind = type(value)
-                changes.append((index, value if kind in SCALARS else [EMPTY_KINDS.index(kind)]))
+                changes.append((index, value if kind in SCALARS else [KINDS.index(kind), *value]))
         return changes, extras, self._with(changes)
 
     def decode(self, changes: PlainChanges, extras: Extras) -> tuple[list[Any], PlainFields]:
         """Returns the values, with containers of their own, and what is then the last."""
         state = self._with(changes)
         values = list(state.values)
-        for index, kind in state.containers:
-            values[index] = kind()
+        for index, kind, ints in state.containers:
+            values[index] = kind(ints)
         for index, value in extras.items():
             values[index] = value
         return values, state
@@ -61,14 +81,21 @@ class PlainFields(NamedTuple):
             return self
         values = list(self.values)
         for index, value in changes:
-            values[index] = EMPTY_KINDS[value[0]]() if isinstance(value, list) else value
+            if isinstance(value, list):
+                kind, *ints = value
+                value = Ints(ints) if ints else KINDS[kind]()
+            values[index] = value
         return self.of(values)
 
 
 def _is_plain(value: Any) -> bool:
     kind = type(value)
-    return kind in SCALARS or (kind in EMPTY_KINDS and not value)
+    if kind in SCALARS or (kind in KINDS and not value):
+        return True
+    return kind is list and len(value) <= MAX_INTS and set(map(type, value)) == {int}
 
 
 def _plain_copy(value: Any) -> Any:
-    return value if type(value) in SCALARS else type(value)()
+    if type(value) in SCALARS:
+        return value
+    return Ints(value.copy()) if value else type(value)()

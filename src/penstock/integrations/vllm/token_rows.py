@@ -1,4 +1,4 @@
-"""Token ids of each request, packed: as many bytes of each id as the largest needs, and how many ids each row has."""
+"""Token ids of each request, packed: 32 bits of each id, and how many ids each row has."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import itertools
 import struct
 from typing import Any
 
-import numpy as np
-
-PackedTokens = tuple[int, bytes, bytes]  # rows; ids in each row, or nothing where each has one; ids, byte by byte
-ID_NBYTES = 4
+PackedTokens = tuple[int, bytes, bytes]  # rows; ids in each row, or nothing where each has one; ids
 MAX_ROW = 255
 
 
@@ -35,22 +32,14 @@ def pack_tokens(rows: Any) -> PackedTokens | None:
         packed = struct.pack(f"<{len(ids)}I", *ids)
     except struct.error:
         return None
-    planes = [packed[byte::ID_NBYTES] for byte in range(ID_NBYTES)]
-    while planes and not planes[-1].strip(b"\0"):
-        planes.pop()
-    return len(rows), lengths, b"".join(planes)
+    return len(rows), lengths, packed
 
 
 def unpack_tokens(packed: PackedTokens) -> list[list[int]]:
     """Returns the rows, lists of their own."""
-    count, lengths, planes = packed
-    total = sum(lengths) if lengths else count
-    columns = np.zeros((total, ID_NBYTES), np.uint8)
-    if total and planes:
-        width = len(planes) // total
-        columns[:, :width] = np.frombuffer(planes, np.uint8).reshape(width, total).T
-    flat = columns.view("<u4").ravel().tolist()
+    count, lengths, ids = packed
+    flat = struct.unpack(f"<{sum(lengths) if lengths else count}I", ids)
     if not lengths:
         return [[token] for token in flat]
     ends = list(itertools.accumulate(lengths))
-    return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    return [list(flat[end - length : end]) for end, length in zip(ends, lengths, strict=True)]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from penstock import PenstockError
+from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.status_board import Row as GroupRow
 from penstock.engine.cluster.topology import ProcessId
@@ -81,6 +82,22 @@ class SnapshotReader:
         except (msgspec.DecodeError, IndexError) as error:
             raise NoServer(f"process {self._pid} is of another version of penstock: {error}") from None
 
+    def board(self) -> StatusBoard:
+        """Opens the status board. Raises NoServer if the server has ended."""
+        if _start_of(self._pid) != self._start:
+            raise NoServer(f"process {self._pid} has ended")
+        try:
+            return StatusBoard(page_at(self._pid, *self._pages["board"]))
+        except (OSError, PenstockError) as error:
+            raise NoServer(f"process {self._pid} is ending: {error}") from None
+
+    def launcher(self) -> int:
+        """Returns the pid of the server's launcher. Raises NoServer."""
+        try:
+            return ServerInfo.read(page_at(self._pid, *self._pages[NAME])).pid
+        except (OSError, PenstockError, msgspec.DecodeError) as error:
+            raise NoServer(f"process {self._pid} cannot be looked into: {error}") from None
+
     def _moment(self) -> ServerSnapshot:
         notice_page, board_page, tally_page = (page_at(self._pid, *self._pages[name]) for name in PAGES)
         notice = ServerInfo.read(notice_page)
@@ -96,7 +113,10 @@ class SnapshotReader:
             processes=tuple(_processes(notice, board, tally)),
             channels=tuple(_channel(segment) for segment in segments if "senders" in segment),
             stores=tuple(_store(segment) for segment in segments if "store" in segment),
-            groups=tuple(map(_group, board.rows)),
+            groups=tuple(
+                _group(row, [server.engines[number].migration for server in tally.rows])
+                for number, row in enumerate(board.rows)
+            ),
             servers=tuple(map(_server, tally.rows)),
         )
 
@@ -170,7 +190,9 @@ def _store(segment: Json) -> StoreView:
 
 
 # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _group(row: GroupRow) -> EngineView:
+def _group(row: GroupRow, migration: list[MigrationCounters]) -> EngineView:
+    """`migration`: what each server process counts of the group."""
+    causes = range(MigrationCounters.MIGRATIONS, MigrationCounters.MIGRATIONS + len(MIGRATION_CAUSES))
     return EngineView(
         incarnation=row[StatusBoard.SERVING],
         open=row[StatusBoard.OPEN],
@@ -187,6 +209,10 @@ def _group(row: GroupRow) -> EngineView:
         preemptions=row[StatusBoard.PREEMPTIONS],
         prefix_queries=row[StatusBoard.PREFIX_QUERIES],
         prefix_hits=row[StatusBoard.PREFIX_HITS],
+        waiting_to_resume=sum(part[MigrationCounters.WAITING] for part in migration),
+        migrations=sum(part[word] for part in migration for word in causes),
+        given_up=sum(part[MigrationCounters.GIVEN_UP] for part in migration),
+        kept_tokens=sum(part[MigrationCounters.KEPT_TOKENS] for part in migration),
     )
 
 

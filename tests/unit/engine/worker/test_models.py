@@ -29,7 +29,9 @@ import transformers
 
 from penstock import Missing
 from penstock.engine.protocol.messages import FinishReason
-from penstock.engine.worker import paged_attention, vision_encoder
+from penstock.engine.worker import paged_attention
+from penstock.engine.worker.encoding_exchange import MISSING, EncoderOptions
+from penstock.engine.worker.image_encoder import ImageEncoder
 from penstock.engine.worker.model import load
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.tensor import Handle
@@ -66,6 +68,22 @@ def test_who_has_a_seed_is_answered_alike_alone_and_among_others(family: Callabl
         assert alone.answers[0] == together.answers[number]
 
 
+@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("seed", [None, 5], ids=["greedy", "seeded"])
+def test_a_resumed_answer_goes_on_as_if_it_had_stayed(
+    name: str, seed: int | None, family: Callable[[str], Family]
+) -> None:
+    of = family(name)
+    whole = ask(device(of), of.asked, seed=seed, logprobs=2)
+    counts = [at % (one.tokens - 1) for at, one in enumerate(of.asked)]
+    said = [answer[:count] for answer, count in zip(whole.answers, counts, strict=True)]
+    rest = ask(device(of), of.asked, seed=seed, logprobs=2, said=said)
+    for answer, before, after in zip(whole.answers, said, rest.answers, strict=True):
+        assert answer == [*before, *after]
+    for values, count, after in zip(whole.logprobs, counts, rest.logprobs, strict=True):
+        assert after == pytest.approx(values[count:], abs=1e-4) and len(after) == len(values) - count
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_logits_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
     """Capped, too, where they are: the likeliest token does not show it."""
@@ -90,7 +108,7 @@ def test_an_image_is_encoded_once_and_is_seen(
 ) -> None:
     of = family(name)
     fetched: list[bytes] = []
-    monkeypatch.setattr(vision_encoder.EncoderCache, "_encode", _counting(vision_encoder.EncoderCache._encode, fetched))
+    monkeypatch.setattr(ImageEncoder, "encode", _counting(ImageEncoder.encode, fetched))
     with_image = of.asked[1]
     changed = {key: {**one, "pixel_values": -one["pixel_values"]} for key, one in of.images.items()}
     ours = device(of, blocks=64)
@@ -109,12 +127,9 @@ def _counting(encode: Any, calls: list[Any]) -> Any:
     return counted
 
 
-def test_what_was_encoded_makes_room_for_what_is_needed(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vision_encoder, "MAX_NBYTES", 1)
+def test_what_was_encoded_makes_room_for_what_is_needed(family: Callable[[str], Family]) -> None:
     of = family("llava")
-    ours = device(of)
+    ours = device(of, encoder=EncoderOptions(cache_nbytes=1))
     assert ask(ours, of.asked).answers == of.answers
     assert ours._images is not None and len(ours._images._encoded) == 1
 
@@ -180,7 +195,7 @@ def test_who_has_an_image_that_another_rank_has_not_fails_with_it(
     for name in ("llava", "qwen2_vl"):
         of = family(name)
         ours = device(of, blocks=64)
-        monkeypatch.setattr(ours._model.ranks, "least", lambda _: vision_encoder.MISSING)
+        monkeypatch.setattr(ours._model.ranks, "least_of_each", lambda states: [MISSING] * len(states))
         told = ask(ours, of.asked[:3])
         assert told.reasons == {1: FinishReason.MISSING, 2: FinishReason.MISSING}
         assert told.answers[0] == of.answers[0]

@@ -146,6 +146,27 @@ def test_tensor_transport_is_checked_once_for_option_and_variable(
             config(*options)
 
 
+def test_images_are_encoded_once_where_they_are_in_a_store_on_a_cpu(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    arguments.add(parser)
+
+    def mode(*options: str) -> tuple[str, int]:
+        found = arguments.engine_config(parser.parse_args([str(tmp_path), *options]))
+        return found.encoder_tp_mode, found.encoder_cache_nbytes
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert mode() == ("weights", 256 << 20)
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    assert mode() == ("store", 256 << 20)
+    assert mode("--encoder-cache-gb", "2") == ("store", 2 << 30)
+    assert mode("--encoder-cache-gb", "0") == ("weights", 0)
+    for options in (("--tensor-transport", "inline"), ("--device", "cuda"), ("--device-model", "simulated")):
+        assert mode(*options) == ("weights", 256 << 20)
+    for chosen in ("weights", "data", "store"):
+        assert mode("--mm-encoder-tp-mode", chosen)[0] == chosen
+        assert mode("--mm-encoder-tp-mode", chosen, "--mm-processor-cache-gb", "0")[0] == chosen
+
+
 def test_without_a_model_the_one_that_ships_is_served() -> None:
     parser = argparse.ArgumentParser()
     arguments.add(parser)
@@ -203,6 +224,12 @@ def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> Non
             ((*simulated, "--limit-mm-per-prompt", "image=-1"), "expected count of 0 or more, got -1"),
             ((*simulated, "--mm-processor-cache-gb", "-1"), "store_nbytes is between"),
             ((*simulated, "--tensor-transport", "device"), "tensor_transport is auto, store, inline, not 'device'"),
+            ((*simulated, "--encoder-cache-gb", "-1"), "encoder_cache_nbytes is between"),
+            ((*simulated, "--encoder-cache-gb", "nan"), "encoder_cache_gb is a finite number, not nan"),
+            (
+                (*simulated, "--mm-encoder-tp-mode", "store", "--encoder-cache-gb", "0"),
+                "mm_encoder_tp_mode 'store' needs a store of encodings: encoder_cache_nbytes (--encoder-cache-gb) is 0",
+            ),
             ((*simulated, "--mm-processor-cache-gb", "inf"), "mm_processor_cache_gb is a finite number"),
         ):
             assert cli.main(["serve", *options]) == 2

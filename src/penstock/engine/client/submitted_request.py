@@ -1,0 +1,85 @@
+"""A request as its server keeps it while it is open, so that it can be submitted again when its group is lost.
+
+A `Delta` carries ids together with the text that they have made visible. So the ids received of each sample say exactly
+what the client of the server has got: a group that gets them continues the answer after them.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import defaultdict
+
+import numpy as np
+from msgspec.structs import replace
+
+from penstock.engine.client.router import traces
+from penstock.engine.protocol.messages import Ints, Progress, Submit
+
+
+def _no_ids() -> array[int]:
+    return array("i")  # 4 bytes an id
+
+
+class SubmittedRequest:
+    """The first `Submit` of a request, and the ids that its samples have generated since."""
+
+    __slots__ = ("_is_dropped", "_max_tokens", "_over", "failures", "first", "generated", "migrations", "request_id")
+
+    def __init__(self, first: Submit, request_id: str = "", max_tokens: int | None = None) -> None:
+        """`request_id` is written into the log. `max_tokens`: of the prompt and all samples, up to which the request is
+        kept; None: any number."""
+        self.first = first
+        self.generated: defaultdict[int, array[int]] = defaultdict(_no_ids)  # of samples that are not over
+        self._over: set[int] = set()  # samples
+        self._max_tokens = math.inf if max_tokens is None else max_tokens
+        self._is_dropped = False
+        self.request_id = request_id
+        self.migrations = 0  # losses of a group that count towards the limit
+        self.failures = 0  # of processes by themselves, while this request was in a step in flight
+
+    @property
+    def kept_tokens(self) -> int:
+        """Returns the number of tokens that are kept: of the prompt, and of samples that are not over."""
+        return self.first.prompt.size + sum(map(len, self.generated.values()))
+
+    @property
+    def is_too_long(self) -> bool:
+        """Returns whether the request has had more tokens than are kept: it cannot be resumed any more."""
+        return self._is_dropped or self.kept_tokens > self._max_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Returns the key by which requests are submitted again: as the core orders them."""
+        return self.first.priority, self.first.arrived_ns
+
+    @property
+    def traces(self) -> list[bytes]:
+        """Returns the keys of the request's affinity to a group."""
+        inputs = self.first.inputs
+        keys = [] if inputs is None else [item.key for item in inputs.items if item.key is not None]
+        return traces(self.first.prompt, self.first.salt, keys)
+
+    def finish(self, sample: int) -> None:
+        """Drops the ids of a sample that is over, as it is not run again."""
+        self._over.add(sample)
+        self.generated.pop(sample, None)
+
+    def drop(self) -> None:
+        """Drops all ids: the request is too long."""
+        self._is_dropped = True
+        self.generated.clear()
+
+    def submit(self, request: int) -> Submit:
+        """Returns the message that begins the request, or continues it, under this number."""
+        return replace(self.first, request=request, progress=self._progress(), failures=self.failures)
+
+    def _progress(self) -> Progress | None:
+        if not self.generated and not self._over:
+            return None
+        counts: Ints = np.zeros(self.first.params.n, np.int32)
+        counts[list(self._over)] = -1
+        for sample, ids in self.generated.items():
+            counts[sample] = len(ids)
+        kept = [np.frombuffer(ids, np.int32) for _, ids in sorted(self.generated.items())]
+        return Progress(counts, np.concatenate(kept) if kept else np.empty(0, np.int32))

@@ -1,0 +1,102 @@
+"""Encodes one image on this rank: opens its tensors, and runs the model's vision encoder on them.
+
+Prompt embeddings are encoded already: they are cast to the model's dtype.
+
+The server has put the tensors, the output of the model's image processor, into the store, or into the handle itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from penstock import DecodeError, Missing
+from penstock.engine.cluster.logs import event
+from penstock.engine.protocol.columns import EMBEDS
+from penstock.engine.protocol.messages import FinishReason
+from penstock.engine.worker.model import LoadedModel
+from penstock.tensor import Handle, Lease
+
+Open = Callable[[Handle], Lease]  # raises Missing
+OURS = (torch.OutOfMemoryError, torch.distributed.DistError)  # any other error of the encoder is the image's fault
+
+
+class Unusable(Exception):
+    """An image is missing from the store, or does not fit the model."""
+
+    def __init__(self, why: FinishReason) -> None:
+        super().__init__(why.name)
+        self.why = why
+
+
+class ImageEncoder:
+    """The vision encoder of the model, on this rank."""
+
+    def __init__(self, model: LoadedModel, open_handle: Open) -> None:
+        self._model = model
+        self._open_handle = open_handle
+        self.size: int = model.stock.config.get_text_config().hidden_size  # of the encoding of a token
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
+    def empty(self, length: int) -> Tensor:
+        """Returns memory for an encoding."""
+        return torch.empty(length, self.size, dtype=self._model.dtype, device=self._model.device)
+
+    def open(self, item: Handle) -> dict[str, Tensor]:
+        """Returns an image's tensors; the image is held as long as one of them lives. Raises Unusable."""
+        try:
+            value = self._open_handle(item).value("torch")
+        except Missing:
+            raise Unusable(FinishReason.MISSING) from None
+        except (DecodeError, ValueError) as error:
+            raise misfit(error) from None
+        if not isinstance(value, Mapping):
+            raise misfit(ValueError(f"expected tensors by name, got {type(value).__name__}"))
+        return {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
+
+    def encode(self, item: Handle, length: int) -> Tensor:
+        """Returns the encoding of an image, [length, size] in the model's dtype. `length`: image tokens in the prompt.
+        Raises Unusable."""
+        tensors = self.open(item)
+        try:
+            encoded = self._encode(tensors)
+        except OURS:
+            raise
+        except Exception as error:
+            raise misfit(error) from None
+        if encoded.shape != (length, self.size):
+            raise misfit(ValueError(f"expected {(length, self.size)}, got an encoding of {tuple(encoded.shape)}"))
+        return encoded
+
+    def _encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        model = self._model
+        if EMBEDS in tensors:
+            return self._cast(tensors[EMBEDS])
+        inputs: dict[str, Any] = {
+            name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
+            for name, tensor in tensors.items()
+        }
+        features = model.stock.get_image_features(**inputs, return_dict=True).pooler_output
+        return torch.cat([feature.flatten(0, -2) for feature in features]).to(model.dtype)
+
+    def _cast(self, embeds: Tensor) -> Tensor:
+        """Returns prompt embeddings in the model's dtype: a copy, as the value is held for this step only.
+        Raises ValueError."""
+        if embeds.dtype == torch.int16:  # the server has no torch, and NumPy no bfloat16
+            embeds = embeds.view(torch.bfloat16)
+        cast = embeds.to(self._model.device, self._model.dtype, copy=True)
+        if not cast.isfinite().all():
+            raise ValueError(f"a number of the prompt embeddings is too large for {cast.dtype}")
+        return cast
+
+
+def misfit(error: Exception) -> Unusable:
+    event("input does not fit the model", error=f"{type(error).__name__}: {error}")
+    return Unusable(FinishReason.MISFIT)
