@@ -124,3 +124,16 @@ def test_a_benchmark_that_is_told_to_end_leaves_nothing_of_a_server_that_was_sta
             run.kill()
     assert "--max-model-len 512 " in (tmp_path / "asked").read_text()
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
+
+
+def test_a_quick_run_of_encodings_measures_both_modes_and_counts_what_each_encodes() -> None:
+    pytest.importorskip("transformers")
+    run = subprocess.run(
+        [sys.executable, "bench/encode.py", "--quick", "--json", "--images", "2", "--impl", "store,weights"],
+        cwd=ROOT, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
+    records = [json.loads(line) for line in run.stdout.splitlines()]
+    encoded = {record["impl"]: record["encodings"] for record in records if record["case"] == "encode"}
+    assert encoded == {"store": 1, "weights": 2}
+    assert "Targets" in run.stderr

@@ -4,9 +4,13 @@ import base64
 import contextlib
 import http.client
 import io
+import itertools
 import json
+import os
 import random
 import re
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -128,6 +132,8 @@ def test_a_server_answers_to_images_as_without_us(layout: str, tmp_path: Path) -
         maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in server.pids())
         assert "memfd:penstock:vllm" in maps
         assert not OURS.search(maps)
+        stores = {line.split()[4] for line in maps.splitlines() if "memfd:penstock:vllm images" in line}
+        assert len(stores) == (part == "images"), "one for all processes"
         store = shared_store(server)
         assert (store is not None) == (part == "images")
         if store is not None:
@@ -161,3 +167,48 @@ def test_nothing_is_held_of_requests_with_images_that_are_aborted(tmp_path: Path
                 time.sleep(1)
             print(f"{stats.puts} images of {tiers.VLLM_IMAGE_ABORTS} aborted requests")
             assert stats.puts > IMAGE_COUNT, "no request was aborted after its image was put"
+
+
+def ask_until(server: VllmServer, is_over: threading.Event, seed: int) -> None:
+    """Asks about one new image after the other, whatever becomes of the answers."""
+    for number in itertools.count():
+        if is_over.is_set():
+            return
+        with contextlib.suppress(OSError, http.client.HTTPException, AssertionError):
+            answer(server, [image(seed + number, side=112), {"type": "text", "text": "def f"}])
+
+
+@pytest.mark.parametrize("parts", ["0", "images"])
+def test_a_server_ends_with_one_of_its_api_servers_and_leaves_nothing(parts: str, tmp_path: Path) -> None:
+    python = peer.python_of_vllm()
+    site = peer.write_site(tmp_path / "site")
+    model = peer.write_model(python, QWEN2_VL, tmp_path)
+    variables = {"PENSTOCK_VLLM": parts, "PENSTOCK_VLLM_STRICT": "1"}
+    _, options, _ = LAYOUTS["TP 1, 2 API servers"]
+    is_over = threading.Event()
+    with serving(site, model, tmp_path / "log", *options, **variables) as server, ThreadPoolExecutor(6) as threads:
+        answers(server)
+        for number in range(6):
+            threads.submit(ask_until, server, is_over, ABORTED * (number + 1))
+        try:
+            time.sleep(1)
+            store, pids = shared_store(server), server.pids()
+            assert (store is not None) == (parts != "0")
+            files = {file for pid in pids for file in server.files_of(pid)}
+            os.kill(server.api_servers()[-1], signal.SIGKILL)
+            print(f"PENSTOCK_VLLM={parts}: ended after {server.seconds_until_end():.1f} s")
+        finally:
+            is_over.set()
+        deadline = time.monotonic() + 30
+        while server.pids():
+            assert time.monotonic() < deadline, f"of {pids} there are still {server.pids()}"
+            time.sleep(0.1)
+        assert not [file for file in files if os.path.exists(file)]
+        if store is not None:
+            with contextlib.closing(store):
+                stats = store.stats()
+                while held := [holder for holder in stats.pool.holders if holder.blocks or holder.granted]:
+                    assert time.monotonic() < deadline, held
+                    time.sleep(0.1)
+                    stats = store.stats()
+                assert not [item for item in stats.items if item.holders or item.is_being_written]

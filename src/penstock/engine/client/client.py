@@ -206,7 +206,9 @@ class Client:
         loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in serving}
         if not loads:
             raise EngineError(503, "no group of the engine serves now: send the request again")
-        group = self._router.choose(loads, submitted.traces)
+        # A group without one of its output processors holds the requests of that one back until it has another.
+        whole = {group: load for group, load in loads.items() if not self._rows[group][StatusBoard.ABSENT_OUTPUTS]}
+        group = self._router.choose(whole or loads, submitted.traces)
         return Placement(self._number(), group, serving[group])
 
     def _number(self) -> int:
@@ -243,7 +245,7 @@ class Client:
         if was_open:
             self._cores.abort(place)
 
-    # ── a request whose group was lost: for `Migration` ──
+    # ── a request that its group has lost: for `Migration` ──
     @property
     def can_submit(self) -> bool:
         return bool(self.serving_groups)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import BLOCK_SIZE, Asked, Family, ask, device, longest, opener
+from tests.support.models import BLOCK_SIZE, VISION, Asked, Family, ask, device, longest, opener, stock_of
 
 # isort: split
 import torch
@@ -26,6 +26,8 @@ from penstock.engine.worker import encoding_exchange
 from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import ImageEncoder
 from penstock.engine.worker.model_runner import ModelRunner
+from penstock.engine.worker.tensor_parallel import TPGroup, shard
+from penstock.engine.worker.weight_slices import HeadSlices
 from penstock.tensor import Handle
 from tests.conftest import eventually, spawn
 from tests.support.ranks import answers_of_threads
@@ -134,6 +136,19 @@ def test_an_encoding_is_held_while_a_chunk_of_its_image_is_left(
     assert ask(ours, [of.asked[1]], budget=2, slots=1).answers == [of.answers[1]]
     assert encoder.keys == [of.asked[1].inputs[0][0]] and evicted == [False]
     assert store.evict(chunks[0][0].key), "the steps after the last chunk hold nothing"
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_no_plan_slices_a_vision_encoder(name: str) -> None:
+    """A rank that encodes alone would wait for the others in an all-reduce."""
+    stock = stock_of(name)
+    ranks = TPGroup()
+    ranks.size = 2
+    text = stock.config.get_text_config()
+    heads = HeadSlices(text.num_attention_heads, text.num_key_value_heads)
+    slices = shard(stock, stock.tp_plan, ranks, heads)
+    decoder = next(name for name, module in stock.named_modules() if module is stock.get_decoder())
+    assert slices and all(parameter.startswith((f"{decoder}.", "lm_head.")) for parameter in slices)
 
 
 # ── engines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
