@@ -1,5 +1,7 @@
 """Encodes one image on this rank: opens its tensors, and runs the model's vision encoder on them.
 
+Prompt embeddings are encoded already: they are cast to the model's dtype.
+
 The server has put the tensors, the output of the model's image processor, into the store, or into the handle itself.
 """
 
@@ -98,5 +100,5 @@ class ImageEncoder:
 
 
 def misfit(error: Exception) -> Unusable:
-    event("image does not fit the model", error=f"{type(error).__name__}: {error}")
+    event("input does not fit the model", error=f"{type(error).__name__}: {error}")
     return Unusable(FinishReason.MISFIT)

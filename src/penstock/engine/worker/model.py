@@ -29,7 +29,6 @@ class LoadedModel:
         text = stock.config.get_text_config()
         self.dtype: torch.dtype = stock.dtype
         self.vocab_size: int = text.vocab_size
-        self.hidden_size: int = text.hidden_size
         self.max_length: int = text.max_position_embeddings
         self.image_id: int | None = getattr(stock.config, "image_token_id", None)
         self.max_short_prompt = rope.by_row(stock.get_decoder(), text)
