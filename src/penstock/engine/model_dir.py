@@ -132,6 +132,14 @@ def takes_images(config: EngineConfig) -> bool:
     return whole.get("model_type") in VISION
 
 
+def hidden_size_of(config: EngineConfig) -> int | None:
+    """Returns `hidden_size`; None: of a simulated device, or config.json leaves it to a default. Raises ValueError."""
+    if config.simulated is not None:
+        return None
+    hidden_size: int | None = _read_field(Path(config.model), "hidden_size", CONFIG_FILES[-1:], int)
+    return hidden_size
+
+
 def model_fingerprint(directory: Path) -> bytes:
     """Returns a hash of a model's config.json, and of the names, sizes and times of its weight files."""
     hashing = hashlib.sha256((directory / "config.json").read_bytes())
@@ -139,14 +147,6 @@ def model_fingerprint(directory: Path) -> bytes:
         about = path.stat()
         hashing.update(f"{path.name} {about.st_size} {about.st_mtime_ns} ".encode())
     return hashing.digest()
-
-
-def hidden_size_of(config: EngineConfig) -> int | None:
-    """Returns `hidden_size`; None: of a simulated device, or config.json leaves it to a default. Raises ValueError."""
-    if config.simulated is not None:
-        return None
-    hidden_size: int | None = _read_field(Path(config.model), "hidden_size", CONFIG_FILES[-1:], int)
-    return hidden_size
 
 
 def load_tokenizer(config: EngineConfig) -> Any:

@@ -216,8 +216,6 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     if size is None:
         has_tensors = options.enable_prompt_embeds or takes_images(config)
         size = CACHE_GB if transport == "store" or (transport == "auto" and has_tensors) else 0.0
-    if not math.isfinite(size):
-        raise ValueError(f"mm_processor_cache_gb is a finite number, not {size}")
     return msgspec.structs.replace(
         config,
         store_nbytes=_nbytes("mm_processor_cache_gb", size),

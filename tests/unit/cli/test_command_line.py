@@ -116,17 +116,15 @@ def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monke
 # ── vLLM's names ─────────────────────────────────────────────────────────────────────────────────────────────────────
 VLLM_SERVE = (
     "--allow-credentials --allowed-headers --allowed-local-media-path --allowed-media-domains --allowed-methods "
-    "--allowed-origins --api-key --api-server-count --block-size --data-parallel-size --dtype "
-    "--enable-prefix-caching --enable-prompt-embeds --enforce-eager --generation-config --host "
-    "--limit-mm-per-prompt --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
-    "--mm-processor-cache-gb --num-gpu-blocks-override --port --served-model-name --shutdown-timeout "
-    "--tensor-parallel-size"
+    "--allowed-origins --api-key --api-server-count --block-size --data-parallel-size --dtype --enable-prefix-caching "
+    "--enable-prompt-embeds --enforce-eager --generation-config --host --limit-mm-per-prompt --max-model-len "
+    "--max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode --mm-processor-cache-gb --num-gpu-blocks-override "
+    "--port --served-model-name --shutdown-timeout --tensor-parallel-size"
 ).split()
 OURS_SERVE = (
-    "--client-timeout --device --device-model --encoder-cache-gb --huge-pages --log-format --log-level "
-    "--max-body-mb --max-image-mb --max-image-megapixels --max-open-requests --migration-limit "
-    "--migration-max-seq-len --migration-timeout --numa-node --output-processors --step-ms --tensor-transport "
-    "--threads"
+    "--client-timeout --device --device-model --encoder-cache-gb --huge-pages --log-format --log-level --max-body-mb "
+    "--max-image-mb --max-image-megapixels --max-open-requests --migration-limit --migration-max-seq-len "
+    "--migration-timeout --numa-node --output-processors --step-ms --tensor-transport --threads"
 ).split()
 VLLM_BENCH = (
     "--backend --base-url --dataset-path --ignore-eos --input-len --max-concurrency --model --num-prompts "

@@ -87,13 +87,11 @@ class ImageEncoder:
         return torch.cat([feature.flatten(0, -2) for feature in features]).to(model.dtype)
 
     def _cast(self, embeds: Tensor) -> Tensor:
-        """Returns prompt embeddings in the model's dtype: a copy, as the value is open for this step only.
+        """Returns prompt embeddings in the model's dtype: a copy, as the value is held for this step only.
         Raises ValueError."""
         if embeds.dtype == torch.int16:  # the server has no torch, and NumPy no bfloat16
             embeds = embeds.view(torch.bfloat16)
         cast = embeds.to(self._model.device, self._model.dtype, copy=True)
-        if cast.ndim != 2 or cast.shape[1] != self.size:
-            raise ValueError(f"expected embeddings of size {self.size}, got {list(cast.shape)}")
         if not cast.isfinite().all():
             raise ValueError(f"a number of the prompt embeddings is too large for {cast.dtype}")
         return cast

@@ -130,16 +130,6 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
     servers: tuple[ServerView, ...]
 
     @property
-    def coming_back(self) -> dict[int, int]:
-        """Returns the groups that were lost and do not serve yet, and how many of their requests wait."""
-        restarted = {process.group for process in self.processes if process.is_of_group and process.incarnation > 1}
-        return {
-            number: group.waiting_to_resume
-            for number, group in enumerate(self.groups)
-            if group.incarnation == 0 and (group.waiting_to_resume or number in restarted)
-        }
-
-    @property
     def prefix_hit_share(self) -> float | None:
         """Returns the share of prompts' tokens that the prefix caches had; None: none was looked up."""
         queries = sum(group.prefix_queries for group in self.groups)
@@ -166,3 +156,13 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
         for item in (item for server in self.servers for item in server.items):
             counts[item.how] = counts.get(item.how, 0) + item.values
         return counts if self.stores or any(counts.values()) else {}
+
+    @property
+    def coming_back(self) -> dict[int, int]:
+        """Returns the groups that were lost and do not serve yet, and how many of their requests wait."""
+        restarted = {process.group for process in self.processes if process.is_of_group and process.incarnation > 1}
+        return {
+            number: group.waiting_to_resume
+            for number, group in enumerate(self.groups)
+            if group.incarnation == 0 and (group.waiting_to_resume or number in restarted)
+        }

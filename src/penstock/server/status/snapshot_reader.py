@@ -210,12 +210,12 @@ def _group(row: GroupRow, migration: list[MigrationCounters]) -> EngineView:
         prompt_tokens=row[StatusBoard.COMPUTED],
         generated_tokens=row[StatusBoard.SAMPLED],
         preemptions=row[StatusBoard.PREEMPTIONS],
+        prefix_queries=row[StatusBoard.PREFIX_QUERIES],
+        prefix_hits=row[StatusBoard.PREFIX_HITS],
         waiting_to_resume=sum(part[MigrationCounters.WAITING] for part in migration),
         migrations=sum(part[word] for part in migration for word in causes),
         given_up=sum(part[MigrationCounters.GIVEN_UP] for part in migration),
         kept_tokens=sum(part[MigrationCounters.KEPT_TOKENS] for part in migration),
-        prefix_queries=row[StatusBoard.PREFIX_QUERIES],
-        prefix_hits=row[StatusBoard.PREFIX_HITS],
     )
 
 
