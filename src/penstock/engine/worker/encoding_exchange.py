@@ -118,7 +118,7 @@ class EncodingExchange:
             try:
                 outcomes[number] = self._outcome(image, max(0.0, deadline - time.monotonic()))
             except Timeout as late:
-                event("image is encoded once more", why=late)
+                event("image is encoded once more", why=str(late))
                 outcomes[number] = self._encoded(image)
         return outcomes
 
@@ -131,7 +131,7 @@ class EncodingExchange:
         try:
             loan = store.loan(self._key(image), layout, timeout=timeout)
         except MemoryExhausted as full:
-            event("an encoding has no room in the store", why=full)
+            event("an encoding has no room in the store", why=str(full))
             return self._encoded(image)
         if isinstance(loan, Lease):
             return FOUND, loan.value("torch")

@@ -1,5 +1,8 @@
 """What rank 0 counts of its device: its time, where the device does not say it, and tokens."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -8,7 +11,7 @@ from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
-from penstock.engine.worker.device import SamplerOutput
+from penstock.engine.worker.device import EncodingCounts, SamplerOutput
 from penstock.engine.worker.simulated_device import SimulatedRunner
 from penstock.engine.worker.worker import DeviceStats
 
@@ -19,7 +22,8 @@ class Bench:
     """A meter, and a core and a device that are not there."""
 
     def __init__(self) -> None:
-        self.meter = DeviceStats(None)  # type: ignore[arg-type]  # it is only asked whether it is simulated
+        device: Any = SimpleNamespace(encodings=EncodingCounts())  # that is all it is asked for
+        self.meter = DeviceStats(device)
         self.schedule = BatchState(8, 1000)
         self.plan = StepBuilder(self.schedule)
         self.number = 0
