@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock import Buffer, Handle
-from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import RUNNING, Input

@@ -20,7 +20,8 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
 from penstock.codec.buffer import Buffer  # noqa: E402
-from penstock.engine.core.scheduler import Scheduler, SchedulerConfig  # noqa: E402
+from penstock.engine.core.scheduler import Scheduler  # noqa: E402
+from penstock.engine.core.scheduler_config import SchedulerConfig  # noqa: E402
 from penstock.engine.core.step_builder import StepBuilder  # noqa: E402
 from penstock.engine.protocol.batch_state import BatchState  # noqa: E402
 from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, Submit  # noqa: E402

@@ -14,7 +14,8 @@ from penstock.engine.client.client import Client, ImageInput
 from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster
-from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice

@@ -25,7 +25,8 @@ from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, is_stale_death, retry_past_stale_deaths
 from penstock.engine.core.request import RequestRefused
-from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig

@@ -86,16 +86,14 @@ class InFlight:
 
     # ── slots ──
     def join(self, slot: int, sample: Sample) -> None:
-        request, size = sample.request, self._size
-        length = request.prompt.size
+        request, size, ids = sample.request, self._size, sample.ids
+        full = ids.size // size
         self._samples[slot] = sample
-        self._hasher.add_sequence(
-            slot, request.chain, request.prompt[length - length % size :], request.items_of(length // size)
-        )
-        self._stop_conditions.join(slot, request.params, length)
+        self._hasher.add_sequence(slot, sample.chain, ids[full * size :], request.items_of(full))
+        self._stop_conditions.join(slot, request.params, request.prompt.size, sample.generated.size)
         limit = int(self._stop_conditions.limits[slot])
-        self._max_known[slot] = length + limit
-        self._before_last = min(self._before_last, limit)
+        self._max_known[slot] = request.prompt.size + limit
+        self._before_last = min(self._before_last, limit - sample.generated.size)
 
     def begin(self, slot: int, published: int) -> None:
         """Records that the sample has got its blocks; the first `published` of them can be found by hash already."""

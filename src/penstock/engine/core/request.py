@@ -1,4 +1,6 @@
-"""A request in the core: its prompt and its samples, and the hashes of the blocks in which its prompt lies.
+"""A request in the core: its prompt and its samples, and the hashes of the blocks in which their tokens lie.
+
+A resumed request has ids that its samples generated before their group was lost; they are computed again like a prompt.
 
 Hashes are cryptographic, as a collision would show one user what another wrote; and chained, so equal hashes mean equal
 prefixes.
@@ -14,12 +16,13 @@ from hashlib import sha256
 import numpy as np
 
 from penstock.engine._native import hash_blocks
-from penstock.engine.protocol.columns import Input
-from penstock.engine.protocol.messages import Inputs, Submit
+from penstock.engine.protocol.columns import NOTHING, Input
+from penstock.engine.protocol.messages import Inputs, Ints, Submit
 from penstock.errors import PenstockError
 
 Key = tuple[bytes, int, int]  # of an input (an image, say), its position and length
-SortKey = tuple[int, int, int]  # of a sample: priority, arrival and index; the smallest goes first
+Arrival = tuple[int, int]  # time of a request's first submission, and its number in this core: no two are equal
+SortKey = tuple[int, Arrival, int]  # of a sample: priority, arrival and index; the smallest goes first
 HASH_NBYTES = 32
 MAX_PRIORITY = 1 << 31
 _ITEM = struct.Struct("<qqq")
@@ -42,7 +45,7 @@ class Request:
         submit: Submit,
         block_size: int,
         *,
-        arrival: int,
+        arrival: Arrival,
         salt: bytes = b"",
         inputs: tuple[Input, ...] = (),
         keys: tuple[Key, ...] = (),
@@ -61,8 +64,13 @@ class Request:
         self.cached = 0  # tokens of the prompt that the cache had when its first sample was admitted
         self.is_waiting = False
         self.slots: set[int] = set()  # of its samples; one that joins may share the prompt of any of them
-        self.samples = [Sample(self, index) for index in range(self.params.n)]
-        self.open_samples = self.params.n
+        self.seed = submit.seed
+        progress = submit.progress
+        generated = [NOTHING] * self.params.n if progress is None else progress.generated()
+        self.has_begun = progress is not None and bool(progress.counts.any())  # in a group that was lost
+        self.samples = [Sample(self, index, ids) for index, ids in enumerate(generated)]
+        self.first = next(sample for sample in self.samples if not sample.is_ended)  # it computes the prompt
+        self.open_samples = sum(not sample.is_ended for sample in self.samples)
         self.block_size = block_size
         self._salt = salt
         self._keys = keys
@@ -74,11 +82,6 @@ class Request:
         items = [self.items_of(block) for block in full] if self._keys else ()
         return hash_blocks(root_hash(self._salt), self.prompt, self.block_size, items)
 
-    @property
-    def hashes(self) -> bytes:
-        """Returns the hashes of the full blocks of the prompt."""
-        return self.chain[HASH_NBYTES:]
-
     def items_of(self, block: int) -> bytes:
         """Returns what the block's hash covers besides ids: the inputs that lie in it."""
         if not self._keys:
@@ -89,16 +92,42 @@ class Request:
 class Sample:
     """One of the `n` samples of a request."""
 
-    __slots__ = ("index", "is_aside", "is_ended", "request", "served", "slot", "sort_key")
+    __slots__ = ("_chain", "generated", "index", "is_aside", "is_ended", "request", "served", "slot", "sort_key")
 
-    def __init__(self, request: Request, index: int) -> None:
+    def __init__(self, request: Request, index: int, generated: Ints | None = NOTHING) -> None:
+        """`generated`: the ids before the sample was resumed; None: it is over."""
         self.request = request
         self.index = index
+        self.generated = NOTHING if generated is None or not generated.size else generated.copy()  # not the whole frame
         self.sort_key: SortKey = (request.priority, request.arrival, index)  # no sample is preempted for a larger key
         self.slot: int | None = None
-        self.is_ended = False
-        self.is_aside = False  # its request is admitted; it has no blocks, and waits for some
-        self.served: int = request.prompt.size  # tokens for which its client has been charged, or pays otherwise
+        self.is_ended = generated is None
+        self.is_aside = False  # its request has begun; it has no blocks, and waits for some
+        self.served = self.num_tokens  # tokens for which its client has been charged, or pays otherwise
+        self._chain: bytes | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of `ids`."""
+        return self.request.prompt.size + self.generated.size
+
+    @property
+    def ids(self) -> Ints:
+        """Returns the ids of the prompt, and those generated before the sample was resumed."""
+        return np.concatenate((self.request.prompt, self.generated)) if self.generated.size else self.request.prompt
+
+    @property
+    def chain(self) -> bytes:
+        """Returns the root hash, and the hash of each full block of `ids`."""
+        request = self.request
+        if not self.generated.size:
+            return request.chain
+        if self._chain is None:
+            prompt_blocks, size = request.prompt.size // request.block_size, request.block_size
+            ids = self.ids[prompt_blocks * size :]
+            items = [request.items_of(prompt_blocks + block) for block in range(ids.size // size)]
+            self._chain = request.chain + hash_blocks(request.chain[-HASH_NBYTES:], ids, size, items)[HASH_NBYTES:]
+        return self._chain
 
     def serve(self, tokens: int) -> int:
         """Sets how many tokens are served. Returns how many of them the client has not been charged for before."""
@@ -122,29 +151,42 @@ def image_salt(inputs: Iterable[tuple[bytes, int, int]], begin: int, end: int) -
 
 def check_submit(submit: Submit, max_model_len: int, vocabulary: int, eos_ids: tuple[int, ...]) -> None:
     """Raises RequestRefused if the prompt or the parameters of a request can never run."""
-    prompt = submit.prompt
+    prompt, params, progress = submit.prompt, submit.params, submit.progress
     if not 1 <= prompt.size < max_model_len:
         raise RequestRefused(400, f"expected a prompt of 1 to {max_model_len - 1} tokens, got {prompt.size}")
     if prompt.ndim != 1 or prompt.min() < 0 or prompt.max() >= vocabulary:
         raise RequestRefused(400, f"expected ids from 0 to {vocabulary - 1} in the prompt")
     try:
-        submit.params.require_choice(eos_ids, vocabulary)
+        params.require_choice(eos_ids, vocabulary)
     except ValueError as error:
         raise RequestRefused(400, str(error)) from None
+    if progress is None:
+        return
+    if progress.ids.size and (progress.ids.min() < 0 or progress.ids.max() >= vocabulary):
+        raise RequestRefused(400, f"expected ids from 0 to {vocabulary - 1} in the progress")
+    room = max_model_len - prompt.size
+    limit = room if params.max_tokens is None else min(room, params.max_tokens)
+    if progress.counts.max() >= limit:
+        raise RequestRefused(
+            400,
+            f"expected less than {limit} generated ids of an open sample, got {progress.counts.max()}",
+        )
 
 
 def build_request(
-    submit: Submit, block_size: int, arrival: int, queued_ns: int, has_prefix_cache: bool, max_short_prompt: int | None
+    submit: Submit, block_size: int, number: int, queued_ns: int, has_prefix_cache: bool, max_short_prompt: int | None
 ) -> Request:
-    """Builds the request, and decides with which others it may share blocks. Raises RequestRefused."""
+    """Builds the request, and decides with which others it may share blocks. `number`: of no other request of this
+    core. Raises RequestRefused."""
     length = submit.prompt.size
-    inputs, keys = check_inputs(submit.inputs, length, arrival)
+    inputs, keys = check_inputs(submit.inputs, length, number)
+    arrival = submit.arrived_ns or queued_ns, number
     kind = b"s" if max_short_prompt is None or length <= max_short_prompt else b"l"
-    salt = kind + submit.salt if has_prefix_cache else b"%d" % arrival
+    salt = kind + submit.salt if has_prefix_cache else b"%d" % number
     return Request(submit, block_size, arrival=arrival, salt=salt, inputs=inputs, keys=keys, queued_ns=queued_ns)
 
 
-def check_inputs(inputs: Inputs | None, length: int, arrival: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
+def check_inputs(inputs: Inputs | None, length: int, number: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
     """Returns the inputs for the batch state and for the hashes. Raises RequestRefused if one is not in the prompt."""
     if inputs is None:
         return (), ()
@@ -157,5 +199,5 @@ def check_inputs(inputs: Inputs | None, length: int, arrival: int) -> tuple[tupl
                 400, f"expected an input within a prompt of {length} tokens, got {count} at {position}"
             )
     # An input without a key equals no other; inputs with the same key are equal.
-    keys = [b"%d.%d" % (arrival, at) if item.key is None else item.key for at, item in enumerate(inputs.items)]
+    keys = [b"%d.%d" % (number, at) if item.key is None else item.key for at, item in enumerate(inputs.items)]
     return tuple(zip(inputs.items, positions, lengths, strict=True)), tuple(zip(keys, positions, lengths, strict=True))

@@ -6,6 +6,9 @@ next. Requests would be the wrong unit, as one may cost a thousand times as much
 the device idle. A client that comes, or comes again, begins at least at the count of the client chosen last, so that no
 client saves up by staying away.
 
+A request that has begun in a group that was lost waits like a preempted sample, before newcomers of its priority. Its
+client has been charged there for the prompt and for what was generated, and is not charged again.
+
 One of `OLDEST_EVERY` admissions is that of the sample that has been here longest, and it is not preempted for others;
 so no priority and no client can starve another.
 
@@ -17,10 +20,9 @@ without a client counts as a client of its own, so that many small ones may have
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Collection
 
-from penstock.engine.core.request import Request, Sample, SortKey
+from penstock.engine.core.request import Arrival, Request, Sample, SortKey
 
 OLDEST_EVERY = 8
 OLDEST = -(1 << 40)  # a priority that no request has
@@ -45,10 +47,14 @@ class RequestQueue:
         return len(self._requests)
 
     def push(self, request: Request) -> None:
-        self._requests.push(request)
+        if request.has_begun:
+            self._requests.open(request.client)
+            self.put_aside(request.first)
+        else:
+            self._requests.push(request)
 
     def put_aside(self, sample: Sample) -> None:
-        """Lets a sample of an admitted request wait: for blocks if it was preempted, else for a slot."""
+        """Lets a sample of a request that has begun wait: for blocks if it was preempted, else for a slot."""
         sample.is_aside = True  # its entries in the heap count, also one of an earlier time
         heapq.heappush(self._aside, (sample.sort_key, sample))
 
@@ -70,7 +76,7 @@ class RequestQueue:
                 return oldest
         first = self._requests.first(() if free_slots > self._reserve else self._large)
         if first is not None and (small is None or first.priority < small.request.priority):
-            small = first.samples[0]
+            small = first.first
         if large is None or free_slots <= self._reserve:
             return small
         return large if small is None or large.request.priority < small.request.priority else small
@@ -79,7 +85,7 @@ class RequestQueue:
         sample = min((entry for _, entry in self._aside if entry.is_aside), key=_age, default=None)
         request = self._requests.oldest()
         if request is not None and (sample is None or sample.request.arrival >= request.arrival):
-            return request.samples[0]
+            return request.first
         return sample
 
     def _first_aside(self) -> tuple[Sample | None, Sample | None]:
@@ -118,9 +124,9 @@ class RequestQueue:
         and then follow one after the other."""
         request = sample.request
         self._count_slot(request.client, 1)
-        if sample.index:
+        if sample is not request.first:
             self._put_next_aside(request, sample.index + 1)
-        elif len(request.samples) > 1:
+        elif sample.index + 1 < len(request.samples):
             self._forking[slot] = request
             if request.prompt.size <= request.block_size:
                 self.fork(slot)
@@ -137,7 +143,7 @@ class RequestQueue:
         """Lets the other samples wait for a slot: the prompt blocks that they can share are there, or will never be."""
         request = self._forking.pop(slot, None)
         if request is not None:
-            self._put_next_aside(request, 1)
+            self._put_next_aside(request, request.first.index + 1)
 
     def _put_next_aside(self, request: Request, index: int) -> None:
         """Puts the next sample, from `index` on, aside to wait for a slot; once it has one, the next one follows."""
@@ -168,7 +174,7 @@ class RequestQueue:
         self._requests.close(request.client)
 
 
-def _age(sample: Sample) -> tuple[int, int]:
+def _age(sample: Sample) -> tuple[Arrival, int]:
     return sample.request.arrival, sample.index
 
 
@@ -178,7 +184,7 @@ class FairQueue:
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []  # a heap of the keys of `_levels`
-        self._by_age: deque[Request] = deque()
+        self._by_age: list[tuple[Arrival, Request]] = []  # a heap
         self._served: dict[str, int] = {}  # tokens
         self._open: dict[str, int] = {}  # requests of each client that have not been closed
         self._chosen = 0  # the count of the client chosen last
@@ -187,20 +193,24 @@ class FairQueue:
     def __len__(self) -> int:
         return self._size
 
-    def push(self, request: Request) -> None:
-        client = request.client
+    def open(self, client: str) -> None:
+        """Counts a request of the client, until it is closed."""
         if client not in self._open:
             self._open[client] = 0
             self._served[client] = max(self._served.get(client, 0), self._chosen)
         self._open[client] += 1
+
+    def push(self, request: Request) -> None:
+        """Opens a request, and queues it."""
+        self.open(request.client)
         request.is_waiting = True
         self._size += 1
-        self._by_age.append(request)
+        heapq.heappush(self._by_age, (request.arrival, request))
         level = self._levels.get(request.priority)
         if level is None:
             level = self._levels[request.priority] = _Level()
             heapq.heappush(self._priorities, request.priority)
-        level.push(request, self._served[client])
+        level.push(request, self._served[request.client])
 
     def first(self, blocked: Collection[str] = ()) -> Request | None:
         """Returns the next request of the clients that are not `blocked`. It stays in the queue until `take`."""
@@ -217,9 +227,9 @@ class FairQueue:
 
     def oldest(self) -> Request | None:
         """Returns the request that has waited longest, of any priority and client."""
-        while self._by_age and not self._by_age[0].is_waiting:
-            self._by_age.popleft()
-        return self._by_age[0] if self._by_age else None
+        while self._by_age and not self._by_age[0][1].is_waiting:
+            heapq.heappop(self._by_age)
+        return self._by_age[0][1] if self._by_age else None
 
     def take(self, request: Request) -> None:
         """Removes a request that is admitted: its client has been chosen."""
@@ -252,17 +262,17 @@ class _Level:
     """Requests of one priority. The heap has each client once; its count there may be outdated: counts only grow."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, deque[Request]] = {}
+        self._queues: dict[str, list[tuple[Arrival, Request]]] = {}  # heaps
         self._heap: list[tuple[int, int, str]] = []
         self._pushes = 0  # so that of equal counts the client that came first is first
 
     def push(self, request: Request, served: int) -> None:
         queue = self._queues.get(request.client)
         if queue is None:
-            queue = self._queues[request.client] = deque()
+            queue = self._queues[request.client] = []
             self._pushes += 1
             heapq.heappush(self._heap, (served, self._pushes, request.client))
-        queue.append(request)
+        heapq.heappush(queue, (request.arrival, request))
 
     @property
     def is_empty(self) -> bool:
@@ -273,8 +283,8 @@ class _Level:
         while self._heap and first is None:
             served, pushed, client = self._heap[0]
             queue = self._queues[client]
-            while queue and not queue[0].is_waiting:
-                queue.popleft()
+            while queue and not queue[0][1].is_waiting:
+                heapq.heappop(queue)
             if not queue:
                 heapq.heappop(self._heap)
                 del self._queues[client]
@@ -283,7 +293,7 @@ class _Level:
             elif client in blocked:
                 passed.append(heapq.heappop(self._heap))
             else:
-                first = queue[0]
+                first = queue[0][1]
         for entry in passed:
             heapq.heappush(self._heap, entry)
         return first

@@ -15,7 +15,6 @@ best sample always advances, and in the end all do; a sample that is short of a 
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
 from penstock.engine._native import BlockCache
@@ -30,6 +29,7 @@ from penstock.engine.core.request import (
     check_submit,
 )
 from penstock.engine.core.request_queue import RequestQueue
+from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.core.tokens_builder import TokensBuilder
 from penstock.engine.protocol.batch_state import BatchState
@@ -38,19 +38,6 @@ from penstock.engine.protocol.messages import Ints, Step, StepDone, Submit, Toke
 
 AHEAD = 2  # blocks are given up to half a block of tokens early: to many rows at once, and not in every step
 SPARE = 100  # a newcomer leaves one block in so many to running samples; it would soon be preempted for them
-
-
-class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`Scheduler` checks it against the batch."""
-
-    max_model_len: int  # tokens of prompt and answer together
-    max_num_batched_tokens: int = 2048  # that one step computes at most
-    vocabulary: int = 1 << 31  # ids of prompts are below that
-    eos_ids: tuple[int, ...] = ()
-    has_prefix_cache: bool = True  # False: blocks are shared only within a request
-    has_overlap: bool = True  # a step is planned while the one before it runs
-    max_short_prompt: int | None = None  # prompts of more tokens share no blocks with those of fewer; None: all share
-    output_processors: int = 1
 
 
 class Scheduler:
@@ -73,7 +60,7 @@ class Scheduler:
         self._spare = batch.blocks // SPARE  # blocks
         self._max_in_flight = 2 if config.has_overlap else 1
         self._requests: dict[tuple[int, int], Request] = {}  # those that are open
-        self._arrivals = 0
+        self._submitted = 0  # requests so far
         # ── waiting ──
         self._queue = RequestQueue(slots)
         self._refused: tuple[Sample, int, bool] | None = None  # the sample that did not fit, and into what
@@ -94,17 +81,17 @@ class Scheduler:
 
     # ── from outside ──
     def submit(self, submit: Submit, queued_ns: int = 0) -> None:
-        """Queues a request. `queued_ns`: its arrival, for `admitted_ns`. Raises RequestRefused if it can never run."""
+        """Queues a request. `queued_ns`: when it came. Raises RequestRefused if it can never run."""
         config, number = self._config, (submit.server, submit.request)
         check_submit(submit, config.max_model_len, config.vocabulary, config.eos_ids)
         if number in self._requests:
             raise RequestRefused(409, f"request {number[1]} of server {number[0]} is open already")
-        self._arrivals += 1
+        self._submitted += 1
         request = build_request(
-            submit, self._size, self._arrivals, queued_ns, config.has_prefix_cache, config.max_short_prompt
+            submit, self._size, self._submitted, queued_ns, config.has_prefix_cache, config.max_short_prompt
         )
         self._requests[number] = request
-        self.open_samples += request.params.n
+        self.open_samples += request.open_samples
         self._queue.push(request)
 
     def abort(self, server: int, request: int, sample: int | None = None) -> None:
@@ -279,7 +266,7 @@ class Scheduler:
 
     # ── admission ──
     def _known(self, sample: Sample) -> int:
-        return sample.request.prompt.size if sample.slot is None else self._in_flight.ids(sample.slot)
+        return sample.num_tokens if sample.slot is None else self._in_flight.ids(sample.slot)
 
     def _blocks_for(self, sample: Sample) -> int:
         return -(-self._known(sample) // self._size)
@@ -292,7 +279,7 @@ class Scheduler:
             before = sample, self.cache.num_free, rows > 0
             if before == self._refused:
                 return  # nothing has changed
-            hashes = sample.request.hashes if sample.slot is None else self._in_flight.hashes(sample.slot)
+            hashes = sample.chain[HASH_NBYTES:] if sample.slot is None else self._in_flight.hashes(sample.slot)
             cached = self.cache.match(hashes[: (self._known(sample) - 1) // self._size * HASH_NBYTES])
             needed = self._blocks_for(sample) - cached.size
             if needed + (self._spare if rows else 0) > self.cache.num_free:
@@ -328,17 +315,23 @@ class Scheduler:
                 server=request.server,
                 inputs=request.inputs,
                 sample=sample.index,
+                seed=request.seed,
+                generated=sample.generated,
             )
-            self._queue.charge(request.client, request.prompt.size - computed)
             self._take_slot(sample, slot)
-            self.admitted_ns.append(request.queued_ns)
-            if self._config.has_prefix_cache:
-                self.prefix_queries += request.prompt.size
-                self.prefix_hits += computed
+            if not sample.generated.size:  # else all of this was done in the group that was lost
+                self._count_admitted(request, computed)
         self._priorities[slot] = sample.sort_key[0]
         self._in_flight.begin(slot, computed // self._size)
         self._prefilling.add(slot)
         self._newly_scheduled.append(slot)
+
+    def _count_admitted(self, request: Request, computed: int) -> None:
+        self._queue.charge(request.client, request.prompt.size - computed)
+        self.admitted_ns.append(request.queued_ns)
+        if self._config.has_prefix_cache:
+            self.prefix_queries += request.prompt.size
+            self.prefix_hits += computed
 
     def _take_slot(self, sample: Sample, slot: int) -> None:
         sample.slot = slot

@@ -51,16 +51,20 @@ class StepBuilder:
         server: int = 0,
         inputs: tuple[Input, ...] = (),
         sample: int = 0,
+        seed: int = 0,
+        generated: Ints = NOTHING,
     ) -> int:
         """Gives a request a slot. `computed` tokens are in its blocks already; this step computes `chunk` more.
 
         With a `parent` (a slot) it is another `sample` of the prompt in that slot: prompt and inputs are not sent
-        again. Raises ValueError when there is no slot.
+        again. `generated` are the ids of a resumed sample. Raises ValueError when there is no slot.
         """
         if not self._free:
             raise ValueError("no slot is free: `free_slots` says how many are")
         slot = heapq.heappop(self._free)
-        self._joined[slot] = _NewRow(request, prompt, params, blocks, computed, parent, server, inputs, sample)
+        self._joined[slot] = _NewRow(
+            request, prompt, params, blocks, computed, parent, server, inputs, sample, seed, generated
+        )
         if chunk != 1:
             self.advance(slot, chunk)
         return slot
@@ -119,6 +123,7 @@ class StepBuilder:
         slots, rows = list(self._joined), list(self._joined.values())
         prompts = [NOTHING if row.parent is not None else np.asarray(row.prompt, np.int32) for row in rows]
         params, params_of = columns_of_params([row.params for row in rows])
+        are_resumed = any(row.generated.size for row in rows)
         return Joined(
             slots=_slots(slots),
             requests=_ints([row.request for row in rows]),
@@ -135,6 +140,9 @@ class StepBuilder:
             servers=_slots([row.server for row in rows]) if any(row.server for row in rows) else None,
             inputs=columns_of_inputs([() if row.parent is not None else row.inputs for row in rows]),
             samples=_slots([row.sample for row in rows]) if any(row.sample for row in rows) else None,
+            seeds=np.array([row.seed for row in rows], np.uint64) if any(row.seed for row in rows) else None,
+            generated_counts=_ints([row.generated.size for row in rows]) if are_resumed else None,
+            generated=np.concatenate([row.generated for row in rows]) if are_resumed else None,
         )
 
     def _columns_of_resumed(self) -> Resumed:
@@ -162,7 +170,19 @@ class StepBuilder:
 class _NewRow:
     """One row of `Joined`."""
 
-    __slots__ = ("blocks", "computed", "inputs", "params", "parent", "prompt", "request", "sample", "server")
+    __slots__ = (
+        "blocks",
+        "computed",
+        "generated",
+        "inputs",
+        "params",
+        "parent",
+        "prompt",
+        "request",
+        "sample",
+        "seed",
+        "server",
+    )
 
     def __init__(
         self,
@@ -175,6 +195,8 @@ class _NewRow:
         server: int,
         inputs: tuple[Input, ...],
         sample: int,
+        seed: int,
+        generated: Ints,
     ) -> None:
         self.request = request
         self.prompt = prompt
@@ -185,6 +207,8 @@ class _NewRow:
         self.server = server
         self.inputs = inputs
         self.sample = sample
+        self.seed = seed
+        self.generated = generated
 
 
 def _slots(slots: Any) -> Slots:

@@ -32,8 +32,9 @@ class StopConditions:
         for token in self._eos_ids:
             self._use(token % BUCKETS, 1)
 
-    def join(self, slot: int, params: SamplingParams, prompt_length: int) -> None:
-        """Raises ValueError where the model has no room for a single token after this prompt."""
+    def join(self, slot: int, params: SamplingParams, prompt_length: int, generated: int = 0) -> None:
+        """`generated`: tokens before the sample was resumed. Raises ValueError where the model has no
+        room for a single token after this prompt."""
         room = self._max_model_len - prompt_length
         if room < 1:
             raise ValueError(
@@ -41,7 +42,7 @@ class StopConditions:
                 f"answer, got {prompt_length}"
             )
         self._forget_stops(slot)
-        self.generated[slot] = 0
+        self.generated[slot] = generated
         self.has_ended[slot] = False
         self.limits[slot] = room if params.max_tokens is None else min(room, params.max_tokens)
         self._least[slot] = params.min_tokens

@@ -97,4 +97,5 @@ def _started(slot: int, sample: Sample) -> Started:
         request.server,
         sample.index,
         request.cached,
+        tuple(sample.generated.tolist()),
     )

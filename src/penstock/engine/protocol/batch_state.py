@@ -7,7 +7,7 @@ arrays, whatever the number of requests; any other one is checked as a `StepDraf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,9 @@ from penstock.engine.protocol.columns import (
     Input,
     check_column,
     ragged,
+    rows_of_generated,
     rows_of_inputs,
+    rows_of_params,
 )
 from penstock.engine.protocol.messages import (
     MAX_SLOTS,
@@ -64,7 +66,9 @@ class BatchState:
         self.requests = np.zeros(slots, np.int32)
         self.servers = np.zeros(slots, np.uint16)
         self.samples = np.zeros(slots, np.uint16)  # index among the request's `n` samples
+        self.seeds = np.zeros(slots, np.uint64)
         self.prompts: list[Ints] = [NOTHING] * slots
+        self.generated: list[Ints] = [NOTHING] * slots  # ids before the sample was resumed
         self.params: list[SamplingParams | None] = [None] * slots
         self.inputs: list[tuple[Input, ...]] = [()] * slots
         self.computed = np.zeros(slots, np.int32)  # positions, those of the last step included; 0 for a free slot
@@ -123,6 +127,14 @@ class BatchState:
         draft.commit()
 
 
+class _JoinedRow(NamedTuple):
+    slot: int
+    prompt: Ints
+    generated: Ints
+    params: SamplingParams
+    inputs: tuple[Input, ...]
+
+
 class StepDraft:
     """The next state, made of the present one and a step. A step that does not fit changes nothing."""
 
@@ -140,7 +152,7 @@ class StepDraft:
         self._is_copied = self._has_other_rows = False
         self._left: list[int] = []
         self._joined: Joined | None = None
-        self._new_rows: list[tuple[int, Ints, SamplingParams, tuple[Input, ...]]] = []
+        self._new_rows: list[_JoinedRow] = []
         self._writes: list[tuple[tuple[Index, Index], Ints]] = []  # blocks, and where in the table
 
     def _copy(self) -> None:
@@ -185,8 +197,11 @@ class StepDraft:
             else check_column(joined.computed, size, "joined.computed", self._now._positions)
         )
         parents = [] if joined.parents is None else check_column(joined.parents, size, "joined.parents").tolist()
-        params = self._params(joined, size)
+        params = rows_of_params(joined, size)
+        generated = rows_of_generated(joined, size)
         inputs = rows_of_inputs(joined.inputs, size)
+        if joined.seeds is not None and joined.seeds.shape != (size,):
+            raise DecodeError(f"expected {size} numbers, got a shape of {joined.seeds.shape} at $.joined.seeds")
         if joined.samples is not None:
             check_column(joined.samples, size, "joined.samples")
         self._turn(slots, RUNNING)
@@ -208,8 +223,8 @@ class StepDraft:
                 prompt.flags.writeable = False
             own[slot] = prompt, row_inputs
             begin = end
-            self._new_rows.append((slot, prompt, params[row], row_inputs))
-        self._known[slots] = [prompt.size for _, prompt, _, _ in self._new_rows]
+            self._new_rows.append(_JoinedRow(slot, prompt, generated[row], params[row], row_inputs))
+        self._known[slots] = [new.prompt.size + new.generated.size for new in self._new_rows]
         self._require_more_known(slots, "joined")
         self._joined = joined
 
@@ -232,17 +247,6 @@ class StepDraft:
         if parent >= self._now.slots or self._now.status[parent] == FREE or parent in self._left:
             raise DecodeError(f"expected a slot with a prompt, got {parent} at $.joined.parents[{row}]")
         return self._now.prompts[parent], self._now.inputs[parent]
-
-    def _params(self, joined: Joined, size: int) -> Sequence[SamplingParams]:
-        known = joined.params
-        if joined.params_of is None:
-            if len(known) != size:
-                raise DecodeError(f"expected {size}, got {len(known)} at $.joined.params")
-            return known
-        of = check_column(joined.params_of, size, "joined.params_of")
-        if size and of.max() >= len(known):
-            raise DecodeError(f"expected less than {len(known)}, got {of.max()} at $.joined.params_of")
-        return [known[number] for number in of.tolist()]
 
     def resume(self, resumed: Resumed) -> None:
         slots = self._slots(resumed.slots, "resumed.slots", PREEMPTED)
@@ -353,13 +357,15 @@ class StepDraft:
         now.status, now.computed, now.block_counts = self._status, self._computed, self._block_counts
         now.known, now.sampled = self._known, self._sampled
         for slot in self._left:
-            now.prompts[slot], now.params[slot], now.inputs[slot] = NOTHING, None, ()
+            now.prompts[slot], now.generated[slot], now.params[slot], now.inputs[slot] = NOTHING, NOTHING, None, ()
         if self._joined is not None:
             now.requests[self._joined.slots] = self._joined.requests
             now.servers[self._joined.slots] = 0 if self._joined.servers is None else self._joined.servers
             now.samples[self._joined.slots] = 0 if self._joined.samples is None else self._joined.samples
-            for slot, prompt, params, inputs in self._new_rows:
-                now.prompts[slot], now.params[slot], now.inputs[slot] = prompt, params, inputs
+            now.seeds[self._joined.slots] = 0 if self._joined.seeds is None else self._joined.seeds
+            for slot, prompt, generated, params, inputs in self._new_rows:
+                now.prompts[slot], now.generated[slot] = prompt, generated
+                now.params[slot], now.inputs[slot] = params, inputs
         now.rows, now.counts, now._ones, now._room = self._rows, self._counts, self._ones, self._room
 
     def _slots(self, slots: Slots, place: str, *expected: int) -> Index:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.protocol.messages import Inputs, Ints, Logprobs, SamplingParams, Slots
+from penstock.engine.protocol.messages import Inputs, Ints, Joined, Logprobs, SamplingParams, Slots
 from penstock.errors import DecodeError
 from penstock.tensor import Handle
 
@@ -27,6 +28,30 @@ def columns_of_params(params: list[SamplingParams]) -> tuple[tuple[SamplingParam
     numbers: dict[SamplingParams, int] = {}
     row_numbers = np.array([numbers.setdefault(row_params, len(numbers)) for row_params in params], np.uint16)
     return tuple(numbers), row_numbers
+
+
+def rows_of_params(joined: Joined, size: int) -> Sequence[SamplingParams]:
+    known = joined.params
+    if joined.params_of is None:
+        if len(known) != size:
+            raise DecodeError(f"expected {size}, got {len(known)} at $.joined.params")
+        return known
+    of = check_column(joined.params_of, size, "joined.params_of")
+    if size and of.max() >= len(known):
+        raise DecodeError(f"expected less than {len(known)}, got {of.max()} at $.joined.params_of")
+    return [known[number] for number in of.tolist()]
+
+
+def rows_of_generated(joined: Joined, size: int) -> list[Ints]:
+    """Returns the ids that each row has generated before."""
+    if joined.generated_counts is None or joined.generated is None:
+        if joined.generated_counts is not joined.generated:
+            raise DecodeError("expected counts and ids, or none of them, at $.joined.generated")
+        return [NOTHING] * size
+    counts = check_column(joined.generated_counts, size, "joined.generated_counts")
+    ids = check_column(joined.generated, int(counts.sum(dtype=np.int64)), "joined.generated")
+    ends = np.cumsum(counts, dtype=np.int64).tolist()
+    return [ids[end - count : end].copy() for end, count in zip(ends, counts.tolist(), strict=True)]
 
 
 def columns_of_inputs(inputs: list[tuple[Input, ...]]) -> Inputs | None:

@@ -7,7 +7,6 @@ life. A request is known by its server's number for it, and a sample in a core b
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
 from typing import Annotated
 
 import msgspec
@@ -15,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.codec.sequence import Sequenced
+from penstock.engine.protocol.sampling_params import SamplingParams as SamplingParams  # a part of messages
 from penstock.errors import DecodeError
 from penstock.tensor import Handle
 
+Seeds = npt.NDArray[np.uint64]
 Slots = npt.NDArray[np.uint16]  # each of one sample that a core runs or has preempted
 Ints = npt.NDArray[np.int32]  # token ids, blocks, counts, lengths
 Requests = Ints  # numbers that a server has given, unique among its open requests
@@ -32,84 +33,6 @@ CONTEXT = 8  # last ids of a prompt, which decide how some tokenizers write the 
 
 
 # ── server → core, by the core's inbox ───────────────────────────────────────────────────────────────────────────────
-# A new sampling parameter takes this way:
-#   1. `Sampling` in server/chat/request_schema.py: a field of the HTTP body, and its name in `_PASSED_THROUGH`;
-#   2. a field here with a default, hashable (a tuple, not a list: `columns_of_params` sends equal parameters once), and
-#      its range in `_LIMITS`. The second word of an error is the field ("expected top_p above 0"): `param` of the 400;
-#   3. its reader: `Sampler.join` (worker), `StopConditions.join` (core) or `OutputState` (output processor).
-# `penstock generate` accepts each field here by its name.
-class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
-    """The sampling parameters of a request, and the conditions that end it."""
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = 16  # None: as many as fit the model
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None  # how many besides the sampled one
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises ValueError, which decoding turns into an error with a path."""
-        for name, low, high in _LIMITS:
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ValueError(f"expected {name} between {low:g} and {high:g}, got {value}")
-        if not self.top_p > 0:
-            raise ValueError(f"expected top_p above 0, got {self.top_p}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"expected min_tokens up to max_tokens ({self.max_tokens}), got {self.min_tokens}")
-        if "" in self.stop:
-            raise ValueError("expected stop strings that are not empty")
-        if self.stop and not self.detokenize:
-            raise ValueError("expected detokenize with stop strings: they are found in text")
-
-    def require_choice(self, eos_ids: Collection[int], vocabulary: int) -> None:
-        """Raises ValueError unless one of the allowed ids can be the first token of an answer."""
-        if self.allowed_token_ids is None:
-            return
-        allowed = {token_id for token_id in self.allowed_token_ids if 0 <= token_id < vocabulary}
-        if not allowed:
-            raise ValueError(
-                f"expected an id below {vocabulary} at $.allowed_token_ids: a request needs an id that it allows"
-            )
-        ends = {*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)}
-        if self.min_tokens and allowed <= ends:
-            raise ValueError(
-                "expected an id at $.allowed_token_ids that does not end the answer, as min_tokens is "
-                f"{self.min_tokens}: all {len(allowed)} are end ids"
-            )
-
-
-_MAX_INT = float(2**31 - 1)
-_LIMITS = (
-    ("n", 1.0, 16384.0),
-    ("temperature", 0.0, 1e6),
-    ("top_p", 0.0, 1.0),
-    ("top_k", 0.0, _MAX_INT),
-    ("min_p", 0.0, 1.0),
-    ("presence_penalty", -2.0, 2.0),
-    ("frequency_penalty", -2.0, 2.0),
-    ("repetition_penalty", 1e-6, 1e6),
-    ("max_tokens", 1.0, _MAX_INT),
-    ("min_tokens", 0.0, _MAX_INT),
-    ("logprobs", 0.0, _MAX_INT),
-)
-
-
 class Inputs(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """Inputs of prompts other than text, as images. The core passes the items on and opens none of them."""
 
@@ -134,6 +57,27 @@ class ChunkFormat(msgspec.Struct, array_like=True, frozen=True):
     first_index: Natural = 0  # of its choices: one answer may have several requests
 
 
+class Progress(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """What the samples of a request have generated before their group was lost."""
+
+    counts: Ints  # generated ids of each sample; -1: the sample is over, and is not run
+    ids: Ints  # of all samples, one after the other
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which decoding turns into an error with a path."""
+        counts, ids = self.counts, self.ids
+        if counts.ndim != 1 or not counts.size or counts.min() < -1 or counts.max() < 0:
+            raise ValueError("expected a count of -1 or more for each sample, and one that is not over")
+        if ids.shape != (total := int(counts.clip(0).sum(dtype=np.int64)),):
+            raise ValueError(f"expected {total} generated ids, got a shape of {ids.shape}")
+
+    def generated(self) -> list[Ints | None]:
+        """Returns the generated ids of each sample. None: the sample is over."""
+        ends = np.cumsum(self.counts.clip(0), dtype=np.int64).tolist()
+        counts = zip(ends, self.counts.tolist(), strict=True)
+        return [None if count < 0 else self.ids[end - count : end] for end, count in counts]
+
+
 class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """A request. `n` samples of one prompt are one request, and as many slots."""
 
@@ -146,6 +90,15 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     salt: bytes = b""  # requests share cached blocks only with those of the same salt
     inputs: Inputs | None = None
     chunk_format: ChunkFormat | None = None  # None: plain text
+    seed: Natural = 0  # of all draws, 64 bits: that of `params` modulo 2**64, or one that the server has drawn
+    arrived_ns: Natural = 0  # time.monotonic_ns() when the request was submitted first
+    progress: Progress | None = None  # None: the request begins
+    failures: Natural = 0  # deaths by itself of a process, while the request was in a step in flight
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which decoding turns into an error with a path."""
+        if self.progress is not None and self.progress.counts.size != self.params.n:
+            raise ValueError(f"expected progress of {self.params.n} samples, got {self.progress.counts.size}")
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -183,6 +136,9 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     servers: Slots | None = None  # None: all of server 0
     inputs: Inputs | None = None
     samples: Slots | None = None  # each row's index among its request's `n` samples; None: all 0
+    seeds: Seeds | None = None  # None: all 0
+    generated_counts: Ints | None = None  # ids that each row has generated before it was resumed; None: 0
+    generated: Ints | None = None  # these ids, one row after the other
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -295,6 +251,15 @@ class FinishReason(enum.IntEnum):
     MISFIT = 6  # an image of its prompt does not fit the model or its placeholder
 
 
+# ── output processor → core, by the core's inbox ─────────────────────────────────────────────────────────────────────
+class OutputReady(msgspec.Struct, array_like=True, frozen=True):
+    """From an output processor: its receiver is open, in this life of this incarnation of its group."""
+
+    index: Natural
+    incarnation: Natural
+    life: Natural
+
+
 # ── core → output processor, by a ring of its own ────────────────────────────────────────────────────────────────────
 class Started(msgspec.Struct, array_like=True, frozen=True):
     """A sample that has got a slot, which it keeps until it has ended, also while it is preempted."""
@@ -307,6 +272,7 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
     server: Natural = 0
     sample: Natural = 0  # its index among its request's `n` samples
     cached: Natural = 0  # tokens of its prompt that the cache had
+    generated: tuple[int, ...] = ()  # ids before it was resumed: their text has been delivered
 
 
 class Ended(msgspec.Struct, array_like=True, frozen=True):
@@ -385,10 +351,12 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
     request: Number
     status: Natural
     reason: str
+    may_resume: bool = False  # the group still serves: the server may submit the request again, with its progress
+    cleared: bool = False  # no failure of a process is this request's doing
 
 
 # What each channel carries; its number in this list is the message's number on the wire.
-INBOX = Submit | Abort | Ready | Stop
+INBOX = Submit | Abort | Ready | OutputReady | Stop
 STEPS = Step | Begin | Stop
 RESULTS = StepDone
 TOKENS = Tokens | Stop

@@ -8,7 +8,8 @@ import pytest
 from penstock import DecodeError
 from penstock.engine.core.request import Request, RequestRefused
 from penstock.engine.core.request_queue import OLDEST_EVERY, FairQueue
-from penstock.engine.core.scheduler import Scheduler, SchedulerConfig
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import PREEMPTED, RUNNING

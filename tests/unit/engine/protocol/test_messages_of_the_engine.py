@@ -23,10 +23,14 @@ from penstock.engine.protocol.messages import (
     Finished,
     FinishReason,
     Inputs,
+    Joined,
     Logprobs,
+    OutputReady,
+    Progress,
     Ready,
     SamplingParams,
     Started,
+    Step,
     StepDone,
     Stop,
     Style,
@@ -83,7 +87,39 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
         (Abort(1, ints(7, 8)), INBOX),
         (Abort(1, ints(7, 8), slots(0, 3)), INBOX),
         (Submit(0, 0, ints(), PARAMS, chunk_format=ChunkFormat(Style.CHAT, b'{"id":"x"', 3)), INBOX),
+        (
+            Submit(
+                0,
+                1,
+                ints(5),
+                PARAMS,
+                seed=(1 << 64) - 1,
+                arrived_ns=1 << 60,
+                progress=Progress(ints(-1, 2), ints(8, 9)),
+            ),
+            INBOX,
+        ),
         (Ready(3, 1 << 40, 1 << 17), INBOX),
+        (OutputReady(1, 3, 2), INBOX),
+        (
+            Step(
+                1,
+                2,
+                joined=Joined(
+                    slots(3),
+                    ints(7),
+                    (PARAMS,),
+                    ints(2),
+                    ints(5, 6),
+                    ints(1),
+                    ints(0),
+                    seeds=np.array([(1 << 64) - 1], np.uint64),
+                    generated_counts=ints(3),
+                    generated=ints(7, 8, 9),
+                ),
+            ),
+            STEPS,
+        ),
         (Begin(0xFFFFFFFF, 0, 256, 1 << 20, 16), STEPS),
         (Stop("it is late"), STEPS),
         (StepDone(0xFFFFFFFF, 1 << 40, ints(5, 6, 7), LOGPROBS, slots(9)), RESULTS),
@@ -94,7 +130,7 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
                 slots(1, 4),
                 LOGPROBS,
                 (3,),
-                (Started(1, 7, PARAMS, (5, 6), ChunkFormat(Style.COMPLETION, b'{"id":"x"'), 2, 1, 16),),
+                (Started(1, 7, PARAMS, (5, 6), ChunkFormat(Style.COMPLETION, b'{"id":"x"'), 2, 1, 16, (8, 9)),),
                 (Ended(4, FinishReason.STOP, 6), Ended(1, FinishReason.LENGTH)),
             ),
             TOKENS,
@@ -111,6 +147,7 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
             DELTAS,
         ),
         (Failed(7, 503, "its worker died"), DELTAS),
+        (Failed(7, 503, "its output processor died", may_resume=True, cleared=True), DELTAS),
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, msgspec.Struct) else "",
 )
@@ -122,6 +159,31 @@ def test_a_message_arrives_as_it_was_sent(message: Any, channel: Any) -> None:
 def test_an_abort_names_a_sample_of_each_request_or_none() -> None:
     with pytest.raises(ValueError, match="expected 2 samples, got a shape of"):
         Abort(1, ints(7, 8), slots(0))
+
+
+def test_progress_has_the_ids_of_each_sample_that_is_not_over() -> None:
+    samples = Progress(ints(2, -1, 0, 1), ints(7, 8, 9)).generated()
+    assert [None if ids is None else ids.tolist() for ids in samples] == [[7, 8], None, [], [9]]
+
+
+@pytest.mark.parametrize(
+    ("counts", "ids", "why"),
+    [
+        ([2, -1], [7], r"expected 2 generated ids, got a shape of \(1,\)"),
+        ([-1, -1], [], "expected a count of -1 or more for each sample, and one that is not over"),
+        ([-2, 1], [7], "expected a count of -1 or more"),
+        ([], [], "expected a count of -1 or more"),
+        ([(1 << 31) - 1] * 3, [7], "expected 6442450941 generated ids"),
+    ],
+)
+def test_progress_whose_counts_do_not_fit_its_ids_is_refused(counts: list[int], ids: list[int], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Progress(ints(*counts), ints(*ids))
+
+
+def test_a_request_has_the_progress_of_each_sample_or_of_none() -> None:
+    with pytest.raises(ValueError, match="expected progress of 2 samples, got 1"):
+        Submit(0, 1, ints(5), PARAMS, progress=Progress(ints(0), ints()))
 
 
 def test_the_columns_of_a_delta_are_what_they_are_called() -> None:
