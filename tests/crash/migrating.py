@@ -25,7 +25,8 @@ from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.process import ChildProcess
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import FinishReason, Logprobs, SamplingParams
+from penstock.engine.protocol.messages import FinishReason, Logprobs
+from penstock.engine.protocol.sampling_params import SamplingParams
 from penstock.server.chat.streaming import likely
 from penstock.server.options import ServerOptions
 from penstock.server.server_launcher import ServerLauncher
@@ -35,6 +36,7 @@ from tests.support.engine import START, told
 from tests.support.serving import until_told
 
 LOGPROB_TOLERANCE = 1e-4
+SHOWN, SHOWN_CHARACTERS = 5, 400  # of answers that differ, and of each difference
 ANSWERED_WITHIN = 240.0  # seconds: restarts on a busy machine included
 IN_PROCESS = 1  # index of the server whose place the test's own client takes
 GROUP_KINDS = ("worker", "core", "output")
@@ -70,9 +72,11 @@ async def migrating(
     server: dict[str, Any] | None = None,
     start: float = START,
     prepare: Callable[[ServerLauncher], None] | None = None,
+    drain: float = 0.0,
     **options: Any,
 ) -> AsyncIterator[Migrating]:
-    """`server`: options of the server; `prepare`: what is changed of the launcher before it starts."""
+    """`server`: options of the server; `prepare`: what is changed of the launcher before it starts; `drain`: seconds
+    for open requests at the end."""
     usual = {"api_keys": (KEY,), "max_open_requests": 512, "client_timeout": 5.0}
     server_options = ServerOptions(port=0, **{**usual, **(server or {})})
     config = EngineConfig(**{"simulated": told(), "max_model_len": 2048, "api_server_count": 2, **options})
@@ -90,7 +94,7 @@ async def migrating(
             async with tree.client, Client(launcher.tree, IN_PROCESS) as tree.engine_client:
                 yield tree
         finally:
-            late = await launcher.stop()
+            late = await launcher.stop(drain)
         assert not late, f"had to be killed: {late}"
 
 
@@ -152,7 +156,7 @@ class HttpRequest:
         answer = Answer()
         reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
         try:
-            body = json.dumps({**self.body, "cache_salt": salt}).encode()
+            body = json.dumps({**self.body, "cache_salt": salt} if salt else self.body).encode()
             head = f"POST {self.path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORIZED}"
             writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             received = await reader.readuntil(b"\r\n\r\n")
@@ -249,7 +253,12 @@ class ClientRequest:
     is_streamed = True
 
     def __str__(self) -> str:
-        return f"Client, prompt of {len(self.prompt)}, {self.params}"
+        params = {
+            name: value
+            for name, value in msgspec.structs.asdict(self.params).items()
+            if value != getattr(SamplingParams(), name)
+        }
+        return f"Client, prompt of {len(self.prompt)}, {len(self.images)} images, {params}"
 
     async def ask(self, tree: Migrating, salt: str, progress: Progress) -> Answer:
         answer = Answer()
@@ -266,7 +275,7 @@ class ClientRequest:
                     choice.text += piece.utf8.decode(errors="surrogateescape")
                     choice.stop = piece.stop
                     choice.reason = None if piece.reason is None else FinishReason(piece.reason).name
-                    if piece.logprobs is not None:
+                    if piece.logprobs is not None and self.params.logprobs is not None:
                         _keep_logprobs(choice, piece.logprobs)
         except EngineError as error:
             answer.status, answer.error = error.status, error.reason
@@ -332,6 +341,16 @@ def _difference(name: str, want: Any, got: Any) -> list[str]:
     at = min(len(want), len(got)) if at < 0 else at
     around = slice(max(0, at - 3), at + 6)
     return [f"{name}: differs at {at} of {len(want)} ({len(got)} came): {got[around]!r} for {want[around]!r}"]
+
+
+def require_equal(requests: Sequence[AnyRequest], undisturbed: Sequence[Answer], disturbed: Sequence[Answer]) -> None:
+    """Fails with what differs, of the first requests of which something does."""
+    wrong = [
+        f"{request}\n    " + "\n    ".join(line[:SHOWN_CHARACTERS] for line in found)
+        for request, want, got in zip(requests, undisturbed, disturbed, strict=True)
+        if (found := differences(want, got))
+    ]
+    assert not wrong, f"{len(wrong)} of {len(requests)} answers differ:\n" + "\n".join(wrong[:SHOWN])
 
 
 async def ask_all(tree: Migrating, requests: Sequence[AnyRequest], salt: str, progress: Progress) -> list[Answer]:
@@ -505,7 +524,9 @@ async def compare(
     began = time.monotonic()
     undisturbed = await ask_all(tree, requests, f"undisturbed {seed}", progress)
     between = time.monotonic()
-    errors = [f"{request}: {answer.error}" for request, answer in zip(requests, undisturbed, strict=True) if answer.error]
+    errors = [
+        f"{request}: {answer.error}" for request, answer in zip(requests, undisturbed, strict=True) if answer.error
+    ]
     assert not errors, errors
     counted = Progress()
     strikes = Strikes(tree, seed, counted, progress.deliveries)
@@ -521,12 +542,6 @@ async def compare(
         f"{len(requests)} requests: {between - began:.1f} s undisturbed, {time.monotonic() - between:.1f} s with "
         f"{[strike.what for strike in strikes.done]}"
     )
-    wrong = [
-        f"{request}\n    " + "\n    ".join(found)
-        for request, want, got in zip(requests, undisturbed, disturbed, strict=True)
-        if (found := differences(want, got))
-    ]
-    struck = [strike.what for strike in strikes.done]
-    assert not wrong, f"{len(wrong)} of {len(requests)} answers differ after {struck} (seed {seed}):\n" + "\n".join(wrong)
+    require_equal(requests, undisturbed, disturbed)
     assert strikes.done, "no process was killed before all requests were answered"
     return strikes.done

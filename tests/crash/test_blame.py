@@ -1,0 +1,160 @@
+"""A request whose worker fails whenever it runs is answered 500, and the requests beside it as if it had not been."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("httptools")
+
+from penstock.engine.cluster.topology import Cluster, ProcessId  # noqa: E402
+from penstock.engine.protocol.sampling_params import SamplingParams  # noqa: E402
+from penstock.server.server_launcher import ServerLauncher  # noqa: E402
+from tests import tiers  # noqa: E402
+from tests.crash.migrating import (  # noqa: E402
+    Answer,
+    AnyRequest,
+    ClientRequest,
+    HttpRequest,
+    Migrating,
+    Mix,
+    Progress,
+    Shape,
+    ask_all,
+    migrating,
+    require_equal,
+)
+from tests.crash.poisoned import (  # noqa: E402
+    OTHERS,
+    POISON,
+    aborts_early,
+    hangs_late,
+    raises_early,
+    raises_late,
+    segfaults_late,
+)
+from tests.support.engine import told  # noqa: E402
+
+BESIDE = 64  # requests
+STEP_TIMEOUT = 2.0  # seconds: of a worker that hangs
+SHAPE = Shape("simulated", OTHERS, tuple(range(40, 62)))
+Life = Callable[[Cluster, ProcessId], None]
+
+
+@contextlib.asynccontextmanager
+async def with_workers(life: Life) -> AsyncIterator[Migrating]:
+    def prepare(launcher: ServerLauncher) -> None:
+        for unit in launcher.units:
+            unit._parts = [(kind, index, life if kind == "worker" else run) for kind, index, run in unit._parts]
+
+    async with migrating(
+        prepare=prepare, simulated=told(step_seconds=0.003, vocabulary=1000), step_timeout=STEP_TIMEOUT
+    ) as tree:
+        yield tree
+
+
+def poison_over_http(*, is_streamed: bool) -> HttpRequest:
+    prompt = [*range(20), POISON, 7]
+    body = {"model": "simulated", "prompt": prompt, "max_tokens": 100, "ignore_eos": True, "stream": is_streamed}
+    return HttpRequest("/v1/completions", body)
+
+
+def poison_over_client() -> ClientRequest:
+    return ClientRequest([5, 6, POISON], SamplingParams(max_tokens=100, n=2, ignore_eos=True))
+
+
+async def must_blame(tree: Migrating, poison: list[AnyRequest], seed: int) -> list[Answer]:
+    """Returns the answers of the poison, of which none is right; all others are."""
+    others = await Mix(SHAPE, seed).requests(tree, BESIDE)
+    undisturbed = await ask_all(tree, others, "undisturbed", Progress())
+    answers = await ask_all(tree, [*poison, *others], "disturbed", Progress())
+    require_equal(others, undisturbed, answers[len(poison) :])
+    return answers[: len(poison)]
+
+
+def errors_of(capfd: pytest.CaptureFixture[str], text: str) -> list[str]:
+    """Returns the lines of level error that have the text."""
+    return [line for line in capfd.readouterr().err.splitlines() if "level=error" in line and text in line]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "life",
+    [raises_late, segfaults_late, pytest.param(raises_early, marks=tiers.needs_all), aborts_early]
+    + [pytest.param(hangs_late, marks=tiers.needs_all)],
+)
+def test_the_request_that_kills_its_worker_is_answered_500_and_all_others_exactly(
+    life: Life, seed: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def scene() -> None:
+        async with with_workers(life) as tree:
+            request = poison_over_http(is_streamed=False)
+            request.body["request_id"] = "the-poison"
+            (answer,) = await must_blame(tree, [request], seed)
+            assert answer.status == 500, answer
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
+    assert errors_of(capfd, "the-poison"), "the log does not name it"
+
+
+@pytest.mark.timeout(240)
+def test_a_stream_that_kills_its_worker_ends_with_an_error_event(seed: int) -> None:
+    async def scene() -> None:
+        async with with_workers(raises_late) as tree:
+            (answer,) = await must_blame(tree, [poison_over_http(is_streamed=True)], seed)
+            assert answer.status == 200 and re.search(r"internal|blame|failed|500", answer.error), answer
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.timeout(240)
+def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(seed: int) -> None:
+    async def scene() -> None:
+        async with with_workers(raises_late) as tree:
+            poison = [poison_over_http(is_streamed=False), poison_over_client()]
+            answers = await must_blame(tree, poison, seed)
+            assert [answer.status for answer in answers] == [500, 500], answers
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.timeout(240)
+def test_a_request_that_kills_its_worker_alone_in_the_engine_is_answered_500() -> None:
+    async def scene() -> None:
+        async with with_workers(segfaults_late) as tree:
+            (answer,) = await ask_all(tree, [poison_over_client()], "", Progress())
+            assert answer.status == 500, answer
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["worker", "core"])
+def test_three_kills_from_outside_are_nobodys_fault(kind: str, seed: int) -> None:
+    """The only request in all steps in flight is answered."""
+
+    async def scene() -> None:
+        async with migrating(simulated=told(step_seconds=0.003, vocabulary=1000)) as tree:
+            request = ClientRequest([1, 2, 3], SamplingParams(max_tokens=400, n=2, ignore_eos=True))
+            (want,) = await ask_all(tree, [request], "undisturbed", Progress())
+            progress = Progress()
+            asking = asyncio.ensure_future(ask_all(tree, [request], "disturbed", progress))
+            for _ in range(3):
+                before = progress.deliveries
+                await tree.until(lambda before=before: progress.deliveries > before + 5)
+                tree.child(kind).signal(signal.SIGKILL)
+            (got,) = await asking
+            require_equal([request], [want], [got])
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
