@@ -118,11 +118,13 @@ class Servers:
         if delta.finished is not None:
             size = delta.finished.rows.size
             stops = delta.finished.stops or [None] * size
-            cached = [0] * size if delta.finished.cached is None else delta.finished.cached.tolist()
-            for row, reason, stop, part in zip(
-                delta.finished.rows.tolist(), delta.finished.reasons.tolist(), stops, cached, strict=True
+            for row, reason, stop in zip(
+                delta.finished.rows.tolist(), delta.finished.reasons.tolist(), stops, strict=True
             ):
                 rows[row].end = FinishReason(reason), stop
+        if delta.began is not None:
+            for row, part in zip(delta.began.rows.tolist(), delta.began.cached.tolist(), strict=True):
+                assert len(rows[row].ids) == 1, "it has begun before"
                 rows[row].cached = part
         return rows
 

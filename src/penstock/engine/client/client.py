@@ -185,6 +185,8 @@ class Client:
                 salt,
                 columns_of_inputs([items]),
                 chunk_format,
+                secrets.randbits(64) if params.seed is None else params.seed % 2**64,
+                time.monotonic_ns(),
             )
             await self._send(self._cores[group], submit, stream, deadline)
         except BaseException:

@@ -36,7 +36,7 @@ class OutputChunk(msgspec.Struct, eq=False):
     ids: list[int]
     reason: FinishReason | None = None  # None: more chunks will come
     stop: int | str | None = None  # the stop string or stop token id that ended the sample, if one did
-    cached: int = 0  # prompt tokens found in the prefix cache; set in the last chunk
+    cached: int = 0  # prompt tokens found in the prefix cache; set in the first chunk of a sample
     logprobs: Logprobs | None = None  # of these ids
 
     @property
@@ -137,13 +137,14 @@ class OutputStream:
         self.completion_tokens += len(piece.ids)
         if piece.reason is not None:
             self._open_samples -= 1
+        if piece.cached:
             self.cached_tokens = piece.cached
         last = self._pieces[-1] if self._pieces else None
         if last is not None and last.sample == piece.sample and last.logprobs is None and piece.logprobs is None:
             last.utf8 += piece.utf8
             last.ids += piece.ids
             self._kept_nbytes += piece.nbytes - PIECE_NBYTES
-            last.reason, last.stop, last.cached = piece.reason, piece.stop, piece.cached
+            last.reason, last.stop = piece.reason, piece.stop
         else:
             self._pieces.append(piece)
             self._kept_nbytes += piece.nbytes
@@ -204,7 +205,9 @@ def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
             piece = chunks[row][1]
             piece.reason = FinishReason(reason)
             piece.stop = None if finished.stops is None else finished.stops[end]
-            piece.cached = 0 if finished.cached is None else int(finished.cached[end])
+    if delta.began is not None:
+        for row, cached in zip(delta.began.rows.tolist(), delta.began.cached.tolist(), strict=True):
+            chunks[row][1].cached = cached
     return iter(chunks)
 
 

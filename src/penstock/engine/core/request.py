@@ -61,7 +61,7 @@ class Request:
         self.client = submit.client
         self.chunk_format = submit.chunk_format
         self.queued_ns = queued_ns
-        self.cached = 0  # tokens of the prompt that the cache had when its first sample was admitted
+        self.cached = 0  # tokens of the prompt that the cache had when the request began, if it has begun here
         self.is_waiting = False
         self.slots: set[int] = set()  # of its samples; one that joins may share the prompt of any of them
         self.seed = submit.seed

@@ -299,7 +299,7 @@ class Scheduler:
         request = sample.request
         self._queue.admit(sample)
         slot = sample.slot
-        if not request.slots:
+        if not request.slots and not request.has_begun:
             request.cached = computed
         if slot is not None:
             builder.resume(slot, blocks, computed=computed, chunk=chunk)

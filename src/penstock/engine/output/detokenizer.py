@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from penstock.engine.cluster.logs import event
 from penstock.engine.model_dir import load_tokenizer, tokenizer_path
@@ -74,6 +75,12 @@ class Vocabulary:
         """Returns the rows of these ids, each in the table that begins at its `base`."""
         rows: Ints = np.minimum(ids.view(np.uint32), self.stride - 1).astype(np.int32) + bases
         return rows
+
+    def has_table_text(self, places: Ints, firsts: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+        """Returns which of these rows have text that can be shown by itself: whole characters, none of them in the
+        mask `firsts`."""
+        shows: npt.NDArray[np.bool_] = self.is_whole[places] & (firsts & self.masks[places] == 0)
+        return shows
 
     def piece(self, token_id: int) -> bytes:
         """Returns the bytes of one id, which may be a part of a character."""

@@ -18,6 +18,7 @@ from penstock.engine.protocol.columns import Index, LogprobRows
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import (
     Abort,
+    Began,
     Delta,
     Finished,
     FinishReason,
@@ -44,7 +45,6 @@ class FinishedWithoutToken(NamedTuple):
     server: int
     request: int
     sample: int
-    cached: int
     reason: FinishReason
 
 
@@ -65,11 +65,11 @@ class OutputState:
         self._servers = np.zeros(slots, np.uint16)
         self._requests = np.zeros(slots, np.int32)
         self._samples = np.zeros(slots, np.uint16)
-        self._cached = np.zeros(slots, np.int32)
         self._generated = np.zeros(slots, np.int32)
         self._bases = np.zeros(slots, np.int32)  # row of the vocabulary at which the table for its ids begins
         self._kinds = np.zeros(slots, np.uint8)
         self._firsts = np.zeros(slots, np.uint64)  # mask of the first characters of its stop strings
+        self._cached: dict[int, int] = {}  # tokens of its prompt that the cache had, until its first id has come
         self._started: list[Started | None] = [None] * slots  # None: not open
         self._texts: list[StopStringFilter | None] = [None] * slots  # None: nothing is held back
         self._writers: list[ChunkWriter | None] = [None] * slots
@@ -91,9 +91,10 @@ class OutputState:
     def _start(self, started: Started) -> None:
         slot, params, vocabulary = started.slot, started.params, self._vocabulary
         self._is_open[slot] = True
-        self._generated[slot] = 0
+        self._generated[slot] = len(started.generated)
         self._servers[slot], self._requests[slot], self._samples[slot] = started.server, started.request, started.sample
-        self._cached[slot] = started.cached
+        if started.cached:
+            self._cached[slot] = started.cached
         table = vocabulary.SKIP_SPECIAL if params.skip_special_tokens else vocabulary.KEEP_SPECIAL
         self._bases[slot] = (table if params.detokenize else vocabulary.NO_TEXT) * vocabulary.stride
         self._firsts[slot] = char_bloom("".join(stop[0] for stop in params.stop))
@@ -102,7 +103,31 @@ class OutputState:
         self._writers[slot] = (
             None if started.chunk_format is None else ChunkWriter(started.chunk_format, started.sample)
         )
+        if started.generated:
+            self._replay(slot, started)
         self._choose_kind(slot)
+
+    def _replay(self, slot: int, started: Started) -> None:
+        """Brings a resumed sample to its state after the ids that it has generated: their text has been delivered.
+
+        `_write_one` decodes what it has decoded then. The other texts are from the table, and only their length counts.
+        """
+        vocabulary, writer = self._vocabulary, self._writers[slot]
+        ids = np.array(started.generated, np.int32)
+        places = vocabulary.rows(ids, self._bases[slot])
+        has_table_text = vocabulary.has_table_text(places, self._firsts[slot])
+        length = at = 0
+        for first in np.flatnonzero(~has_table_text).tolist():
+            at = max(at, first)
+            while at < ids.size and (at == first or self._texts[slot] is not None):
+                has_table_text[at] = False
+                self._generated[slot] = at + 1
+                length += len(self._write_one(slot, started.generated[at], None)[0])
+                at += 1
+        self._generated[slot] = ids.size
+        if writer is not None:
+            length += sum(len(vocabulary.texts[place].decode()) for place in places[has_table_text].tolist())
+            writer.resume(length, started.params.logprobs is not None)
 
     def _choose_kind(self, slot: int) -> None:
         writer = self._writers[slot]
@@ -119,10 +144,11 @@ class OutputState:
         if started is None:
             return []
         self._end(slot)
-        return [FinishedWithoutToken(started.server, started.request, started.sample, started.cached, reason)]
+        return [FinishedWithoutToken(started.server, started.request, started.sample, reason)]
 
     def _end(self, slot: int) -> None:
         self._is_open[slot] = False
+        self._cached.pop(slot, None)
         self._started[slot] = self._texts[slot] = self._writers[slot] = None
 
     # ── tokens ──
@@ -170,7 +196,7 @@ class OutputState:
         vocabulary, slots = self._vocabulary, rows.slots
         places = vocabulary.rows(rows.ids, self._bases[slots])
         kinds = self._kinds[slots]
-        has_table_text = vocabulary.is_whole[places] & (self._firsts[slots] & vocabulary.masks[places] == 0)
+        has_table_text = vocabulary.has_table_text(places, self._firsts[slots])
         has_table_text[list(rows.ends)] = False
         is_from_table = has_table_text & (kinds != ALONE)
         is_wrapped = kinds == WRAPPED
@@ -257,9 +283,17 @@ class OutputState:
         for server in sorted(due):
             where = np.flatnonzero(servers == server)
             own_rows = rows if where.size == servers.size else rows.of(where)
-            columns = self._requests[own_rows.slots], self._samples[own_rows.slots], self._cached[own_rows.slots]
-            deltas.append((server, own_rows.delta(*columns, [row for row in without_token if row.server == server])))
+            columns = self._requests[own_rows.slots], self._samples[own_rows.slots]
+            began = self._began(own_rows.slots) if self._cached else None
+            deltas.append(
+                (server, own_rows.delta(*columns, [row for row in without_token if row.server == server], began))
+            )
         return deltas
+
+    def _began(self, slots: Index) -> Began | None:
+        """Returns the rows with the first id of a sample, if the cache had tokens of its prompt."""
+        rows = {row: self._cached.pop(slot) for row, slot in enumerate(slots.tolist()) if slot in self._cached}
+        return Began(np.array([*rows], np.uint16), np.array([*rows.values()], np.int32)) if rows else None
 
 
 class DeltaBuilder:
@@ -288,7 +322,7 @@ class DeltaBuilder:
         return selected
 
     def delta(
-        self, requests: Requests, samples: Slots, cached: Ints, without_token: list[FinishedWithoutToken]
+        self, requests: Requests, samples: Slots, without_token: list[FinishedWithoutToken], began: Began | None
     ) -> Delta:
         """Builds a Delta of these rows, followed by those that ended without a token."""
         size = self.slots.size
@@ -306,18 +340,17 @@ class DeltaBuilder:
             b"".join(self.texts),
             counts,
             samples if samples.any() else None,
-            self._finished(cached, without_token) if self.ends or without_token else None,
+            self._finished(without_token) if self.ends or without_token else None,
             None if self.logprobs is None else self.logprobs.columns(self.wrapped),
+            began,
         )
 
-    def _finished(self, cached: Ints, without_token: list[FinishedWithoutToken]) -> Finished:
+    def _finished(self, without_token: list[FinishedWithoutToken]) -> Finished:
         size, ended = self.slots.size, list(self.ends)
         reasons = [*(end.reason for end in self.ends.values()), *(row.reason for row in without_token)]
         stops = (*(end.stop for end in self.ends.values()), *[None] * len(without_token))
-        all_cached = np.concatenate([cached[ended], np.array([row.cached for row in without_token], np.int32)])
         return Finished(
             np.array([*ended, *range(size, size + len(without_token))], np.uint16),
             np.array(reasons, np.uint8),
             stops if any(stop is not None for stop in stops) else None,
-            all_cached if all_cached.any() else None,
         )

@@ -42,6 +42,11 @@ class ChunkWriter:
         self.has_begun = not self.is_chat  # the first chunk of a chat has the role
         self.offset = 0  # characters written so far, for the log-probabilities of a completion
 
+    def resume(self, length: int, has_logprobs: bool) -> None:
+        """Continues an answer of which `length` characters have been delivered."""
+        self.has_begun = self.has_begun or length > 0 or has_logprobs
+        self.offset += length
+
     def piece(self, text: str, logprobs: bytes | None, reason: FinishReason | None) -> bytes:
         """Returns a chunk; empty if there is nothing to write. `logprobs`: the JSON of its log-probabilities."""
         if not (text or logprobs or reason):

@@ -305,7 +305,14 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, eq=False):
     rows: Slots
     reasons: Bytes  # FinishReason
     stops: tuple[int | str | None, ...] | None = None  # the id or string that ended each; None: none of them
-    cached: Ints | None = None  # tokens of each prompt that the cache had; None: 0
+
+
+class Began(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """The rows of a Delta that are the first of their sample, of prompts that the cache had tokens of. The rows of a
+    resumed sample are not."""
+
+    rows: Slots
+    cached: Ints  # tokens of each prompt that the cache had
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -321,6 +328,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
     samples: Slots | None = None  # each row's index among its request's `n` samples; None: all 0
     finished: Finished | None = None
     logprobs: Logprobs | None = None
+    began: Began | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""

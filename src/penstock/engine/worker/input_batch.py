@@ -95,9 +95,10 @@ class TokenTable:
     def __init__(self, slots: int, device: torch.device) -> None:
         self._ids = torch.zeros(slots, 256, dtype=torch.int32, device=device)
 
-    def join(self, slot: int, prompt: Ints) -> None:
-        self._make_room(prompt.size)
-        self._ids[slot, : prompt.size] = moved(prompt.copy(), self._ids.device)
+    def join(self, slot: int, ids: Ints) -> None:
+        """`ids`: of the prompt, and those generated before the sample was resumed. The array must be writable."""
+        self._make_room(ids.size)
+        self._ids[slot, : ids.size] = moved(ids, self._ids.device)
 
     def read(self, slots: Tensor, positions: Tensor) -> Tensor:
         return self._ids[slots, positions]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -124,20 +123,20 @@ class ModelRunner:
                     self._images.leave(slot)
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
+                prompt, generated = schedule.prompts[slot], schedule.generated[slot]
                 if self._sampler is not None:
                     self._sampler.join(
                         slot,
                         _params_of(schedule, slot),
-                        schedule.prompts[slot],
-                        default_seed=_default_seed(
-                            step.leader, int(schedule.servers[slot]), int(schedule.requests[slot])
-                        ),
+                        prompt,
+                        seed=int(schedule.seeds[slot]),
                         sample=int(schedule.samples[slot]),
+                        generated=generated,
                     )
-                self._tokens.join(slot, schedule.prompts[slot])
-                self._prompt_lengths[slot] = schedule.prompts[slot].size
+                self._tokens.join(slot, np.concatenate((prompt, generated)))
+                self._prompt_lengths[slot] = prompt.size
                 if self._images is not None:
-                    self._images.join(slot, schedule.prompts[slot], schedule.inputs[slot])
+                    self._images.join(slot, prompt, schedule.inputs[slot])
 
     def _compute(self, batch: InputBatch) -> tuple[Tensor, dict[int, FinishReason]]:
         """Returns the hidden states of the step's tokens, and the slots that fail, with the reasons."""
@@ -240,8 +239,3 @@ def _dtype(name: str) -> torch.dtype | None:
     """None: the model's own."""
     require_dtype(name)
     return None if name == "auto" else getattr(torch, name)
-
-
-def _default_seed(*numbers: int) -> int:
-    """Returns the seed of a request without one, which differs between requests."""
-    return zlib.crc32(",".join(map(str, numbers)).encode())

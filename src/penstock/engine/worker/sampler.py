@@ -104,8 +104,18 @@ class Sampler:
         self._is_in_prompt = torch.zeros((0, vocabulary), dtype=torch.bool, device=self._device)
         self._batch: _Batch | None = None
 
-    def join(self, slot: int, params: SamplingParams, prompt: Ints, *, default_seed: int, sample: int = 0) -> None:
-        """`default_seed` is used where the request has no seed; `sample` is the index among the request's `n`."""
+    def join(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt: Ints,
+        *,
+        seed: int,
+        sample: int = 0,
+        generated: Ints = NOTHING,
+    ) -> None:
+        """`seed` is the request's; `sample` is the index among its `n`; `generated` are the ids before the sample was
+        resumed."""
         self.leave(slot)
         self._temperatures[slot] = params.temperature
         self._top_ps[slot] = params.top_p
@@ -116,8 +126,8 @@ class Sampler:
         self._frequencies[slot] = params.frequency_penalty
         self._logprobs[slot] = 0 if params.logprobs is None else min(params.logprobs, self._vocabulary) + 1
         self._least[slot] = params.min_tokens
-        self._generated[slot] = 0
-        self._seeds[slot] = _seed(default_seed if params.seed is None else params.seed, sample)
+        self._generated[slot] = generated.size
+        self._seeds[slot] = _seed(seed, sample)
         if params.allowed_token_ids is not None:
             self._allowed[slot] = self._known(params.allowed_token_ids)
         if params.logit_bias:
@@ -127,7 +137,7 @@ class Sampler:
             self._ends[slot] = self._known({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
         self._has_ids[slot] = bool(params.allowed_token_ids is not None or params.logit_bias or params.min_tokens)
         if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
-            self._remember(slot, prompt)
+            self._remember(slot, prompt, generated)
         self._batch = None
 
     def leave(self, slot: int) -> None:
@@ -143,7 +153,7 @@ class Sampler:
     def _known(self, ids: Collection[int]) -> Ints:
         return np.array([token_id for token_id in ids if 0 <= token_id < self._vocabulary], np.int32)
 
-    def _remember(self, slot: int, prompt: Ints) -> None:
+    def _remember(self, slot: int, prompt: Ints, generated: Ints) -> None:
         """Allocates the slot a row in the tables of prompt and generated ids, for penalties."""
         if not self._free_places:
             size = self._counts.shape[0]
@@ -154,6 +164,9 @@ class Sampler:
         place = self._free_places.pop()
         self._places[slot], self._is_penalized[slot] = place, True
         self._counts[place] = 0
+        if generated.size:
+            ids, counts = np.unique(self._known(generated.tolist()), return_counts=True)
+            self._counts[place, self._ids(ids)] = moved(counts.astype(np.int32), self._device)
         self._is_in_prompt[place] = False
         self._is_in_prompt[place, self._ids(self._known(prompt.tolist()))] = True
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.client.router import BEGINNING, SLACK, Router, traces
 from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream, split_delta
-from penstock.engine.protocol.messages import Delta, Finished, FinishReason, Logprobs
+from penstock.engine.protocol.messages import Began, Delta, Finished, FinishReason, Logprobs
 
 
 def ints(*values: int) -> np.ndarray:
@@ -54,17 +54,18 @@ def test_each_row_of_a_delta_gets_its_own() -> None:
         "é".encode() + b"abc",
         counts=slots(2, 0, 3),
         samples=slots(0, 0, 1),
-        finished=Finished(slots(1, 2), np.array([2, 1], np.uint8), (None, "x"), ints(0, 16)),
+        finished=Finished(slots(1, 2), np.array([2, 1], np.uint8), (None, "x")),
         logprobs=Logprobs(
             ints(*range(10)), np.arange(10, dtype=np.float32), ints(1, 1, 1, 1, 1), counts=ints(2, 1, 3, 2, 2)
         ),
+        began=Began(slots(2), ints(16)),
     )
     (first, one), (second, other), (third, last) = split_delta(delta)
     assert (first, second, third) == (10, 11, 10)
     assert (one.text, one.ids, one.sample, one.reason) == ("é", [1, 2], 0, None)
     assert (other.text, other.ids, other.reason, other.stop) == ("", [], FinishReason.LENGTH, None)
     assert (last.text, last.ids, last.sample, last.reason) == ("abc", [3, 4, 5], 1, FinishReason.STOP)
-    assert (last.stop, last.cached) == ("x", 16)
+    assert (last.stop, last.cached) == ("x", 16) and one.cached == other.cached == 0
     assert one.logprobs is not None and one.logprobs.ids.tolist() == [0, 1, 2]
     assert last.logprobs is not None and last.logprobs.ids.tolist() == [3, 4, 5, 6, 7, 8, 9]
 

@@ -4,6 +4,7 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -33,11 +34,11 @@ def some_logits(seed: int, rows: int = 1) -> Any:
 
 
 def alone(
-    params: SamplingParams, logits: Any, prompt: tuple[int, ...] = (), default_seed: int = 0, steps: int = 1
+    params: SamplingParams, logits: Any, prompt: tuple[int, ...] = (), seed: int = 0, steps: int = 1
 ) -> list[int]:
     """What one sample gets of the same logits in each step."""
     one = sampler()
-    one.join(0, params, ints(*prompt), default_seed=default_seed)
+    one.join(0, params, ints(*prompt), seed=seed)
     return [int(one.sample(logits, slots(0)).ids[0]) for _ in range(steps)]
 
 
@@ -108,7 +109,7 @@ def test_ids_come_as_often_as_the_reference_says(name: str) -> None:
     where = np.arange(count)
     row = some_logits(11)
     for slot in range(count):
-        many.join(slot, params, ints(*prompt), default_seed=slot)
+        many.join(slot, params, ints(*prompt), seed=slot)
     for one in said[: 2 if name == "not yet" else 3]:  # all say the same first
         forced = torch.full((count, VOCABULARY), -torch.inf)
         forced[:, one] = 0.0
@@ -142,10 +143,10 @@ def test_a_mixed_batch_that_comes_and_goes_gets_what_each_row_would_get_by_itsel
             elif slot not in there and chance.random() < 0.5:
                 params = chance.choice(list(EVERY.values()))
                 prompt = [chance.randrange(VOCABULARY) for _ in range(4)]
-                default_seed = chance.randrange(100)
+                seed = chance.randrange(100)
                 one = sampler(1)
                 for each, where in ((together, slot), (one, 0)):
-                    each.join(where, params, ints(*prompt), default_seed=default_seed)
+                    each.join(where, params, ints(*prompt), seed=seed)
                 there[slot] = params, one, prompt, []
         running = [slot for slot in there if chance.random() < 0.8]
         running.sort()
@@ -164,44 +165,57 @@ def test_a_mixed_batch_that_comes_and_goes_gets_what_each_row_would_get_by_itsel
 
 def test_a_seed_repeats_itself_and_each_sample_of_a_request_draws_for_itself() -> None:
     flat = torch.zeros((1, VOCABULARY))
-    seeded = SamplingParams(seed=7)
-    assert alone(seeded, flat, default_seed=1, steps=30) == alone(seeded, flat, default_seed=2, steps=30)
-    assert alone(SamplingParams(), flat, default_seed=1, steps=30) != alone(
-        SamplingParams(), flat, default_seed=2, steps=30
-    )
+    assert alone(SamplingParams(), flat, seed=7, steps=30) == alone(SamplingParams(seed=9), flat, seed=7, steps=30)
+    assert alone(SamplingParams(), flat, seed=1, steps=30) != alone(SamplingParams(), flat, seed=2, steps=30)
     one = sampler()
     for which in range(3):
-        one.join(which, SamplingParams(seed=7), ints(), default_seed=0, sample=which)
+        one.join(which, SamplingParams(), ints(), seed=7, sample=which)
     said = [one.sample(flat.expand(3, -1), slots(0, 1, 2)).ids.tolist() for _ in range(30)]
-    assert [ids[0] for ids in said] == alone(seeded, flat, steps=30)
+    assert [ids[0] for ids in said] == alone(SamplingParams(), flat, seed=7, steps=30)
     assert len({tuple(ids) for ids in zip(*said, strict=True)}) == 3
 
 
-def test_seeds_may_be_any_whole_numbers() -> None:
+def test_seeds_of_64_bits_differ() -> None:
     flat = torch.zeros((1, VOCABULARY))
-    said = {tuple(alone(SamplingParams(seed=seed), flat, steps=20)) for seed in (0, -1, 1 << 64, (1 << 64) + 1)}
+    said = {tuple(alone(SamplingParams(), flat, seed=seed, steps=20)) for seed in (0, 1, 1 << 63, (1 << 64) - 1)}
     assert len(said) == 4
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_sample_that_is_resumed_goes_on_as_if_it_had_stayed(name: str) -> None:
+    params = msgspec.structs.replace(EVERY[name], min_tokens=6)
+    rows = [some_logits(at) for at in range(12)]
+    for row in rows:
+        row[0, EOS] = 40.0  # it is chosen as soon as it may be
+    whole, resumed = sampler(), sampler()
+    whole.join(0, params, ints(1, 2), seed=3, sample=1)
+    ids = [int(whole.sample(row, slots(0)).ids[0]) for row in rows]
+    for begin in (1, 4, 9):
+        resumed.join(2, params, ints(1, 2), seed=3, sample=1, generated=ints(*ids[:begin]))
+        assert [int(resumed.sample(row, slots(2)).ids[0]) for row in rows[begin:]] == ids[begin:]
+    resumed.join(2, params, ints(1, 2), seed=3, sample=1)
+    assert [int(resumed.sample(row, slots(2)).ids[0]) for row in rows] == ids, "a trace of the sample before"
 
 
 def test_who_takes_a_slot_has_nothing_of_who_had_it() -> None:
     row = some_logits(3)
     one = sampler()
-    one.join(0, EVERY["greedy and penalized"], ints(1, 2, 3), default_seed=0)
+    one.join(0, EVERY["greedy and penalized"], ints(1, 2, 3), seed=0)
     for _ in range(5):
         one.sample(row, slots(0))
     one.leave(0)
-    one.join(0, EVERY["greedy and penalized"], ints(), default_seed=0)
+    one.join(0, EVERY["greedy and penalized"], ints(), seed=0)
     said = [int(one.sample(row, slots(0)).ids[0]) for _ in range(5)]
     assert said == alone(EVERY["greedy and penalized"], row, steps=5)
-    one.join(0, EVERY["greedy"], ints(), default_seed=0)
+    one.join(0, EVERY["greedy"], ints(), seed=0)
     assert int(one.sample(row, slots(0)).ids[0]) == int(row.argmax())
 
 
 def test_a_batch_that_stays_hears_of_who_joins_it_anew() -> None:
     one, row, there = sampler(), some_logits(3), slots(0)
-    one.join(0, EVERY["greedy"], ints(), default_seed=0)
+    one.join(0, EVERY["greedy"], ints(), seed=0)
     assert [int(one.sample(row, there).ids[0]) for _ in range(2)] == [int(row.argmax())] * 2
-    one.join(0, SamplingParams(temperature=0, allowed_token_ids=(6,)), ints(), default_seed=0)
+    one.join(0, SamplingParams(temperature=0, allowed_token_ids=(6,)), ints(), seed=0)
     assert int(one.sample(row, there).ids[0]) == 6
 
 
@@ -218,7 +232,7 @@ def test_ends_are_not_chosen_before_min_tokens_and_then_they_are() -> None:
 def test_logits_that_are_not_numbers_fail_their_row_alone() -> None:
     one = sampler()
     for slot, name in enumerate(["greedy", "plain", "allowed", "penalized", "top_k"]):
-        one.join(slot + 1, EVERY[name], ints(1), default_seed=slot)
+        one.join(slot + 1, EVERY[name], ints(1), seed=slot)
     logits = some_logits(4, 5)
     there = slots(1, 2, 3, 4, 5)
     assert one.sample(logits, there).failed(there) is None
@@ -245,10 +259,10 @@ def test_ids_that_the_model_does_not_have_are_passed_over() -> None:
 
 def test_log_probabilities_are_the_models_own_and_come_with_ranks() -> None:
     one = sampler()
-    one.join(0, SamplingParams(temperature=0), ints(), default_seed=0)
-    one.join(1, SamplingParams(logprobs=2, allowed_token_ids=(5,)), ints(), default_seed=0)
-    one.join(2, SamplingParams(logprobs=0, temperature=0), ints(), default_seed=0)
-    one.join(3, SamplingParams(logprobs=VOCABULARY + 9), ints(), default_seed=0)
+    one.join(0, SamplingParams(temperature=0), ints(), seed=0)
+    one.join(1, SamplingParams(logprobs=2, allowed_token_ids=(5,)), ints(), seed=0)
+    one.join(2, SamplingParams(logprobs=0, temperature=0), ints(), seed=0)
+    one.join(3, SamplingParams(logprobs=VOCABULARY + 9), ints(), seed=0)
     logits = some_logits(6, 4)
     chosen = one.sample(logits, slots(0, 1, 2, 3))
     found = chosen.logprobs()
